@@ -1,0 +1,1 @@
+"""Reverse-mode differentiation, ONNX in and ONNX out, run by ONNX Runtime."""

@@ -1,0 +1,159 @@
+"""Reverse mode: from a forward graph to the graph of its vector–Jacobian product.
+
+The sweep is short because the knowledge is in the table of ``rules``: walk the nodes backwards, add
+up the cotangents of each value, hand them to the rule of the node that made it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
+from kfac_engine.errors import UnknownNameError, UnsupportedOpError
+from kfac_engine.graph.structure import Fact, Graph, Node
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The vector–Jacobian product of a graph as nodes.
+
+    Attributes:
+        nodes: Backward nodes in topological order.
+        constants: Constants that ``nodes`` and ``forward_nodes`` read.
+        forward_nodes: Nodes to append to the forward graph.
+        saved: Forward values that ``nodes`` read: what the forward session must hand over.
+        cotangents: Value that is differentiated to the name of its cotangent, an input of ``nodes``.
+        gradients: Value asked for to the name of its gradient. Values that the differentiated
+            ones do not depend on are absent: their gradient is zero.
+    """
+
+    nodes: tuple[Node, ...]
+    constants: Mapping[str, Array]
+    forward_nodes: tuple[Node, ...]
+    saved: tuple[str, ...]
+    cotangents: Mapping[str, str]
+    gradients: Mapping[str, str]
+
+
+def differentiate(
+    graph: Graph, facts: Mapping[str, Fact], outputs: Sequence[str], wrt: Sequence[str]
+) -> Backward:
+    """The graph that maps cotangents of ``outputs`` to gradients with respect to ``wrt``.
+
+    Args:
+        graph: Canonical forward graph.
+        facts: Element type and shape of every forward value, from a sample run.
+        outputs: Values to differentiate; any value of the graph.
+        wrt: Values to differentiate with respect to: parameters, inputs or intermediate values.
+            The gradient of an intermediate value is total: through all that depends on it.
+
+    Returns:
+        Backward nodes, and what to feed and fetch.
+
+    Raises:
+        UnknownNameError: A name is not a value of the graph.
+        UnsupportedOpError: An operator between ``wrt`` and ``outputs`` has no derivative rule.
+    """
+    known = set(graph.values())
+    for name in (*outputs, *wrt):
+        if name not in known:
+            raise UnknownNameError(f"'{name}' is not a value of model '{graph.name}'.")
+    builder = Builder(graph, facts)
+    sweep = _Sweep(graph, builder, _active(graph, facts, wrt))
+    cotangents = {name: f"cotangent_{index}_of_{name}" for index, name in enumerate(outputs)}
+    for name, cotangent in cotangents.items():
+        sweep.add(name, cotangent)
+    for node in reversed(graph.nodes):
+        sweep.visit(node, wrt)
+    gradients = {name: sweep.total(name) for name in wrt if sweep.reached(name)}
+    saved = _saved(builder, gradients.values())
+    return Backward(
+        nodes=_needed(builder.nodes, gradients.values()),
+        constants=builder.constants,
+        forward_nodes=_needed(builder.forward_nodes, saved),
+        saved=saved,
+        cotangents=cotangents,
+        gradients=gradients,
+    )
+
+
+class _Sweep:
+    """The cotangents found so far, by value."""
+
+    def __init__(self, graph: Graph, builder: Builder, active: frozenset[str]) -> None:
+        self._graph, self._builder, self._active = graph, builder, active
+        self._rules = load_rules()
+        self._parts: dict[str, list[str]] = {}
+
+    def reached(self, value: str) -> bool:
+        return value in self._parts
+
+    def add(self, value: str, cotangent: str) -> None:
+        self._parts.setdefault(value, []).append(cotangent)
+
+    def total(self, value: str) -> str:
+        """The sum of the parts; summed once, then remembered."""
+        parts = self._parts[value]
+        if len(parts) > 1:
+            parts[:] = [self._builder.op("Sum", *parts)]
+        return parts[0]
+
+    def visit(self, node: Node, wrt: Sequence[str]) -> None:
+        """Carry the cotangents of a node's outputs to its active operands."""
+        g = {i: self.total(name) for i, name in enumerate(node.outputs) if self.reached(name)}
+        wanted = frozenset(i for i, name in enumerate(node.inputs) if name in self._active)
+        captured = [name for name in node.captures if name in self._active]
+        if not g or not (wanted or captured) or node.qualified_op in ZERO_DERIVATIVE:
+            return
+        if captured or node.qualified_op not in self._rules:
+            raise _unsupported(node, self._graph, wrt)
+        for index, cotangent in self._rules[node.qualified_op](
+            self._builder, node, g, wanted
+        ).items():
+            if index in wanted:
+                self.add(node.inputs[index], cotangent)
+
+
+def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> frozenset[str]:
+    """Floating-point values that depend on ``wrt`` through differentiable operators."""
+    active = set(wrt)
+    for node in graph.nodes:
+        if node.qualified_op in ZERO_DERIVATIVE:
+            continue
+        if active.intersection(node.inputs) or active.intersection(node.captures):
+            active.update(
+                name
+                for name in node.outputs
+                if name and (name not in facts or facts[name].dtype.name in FLOAT_CODES)
+            )
+    return frozenset(active)
+
+
+def _needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
+    """Those of ``nodes`` that ``results`` depend on, in their order."""
+    needed, kept = set(results), []
+    for node in reversed(nodes):
+        if needed.intersection(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    return tuple(reversed(kept))
+
+
+def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
+    gradients = tuple(gradients)
+    reads = dict.fromkeys(n for node in _needed(builder.nodes, gradients) for n in node.inputs)
+    return tuple(name for name in (*reads, *gradients) if builder.is_forward(name))
+
+
+def _unsupported(node: Node, graph: Graph, wrt: Sequence[str]) -> UnsupportedOpError:
+    upstream = set(node.inputs) | set(node.captures)
+    for earlier in reversed(graph.nodes[: graph.nodes.index(node)]):
+        if upstream.intersection(earlier.outputs):
+            upstream.update(earlier.inputs)
+    culprit = next((name for name in wrt if name in upstream), "?")
+    return UnsupportedOpError(
+        f"no derivative rule for {node.qualified_op} (opset {graph.opset}) at node '{node.name}', "
+        f"which is on the path from '{culprit}' to the output. Leave '{culprit}' out of the "
+        f"trainable parameters, or add a rule with @vjp_rule in autodiff/rules/."
+    )

@@ -1,0 +1,71 @@
+"""The table of derivative rules: one function per operator, one file per family of operators.
+
+A rule receives the node, the cotangents of its outputs and which operands want one, and writes the
+cotangents of the operands with a ``Builder``::
+
+    @vjp_rule("Tanh")
+    def tanh(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+        y = node.outputs[0]
+        ...
+        return {0: b.op("Mul", g[0], slope)}
+
+Conventions:
+
+- ``g[i]`` is the name of the cotangent of output ``i``; outputs without one are absent.
+- ``wanted`` holds the operand indices worth computing; others may be left out of the result.
+- A wanted operand missing from the result means: its derivative is zero by definition.
+- Graphs are at opset 18 or newer: rules read the opset-18 form of every operator.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.graph.structure import Node
+from kfac_engine.registry import Registry
+
+Cotangents: TypeAlias = Mapping[int, str]
+Wanted: TypeAlias = frozenset[int]
+Gradients: TypeAlias = Mapping[int, str]
+Rule: TypeAlias = Callable[[Builder, Node, Cotangents, Wanted], Gradients]
+
+RULES: Registry[Rule] = Registry("derivative rule")
+
+# Operators whose results do not change, or change only in jumps, with their operands: the
+# derivative is zero wherever it exists, so the reverse sweep stops there.
+ZERO_DERIVATIVE: frozenset[str] = frozenset(
+    """
+    And ArgMax ArgMin BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
+    ConstantOfShape Equal EyeLike Floor Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual NonZero
+    Not OneHot Or RandomNormal RandomNormalLike RandomUniform RandomUniformLike Range Round Shape
+    Sign Size Xor
+    """.split()  # noqa: SIM905 (a list literal would be forty lines)
+)
+
+
+def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
+    """Enter a function into the table for each of ``ops`` (``"domain::Op"`` for other domains)."""
+
+    def enter(rule: Rule) -> Rule:
+        for op in ops:
+            RULES.add(op, rule)
+        return rule
+
+    return enter
+
+
+def load_rules() -> Registry[Rule]:
+    """The full table: imports every family once."""
+    from kfac_engine.autodiff.rules import (  # noqa: F401 (families import this module)
+        activation,
+        convolution,
+        elementwise,
+        indexing,
+        matmul,
+        normalization,
+        pooling,
+        reduction,
+        shape,
+    )
+
+    return RULES

@@ -1,0 +1,101 @@
+"""What the engine asks of an array library: the few primitives that deserve a kernel of their own.
+
+Everything else is plain array code through ``xp``. The NumPy backend defines each primitive; another
+backend must give the same numbers within a stated tolerance and raise the same errors.
+
+All symmetric results are full matrices (both triangles), C-contiguous. Input dtypes float16 and
+bfloat16 are accumulated in float32; float32 and float64 stay what they are.
+"""
+
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.window import Window
+
+
+class Backend(Protocol):
+    """The primitives of one array library."""
+
+    name: str
+
+    @property
+    def xp(self) -> ModuleType:
+        """The array module: ``numpy`` or one with its interface."""
+
+    def asarray(self, value: object, dtype: object = None) -> Array:
+        """``value`` (this library's array, NumPy's, or anything with ``__dlpack__``) as our array."""
+
+    def to_numpy(self, array: Array) -> Array:
+        """A host copy or view: the only way back to the host."""
+
+    def second_moment(
+        self,
+        x: Array,
+        out: Array,
+        *,
+        feature_axis: int = -1,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+
+        Args:
+            x: Any rank ≥ 1 and any strides; features along ``feature_axis``, every other axis a row.
+            out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate (a one, last).
+            feature_axis: Axis of the features.
+            homogeneous: Whether each row ends with an implicit one.
+            alpha: Scale of the new moment.
+            beta: Scale of the old one; 0 overwrites, whatever ``out`` held (NaN included).
+        """
+
+    def patch_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z`` of all images, in place.
+
+        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one if homogeneous.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides.
+            window: Geometry; as many axes as ``sides``.
+            out: ``(taps·channels (+ 1), same)``.
+            homogeneous: Whether each patch ends with an implicit one.
+            alpha: Scale of the new moment.
+            beta: Scale of the old one; 0 overwrites.
+        """
+
+    def patches(self, x: Array, window: Window) -> Array:
+        """The patches themselves: ``(n, positions, taps·channels)``, features tap-major, a new array."""
+
+    def damped_inverse(self, matrix: Array, damping: float) -> Array:
+        """``(matrix + damping·I)⁻¹``, symmetric, computed in float64, in the dtype of ``matrix``.
+
+        A matrix that rounding made indefinite is retried with more damping (ten times, a few
+        times), then inverted through its clamped eigenvalues; never NaN.
+        """
+
+    def damped_cholesky(self, matrix: Array, damping: float) -> Array:
+        """Lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I`` (same retries)."""
+
+    def triangular_inverse(self, lower: Array) -> Array:
+        """``L⁻¹`` of a lower-triangular matrix, lower-triangular."""
+
+    def eigh(self, matrix: Array) -> tuple[Array, Array]:
+        """Eigenvalues ``(d,)``, ascending, and orthonormal eigenvectors ``(d, d)`` as columns, float64."""
+
+    def all_finite(self, x: Array) -> bool:
+        """Whether the sum of squares of ``x`` is finite, so that its second moment will be."""
+
+    def rng(self, seed: int) -> np.random.Generator:
+        """A generator for this library's random draws."""

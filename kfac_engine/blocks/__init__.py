@@ -1,0 +1,1 @@
+"""Curvature blocks: the Fisher matrix of one layer, approximated."""

@@ -1,0 +1,66 @@
+"""Every exception that crosses the public border.
+
+The tree (built-in parents in brackets: the types the specification names)::
+
+    KfacError
+    ├── InputError              [ValueError]           an argument, array or file is wrong
+    │   ├── ModelError                                 not a usable ONNX model
+    │   ├── ShapeError                                 sides or ranks do not fit
+    │   ├── NonFiniteError                             NaN or infinity where numbers were expected
+    │   └── RegistrationError                          a layer, loss or parameter registered wrongly
+    ├── UnknownNameError        [KeyError]             a name that nothing goes by
+    ├── UnsupportedError        [NotImplementedError]  well-formed, but not covered
+    │   └── UnsupportedOpError                         an ONNX operator without derivative rule
+    ├── NotReadyError           [RuntimeError]         read before it was computed
+    └── BackendError            [RuntimeError]         the array library or the model runtime failed
+
+Each message is one sentence or two: what was wrong, where, what to do.
+"""
+
+
+class KfacError(Exception):
+    """Base of all errors a user can cause."""
+
+
+class InputError(KfacError, ValueError):
+    """An argument, array or file given by the user is wrong."""
+
+
+class ModelError(InputError):
+    """The file or bytes are not an ONNX model this engine can use."""
+
+
+class ShapeError(InputError):
+    """Ranks or sides of arrays do not fit together."""
+
+
+class NonFiniteError(InputError):
+    """NaN or infinity reached a place where it would poison the state."""
+
+
+class RegistrationError(InputError):
+    """A layer, loss or parameter was registered wrongly."""
+
+
+class UnknownNameError(KfacError, KeyError):
+    """A name that no parameter, tensor, loss or option goes by."""
+
+    def __str__(self) -> str:
+        """Return the message itself: ``KeyError`` would show its ``repr``."""
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsupportedError(KfacError, NotImplementedError):
+    """The request is well-formed, but this engine does not cover it."""
+
+
+class UnsupportedOpError(UnsupportedError):
+    """An ONNX operator on the differentiated path has no derivative rule."""
+
+
+class NotReadyError(KfacError, RuntimeError):
+    """A result was read before it was computed."""
+
+
+class BackendError(KfacError, RuntimeError):
+    """The array library or the model runtime cannot do what was asked."""

@@ -1,0 +1,1 @@
+"""Statistics with moving averages: what curvature blocks are made of."""

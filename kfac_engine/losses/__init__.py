@@ -1,0 +1,1 @@
+"""Predictive distributions: loss, samples, gradient, Fisher and its factors."""

@@ -1,0 +1,42 @@
+"""A table from names to rows: where the system grows, it grows here."""
+
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from kfac_engine.errors import UnknownNameError
+
+Row = TypeVar("Row")
+
+
+class Registry(Mapping[str, Row], Generic[Row]):
+    """Named rows of one kind; asking for an unknown name lists the known ones.
+
+    Args:
+        kind: What the rows are, in the singular ("loss", "estimation mode"); used in messages.
+        rows: The first rows.
+    """
+
+    def __init__(self, kind: str, rows: Mapping[str, Row] | None = None) -> None:
+        self.kind = kind
+        self._rows: dict[str, Row] = dict(rows or {})
+
+    def __getitem__(self, name: str) -> Row:
+        if name not in self._rows:
+            raise UnknownNameError(
+                f"unknown {self.kind} '{name}'; choose one of: {', '.join(sorted(self._rows))}."
+            )
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def add(self, name: str, row: Row) -> None:
+        """Add a row; a name can be taken once only."""
+        assert name not in self._rows, f"{self.kind} '{name}' is defined twice"
+        self._rows[name] = row
