@@ -1,0 +1,140 @@
+"""Node lists out, as protobuf: what ONNX Runtime compiles and what the user is handed.
+
+The inverse of ``graph.load``: ``Node``, ``Input`` and NumPy arrays become a ``ModelProto``.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]  # has no stubs
+from onnx import AttributeProto, defs, helper, numpy_helper
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
+
+# Protobuf cannot serialize a larger message.
+MAX_BYTES = 2**31 - 1
+
+# The oldest format version we write; newer operator sets ask for more.
+_MIN_IR_VERSION = 10
+
+
+def build_model(
+    nodes: Sequence[Node],
+    inputs: Sequence[Input],
+    outputs: Sequence[Input],
+    constants: Mapping[str, Array],
+    opset: int,
+    *,
+    name: str = "model",
+    domains: Mapping[str, int] | None = None,
+) -> onnx.ModelProto:
+    """A model made of ``nodes``.
+
+    Args:
+        nodes: In topological order.
+        inputs: What is fed; a shape of None leaves even the rank open.
+        outputs: What can be fetched, in the same form.
+        constants: Become initializers.
+        opset: Version of the standard operator set.
+        name: Name of the graph, for messages.
+        domains: Versions of other operator domains in use.
+
+    Returns:
+        The model, with the lowest format version that its operator set asks for (at least 10).
+
+    Raises:
+        ModelError: The constants alone are larger than a serialized model can be.
+    """
+    total = sum(array.nbytes for array in constants.values())
+    if total > MAX_BYTES:
+        raise ModelError(_too_large(name, f"holds {total / 1e9:.1f} GB of constants"))
+    versions = {"": opset, **(domains or {})}
+    graph = helper.make_graph(
+        [_node(node, versions) for node in nodes],
+        name,
+        [_value_info(entry) for entry in inputs],
+        [_value_info(entry) for entry in outputs],
+        [tensor(array, key) for key, array in constants.items()],
+    )
+    standard = helper.make_opsetid("", opset)
+    others = [helper.make_opsetid(domain, n) for domain, n in versions.items() if domain]
+    return helper.make_model(
+        graph,
+        opset_imports=[standard, *others],
+        ir_version=max(_MIN_IR_VERSION, helper.find_min_ir_version_for([standard])),
+        producer_name="kfac_engine",
+    )
+
+
+def serialize(model: onnx.ModelProto) -> bytes:
+    """The bytes of an ``.onnx`` file.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The serialized model.
+
+    Raises:
+        ModelError: It is larger than protobuf's limit of 2 GB.
+    """
+    try:
+        return bytes(model.SerializeToString())
+    except EncodeError as failure:
+        raise ModelError(_too_large(model.graph.name, "is too large to serialize")) from failure
+
+
+def tensor(array: Array, name: str = "") -> onnx.TensorProto:
+    """``array`` as a protobuf tensor, bytes in ``raw_data``."""
+    return numpy_helper.from_array(np.asarray(array), name)
+
+
+def _node(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
+    declared = _declared_types(node, versions.get(node.domain, 0))
+    proto = helper.make_node(
+        node.op, node.inputs, node.outputs, name=node.name, domain=node.domain or None
+    )
+    proto.attribute.extend(
+        _attribute(key, value, declared.get(key)) for key, value in node.attributes.items()
+    )
+    return proto
+
+
+def _declared_types(node: Node, version: int) -> Mapping[str, int]:
+    """Attribute types that the operator's schema states; empty for operators ONNX does not know."""
+    if not version or not defs.has(node.op, version, node.domain):
+        return {}
+    schema = defs.get_schema(node.op, version, node.domain)
+    # An integer enumeration, though its stub does not say so.
+    return {
+        key: int(entry.type)  # type: ignore[call-overload]
+        for key, entry in schema.attributes.items()
+    }
+
+
+def _attribute(name: str, value: AttributeValue, declared: int | None) -> AttributeProto:
+    """The declared type wins: Python alone cannot tell ``()`` of floats from ``()`` of integers."""
+    if isinstance(value, Subgraph):
+        return helper.make_attribute(name, onnx.GraphProto.FromString(value.proto))
+    if isinstance(value, np.ndarray):
+        return helper.make_attribute(name, tensor(value))
+    if declared == AttributeProto.FLOAT and isinstance(value, int):
+        value = float(value)
+    if value == () and declared is None:
+        declared = AttributeProto.INTS
+    return helper.make_attribute(name, value, attr_type=declared)
+
+
+def _value_info(entry: Input) -> onnx.ValueInfoProto:
+    code = helper.np_dtype_to_tensor_dtype(entry.dtype)
+    return helper.make_tensor_value_info(entry.name, code, entry.shape)
+
+
+def _too_large(name: str, finding: str) -> str:
+    return (
+        f"model '{name}' {finding}, but one ONNX message ends at 2 GB; make its large weights "
+        f"trainable parameters (they are fed, not stored) or use a smaller model."
+    )
