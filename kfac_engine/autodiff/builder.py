@@ -6,6 +6,7 @@ instead of the value itself.
 """
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2s
 
 import numpy as np
 
@@ -37,7 +38,6 @@ class Builder:
         self._facts = facts
         self._forward_values = set(graph.values())
         self._count = 0
-        self._shared: dict[tuple[object, ...], tuple[str, ...]] = {}
 
     # -- emitting -----------------------------------------------------------------------------
 
@@ -55,16 +55,18 @@ class Builder:
         **attributes: AttributeValue,
     ) -> tuple[str, ...]:
         """Add a node with several outputs to the backward graph; returns their names."""
-        node = self._node(op, inputs, outputs, attributes, domain)
+        names = tuple(self._fresh(op) for _ in range(outputs))
+        node = Node(op, tuple(inputs), names, attributes, name=f"node_{names[0]}", domain=domain)
         self.nodes.append(node)
-        return node.outputs
+        return names
 
     def forward(
         self, op: str, *inputs: str, outputs: int = 1, **attributes: AttributeValue
     ) -> tuple[str, ...]:
         """Add a node to the *forward* graph; its operands are forward values and constants.
 
-        Equal calls share one node. Only those results that backward nodes read are saved.
+        Names follow from content, so equal calls share one node, across builders too. Only those
+        results that backward nodes read are saved.
         Attributes must be hashable (numbers, strings, tuples).
 
         Returns:
@@ -72,23 +74,19 @@ class Builder:
         """
         for name in inputs:
             assert not name or name in self._forward_values or name in self.constants, name
-        key = ("forward", op, inputs, outputs, tuple(sorted(attributes.items())))
-        if key not in self._shared:
-            node = self._node(op, inputs, outputs, attributes, "")
-            self.forward_nodes.append(node)
-            self._forward_values.update(node.outputs)
-            self._shared[key] = node.outputs
-        return self._shared[key]
+        digest = _digest(op, inputs, outputs, sorted(attributes.items()))
+        names = tuple(f"forward_{op}_{digest}_{index}" for index in range(outputs))
+        if names[0] not in self._forward_values:
+            self.forward_nodes.append(Node(op, inputs, names, attributes, name=f"node_{names[0]}"))
+            self._forward_values.update(names)
+        return names
 
     def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
         """A constant, usable in both graphs; equal ones are stored once. Integers become int64."""
         array = np.asarray(value, dtype=dtype)
-        key = ("constant", array.dtype.str, array.shape, array.tobytes())
-        if key not in self._shared:
-            name = self._fresh("constant")
-            self.constants[name] = array
-            self._shared[key] = (name,)
-        return self._shared[key][0]
+        name = f"constant_{_digest(array.dtype.name, array.shape, array.tobytes())}"
+        self.constants[name] = array
+        return name
 
     def scalar(self, value: float, like: str) -> str:
         """A 0-d constant with the element type of the forward value ``like``."""
@@ -162,18 +160,11 @@ class Builder:
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _node(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        outputs: int,
-        attributes: Mapping[str, AttributeValue],
-        domain: str,
-    ) -> Node:
-        names = tuple(self._fresh(op) for _ in range(outputs))
-        return Node(op, tuple(inputs), names, attributes, name=f"node_{names[0]}", domain=domain)
-
     def _fresh(self, hint: str) -> str:
         self._count += 1
         name = f"vjp_{hint}_{self._count}"
         return name if name not in self._forward_values else self._fresh(hint)
+
+
+def _digest(*content: object) -> str:
+    return blake2s(repr(content).encode(), digest_size=8).hexdigest()

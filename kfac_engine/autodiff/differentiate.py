@@ -1,7 +1,7 @@
 """Reverse mode: from a forward graph to the graph of its vector–Jacobian product.
 
-The sweep is short because the knowledge is in the table of ``rules``: walk the nodes backwards, add
-up the cotangents of each value, hand them to the rule of the node that made it.
+The sweep is short because the knowledge is in the table of ``rules``: walk the nodes backwards,
+add up the cotangents of each value, hand them to the rule of the node that made it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

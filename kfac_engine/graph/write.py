@@ -24,7 +24,7 @@ _MIN_IR_VERSION = 10
 def build_model(
     nodes: Sequence[Node],
     inputs: Sequence[Input],
-    outputs: Sequence[Input],
+    outputs: Sequence[Input | str],
     constants: Mapping[str, Array],
     opset: int,
     *,
@@ -36,7 +36,7 @@ def build_model(
     Args:
         nodes: In topological order.
         inputs: What is fed; a shape of None leaves even the rank open.
-        outputs: What can be fetched, in the same form.
+        outputs: What can be fetched, in the same form; a bare name leaves the type to the runtime.
         constants: Become initializers.
         opset: Version of the standard operator set.
         name: Name of the graph, for messages.
@@ -56,7 +56,10 @@ def build_model(
         [_node(node, versions) for node in nodes],
         name,
         [_value_info(entry) for entry in inputs],
-        [_value_info(entry) for entry in outputs],
+        [
+            onnx.ValueInfoProto(name=entry) if isinstance(entry, str) else _value_info(entry)
+            for entry in outputs
+        ],
         [tensor(array, key) for key, array in constants.items()],
     )
     standard = helper.make_opsetid("", opset)

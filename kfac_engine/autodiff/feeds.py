@@ -1,0 +1,165 @@
+"""What is fed to a model: the user's inputs, checked, and made-up ones for a sample run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.runtime import Session
+from kfac_engine.errors import (
+    BackendError,
+    InputError,
+    ModelError,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+)
+from kfac_engine.graph.structure import Fact, Graph, Input
+from kfac_engine.graph.write import build_model, serialize
+
+# Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
+# the batch more often than not, and a batch of two keeps it apart from axes of one; other axes must be
+# long enough for pooling and short enough for position tables. A batch of one comes last: some
+# exporters bake it into Reshape targets.
+_TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
+
+
+def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """The inputs as arrays that fit the model's declaration.
+
+    Args:
+        graph: The model.
+        inputs: Input name to array.
+
+    Returns:
+        One array for each declared input.
+
+    Raises:
+        InputError: An input is missing or of the wrong element type.
+        UnknownNameError: A name is not an input of the model.
+        ShapeError: An input does not fit its declared shape.
+        NonFiniteError: An input holds NaN or infinity.
+    """
+    declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
+    for name in inputs:
+        if name not in {entry.name for entry in graph.inputs}:
+            raise UnknownNameError(f"the model has no input '{name}'; its inputs are: {declared}.")
+    symbols: dict[str, tuple[int, str]] = {}
+    checked = {}
+    for entry in graph.inputs:
+        if entry.name not in inputs:
+            raise InputError(f"input '{entry.name}' is missing; the model needs: {declared}.")
+        checked[entry.name] = _check_array(entry, inputs[entry.name])
+        _check_symbols(entry, checked[entry.name].shape, symbols)
+    return checked
+
+
+def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:
+    """Element type and shape of every value, from one small run of the model.
+
+    Args:
+        graph: The model.
+        inputs: A real batch to run on. An open axis of size one is doubled, to keep it apart from
+            axes that are always one. Inputs are made up from their declared shapes when left out.
+
+    Returns:
+        Value name to fact.
+
+    Raises:
+        ModelError: The model runs on none of the inputs that were made up.
+    """
+    facts = {name: Fact(array.dtype, array.shape) for name, array in graph.constants.items()}
+    computed = tuple(name for node in graph.nodes for name in node.outputs if name)
+    model = build_model(
+        graph.nodes,
+        graph.inputs,
+        computed,
+        graph.constants,
+        graph.opset,
+        name=graph.name,
+        domains=graph.domains,
+    )
+    what = f"a sample run of '{graph.name}'"
+    session = Session(serialize(model), threads=1, optimize=False, what=what)
+    failures = []
+    for feeds in _sample_feeds(graph, inputs):
+        try:
+            values = feeds | session.run(computed, feeds)
+        except BackendError as failure:
+            failures.append(f"{failure}")
+            continue
+        return facts | {name: Fact(array.dtype, array.shape) for name, array in values.items()}
+    raise ModelError(
+        f"the model could not be run on "
+        f"{'made-up inputs; pass sample_inputs, a real batch' if inputs is None else 'the batch'}. "
+        f"{failures[0]}"
+    )
+
+
+def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
+    if inputs is None:
+        for first, other in _TRIED_SIZES:
+            yield {entry.name: _made_up(entry, first, other) for entry in graph.inputs}
+    else:
+        given = check_inputs(graph, inputs)
+        yield {entry.name: _doubled(entry, given[entry.name]) for entry in graph.inputs}
+        yield given
+
+
+def _made_up(entry: Input, first: int, other: int) -> Array:
+    """Small positive numbers, zeros for indices, True for masks: legal for nearly every operator."""
+    if entry.shape is None:
+        raise ModelError(
+            f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."
+        )
+    sides = [
+        side if isinstance(side, int) else (other if axis else first)
+        for axis, side in enumerate(entry.shape)
+    ]
+    if np.issubdtype(entry.dtype, np.floating):
+        return np.random.default_rng(0).uniform(0.1, 0.9, sides).astype(entry.dtype)
+    return np.full(sides, entry.dtype == np.bool_, dtype=entry.dtype)
+
+
+def _doubled(entry: Input, array: Array) -> Array:
+    for axis, side in enumerate(entry.shape or ()):
+        if not isinstance(side, int) and array.shape[axis] == 1:
+            array = np.repeat(array, 2, axis=axis)
+    return array
+
+
+def _check_array(entry: Input, value: Array) -> Array:
+    array = np.asarray(value)
+    if array.dtype != entry.dtype:
+        raise InputError(
+            f"input '{entry.name}' is {array.dtype}, the model wants {entry.dtype}; convert it "
+            f"with .astype('{entry.dtype}')."
+        )
+    if entry.shape is not None and (
+        array.ndim != len(entry.shape)
+        or any(
+            isinstance(want, int) and want != have
+            for want, have in zip(entry.shape, array.shape, strict=True)
+        )
+    ):
+        raise ShapeError(
+            f"input '{entry.name}' has shape {array.shape}, the model wants "
+            f"({', '.join(str(side) if side is not None else '?' for side in entry.shape)})."
+        )
+    if array.size == 0:
+        raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")
+    if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+        bad = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        raise NonFiniteError(f"input '{entry.name}' holds NaN or infinity, first at index {bad}.")
+    return array
+
+
+def _check_symbols(entry: Input, shape: Sequence[int], symbols: dict[str, tuple[int, str]]) -> None:
+    """One symbol of the declaration (``"batch"``) stands for one size in all inputs."""
+    for symbol, size in zip(entry.shape or (), shape, strict=False):
+        if isinstance(symbol, str):
+            seen, where = symbols.setdefault(symbol, (size, entry.name))
+            if seen != size:
+                raise ShapeError(
+                    f"axis '{symbol}' is {seen} in input '{where}' but {size} in '{entry.name}'."
+                )

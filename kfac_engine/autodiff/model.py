@@ -1,0 +1,228 @@
+"""An ONNX model that can be evaluated and differentiated.
+
+Two kinds of session run the graph. The *forward* session takes data and parameters and returns
+whatever is asked for: outputs, activations, tensors that a backward pass needs. A *backward* session,
+one for each pair (values differentiated, values asked for), takes those tensors and a cotangent and
+returns gradients. Several backward passes share one forward pass, and new parameter values need no
+new session because parameters are fed like data.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.differentiate import Backward, differentiate
+from kfac_engine.autodiff.feeds import check_inputs, sample_facts
+from kfac_engine.autodiff.runtime import Session
+from kfac_engine.autodiff.trace import Trace
+from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.structure import Fact, Input, Node
+from kfac_engine.graph.trainable import trainable_parameters
+from kfac_engine.graph.write import build_model, serialize
+
+
+class OnnxModel:
+    """A canonical graph with its parameters and sessions.
+
+    Args:
+        loaded: The model as ``graph.load`` returns it.
+        trainable: Patterns of parameter names; None takes what the graph uses like parameters.
+        threads: Threads for ONNX Runtime; 0 leaves the choice to it.
+        sample_inputs: A batch for the sample run that finds element types and ranks; made up from
+            the declared input shapes when left out.
+
+    Attributes:
+        graph: The canonical graph.
+        parameters: Name to current value; change values through ``set_parameters``.
+        facts: Element type and shape of every value in the sample run.
+
+    Raises:
+        ModelError: The model has no trainable parameter, or cannot be run on made-up inputs.
+        BackendError: ONNX Runtime cannot run the model.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        trainable: Sequence[str] | None = None,
+        threads: int = 0,
+        sample_inputs: Mapping[str, Array] | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.graph = loaded.graph
+        self.threads = threads
+        self.parameters: dict[str, Array] = {
+            name: np.array(self.graph.constants[name])
+            for name in trainable_parameters(self.graph, trainable)
+        }
+        self.facts: Mapping[str, Fact] = sample_facts(self.graph, sample_inputs)
+        self._wanted: dict[str, None] = {}
+        self._forward: Session | None = None
+        self._backwards: dict[tuple[tuple[str, ...], tuple[str, ...]], Backward] = {}
+        self._sessions: dict[int, Session] = {}
+
+    def run(
+        self,
+        inputs: Mapping[str, Array],
+        targets: Array | Mapping[str, Array] | None = None,
+        parameters: Mapping[str, Array] | None = None,
+    ) -> Trace:
+        """Evaluate the model on a batch.
+
+        Args:
+            inputs: Input name to array.
+            targets: An array, named ``"targets"`` in the trace, or a mapping of names.
+            parameters: Values for some parameters in place of the current ones.
+
+        Returns:
+            The evaluation: read any value of the graph, or differentiate it.
+
+        Raises:
+            InputError: An input is missing or of the wrong element type.
+            UnknownNameError: A name is not an input of the model.
+            ShapeError: An input does not fit its declared shape.
+            NonFiniteError: An input holds NaN or infinity.
+        """
+        feeds = check_inputs(self.graph, inputs)
+        feeds |= self.parameters
+        if parameters is not None:
+            feeds |= self._checked(parameters)
+        if targets is None:
+            return Trace(self, feeds, {})
+        named = targets if isinstance(targets, Mapping) else {"targets": targets}
+        return Trace(self, feeds, {name: np.asarray(array) for name, array in named.items()})
+
+    def set_parameters(self, values: Mapping[str, Array]) -> None:
+        """Replace parameter values; the next evaluation uses them. All are taken or none.
+
+        Args:
+            values: Parameter name to new value, in the parameter's shape.
+
+        Raises:
+            UnknownNameError: A name is not a trainable parameter.
+            ShapeError: A value has another shape than the parameter.
+            NonFiniteError: A value holds NaN or infinity.
+        """
+        self.parameters.update(self._checked(values))
+
+    def want(self, names: Sequence[str]) -> None:
+        """Have these values computed by every forward pass from now on."""
+        missing = [name for name in names if name not in self._wanted]
+        if missing:
+            self._wanted.update(dict.fromkeys(missing))
+            self._forward = None
+
+    def fetch(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """One forward pass over checked feeds: all wanted values."""
+        return self._forward_session().run(tuple(self._wanted), feeds) if self._wanted else {}
+
+    def backward(self, outputs: Sequence[str], wrt: Sequence[str]) -> Backward:
+        """The backward graph from ``outputs`` to ``wrt``; what it needs is wanted from now on.
+
+        Args:
+            outputs: Values to differentiate.
+            wrt: Values to differentiate with respect to.
+
+        Returns:
+            The graph, the same object for equal arguments.
+        """
+        key = (tuple(outputs), tuple(wrt))
+        if key not in self._backwards:
+            self._backwards[key] = backward = differentiate(self.graph, self.facts, *key)
+            self.want([name for name in self.fed(backward) if self._is_computed(name)])
+        return self._backwards[key]
+
+    def fed(self, backward: Backward) -> tuple[str, ...]:
+        """What a backward session is fed besides cotangents: all it reads but frozen constants."""
+        frozen = self.graph.constants.keys() - self.parameters.keys()
+        return tuple(name for name in backward.saved if name not in frozen)
+
+    def backward_session(self, backward: Backward) -> Session:
+        """The session of a backward graph, built at its first use."""
+        key = id(backward)
+        if key not in self._sessions:
+            self._sessions[key] = self._build_backward(backward)
+        return self._sessions[key]
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _is_computed(self, name: str) -> bool:
+        given = {entry.name for entry in self.graph.inputs}
+        return name not in given and name not in self.parameters
+
+    def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        checked = {}
+        for name, value in values.items():
+            if name not in self.parameters:
+                raise UnknownNameError(
+                    f"'{name}' is not a trainable parameter of model '{self.graph.name}'; they "
+                    f"are: {', '.join(self.parameters)}."
+                )
+            old = self.parameters[name]
+            array = np.array(value, dtype=old.dtype)
+            if array.shape != old.shape:
+                raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
+            if not np.isfinite(array).all():
+                raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
+            checked[name] = array
+        return checked
+
+    def _forward_session(self) -> Session:
+        if self._forward is None:
+            backwards = self._backwards.values()
+            extra = {node.name: node for b in backwards for node in b.forward_nodes}
+            nodes = (*self.graph.nodes, *extra.values())
+            constants = dict(self.graph.constants)
+            for backward in backwards:
+                constants |= backward.constants
+            parameters = [Input(name, value.dtype, None) for name, value in self.parameters.items()]
+            model = build_model(
+                nodes,
+                [*self.graph.inputs, *parameters],
+                tuple(self._wanted),
+                _read_by(nodes, constants, excluded=self.parameters),
+                self.graph.opset,
+                name=self.graph.name,
+                domains=self.graph.domains,
+            )
+            what = f"the forward graph of '{self.graph.name}'"
+            self._forward = Session(serialize(model), threads=self.threads, what=what)
+        return self._forward
+
+    def _build_backward(self, backward: Backward) -> Session:
+        dtypes = self._forward_session().output_dtypes() if self._wanted else {}
+        fed = self.fed(backward)
+        inputs = [
+            Input(cotangent, self.facts[value].dtype, None)
+            for value, cotangent in backward.cotangents.items()
+        ] + [Input(name, self._dtype(name, dtypes), None) for name in fed]
+        made = {name for node in backward.nodes for name in node.outputs}
+        results = dict.fromkeys(name for name in backward.gradients.values() if name in made)
+        model = build_model(
+            backward.nodes,
+            inputs,
+            tuple(results),
+            _read_by(backward.nodes, {**self.graph.constants, **backward.constants}, excluded=fed),
+            self.graph.opset,
+            name=f"{self.graph.name}_backward",
+            domains=self.graph.domains,
+        )
+        what = f"the backward graph of '{self.graph.name}'"
+        return Session(serialize(model), threads=self.threads, what=what)
+
+    def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
+        return self.facts[name].dtype if name in self.facts else fetched[name]
+
+
+def _read_by(
+    nodes: Sequence[Node],
+    constants: Mapping[str, Array],
+    *,
+    excluded: Sequence[str] | Mapping[str, Array],
+) -> dict[str, Array]:
+    """Those constants that the nodes read (subgraphs included), but the excluded."""
+    reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
+    return {n: array for n, array in constants.items() if n in reads and n not in excluded}
