@@ -1,0 +1,48 @@
+# Everything runs in a virtual environment of its own: Python >= 3.11 with pip is all a machine needs.
+#   make test    lint, types and tests        make demo    K-FAC on real data, with a picture
+#   make lint    lint and types               make clean   remove what these make
+# Choose the interpreter with `make PYTHON=python3.13 …`.
+
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup format lint test demo clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+setup: $(READY)
+
+# The stamp makes a second call quick: the environment is rebuilt only when the requirements change.
+# Some systems ship venv without its bundled pip; there the system's pip installs into the environment.
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set PYTHON=/path/to/python." >&2; exit 2; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	if $(BIN)/python -m pip --version >/dev/null 2>&1; \
+	then $(BIN)/python -m pip install --quiet --editable '.[dev]'; \
+	else $(PYTHON) -m pip --python $(BIN)/python install --quiet --editable '.[dev]'; fi
+	touch $@
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n $(WORKERS)
+
+demo: $(READY)
+	$(BIN)/python -m kfac_engine demo --out demo-output
+
+clean:
+	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
