@@ -55,9 +55,9 @@ def build_model(
     graph = helper.make_graph(
         [_node(node, versions) for node in nodes],
         name,
-        [_value_info(entry) for entry in inputs],
+        [value_info(entry) for entry in inputs],
         [
-            onnx.ValueInfoProto(name=entry) if isinstance(entry, str) else _value_info(entry)
+            onnx.ValueInfoProto(name=entry) if isinstance(entry, str) else value_info(entry)
             for entry in outputs
         ],
         [tensor(array, key) for key, array in constants.items()],
@@ -95,6 +95,12 @@ def tensor(array: Array, name: str = "") -> onnx.TensorProto:
     return numpy_helper.from_array(np.asarray(array), name)
 
 
+def value_info(entry: Input) -> onnx.ValueInfoProto:
+    """The declaration of a value at the border of a graph."""
+    code = helper.np_dtype_to_tensor_dtype(entry.dtype)
+    return helper.make_tensor_value_info(entry.name, code, entry.shape)
+
+
 def _node(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
     declared = _declared_types(node, versions.get(node.domain, 0))
     proto = helper.make_node(
@@ -129,11 +135,6 @@ def _attribute(name: str, value: AttributeValue, declared: int | None) -> Attrib
     if value == () and declared is None:
         declared = AttributeProto.INTS
     return helper.make_attribute(name, value, attr_type=declared)
-
-
-def _value_info(entry: Input) -> onnx.ValueInfoProto:
-    code = helper.np_dtype_to_tensor_dtype(entry.dtype)
-    return helper.make_tensor_value_info(entry.name, code, entry.shape)
 
 
 def _too_large(name: str, finding: str) -> str:

@@ -1,0 +1,70 @@
+"""Constants that a file writes as nodes."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx
+from onnx import AttributeProto
+
+from kfac_engine._types import Array
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.order import describe
+from kfac_engine.graph.tensors import filled, to_array
+
+# The forms of a Constant node, by the attribute that holds the value.
+_FORMS: Mapping[str, Callable[[AttributeProto], Array]] = {
+    "value": lambda entry: to_array(entry.t),
+    "value_float": lambda entry: np.asarray(entry.f, np.float32),
+    "value_floats": lambda entry: np.asarray(entry.floats, np.float32),
+    "value_int": lambda entry: np.asarray(entry.i, np.int64),
+    "value_ints": lambda entry: np.asarray(entry.ints, np.int64),
+    "value_string": lambda entry: np.asarray(entry.s.decode(), object),
+    "value_strings": lambda entry: np.asarray([text.decode() for text in entry.strings], object),
+}
+
+
+def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> None:
+    """Move ``Constant`` nodes, and ``ConstantOfShape`` nodes of known shape, into ``constants``.
+
+    Args:
+        graph: Its nodes are in topological order; loses those that became constants.
+        constants: Value names to arrays; grows.
+
+    Raises:
+        UnsupportedError: A constant is not a dense tensor.
+    """
+    lifted = []
+    for index, node in enumerate(graph.node):
+        array = constant_value(node, constants)
+        if array is not None:
+            array.flags.writeable = False
+            constants[node.output[0]] = array
+            lifted.append(index)
+    for index in reversed(lifted):
+        del graph.node[index]
+
+
+def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Array | None:
+    """What ``node`` makes if it is a constant spelled as a node.
+
+    Args:
+        node: Any node.
+        constants: Value names to arrays, for the shape operand of ``ConstantOfShape``.
+
+    Returns:
+        The array; None for all other nodes.
+
+    Raises:
+        UnsupportedError: The constant is not a dense tensor.
+    """
+    entry = next(iter(node.attribute), None)
+    if node.domain:
+        return None
+    if node.op_type == "ConstantOfShape" and node.input[0] in constants:
+        value = to_array(entry.t) if entry else None
+        return filled(constants[node.input[0]], value, f"the result of the {describe(node)}")
+    if node.op_type != "Constant":
+        return None
+    if entry is None or entry.name not in _FORMS:
+        raise UnsupportedError(f"the {describe(node)} holds no dense tensor, so it cannot be used.")
+    return _FORMS[entry.name](entry)

@@ -1,0 +1,211 @@
+"""ONNX models in, canonical graphs out.
+
+The road: read, take the initializers out, inline functions, check, turn ``Constant`` nodes into
+constants, upgrade to operator set 18, leave protobuf behind.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import AttributeProto
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.canonicalise import (
+    OLDEST_OPSET,
+    check_nodes,
+    check_versions,
+    inline_functions,
+    opset,
+    unify_standard_domain,
+    upgrade,
+)
+from kfac_engine.graph.constants import lift_constants
+from kfac_engine.graph.order import captures, describe, sort_nodes
+from kfac_engine.graph.read import read_model
+from kfac_engine.graph.structure import AttributeValue, Graph, Input, Node, Subgraph
+from kfac_engine.graph.tensors import (
+    element_type,
+    is_external,
+    nested_tensors,
+    to_array,
+)
+from kfac_engine.graph.write import tensor, value_info
+
+# Larger constants are weights or tables, never shapes, axes or scales: the upgrade need not see
+# their values, only their types.
+_LARGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as the engine computes with it, and as its file spells it.
+
+    Attributes:
+        graph: The canonical form.
+        template: The model as read, its initializers without data: that is in
+            ``graph.constants``.
+    """
+
+    graph: Graph
+    template: onnx.ModelProto
+
+
+def load_graph(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Graph:
+    """The canonical graph of a model; see ``load_model``."""
+    return load_model(source).graph
+
+
+def load_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> LoadedModel:
+    """The canonical graph of a model, and what is needed to write the model back.
+
+    Args:
+        source: A path, the bytes of a file, or a model, which stays unchanged.
+
+    Returns:
+        Both forms.
+
+    Raises:
+        ModelError: The file cannot be read, or does not hold a valid model.
+        UnsupportedError: The model has inputs, constants or attributes that are no dense tensors.
+    """
+    model = read_model(source)
+    path = Path(source) if isinstance(source, str | os.PathLike) else None
+    check_versions(model)
+    if model.graph.sparse_initializer:
+        name = model.graph.sparse_initializer[0].values.name
+        raise UnsupportedError(f"initializer '{name}' is sparse; store it as a dense tensor.")
+    constants = {entry.name: to_array(entry, path) for entry in model.graph.initializer}
+    template = _template(model, path)
+    working = _canonical(template, constants)
+    return LoadedModel(
+        graph=Graph(
+            nodes=tuple(_nodes(working.graph.node)),
+            inputs=tuple(_inputs(working.graph.input, constants)),
+            outputs=tuple(entry.name for entry in working.graph.output),
+            constants=constants,
+            opset=opset(working),
+            name=path.name if path else model.graph.name or "model",
+            domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
+        ),
+        template=template,
+    )
+
+
+def _template(model: onnx.ModelProto, path: Path | None) -> onnx.ModelProto:
+    """``model``, which is used up, without the data of its initializers; the rest is complete."""
+    stubs = [
+        onnx.TensorProto(name=entry.name, data_type=entry.data_type, dims=entry.dims)
+        for entry in model.graph.initializer
+    ]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(stubs)
+    # A message keeps the memory of deleted fields: only a new one is small.
+    template = onnx.ModelProto()
+    template.ParseFromString(model.SerializeToString())
+    functions = (node for function in template.functions for node in function.node)
+    for nested in nested_tensors((*functions, *template.graph.node)):
+        if is_external(nested):
+            nested.CopyFrom(tensor(to_array(nested, path), nested.name))
+    return template
+
+
+def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.ModelProto:
+    # Adds to ``constants`` what was written as nodes. Graph inputs of the result: data, constants.
+    working = onnx.ModelProto()
+    working.CopyFrom(template)
+    _declare_constants(working.graph, constants)
+    working = inline_functions(working)
+    unify_standard_domain(working)
+    sort_nodes(working.graph)
+    check_nodes(working)
+    lift_constants(working.graph, constants)
+    if opset(working) < OLDEST_OPSET:
+        _declare_constants(working.graph, constants)
+        working = upgrade(working)
+        constants.update((entry.name, to_array(entry)) for entry in working.graph.initializer)
+        lift_constants(working.graph, constants)
+    return working
+
+
+def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
+    """Make small constants initializers of ``graph`` and large ones inputs."""
+    data = [entry for entry in graph.input if entry.name not in constants]
+    large = {name: a for name, a in constants.items() if a.nbytes > _LARGE_BYTES}
+    declared = [value_info(Input(name, a.dtype, a.shape)) for name, a in large.items()]
+    small = [tensor(a, name) for name, a in constants.items() if name not in large]
+    del graph.initializer[:], graph.input[:]
+    graph.initializer.extend(small)
+    graph.input.extend([*data, *declared])
+
+
+def _inputs(
+    entries: Iterable[onnx.ValueInfoProto], constants: Mapping[str, Array]
+) -> Iterator[Input]:
+    for entry in entries:
+        if entry.name in constants:
+            continue
+        if not entry.type.HasField("tensor_type"):
+            kind = entry.type.WhichOneof("value") or "untyped"
+            raise UnsupportedError(
+                f"input '{entry.name}' is no dense tensor ({kind}); only tensors can be fed."
+            )
+        form = entry.type.tensor_type
+        dtype = element_type(form.elem_type, f"input '{entry.name}'")
+        shape = tuple(_side(side) for side in form.shape.dim) if form.HasField("shape") else None
+        yield Input(entry.name, dtype, shape)
+
+
+def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    """A size or a symbol; old exporters write -1 for a size they do not know."""
+    if side.HasField("dim_value"):
+        return side.dim_value if side.dim_value >= 0 else None
+    return side.dim_param or None
+
+
+def _nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
+    """The nodes without protobuf, each with a name of its own: ONNX Runtime insists on that."""
+    taken: set[str] = set()
+    for index, proto in enumerate(protos):
+        name = proto.name or f"{proto.op_type}_{index}"
+        while name in taken:
+            name = f"{name}_{index}"
+        taken.add(name)
+        yield Node(
+            op=proto.op_type,
+            inputs=tuple(proto.input),
+            outputs=tuple(proto.output),
+            attributes={entry.name: _value(entry, proto) for entry in proto.attribute},
+            name=name,
+            domain=proto.domain,
+        )
+
+
+_ATTRIBUTE_VALUES: Mapping[int, Callable[[AttributeProto], AttributeValue]] = {
+    AttributeProto.INT: lambda entry: entry.i,
+    AttributeProto.FLOAT: lambda entry: entry.f,
+    AttributeProto.STRING: lambda entry: entry.s.decode(),
+    AttributeProto.INTS: lambda entry: tuple(entry.ints),
+    AttributeProto.FLOATS: lambda entry: tuple(entry.floats),
+    AttributeProto.STRINGS: lambda entry: tuple(text.decode() for text in entry.strings),
+    AttributeProto.TENSOR: lambda entry: to_array(entry.t),
+    AttributeProto.GRAPH: lambda entry: Subgraph(entry.g.SerializeToString(), captures(entry.g)),
+}
+
+
+def _value(entry: AttributeProto, node: onnx.NodeProto) -> AttributeValue:
+    if entry.type not in _ATTRIBUTE_VALUES:
+        kind = AttributeProto.AttributeType.Name(entry.type)
+        raise UnsupportedError(
+            f"attribute '{entry.name}' of the {describe(node)} is of type {kind}, which is not "
+            f"covered."
+        )
+    try:
+        return _ATTRIBUTE_VALUES[entry.type](entry)
+    except UnicodeDecodeError as failure:
+        raise ModelError(
+            f"attribute '{entry.name}' of the {describe(node)} is not UTF-8 text."
+        ) from failure

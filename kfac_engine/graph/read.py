@@ -1,0 +1,86 @@
+"""Model files in, as protobuf: the one place that opens what a user names.
+
+The bytes are untrusted: whatever they hold, the outcome is a ``ModelProto`` or one ``ModelError``.
+"""
+
+import os
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no stubs
+
+from kfac_engine.errors import InputError, ModelError
+from kfac_engine.graph.write import MAX_BYTES
+
+# What people give by mistake, by its first bytes.
+_OTHER_FORMATS = {
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"PK\x03\x04": "a ZIP archive (.npz, .pt and .keras files are such)",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x89HDF": "an HDF5 file",
+    b"\x1f\x8b": "a gzip archive",
+    b"\x80\x02": "a Python pickle",
+    b"%PDF": "a PDF document",
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with 'git lfs pull'",
+}
+
+
+def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> onnx.ModelProto:
+    """The model in ``source``, parsed but not checked; external data stays where it is.
+
+    Args:
+        source: A path, the bytes of a file, or a model.
+
+    Returns:
+        The model, the caller's to change.
+
+    Raises:
+        InputError: ``source`` is something else.
+        ModelError: The file cannot be read or is not an ONNX model.
+    """
+    if isinstance(source, onnx.ModelProto):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(source)
+        return copy
+    if isinstance(source, bytes):
+        return _parse(source, "the given bytes")
+    if isinstance(source, str | os.PathLike):
+        return _parse(_read(Path(source)), f"'{os.fspath(source)}'")
+    raise InputError(
+        f"a model is a path, bytes or an onnx.ModelProto, not {type(source).__name__}."
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            raise ModelError(f"'{path}' is a folder; give the .onnx file in it.")
+        if not path.is_file():
+            raise ModelError(f"there is no file '{path}'; give the path of an .onnx file.")
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelError(
+                f"'{path}' is larger than 2 GB, the limit of the format; save its weights as "
+                f"external data."
+            )
+        return path.read_bytes()
+    except OSError as failure:
+        raise ModelError(f"'{path}' cannot be read: {failure.strerror}.") from failure
+
+
+def _parse(data: bytes, what: str) -> onnx.ModelProto:
+    if not data:
+        raise ModelError(f"{what} is empty; an ONNX model was expected.")
+    for start, kind in _OTHER_FORMATS.items():
+        if data.startswith(start):
+            raise ModelError(f"{what} is {kind}, not an ONNX model.")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as failure:
+        raise ModelError(
+            f"{what} is not an ONNX model, or it was cut short: its {len(data)} bytes do not parse."
+        ) from failure
+    if not model.HasField("graph"):
+        raise ModelError(f"{what} is not an ONNX model: it holds no graph.")
+    return model
