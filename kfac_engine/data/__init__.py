@@ -1,0 +1,36 @@
+"""The demo's data and models, shipped with the package; see README.md beside this file."""
+
+from importlib.resources import files
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine.errors import UnknownNameError
+
+MODELS = ("mlp", "cnn")
+_WHITE = 16  # a pixel counts the inked dots, 0 to 16, of a 4×4 cell of the scanned bitmap
+
+
+def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """All digits: images ``(1797, 1, 8, 8)`` with values in [0, 1], and their classes 0 to 9."""
+    with (files(__name__) / "digits.npz").open("rb") as file, np.load(file) as stored:
+        images, labels = stored["images"], stored["labels"]
+    return (images[:, None] / np.float32(_WHITE)).astype(np.float32), labels.astype(np.int64)
+
+
+def demo_model(name: str) -> bytes:
+    """A small untrained classifier of the digits as a serialized ONNX model.
+
+    Args:
+        name: ``"mlp"`` (three dense layers) or ``"cnn"`` (three convolutions, two dense layers).
+
+    Returns:
+        The content of an ``.onnx`` file: input ``image`` ``(batch, 1, 8, 8)``, output ``logits``
+        ``(batch, 10)``.
+
+    Raises:
+        UnknownNameError: There is no such model.
+    """
+    if name not in MODELS:
+        raise UnknownNameError(f"unknown demo model '{name}'; choose one of: {', '.join(MODELS)}.")
+    return (files(__name__) / f"{name}.onnx").read_bytes()
