@@ -1,1 +1,58 @@
-"""Predictive distributions: loss, samples, gradient, Fisher and its factors."""
+"""Predictive distributions: loss, samples, gradient, Fisher and its factors.
+
+``LOSSES`` is the table of losses that go by a name: those with one input.
+"""
+
+from typing import Protocol
+
+from kfac_engine.losses.base import LossFunction, RegisteredLoss
+from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
+from kfac_engine.losses.categorical import (
+    CategoricalLogitsNegativeLogProbLoss,
+    OnehotCategoricalLogitsNegativeLogProbLoss,
+)
+from kfac_engine.losses.normal import (
+    NormalMeanNegativeLogProbLoss,
+    NormalMeanVarianceNegativeLogProbLoss,
+)
+from kfac_engine.registry import Registry
+
+__all__ = [
+    "LOSSES",
+    "CategoricalLogitsNegativeLogProbLoss",
+    "LossFactory",
+    "LossFunction",
+    "MultiBernoulliNegativeLogProbLoss",
+    "NormalMeanNegativeLogProbLoss",
+    "NormalMeanVarianceNegativeLogProbLoss",
+    "OnehotCategoricalLogitsNegativeLogProbLoss",
+    "RegisteredLoss",
+]
+
+
+class LossFactory(Protocol):
+    """Makes a loss on one model output."""
+
+    def __call__(
+        self,
+        output: str,
+        /,
+        *,
+        targets: str | None = None,
+        seed: int | None = None,
+        class_axis: int = -1,
+    ) -> LossFunction:
+        """The loss on the value ``output``."""
+
+
+LOSSES: Registry[LossFactory] = Registry(
+    "loss",
+    {
+        "categorical": CategoricalLogitsNegativeLogProbLoss,
+        "softmax_cross_entropy": CategoricalLogitsNegativeLogProbLoss,
+        "normal": NormalMeanNegativeLogProbLoss,
+        "squared_error": NormalMeanNegativeLogProbLoss,
+        "multi_bernoulli": MultiBernoulliNegativeLogProbLoss,
+        "sigmoid_cross_entropy": MultiBernoulliNegativeLogProbLoss,
+    },
+)

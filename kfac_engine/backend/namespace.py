@@ -1,0 +1,48 @@
+"""Which array library an array belongs to, for code that has an array but no backend at hand."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+
+_LIBRARIES = ("numpy", "cupy")
+
+
+def array_module(array: Array) -> ModuleType:
+    """The array module that owns ``array``: ``numpy``, or ``cupy`` without importing it first.
+
+    Args:
+        array: An array or scalar of either library.
+
+    Returns:
+        The top-level module.
+
+    Raises:
+        InputError: The object belongs to neither library.
+    """
+    if isinstance(array, np.ndarray | np.generic):
+        return np
+    library = _library(array)
+    if library not in _LIBRARIES:
+        raise InputError(
+            f"expected an array of NumPy or CuPy, got {type(array).__module__}."
+            f"{type(array).__qualname__}; convert it with numpy.asarray first."
+        )
+    return sys.modules[library]
+
+
+def as_array(value: Any) -> Array:
+    """An array of NumPy or CuPy as it is; anything else as NumPy's, shared if possible."""
+    if isinstance(value, np.ndarray) or _library(value) == "cupy":
+        array: Array = value
+        return array
+    return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
+
+
+def _library(value: object) -> str:
+    """Top-level package that the type of ``value`` comes from."""
+    return type(value).__module__.partition(".")[0]

@@ -1,0 +1,233 @@
+"""Estimation modes: which vectors are propagated back so that their second moment is the Fisher.
+
+A mode turns the losses of a batch into *sources*, one after the other: mappings from loss input to
+cotangent, for ``Trace.vjp``. Statistics sum over sources and average over examples.
+
+Cotangents are gradients of negative log-likelihood, per example, of the sum over the batch: they
+are never divided by the batch (factors do that). With k a loss's coefficient and ``B Bᵀ = F``:
+
+===================  ================  =========================================================
+mode                 matrix            sources
+===================  ================  =========================================================
+gradients            Fisher            √k · gradient at sampled targets; one
+empirical            Empirical_Fisher  k · gradient at the data's targets; one
+curvature_prop       Fisher            √k · B ε with random signs ε; one
+curvature_prop_GGN   GGN               the same with the factor of the Gauss–Newton matrix
+exact                Fisher            √k · B e_i; one per coordinate i of each loss
+exact_GGN            GGN               the same with the factor of the Gauss–Newton matrix
+===================  ================  =========================================================
+
+Source: Martens & Grosse 2015, arXiv:1503.05671, section 5; Martens, Sutskever & Swersky 2012,
+arXiv:1206.6464 (curvature propagation).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import sqrt
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
+from kfac_engine.losses.base import LossFunction, RegisteredLoss
+from kfac_engine.losses.checks import require_shape
+from kfac_engine.registry import Registry
+
+MatType: TypeAlias = Literal["Fisher", "Empirical_Fisher", "GGN"]
+Cotangents: TypeAlias = dict[str, Array]
+# What fixes the randomness: loss name to targets or signs; several towers have a tuple of them.
+Draws: TypeAlias = Mapping[str, Array | tuple[Array, ...]]
+Sources: TypeAlias = Callable[
+    [Sequence[RegisteredLoss], Values, np.random.Generator, Draws], Iterator[Cotangents]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimationMode:
+    """A way to estimate a curvature matrix; call it to get the sources of a batch.
+
+    Attributes:
+        mat_type: The matrix that the second moment of the sources estimates.
+        sources: The generator of the sources, without checks.
+        check: What a tower must satisfy before the first source.
+    """
+
+    mat_type: MatType
+    sources: Sources
+    check: Callable[[LossFunction, Values], None]
+
+    def __call__(
+        self,
+        losses: Sequence[RegisteredLoss],
+        values: Values,
+        rng: np.random.Generator,
+        draws: Draws | None = None,
+    ) -> Iterator[Cotangents]:
+        """Make the sources of a batch, one at a time; the batch is checked before this returns.
+
+        Args:
+            losses: The losses, with their towers.
+            values: The values of the batch: loss inputs, and targets where the mode needs them.
+            rng: Generator of sampled targets and signs.
+            draws: Fixes them for some losses: sampled targets in mode ``gradients``, ±1 signs of
+                the inner shape in ``curvature_prop``. Modes without randomness do not read it.
+
+        Returns:
+            Iterator over mappings from loss input to cotangent, in that input's shape.
+
+        Raises:
+            RegistrationError: There is no loss.
+            UnknownNameError: ``draws`` names an unknown loss, or a loss input is missing.
+            InputError: The values, targets or draws of the batch are wrong.
+            UnsupportedError: A loss has no Gauss–Newton matrix and the mode needs one.
+        """
+        if not losses:
+            raise RegistrationError("no loss is registered; register one before estimating.")
+        known = [loss.name for loss in losses]
+        for name in draws or {}:
+            if name not in known:
+                raise UnknownNameError(f"draws for unknown loss '{name}'; losses are: {known}.")
+        for loss in losses:
+            for tower in loss.towers:
+                self.check(tower, values)
+        return self.sources(losses, values, rng, draws or {})
+
+
+def _sampled_gradients(
+    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+) -> Iterator[Cotangents]:
+    source: Cotangents = {}
+    for loss in losses:
+        for tower, draw in _towers_with_draws(loss, draws):
+            if draw is None:
+                targets = tower.sample(values, rng)
+            else:
+                targets = array_module(values[tower.inputs[0]]).asarray(draw)
+                tower.check_target_array(values, targets)
+            _add(source, tower.gradient_of(values, targets), sqrt(loss.coefficient))
+    yield source
+
+
+def _data_gradients(
+    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+) -> Iterator[Cotangents]:
+    source: Cotangents = {}
+    for loss in losses:
+        for tower in loss.towers:
+            # k, not √k: the specification lets the coefficient enter this mode squared.
+            _add(source, tower.gradient(values), loss.coefficient)
+    yield source
+
+
+def _random_signs(
+    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+) -> Iterator[Cotangents]:
+    source: Cotangents = {}
+    for loss in losses:
+        for tower, draw in _towers_with_draws(loss, draws):
+            shape = tower.inner_shape(values)
+            signs = rng.integers(0, 2, shape) * 2 - 1 if draw is None else draw
+            like = values[tower.inputs[0]]
+            signs = array_module(like).asarray(signs, dtype=like.dtype)
+            _check_signs(loss.name, signs, shape)
+            _add(source, tower.fisher_factor(values, signs), sqrt(loss.coefficient))
+    yield source
+
+
+def _every_coordinate(
+    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+) -> Iterator[Cotangents]:
+    for loss in losses:
+        for index in product(*map(range, _coordinates(loss, values))):
+            source: Cotangents = {}
+            for tower in loss.towers:
+                _add(source, tower.one_hot(values, index), sqrt(loss.coefficient))
+            yield source
+
+
+def _check_inputs(tower: LossFunction, values: Values) -> None:
+    tower.check_inputs(values)
+
+
+def _check_targets(tower: LossFunction, values: Values) -> None:
+    tower.check_targets(values)
+
+
+def _check_ggn(tower: LossFunction, values: Values) -> None:
+    tower.require_ggn()
+    tower.check_inputs(values)
+
+
+MODES: Registry[EstimationMode] = Registry(
+    "estimation mode",
+    {
+        "gradients": EstimationMode("Fisher", _sampled_gradients, _check_inputs),
+        "empirical": EstimationMode("Empirical_Fisher", _data_gradients, _check_targets),
+        "curvature_prop": EstimationMode("Fisher", _random_signs, _check_inputs),
+        # The Gauss–Newton matrix is the Fisher matrix wherever it is defined; so are its factors.
+        "curvature_prop_GGN": EstimationMode("GGN", _random_signs, _check_ggn),
+        "exact": EstimationMode("Fisher", _every_coordinate, _check_inputs),
+        "exact_GGN": EstimationMode("GGN", _every_coordinate, _check_ggn),
+    },
+)
+
+
+def select_mode(name: str) -> EstimationMode:
+    """The estimation mode of that name.
+
+    Args:
+        name: A name in ``MODES``.
+
+    Returns:
+        Its row.
+
+    Raises:
+        InputError: There is none; the specification wants a ValueError here, not a KeyError.
+    """
+    if name not in MODES:
+        raise InputError(f"unknown estimation mode '{name}'; choose one of: {', '.join(MODES)}.")
+    return MODES[name]
+
+
+def _add(source: Cotangents, gradient: Mapping[str, Array], weight: float) -> None:
+    """``source += weight · gradient``; losses that share an input add up."""
+    for name, array in gradient.items():
+        scaled = float(weight) * array
+        source[name] = source[name] + scaled if name in source else scaled
+
+
+def _towers_with_draws(
+    loss: RegisteredLoss, draws: Draws
+) -> Iterator[tuple[LossFunction, Array | None]]:
+    """The towers of a loss, each with its fixed draw or None."""
+    given = draws.get(loss.name)
+    if given is None:
+        per_tower: Sequence[Array | None] = (None,) * len(loss.towers)
+    elif len(loss.towers) == 1 and not isinstance(given, tuple):
+        per_tower = (given,)
+    else:
+        per_tower = tuple(given)
+    if len(per_tower) != len(loss.towers):
+        raise InputError(
+            f"loss '{loss.name}' has {len(loss.towers)} towers, but draws hold {len(per_tower)}."
+        )
+    return zip(loss.towers, per_tower, strict=True)
+
+
+def _coordinates(loss: RegisteredLoss, values: Values) -> tuple[int, ...]:
+    """Sides of the inner shape after the batch axis, the same for all towers."""
+    sides = {tower.inner_shape(values)[1:] for tower in loss.towers}
+    if len(sides) != 1:
+        raise ShapeError(
+            f"the towers of loss '{loss.name}' have examples of different shapes: {sorted(sides)}."
+        )
+    return sides.pop()
+
+
+def _check_signs(loss: str, signs: Array, shape: tuple[int, ...]) -> None:
+    require_shape(f"draws for loss '{loss}'", signs.shape, shape, "one sign per inner coordinate")
+    if not (abs(signs) == 1).all():
+        raise InputError(f"draws for loss '{loss}' must be signs, +1 or -1.")

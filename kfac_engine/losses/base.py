@@ -1,0 +1,351 @@
+"""What every predictive distribution offers, at two levels.
+
+``PredictiveDistribution`` computes on the arrays of a batch: the engine and the estimation modes
+use it. ``LossFunction`` adds the specification's methods, which return callables of the values.
+
+Formats: ``values`` maps names to arrays. Inputs have the batch axis first; every other axis but
+``class_axis`` counts positions, each an independent prediction. Vectors of the input space map
+input names to arrays of the inputs' shapes; vectors ``u`` of the inner space are one array.
+All sums run over the batch and its positions; nothing here divides by their number.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array, Thunk, Values
+from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
+from kfac_engine.losses.checks import (
+    read_input,
+    require_predictions,
+    require_shape,
+)
+
+# A vector of the input space as the specification writes it: an array, or one per input.
+Vector: TypeAlias = Array | tuple[Array, ...]
+
+
+class PredictiveDistribution(ABC):
+    """A distribution over targets given model outputs, its score and its Fisher matrix.
+
+    The Fisher matrix ``F`` of an example is that of the inputs; ``B`` is a fixed factor with
+    ``B Bᵀ = F``, acting on vectors of the *inner shape*.
+
+    Args:
+        inputs: Names of the model outputs that parametrise the distribution.
+        targets: Name of the observed targets, if there are any.
+        seed: Seed of ``evaluate_on_sample``; None counts as 0.
+        class_axis: Axis of the classes or features, negative ones counted from the end.
+    """
+
+    min_rank: ClassVar[int] = 1
+    ggn_equals_fisher: ClassVar[bool] = True
+
+    def __init__(
+        self, inputs: tuple[str, ...], targets: str | None, seed: int | None, class_axis: int
+    ) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.seed = seed
+        self.class_axis = class_axis
+
+    # -- what a distribution defines ------------------------------------------------------------
+
+    @abstractmethod
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        """−log p of each target, an array of any shape whose sum is the loss, in nats."""
+
+    @abstractmethod
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        """Gradient of the summed −log p of ``targets``, by input; targets are not checked."""
+
+    @abstractmethod
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        """Targets drawn from the distribution, independent over examples and positions."""
+
+    @abstractmethod
+    def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        """``F v`` for every example."""
+
+    @abstractmethod
+    def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
+        """``B u`` for every example, by input."""
+
+    @abstractmethod
+    def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
+        """``Bᵀ v`` for every example, an array of the inner shape."""
+
+    @abstractmethod
+    def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
+        """``B e_index`` for every example; ``index`` counts inner axes after the batch axis."""
+
+    @abstractmethod
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        """Raise InputError unless ``targets`` are possible observations for ``values``."""
+
+    def static_inner_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape of the vectors that ``B`` multiplies, from the shapes of the inputs alone."""
+        return shapes[self.inputs[0]]
+
+    # -- what follows from it -------------------------------------------------------------------
+
+    def value(self, values: Values) -> float:
+        """Sum over the batch of −log p of its targets, in nats; checks inputs and targets."""
+        return self.value_of(values, self.check_targets(values))
+
+    def value_of(self, values: Values, targets: Array) -> float:
+        """Sum over the batch of −log p of ``targets``, added up in float64."""
+        return float(self.negative_log_probs(values, targets).sum(dtype=np.float64))
+
+    def gradient(self, values: Values) -> dict[str, Array]:
+        """Gradient of ``value`` by input, in the inputs' shapes and element types."""
+        return self.gradient_of(values, self.check_targets(values))
+
+    def inner_shape(self, values: Values) -> tuple[int, ...]:
+        """Shape of the vectors that ``B`` multiplies, the batch axis first."""
+        return self.static_inner_shape({name: values[name].shape for name in self.inputs})
+
+    def positions(self, values: Values) -> int:
+        """Independent predictions per example: 1 for inputs of rank 2."""
+        shape = read_input(values, self.inputs[0]).shape
+        return prod(shape[1:]) // shape[self.class_axis] if len(shape) > 1 else 1
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check_inputs(self, values: Values) -> None:
+        """Check that the inputs are finite floating-point arrays of one shape.
+
+        Args:
+            values: The values of a batch.
+
+        Raises:
+            UnknownNameError: An input is missing.
+            ShapeError: Rank, class axis or sides do not fit.
+            InputError: An input is not a floating-point array.
+            NonFiniteError: An input holds NaN or infinity.
+        """
+        first = read_input(values, self.inputs[0])
+        for name in self.inputs:
+            array = read_input(values, name)
+            require_predictions(name, array, self.min_rank, self.class_axis)
+            require_shape(f"'{name}'", array.shape, first.shape, f"the shape of '{self.inputs[0]}'")
+
+    def check_targets(self, values: Values) -> Array:
+        """Check inputs and targets of a batch.
+
+        Args:
+            values: The values of a batch.
+
+        Returns:
+            The targets.
+
+        Raises:
+            InputError: Targets are missing, or not possible observations for the inputs.
+        """
+        self.check_inputs(values)
+        name = self.require_target_name()
+        if name not in values:
+            raise InputError(
+                f"the targets '{name}' of the loss on '{self.inputs[0]}' are missing; "
+                f"give them with the batch."
+            )
+        self.check_target_array(values, values[name])
+        return values[name]
+
+    def require_target_name(self) -> str:
+        """The name of the targets.
+
+        Returns:
+            ``targets``.
+
+        Raises:
+            InputError: The loss was made without targets.
+        """
+        if self.targets is None:
+            raise InputError(
+                f"the loss on '{self.inputs[0]}' has no targets to evaluate; name them with "
+                f"targets=..., or use an estimation mode that needs none."
+            )
+        return self.targets
+
+    def require_ggn(self) -> None:
+        """Check that the generalised Gauss–Newton matrix is defined here.
+
+        It equals the Fisher matrix where the inputs are natural parameters (Martens 2014,
+        arXiv:1412.1193, section 9.2).
+
+        Raises:
+            UnsupportedError: The inputs are not natural parameters.
+        """
+        if not self.ggn_equals_fisher:
+            raise UnsupportedError(
+                f"{type(self).__name__} on {', '.join(self.inputs)} has no generalised "
+                f"Gauss-Newton matrix: its inputs are not natural parameters; use the Fisher."
+            )
+
+    def _axis(self, values: Values) -> int:
+        return self.class_axis % values[self.inputs[0]].ndim
+
+
+class LossFunction(PredictiveDistribution):
+    """A negative log-likelihood under the specification's method names.
+
+    Every method returns a callable of the values of a batch. A ``vector`` of the input space is an
+    array of the input's shape, or one such array per input; ``u`` is an array of the inner shape.
+    Results have the same form and the inputs' element type.
+    """
+
+    def evaluate(self) -> Thunk[float]:
+        """The loss of the data, summed over the batch, in nats."""
+        self.require_target_name()
+        return lambda values: self.value(self._arrays(values))
+
+    def evaluate_on_sample(self, seed: int | None = None) -> Thunk[float]:
+        """The loss of sampled targets; the callable draws the same sample for the same values."""
+        seed = next((s for s in (seed, self.seed) if s is not None), 0)
+
+        def evaluate(values: Values) -> float:
+            values = self._checked(values)
+            return self.value_of(values, self.sample(values, np.random.default_rng(seed)))
+
+        return evaluate
+
+    def multiply_fisher(self, vector: Vector) -> Thunk[Vector]:
+        """``F v``."""
+
+        def multiply(values: Values) -> Vector:
+            values = self._checked(values)
+            return self._plain(self.fisher(values, self._vectors(values, vector)))
+
+        return multiply
+
+    def multiply_fisher_factor(self, u: Array) -> Thunk[Vector]:
+        """``B u``."""
+
+        def multiply(values: Values) -> Vector:
+            values = self._checked(values)
+            inner = _as(values[self.inputs[0]], u, self.inner_shape(values))
+            return self._plain(self.fisher_factor(values, inner))
+
+        return multiply
+
+    def multiply_fisher_factor_transpose(self, vector: Vector) -> Thunk[Array]:
+        """``Bᵀ v``."""
+
+        def multiply(values: Values) -> Array:
+            values = self._checked(values)
+            return self.fisher_factor_transpose(values, self._vectors(values, vector))
+
+        return multiply
+
+    def multiply_fisher_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
+        """``B e_index`` for every example; one number per inner axis after the batch axis."""
+
+        def multiply(values: Values) -> Vector:
+            values = self._checked(values)
+            self._check_coordinate(values, index)
+            return self._plain(self.one_hot(values, tuple(index)))
+
+        return multiply
+
+    def multiply_ggn(self, vector: Vector) -> Thunk[Vector]:
+        """Product with the generalised Gauss–Newton matrix, where it is defined."""
+        self.require_ggn()
+        return self.multiply_fisher(vector)
+
+    def multiply_ggn_factor(self, u: Array) -> Thunk[Vector]:
+        """Product with a factor of the generalised Gauss–Newton matrix."""
+        self.require_ggn()
+        return self.multiply_fisher_factor(u)
+
+    def multiply_ggn_factor_transpose(self, vector: Vector) -> Thunk[Array]:
+        """Product with the transpose of that factor."""
+        self.require_ggn()
+        return self.multiply_fisher_factor_transpose(vector)
+
+    def multiply_ggn_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
+        """A column of that factor for every example."""
+        self.require_ggn()
+        return self.multiply_fisher_factor_replicated_one_hot(index)
+
+    def fisher_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
+        """Shape of the vectors that ``B`` multiplies, for a batch."""
+        return self.inner_shape(self._checked(values))
+
+    def ggn_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
+        """The same for the factor of the generalised Gauss–Newton matrix."""
+        self.require_ggn()
+        return self.fisher_factor_inner_shape(values)
+
+    # -- forms of vectors -----------------------------------------------------------------------
+
+    def _arrays(self, values: Values) -> dict[str, Array]:
+        """What this loss reads of a batch, from whatever array library it came."""
+        names = (*self.inputs, *((self.targets,) if self.targets else ()))
+        return {name: as_array(values[name]) for name in names if name in values}
+
+    def _checked(self, values: Values) -> dict[str, Array]:
+        arrays = self._arrays(values)
+        self.check_inputs(arrays)
+        return arrays
+
+    def _vectors(self, values: Values, vector: Vector) -> dict[str, Array]:
+        parts = (vector,) if len(self.inputs) == 1 else tuple(vector)
+        if len(parts) != len(self.inputs):
+            raise ShapeError(
+                f"the loss has the inputs {self.inputs}, so a vector is a tuple of "
+                f"{len(self.inputs)} arrays; got {len(parts)}."
+            )
+        named = dict(zip(self.inputs, parts, strict=True))
+        return {name: _as(values[name], part, values[name].shape) for name, part in named.items()}
+
+    def _check_coordinate(self, values: Values, index: tuple[int, ...]) -> None:
+        sides = self.inner_shape(values)[1:]
+        if len(index) != len(sides) or not all(
+            0 <= i < side for i, side in zip(index, sides, strict=True)
+        ):
+            raise InputError(
+                f"index {index} is not a coordinate of the inner shape {sides} "
+                f"(without the batch axis) of the loss on '{self.inputs[0]}'."
+            )
+
+    def _plain(self, named: Mapping[str, Array]) -> Vector:
+        parts = tuple(named[name] for name in self.inputs)
+        return parts[0] if len(parts) == 1 else parts
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredLoss:
+    """A loss under its name: one function per tower, and the weight it enters the total with.
+
+    Attributes:
+        name: Unique among the losses of a collection.
+        towers: One loss per shard of the batch.
+        coefficient: Weight k ≥ 0 of this loss.
+
+    Raises:
+        RegistrationError: The coefficient is negative or not finite.
+    """
+
+    name: str
+    towers: tuple[LossFunction, ...]
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.coefficient) and self.coefficient >= 0):
+            raise RegistrationError(
+                f"loss '{self.name}' has the coefficient {self.coefficient}; "
+                f"it must be finite and not negative, or the Fisher matrix is not one."
+            )
+
+
+def _as(like: Array, vector: Array, shape: tuple[int, ...]) -> Array:
+    """``vector`` in the library and element type of ``like``, checked for its shape."""
+    converted: Array = array_module(like).asarray(vector, dtype=like.dtype)
+    require_shape("the vector", converted.shape, shape, "one entry per coordinate of the loss")
+    return converted

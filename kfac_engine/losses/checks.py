@@ -1,0 +1,118 @@
+"""Checks at the border of the losses: what is wrong with a batch, said in one sentence."""
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
+
+
+def read_input(values: Values, name: str) -> Array:
+    """The value ``name`` of a batch, an input of a loss.
+
+    Args:
+        values: The values of a batch.
+        name: Name of a model output.
+
+    Returns:
+        The array, as it is.
+
+    Raises:
+        UnknownNameError: The batch has no such value.
+    """
+    if name not in values:
+        raise UnknownNameError(
+            f"the loss reads '{name}', but the batch has no value of that name; "
+            f"run the model with '{name}' among its outputs."
+        )
+    return values[name]
+
+
+def require_predictions(name: str, array: Array, min_rank: int, class_axis: int) -> None:
+    """Check that a loss input is a finite floating-point array with the axes a loss needs.
+
+    Args:
+        name: Name of the value, for messages.
+        array: The value.
+        min_rank: Smallest number of axes the loss can read, the batch axis included.
+        class_axis: Axis of the classes or features, negative ones counted from the end.
+
+    Raises:
+        ShapeError: Too few axes, an empty axis, or ``class_axis`` out of range or the batch axis.
+        InputError: Not a floating-point array.
+        NonFiniteError: It holds NaN or infinity.
+    """
+    rank = array.ndim
+    if rank < min_rank or 0 in array.shape:
+        raise ShapeError(
+            f"'{name}' has shape {array.shape}, but the loss needs at least {min_rank} non-empty "
+            f"axes, the batch first; choose another output of the model."
+        )
+    if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
+        raise ShapeError(
+            f"class_axis={class_axis} is not an axis of '{name}' with shape {array.shape} other "
+            f"than the batch axis 0; choose one of 1 to {rank - 1}, or -1."
+        )
+    if array.dtype.kind != "f":
+        raise InputError(
+            f"'{name}' has element type {array.dtype}, but a loss needs floating-point numbers; "
+            f"choose the output before the conversion."
+        )
+    require_finite(f"'{name}', an input of the loss,", array)
+
+
+def require_finite(what: str, array: Array) -> None:
+    """Check that every entry is a number.
+
+    Args:
+        what: Subject of the message.
+        array: The value.
+
+    Raises:
+        NonFiniteError: It holds NaN or infinity; says where the first one is.
+    """
+    bad = ~array_module(array).isfinite(array)
+    if bad.any():
+        where = first_index(bad)
+        raise NonFiniteError(
+            f"{what} holds {array[where]} at {where}; check the weights and inputs of the model."
+        )
+
+
+def require_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
+    """Check a shape.
+
+    Args:
+        what: Subject of the message.
+        found: Shape at hand.
+        expected: Shape wanted.
+        why: What the expected shape is.
+
+    Raises:
+        ShapeError: The two differ.
+    """
+    if tuple(found) != tuple(expected):
+        raise ShapeError(f"{what} has shape {tuple(found)}, expected {tuple(expected)}: {why}.")
+
+
+def check_matching_targets(name: str, array: Array, targets: Array) -> None:
+    """Check targets that have one finite real entry per entry of the prediction.
+
+    Args:
+        name: Name of the prediction.
+        array: The prediction.
+        targets: The observed values.
+
+    Raises:
+        ShapeError: The shapes differ.
+        InputError: The targets are not real numbers.
+        NonFiniteError: The targets hold NaN or infinity.
+    """
+    require_shape("targets", targets.shape, array.shape, f"the shape of '{name}'")
+    if targets.dtype.kind not in "biuf":
+        raise InputError(f"targets of '{name}' must be real numbers, got {targets.dtype}.")
+    require_finite(f"the targets of '{name}'", targets)
+
+
+def first_index(mask: Array) -> tuple[int, ...]:
+    """Index of the first true entry of ``mask``, which has one."""
+    xp = array_module(mask)
+    return tuple(int(i) for i in xp.unravel_index(xp.argmax(mask), mask.shape))

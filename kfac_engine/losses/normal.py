@@ -1,0 +1,157 @@
+"""Real numbers with Gaussian noise: squared error, with a fixed or a predicted variance."""
+
+from math import isfinite, log, pi
+from typing import ClassVar
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import InputError, RegistrationError
+from kfac_engine.losses.checks import check_matching_targets, first_index
+from kfac_engine.losses.elementwise import ElementwiseLoss
+
+
+class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
+    """Gaussian with known variance: ``½ log 2πv + (t − m)²/2v``; v = ½ is the squared error.
+
+    Args:
+        mean: Name of the predicted means, any shape with the batch first.
+        var: The variance v > 0; any real number.
+        targets: Name of the observations, in the shape of the means.
+        seed: Seed of ``evaluate_on_sample``; None counts as 0.
+        class_axis: Axis of the features.
+
+    Raises:
+        InputError: The variance is not a positive number.
+    """
+
+    def __init__(
+        self,
+        mean: str,
+        var: float = 0.5,
+        targets: str | None = None,
+        seed: int | None = None,
+        *,
+        class_axis: int = -1,
+    ) -> None:
+        super().__init__((mean,), targets, seed, class_axis)
+        if not (isinstance(var, float | int | np.number) and isfinite(var) and var > 0):
+            raise InputError(
+                f"the variance of the loss on '{mean}' must be a positive number, got {var!r}."
+            )
+        self.mean = mean
+        self.var = float(var)
+
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        error = self._error(values, targets)
+        result: Array = error * error / (2 * self.var) + 0.5 * log(2 * pi * self.var)
+        return result
+
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        return {self.mean: self._error(values, targets) / self.var}
+
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        mean = values[self.mean]
+        return _draw(mean, self.var**0.5, rng)
+
+    def information(self, values: Values) -> dict[str, Array]:
+        mean = values[self.mean]
+        return {self.mean: array_module(mean).full_like(mean, 1 / self.var)}
+
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        check_matching_targets(self.mean, values[self.mean], targets)
+
+    def _error(self, values: Values, targets: Array) -> Array:
+        return _difference(values[self.mean], targets)
+
+
+class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
+    """Gaussian with predicted mean m and variance s: ``½ log 2πs + (t − m)²/2s``.
+
+    Vectors of the input space are pairs (mean, variance); the inner shape has the class axis
+    doubled: first the means, then the variances. Its inputs are not natural parameters, so there
+    is no Gauss–Newton matrix.
+
+    Args:
+        mean: Name of the means, ``(n, …, features)``.
+        variance: Name of the variances, the same shape, all positive.
+        targets: Name of the observations, the same shape.
+        seed: Seed of ``evaluate_on_sample``; None counts as 0.
+        class_axis: Axis of the features.
+
+    Raises:
+        RegistrationError: Mean and variance are one value.
+    """
+
+    min_rank: ClassVar[int] = 2
+    ggn_equals_fisher: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        mean: str,
+        variance: str,
+        targets: str | None = None,
+        seed: int | None = None,
+        *,
+        class_axis: int = -1,
+    ) -> None:
+        super().__init__((mean, variance), targets, seed, class_axis)
+        if mean == variance:
+            raise RegistrationError(f"'{mean}' cannot be both mean and variance of a loss.")
+        self.mean = mean
+        self.variance = variance
+
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        error, s = self._error_and_variance(values, targets)
+        result: Array = 0.5 * (error * error / s + array_module(s).log(2 * pi * s))
+        return result
+
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        error, s = self._error_and_variance(values, targets)
+        scaled = error / s
+        return {self.mean: scaled, self.variance: 0.5 * (1 / s - scaled * scaled)}
+
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        s = values[self.variance]
+        return _draw(values[self.mean], array_module(s).sqrt(s), rng)
+
+    def information(self, values: Values) -> dict[str, Array]:
+        s = values[self.variance]
+        return {self.mean: 1 / s, self.variance: 0.5 / (s * s)}
+
+    def check_inputs(self, values: Values) -> None:
+        """Check shapes and element types as for every loss, and that variances are positive.
+
+        Args:
+            values: The values of a batch.
+
+        Raises:
+            InputError: A variance is zero or negative.
+        """
+        super().check_inputs(values)
+        s = values[self.variance]
+        if (s <= 0).any():
+            where = first_index(s <= 0)
+            raise InputError(
+                f"'{self.variance}' is a variance but holds {s[where]} at {where}; "
+                f"end the model in an operator with positive results, such as Softplus or Exp."
+            )
+
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        check_matching_targets(self.mean, values[self.mean], targets)
+
+    def _error_and_variance(self, values: Values, targets: Array) -> tuple[Array, Array]:
+        return _difference(values[self.mean], targets), values[self.variance]
+
+
+def _difference(mean: Array, targets: Array) -> Array:
+    """``mean − targets`` in the element type of the mean."""
+    result: Array = mean - targets.astype(mean.dtype, copy=False)
+    return result
+
+
+def _draw(mean: Array, deviation: Array | float, rng: np.random.Generator) -> Array:
+    noise = array_module(mean).asarray(rng.standard_normal(mean.shape))
+    result: Array = (mean + deviation * noise).astype(mean.dtype)
+    return result
