@@ -1,0 +1,164 @@
+"""The import rules of ARCHITECTURE.md hold, and files stay short."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kfac_engine"
+SOURCES = sorted(
+    path
+    for folder in ("kfac_engine", "kernels", "bench", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+MODULES = [path for path in SOURCES if path.is_relative_to(PACKAGE)]
+MAX_LINES = 400
+MAX_BODY_LINES = 40  # of a function, docstring not counted
+
+# Third-party import name to the places that may import it.
+RESERVED = {
+    "onnx": ("kfac_engine/graph/",),
+    "onnx_ir": ("kfac_engine/graph/",),
+    "onnxruntime": ("kfac_engine/autodiff/runtime.py",),
+    "cupy": ("kfac_engine/backend/cupy_backend.py",),
+    "cupyx": ("kfac_engine/backend/cupy_backend.py",),
+}
+
+
+def identify(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING``: naming a type is no dependency."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from executed(child)
+
+
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Dotted names as written; `from a import b` counts as `a.b`, a module or a name in one."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def unit(dotted: str) -> str:
+    """The package or module right under `kfac_engine` that a dotted name lies in."""
+    name = dotted.split(".")[1] if "." in dotted else "__init__"
+    known = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    return name if known or name in {"kernels", "bench"} else "__init__"
+
+
+@cache
+def places() -> dict[str, tuple[int, int]]:
+    """Unit to (rank, place in the row's arrows), from the table in ARCHITECTURE.md."""
+    rows = re.findall(
+        r"^\| (\d) \| ([^|]*) \|", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.M
+    )
+    return {
+        name: (int(rank), place)
+        for rank, cell in rows
+        for place, group in enumerate(cell.split("→"))
+        for name in re.findall(r"`(\w+)`", group)
+    }
+
+
+def test_the_rank_table_has_ten_rows():
+    assert {rank for rank, _ in places().values()} == set(range(10))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_imports_go_up_the_rank_table(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert own in places(), f"'{own}' has no rank in ARCHITECTURE.md"
+    if own == "__init__":
+        return
+    for name in imported_modules(executed(parse(path))):
+        if name.split(".")[0] != "kfac_engine" or unit(name) == own:
+            continue
+        target = unit(name)
+        if target == "kernels":
+            assert identify(path) == "kfac_engine/backend/cupy_backend.py"
+            continue
+        assert places()[target] < places()[own], f"{own} must not import {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=identify)
+def test_reserved_libraries_are_imported_in_their_place_only(path):
+    if identify(path).startswith(("tests/", "scripts/")):
+        return
+    for name in imported_modules(executed(parse(path))):
+        allowed = RESERVED.get(name.split(".")[0])
+        assert allowed is None or identify(path).startswith(allowed), f"imports {name}"
+
+
+def test_no_import_cycle_among_modules():
+    graph = {dotted_name(path): set(top_level_imports(path)) for path in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+def dotted_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def top_level_imports(path: Path) -> Iterator[str]:
+    known = {dotted_name(module) for module in MODULES}
+    for name in imported_modules(parse(path).body):
+        module = name if name in known else name.rpartition(".")[0]
+        if module in known and module != dotted_name(path):
+            yield module
+
+
+def test_kernels_know_only_our_errors():
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for name in imported_modules(executed(parse(path))):
+            assert not name.startswith("kfac_engine") or name.startswith("kfac_engine.errors")
+
+
+def test_the_oracle_imports_nothing_of_ours():
+    names = list(imported_modules(ast.walk(parse(ROOT / "tests" / "oracle.py"))))
+    assert names
+    assert not [name for name in names if name.startswith(("kfac_engine", "tests"))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=identify)
+def test_files_and_functions_are_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= MAX_BODY_LINES, f"{node.name} has {lines} lines"
+
+
+def test_every_package_is_listed_for_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {dotted_name(path) for path in MODULES if path.name == "__init__.py"}
+    assert set(listed) == found | {"kfac_engine.kernels", "kfac_engine.bench"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_nothing_reads_or_sets_environment_variables_but_doctor(path):
+    if identify(path) == "kfac_engine/cli/doctor.py":
+        return
+    names = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
+    assert not names & {"environ", "getenv", "putenv"}
