@@ -1,0 +1,184 @@
+"""Which constants of a graph are parameters.
+
+A file does not say: weights, running statistics, masks, epsilons and interpolation factors are all
+float initializers. What tells them apart is the operand they are. A constant is left out if every
+use of it, followed through views such as ``Transpose``, is one of those below.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
+from kfac_engine.graph.structure import Graph, Node
+
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+# Operands that are settings, not weights: (operator, operand index) to what they are.
+_SETTINGS: Mapping[tuple[str, int], str] = {
+    ("BatchNormalization", 3): "a running mean, which is estimated from data, not trained",
+    ("BatchNormalization", 4): "a running variance, which is estimated from data, not trained",
+    ("Clip", 1): "a bound",
+    ("Clip", 2): "a bound",
+    ("Dropout", 1): "a dropout ratio",
+    ("GRU", 5): "an initial state",
+    ("LSTM", 5): "an initial state",
+    ("LSTM", 6): "an initial state",
+    ("RNN", 5): "an initial state",
+    ("OneHot", 2): "a pair of fill values",
+    ("Pad", 2): "a fill value",
+    ("Pow", 1): "an exponent",
+    ("Range", 0): "a bound of a range",
+    ("Range", 1): "a bound of a range",
+    ("Range", 2): "the step of a range",
+    ("Resize", 1): "a region of interest",
+    ("Resize", 2): "a scale of resizing",
+    ("DequantizeLinear", 1): "a quantisation scale",
+    ("QuantizeLinear", 1): "a quantisation scale",
+    **{
+        (op, 0): "read for its shape only"
+        for op in ("Shape", "Size", "EyeLike", "RandomNormalLike", "RandomUniformLike")
+    },
+    **{
+        (op, index): "a threshold of a comparison"
+        for op in ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+        for index in (0, 1)
+    },
+}
+
+# One number in these is an epsilon, a temperature, the half of a Gelu.
+_ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
+# ...unless it is the bias of a layer with one output.
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
+
+# Masks hold -inf, the lowest float or -1e9 where attention is barred; trained offsets stay small.
+_MASKED = -3e4
+
+# The values of these are their operand's, elsewhere or in another form.
+_VIEWS = frozenset(
+    {"Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze"}
+    | {"Tile", "Transpose", "Unsqueeze"}
+)
+
+
+def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Names of the constants to train, in the graph's order.
+
+    Args:
+        graph: Canonical graph.
+        patterns: Names or ``fnmatch`` patterns (``"*.weight"``), which then decide alone; None
+            takes all float constants that look like parameters.
+
+    Returns:
+        At least one name.
+
+    Raises:
+        UnknownNameError: A pattern fits no float constant.
+        ModelError: Nothing can be trained.
+        NonFiniteError: A parameter holds NaN or infinity.
+    """
+    floats = [name for name, array in graph.constants.items() if _is_float(array)]
+    if patterns is None:
+        chosen = tuple(name for name in floats if excluded_reason(graph, name) is None)
+    else:
+        matched = {name for pattern in patterns for name in _matches(pattern, floats)}
+        chosen = tuple(name for name in floats if name in matched)
+    if not chosen:
+        raise ModelError(
+            f"model '{graph.name}' has no trainable parameter: none of its {len(graph.constants)} "
+            f"constants is a float weight of a layer; export it with its weights as initializers."
+        )
+    for name in chosen:
+        _refuse_non_finite(name, graph.constants[name])
+    return chosen
+
+
+def excluded_reason(graph: Graph, name: str) -> str | None:
+    """Why a constant is not a parameter by default.
+
+    Args:
+        graph: Canonical graph.
+        name: Of a constant.
+
+    Returns:
+        What it is instead, in words that can follow "it is"; None for a parameter.
+
+    Raises:
+        UnknownNameError: The graph has no such constant.
+    """
+    if name not in graph.constants:
+        raise UnknownNameError(f"'{name}' is not a constant of model '{graph.name}'.")
+    array = graph.constants[name]
+    if not _is_float(array):
+        return f"not floating-point but {array.dtype}" if array.size else "empty"
+    reasons = [_setting(graph, array, node, index) for node, index in _uses(graph, name)]
+    if not reasons:
+        return "read by nothing"
+    return None if None in reasons else reasons[0]
+
+
+def _uses(graph: Graph, name: str) -> Iterator[tuple[Node, int]]:
+    """Who reads ``name`` in the end: its consumers, and those of its views."""
+    seen = {name}
+    waiting = [name]
+    while waiting:
+        for node, index in graph.consumers.get(waiting.pop(), ()):
+            if node.qualified_op in _VIEWS and (index == 0 or node.op == "Concat"):
+                waiting += [output for output in node.outputs if output not in seen]
+                seen.update(node.outputs)
+            else:
+                yield node, index
+
+
+def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
+    where = f"({node.op} node '{node.name}')"
+    setting = None if node.domain else _SETTINGS.get((node.op, index))
+    if setting:
+        return f"{setting} {where}"
+    if node.domain or node.op not in _ARITHMETIC:
+        return None
+    if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
+        return f"a single number in arithmetic {where}"
+    if node.op in {"Add", "Where"} and np.min(_distinct(array)) < _MASKED:
+        return f"a mask {where}"
+    return None
+
+
+def _follows_layer(graph: Graph, node: Node) -> bool:
+    makers = (graph.producers.get(name) for name in node.inputs)
+    return any(maker is not None and maker.op in _LAYERS for maker in makers)
+
+
+def _matches(pattern: str, names: Sequence[str]) -> list[str]:
+    # A name may contain brackets, which a pattern reads as a set of characters.
+    found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+    if not found:
+        some = ", ".join(islice(names, 8)) or "none"
+        raise UnknownNameError(
+            f"no float constant goes by '{pattern}'; the model has {len(names)}: {some}"
+            f"{', …' if len(names) > 8 else ''}."
+        )
+    return found
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.name in _FLOATS and array.size > 0
+
+
+def _distinct(array: Array) -> Array:
+    """``array`` without the repetitions of a broadcast view."""
+    return array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
+
+
+def _refuse_non_finite(name: str, array: Array) -> None:
+    # Extremes show NaN and infinities without an array of flags.
+    values = _distinct(array)
+    if not (np.isfinite(np.min(values)) and np.isfinite(np.max(values))):
+        bad = int(np.count_nonzero(~np.isfinite(values)))
+        raise NonFiniteError(
+            f"parameter '{name}' holds {bad} values that are NaN or infinite; repair the model, or "
+            f"leave '{name}' out of the trainable parameters."
+        )
