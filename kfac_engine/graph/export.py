@@ -1,0 +1,69 @@
+"""New weights back into the user's own model: same nodes, same names, same element types."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
+from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.write import tensor
+
+
+def export_model(model: LoadedModel, values: Mapping[str, Array]) -> onnx.ModelProto:
+    """The model as its file spells it, with other values for some of its constants.
+
+    Args:
+        model: From ``load_model``.
+        values: Names of constants to their new values, which are cast to the old element types.
+
+    Returns:
+        A new model without external data; other constants keep their values. A weight that the
+        file makes with ``ConstantOfShape`` becomes a ``Constant`` node.
+
+    Raises:
+        UnknownNameError: The model has no such constant.
+        ShapeError: A value does not have the shape of the constant.
+        UnsupportedError: The constant sits inside a function or a branch of the file.
+    """
+    constants = {**model.graph.constants, **_checked(model, values)}
+    result = onnx.ModelProto()
+    result.CopyFrom(model.template)
+    for entry in result.graph.initializer:
+        entry.CopyFrom(tensor(constants[entry.name], entry.name))
+    written = {entry.name for entry in result.graph.initializer}
+    for node in result.graph.node:
+        made = [name for name in node.output if name in values]
+        if made:
+            _become_constant(node, constants[made[0]])
+            written.update(made)
+    inner = [name for name in values if name not in written]
+    if inner:
+        raise UnsupportedError(
+            f"'{inner[0]}' lies inside a function or an If of the file, so it cannot be written "
+            f"back; export the model again without functions."
+        )
+    return result
+
+
+def _checked(model: LoadedModel, values: Mapping[str, Array]) -> dict[str, Array]:
+    """``values`` in the element types of the model."""
+    constants = model.graph.constants
+    for name, value in values.items():
+        if name not in constants:
+            raise UnknownNameError(f"'{name}' is not a constant of model '{model.graph.name}'.")
+        if np.shape(value) != constants[name].shape:
+            raise ShapeError(
+                f"the new value of '{name}' has shape {np.shape(value)}, but the model has "
+                f"{constants[name].shape}."
+            )
+    return {name: np.asarray(value, constants[name].dtype) for name, value in values.items()}
+
+
+def _become_constant(node: onnx.NodeProto, value: Array) -> None:
+    # A node rather than an initializer: old format versions want those among the graph's inputs.
+    node.op_type = "Constant"
+    del node.input[:], node.attribute[:]
+    node.attribute.append(helper.make_attribute("value", tensor(value)))
