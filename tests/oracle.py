@@ -9,12 +9,14 @@ Losses are summed over the positions of an example (all axes but the batch and t
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import erf
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 Float = NDArray[np.float64]
 
@@ -25,8 +27,8 @@ _LEVELS = 20
 _ORDERS = 5
 # Refinement stops at this disagreement, relative to max(1, |f'|): a few roundings of f.
 _ENOUGH = 1e-13
-# A larger disagreement than this means a kink at the very point.
-_HOPELESS = 1e-6
+# A larger disagreement means a kink at the very point, or an operator that rounds to float32.
+_HOPELESS = 1e-9
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -44,7 +46,7 @@ def to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def evaluate(model: onnx.ModelProto, inputs: Mapping[str, NDArray], *names: str) -> list[NDArray]:
     """Any values of ``model``, by name, in float64; floating-point inputs are widened."""
-    return ReferenceEvaluator(to_float64(model)).run(list(names), _widen_arrays(inputs))
+    return _evaluator(to_float64(model)).run(list(names), _widen_arrays(inputs))
 
 
 # -- Fisher matrices -------------------------------------------------------------------------------
@@ -275,12 +277,39 @@ def _network(
     kept = [tensor for tensor in wide.graph.initializer if tensor.name not in theta]
     del wide.graph.initializer[:]
     wide.graph.initializer.extend(kept)
-    evaluator, fixed = ReferenceEvaluator(wide), _widen_arrays(inputs)
+    evaluator, fixed = _evaluator(wide), _widen_arrays(inputs)
 
     def forward(flat: Float) -> Float:
         return evaluator.run([output], {**fixed, **_unflatten(flat, theta)})[0]
 
     return theta, forward
+
+
+_erf = np.vectorize(erf, otypes=[np.float64])
+
+
+class Erf(OpRun):
+    """Erf in float64: the operator of ``onnx.reference`` rounds to float32."""
+
+    op_domain = ""
+
+    def _run(self, x: Float) -> tuple[Float]:
+        return (_erf(x),)
+
+
+class Gelu(OpRun):
+    """Gelu in float64: the constants in the function of ``onnx.reference`` are float32."""
+
+    op_domain = ""
+
+    def _run(self, x: Float, approximate: str = "none") -> tuple[Float]:
+        if approximate == "tanh":
+            return (0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + _erf(x / np.sqrt(2))),)
+
+
+def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
+    return ReferenceEvaluator(model, new_ops=[Erf, Gelu])
 
 
 def _initializers(model: onnx.ModelProto) -> dict[str, NDArray]:

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from scipy import special
 from scipy.stats import norm
 
 from tests import models, oracle
@@ -42,7 +43,7 @@ def test_fisher_of_a_dense_layer_is_the_mean_of_kronecker_products(loss, dtype):
         [np.kron(np.outer(x, x), FISHERS[loss](y)) for x, y in zip(a, z, strict=True)], axis=0
     )
     found = oracle.dense_fisher(model, inputs, "output", ["fc.weight", "fc.bias"], loss)
-    np.testing.assert_allclose(found, expected, atol=LINEAR)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LINEAR)
 
 
 def test_variance_scales_the_normal_fisher():
@@ -52,7 +53,7 @@ def test_variance_scales_the_normal_fisher():
         oracle.dense_fisher(model, inputs, "output", ["fc.weight"], "normal", var=var)
         for var in (0.5, 2.0)
     )
-    np.testing.assert_allclose(half, 4 * two, atol=LINEAR)
+    np.testing.assert_allclose(half, 4 * two, rtol=0, atol=LINEAR)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_jacobian_of_a_two_layer_network_follows_the_chain_rule(activation, func
         axis=-1,
     )
     found = oracle.jacobian(model, inputs, "output", names)
-    np.testing.assert_allclose(found[:, 0], expected, atol=SMOOTH)
+    np.testing.assert_allclose(found[:, 0], expected, rtol=0, atol=SMOOTH)
 
 
 def test_derivative_at_a_kink_fails():
@@ -111,7 +112,7 @@ def test_empirical_fisher_is_the_mean_outer_product_of_scores(loss):
     found = oracle.dense_empirical_fisher(
         model, inputs, "output", ["fc.weight", "fc.bias"], loss, targets
     )
-    np.testing.assert_allclose(found, g.T @ g / 5, atol=SMOOTH)
+    np.testing.assert_allclose(found, g.T @ g / 5, rtol=0, atol=SMOOTH)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
@@ -142,7 +143,7 @@ def test_class_axis_moves_the_classes_last():
         model, {"x": x}, "channels_first", ["w"], "categorical", class_axis=1
     )
     last = oracle.dense_fisher(model, {"x": x}, "channels_last", ["w"], "categorical")
-    np.testing.assert_allclose(first, last, atol=LINEAR)
+    np.testing.assert_allclose(first, last, rtol=0, atol=LINEAR)
 
 
 def test_every_constant_of_a_model_is_widened():
@@ -159,6 +160,27 @@ def test_every_constant_of_a_model_is_widened():
     y = oracle.evaluate(one_graph(nodes, constants), {"x": np.zeros(1, np.float32)}, "y")[0]
     assert y.dtype == np.float64
     assert y[0] == pytest.approx(1 + 4 * float(np.float32(0.1)), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "truth"),
+    [
+        ("Erf", {}, special.erf),
+        ("Gelu", {}, lambda x: x * norm.cdf(x)),
+        ("Gelu", {"approximate": "tanh"}, lambda x: x * special.expit(gelu_argument(x))),
+    ],
+    ids=["erf", "gelu", "gelu by tanh"],
+)
+def test_special_functions_run_in_double_precision(op, attributes, truth):
+    x = np.linspace(-3, 3, 7)
+    model = one_graph([helper.make_node(op, ["x"], ["y"], **attributes)], {})
+    found = oracle.evaluate(model, {"x": x}, "y")[0]
+    np.testing.assert_allclose(found, truth(x), rtol=0, atol=LINEAR)
+
+
+def gelu_argument(x):
+    """(1 + tanh(s)) / 2 = σ(2 s) with s = √(2/π) (x + 0.044715 x³)."""
+    return 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
 
 
 def test_parameter_slices_follow_the_given_order():
@@ -182,7 +204,9 @@ def test_patches_times_filter_are_the_convolution(strides, dilations, begins, en
     expected = oracle.evaluate(one_graph([conv], {"w": w}), {"x": x}, "y")[0]
     patches = oracle.conv_patches(x, (2, 3), strides, dilations, begins, ends)
     found = patches @ w.transpose(2, 3, 1, 0).reshape(-1, 4)
-    np.testing.assert_allclose(found.swapaxes(1, 2).reshape(expected.shape), expected, atol=LINEAR)
+    np.testing.assert_allclose(
+        found.swapaxes(1, 2).reshape(expected.shape), expected, rtol=0, atol=LINEAR
+    )
 
 
 def one_graph(nodes, constants):
