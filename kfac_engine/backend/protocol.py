@@ -1,7 +1,7 @@
 """What the engine asks of an array library: the few primitives that deserve a kernel of their own.
 
-Everything else is plain array code through ``xp``. The NumPy backend defines each primitive; another
-backend must give the same numbers within a stated tolerance and raise the same errors.
+Everything else is plain array code through ``xp``. The NumPy backend defines each primitive;
+another backend must give the same numbers within a stated tolerance and raise the same errors.
 
 All symmetric results are full matrices (both triangles), C-contiguous. Input dtypes float16 and
 bfloat16 are accumulated in float32; float32 and float64 stay what they are.
@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend.window import Window
@@ -20,13 +21,14 @@ class Backend(Protocol):
     """The primitives of one array library."""
 
     name: str
+    scratch_bytes: int
 
     @property
     def xp(self) -> ModuleType:
         """The array module: ``numpy`` or one with its interface."""
 
-    def asarray(self, value: object, dtype: object = None) -> Array:
-        """``value`` (this library's array, NumPy's, or anything with ``__dlpack__``) as our array."""
+    def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
+        """``value`` as an array of this library: NumPy's, or anything with ``__dlpack__``."""
 
     def to_numpy(self, array: Array) -> Array:
         """A host copy or view: the only way back to the host."""
@@ -44,7 +46,7 @@ class Backend(Protocol):
         """``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
         Args:
-            x: Any rank ≥ 1 and any strides; features along ``feature_axis``, every other axis a row.
+            x: Any rank ≥ 1, any strides; features along ``feature_axis``, all other axes are rows.
             out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate (a one, last).
             feature_axis: Axis of the features.
             homogeneous: Whether each row ends with an implicit one.
@@ -64,7 +66,7 @@ class Backend(Protocol):
     ) -> None:
         """``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z`` of all images, in place.
 
-        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one if homogeneous.
+        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one.
 
         Args:
             x: Images, ``(n, channels, *sides)``, any strides.
@@ -76,7 +78,7 @@ class Backend(Protocol):
         """
 
     def patches(self, x: Array, window: Window) -> Array:
-        """The patches themselves: ``(n, positions, taps·channels)``, features tap-major, a new array."""
+        """The patches themselves, a new array: ``(n, positions, taps·channels)``, tap-major."""
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         """``(matrix + damping·I)⁻¹``, symmetric, computed in float64, in the dtype of ``matrix``.
@@ -92,7 +94,7 @@ class Backend(Protocol):
         """``L⁻¹`` of a lower-triangular matrix, lower-triangular."""
 
     def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        """Eigenvalues ``(d,)``, ascending, and orthonormal eigenvectors ``(d, d)`` as columns, float64."""
+        """Ascending eigenvalues ``(d,)`` and orthonormal eigenvectors as columns, float64."""
 
     def all_finite(self, x: Array) -> bool:
         """Whether the sum of squares of ``x`` is finite, so that its second moment will be."""

@@ -41,21 +41,34 @@ class Window:
         Raises:
             ShapeError: The padded image is smaller than the (dilated) kernel.
         """
-        found = tuple(
-            (side + begin + end - (k - 1) * d - 1) // stride + 1
-            for side, k, stride, d, begin, end in zip(
-                sides,
-                self.kernel,
-                self.strides,
-                self.dilations,
-                self.begins,
-                self.ends,
-                strict=True,
-            )
-        )
+        found = tuple(self._outputs(axis, side) for axis, side in enumerate(sides))
         if min(found, default=1) < 1:
             raise ShapeError(
                 f"an image of {sides} pixels is smaller than the window {self}; "
                 f"check kernel, dilations and padding."
             )
         return found
+
+    def seen(self, axis: int, tap: int, side: int) -> tuple[slice, slice]:
+        """Which output positions see the image through one tap, and the pixels they see.
+
+        Args:
+            axis: Spatial axis, from zero.
+            tap: Position in the kernel along it.
+            side: Pixels of the image along it.
+
+        Returns:
+            Two slices of equal length, possibly empty: of the output positions and of the pixels.
+        """
+        step, outputs = self.strides[axis], self._outputs(axis, side)
+        first = tap * self.dilations[axis] - self.begins[axis]  # the pixel under output zero
+        low = max(0, -(first // step))
+        high = max(low, min(outputs, (side - 1 - first) // step + 1))
+        start = first + low * step
+        return slice(low, high), slice(start, start + (high - low) * step, step)
+
+    def _outputs(self, axis: int, side: int) -> int:
+        """Output positions along an axis; below one if the image is too small."""
+        reach = (self.kernel[axis] - 1) * self.dilations[axis]
+        padded = self.begins[axis] + side + self.ends[axis]
+        return (padded - reach - 1) // self.strides[axis] + 1
