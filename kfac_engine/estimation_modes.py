@@ -175,23 +175,6 @@ MODES: Registry[EstimationMode] = Registry(
 )
 
 
-def select_mode(name: str) -> EstimationMode:
-    """The estimation mode of that name.
-
-    Args:
-        name: A name in ``MODES``.
-
-    Returns:
-        Its row.
-
-    Raises:
-        InputError: There is none; the specification wants a ValueError here, not a KeyError.
-    """
-    if name not in MODES:
-        raise InputError(f"unknown estimation mode '{name}'; choose one of: {', '.join(MODES)}.")
-    return MODES[name]
-
-
 def _add(source: Cotangents, gradient: Mapping[str, Array], weight: float) -> None:
     """``source += weight · gradient``; losses that share an input add up."""
     for name, array in gradient.items():
