@@ -4,10 +4,15 @@ Each step takes a model whose large tensors were taken out, so that protobuf sta
 passes of onnx are quick.
 """
 
+from collections.abc import Callable, Mapping
+
 import onnx
 from onnx import checker, defs, helper, inliner, version_converter
 
-from kfac_engine.errors import ModelError
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.order import all_nodes, describe
+from kfac_engine.graph.tensors import to_array
 
 # Derivative rules read the forms of operator set 18; newer models keep theirs.
 OLDEST_OPSET = 18
@@ -118,16 +123,65 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Raises:
         ModelError: An operator has no newer form.
+        UnsupportedError: The newer form would compute something else.
     """
-    if opset(model) >= OLDEST_OPSET:
+    old = opset(model)
+    if old >= OLDEST_OPSET:
         return model
+    _refuse_misread(model, old)
     try:
-        return version_converter.convert_version(model, OLDEST_OPSET)
+        newer = version_converter.convert_version(model, OLDEST_OPSET)
     except (RuntimeError, ValueError, IndexError, version_converter.ConvertError) as failure:
         raise ModelError(
-            f"the model's operator set {opset(model)} cannot be brought to {OLDEST_OPSET}: "
+            f"the model's operator set {old} cannot be brought to {OLDEST_OPSET}: "
             f"{_first_line(failure)}; export it with operator set {OLDEST_OPSET}."
         ) from failure
+    if old < 11:
+        # Upsample and the first Resize had one way to place samples. The converter leaves the
+        # attributes out, and what those default to is another way.
+        for node in all_nodes(newer.graph.node):
+            if node.op_type == "Resize":
+                _set(node, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+    return newer
+
+
+def _refuse_misread(model: onnx.ModelProto, version: int) -> None:
+    known = {entry.name: to_array(entry) for entry in model.graph.initializer}
+    for node in all_nodes(model.graph.node):
+        since, affects = _MISREAD.get(node.op_type, (0, None))
+        if version < since and affects and affects(node, known):
+            raise UnsupportedError(
+                f"the {describe(node)} has a form of operator set {version} without exact "
+                f"counterpart today; export the model with operator set {OLDEST_OPSET} or newer."
+            )
+
+
+def _shrinks_to_nearest(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
+    """Whether a first-form Resize may round sample positions up: it did so where scales were < 1."""
+    modes = (entry.s for entry in node.attribute if entry.name == "mode")
+    scales = known.get(node.input[1])
+    return next(modes, b"nearest") == b"nearest" and (scales is None or bool((scales < 1).any()))
+
+
+def _has_channel_slopes(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
+    """Whether a first-form PRelu has slopes along axis 1; they broadcast from the last axis now."""
+    return node.input[1] not in known or known[node.input[1]].size != 1
+
+
+# Operators that the converter passes on as they are, though they came to mean something else: the
+# version since when they do, and which nodes that concerns.
+_MISREAD: Mapping[str, tuple[int, Callable[[onnx.NodeProto, Mapping[str, Array]], bool]]] = {
+    "Hardmax": (13, lambda node, known: True),  # flattened its operand to a matrix
+    "PRelu": (7, _has_channel_slopes),
+    "Resize": (11, _shrinks_to_nearest),
+}
+
+
+def _set(node: onnx.NodeProto, **attributes: str) -> None:
+    kept = [entry for entry in node.attribute if entry.name not in attributes]
+    new = [helper.make_attribute(name, value) for name, value in attributes.items()]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *new])
 
 
 def _first_line(failure: Exception) -> str:

@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import onnx
 from onnx import AttributeProto
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.branches import fold_constant_ifs
 from kfac_engine.graph.canonicalise import (
     OLDEST_OPSET,
     check_nodes,
@@ -39,6 +41,9 @@ from kfac_engine.graph.write import tensor, value_info
 # their values, only their types.
 _LARGE_BYTES = 4096
 
+# Where a model may come from: a path, the bytes of a file, or a message.
+ModelSource: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -54,12 +59,12 @@ class LoadedModel:
     template: onnx.ModelProto
 
 
-def load_graph(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Graph:
+def load_graph(source: ModelSource) -> Graph:
     """The canonical graph of a model; see ``load_model``."""
     return load_model(source).graph
 
 
-def load_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> LoadedModel:
+def load_model(source: ModelSource) -> LoadedModel:
     """The canonical graph of a model, and what is needed to write the model back.
 
     Args:
@@ -123,6 +128,8 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
     sort_nodes(working.graph)
     check_nodes(working)
     lift_constants(working.graph, constants)
+    while fold_constant_ifs(working.graph, constants):
+        lift_constants(working.graph, constants)
     if opset(working) < OLDEST_OPSET:
         _declare_constants(working.graph, constants)
         working = upgrade(working)

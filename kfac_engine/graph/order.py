@@ -8,6 +8,15 @@ import onnx
 from kfac_engine.errors import ModelError
 
 
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """``nodes``, each followed by those in its bodies."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                yield from all_nodes(body.node)
+
+
 def reads(node: onnx.NodeProto) -> Iterator[str]:
     """Names of the values that ``node`` needs, those that its bodies capture included."""
     yield from (name for name in node.input if name)

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.order import all_nodes
 
 # Element types of which several share a byte: NumPy cannot map them.
 _PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
@@ -97,14 +98,13 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
 
 def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
     """All tensors inside ``nodes``: in their attributes, and in the bodies of If, Loop and Scan."""
-    for node in nodes:
+    for node in all_nodes(nodes):
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
             for body in (attribute.g, *attribute.graphs):
                 yield from body.initializer
-                yield from nested_tensors(body.node)
 
 
 def _map_external(tensor: TensorProto, dtype: DType, model_path: Path | None, what: str) -> Array:
