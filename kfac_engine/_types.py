@@ -16,3 +16,8 @@ Values: TypeAlias = Mapping[str, Array]
 Result = TypeVar("Result")
 # What the specification calls an unevaluated tensor or an "Op": call it with the values of a batch.
 Thunk: TypeAlias = Callable[[Values], Result]
+
+# A vector over the parameters of one block: one array, or one for each parameter of a tuple.
+Vector: TypeAlias = Array | tuple[Array, ...]
+# The parameters of one block: one name or a tuple of names.
+Params: TypeAlias = str | tuple[str, ...]

@@ -1,13 +1,15 @@
 """An ONNX model that can be evaluated and differentiated.
 
 Two kinds of session run the graph. The *forward* session takes data and parameters and returns
-whatever is asked for: outputs, activations, tensors that a backward pass needs. A *backward* session,
-one for each pair (values differentiated, values asked for), takes those tensors and a cotangent and
-returns gradients. Several backward passes share one forward pass, and new parameter values need no
+whatever is asked for: outputs, activations, tensors that a backward pass needs. A *backward*
+session, one for each pair (values differentiated, values asked for), takes those tensors and a
+cotangent and returns gradients. Several backward passes share one forward pass, and new parameter values need no
 new session because parameters are fed like data.
 """
 
 from collections.abc import Mapping, Sequence
+
+from math import prod
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from kfac_engine.autodiff.feeds import check_inputs, sample_facts
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
-from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.load import LoadedModel, ModelSource
+from kfac_engine.graph.load import load_model as load
 from kfac_engine.graph.structure import Fact, Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.write import build_model, serialize
@@ -107,6 +110,22 @@ class OnnxModel:
             NonFiniteError: A value holds NaN or infinity.
         """
         self.parameters.update(self._checked(values))
+
+    def static_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a constant or parameter; None for values that depend on the batch."""
+        constant = self.graph.constants.get(name)
+        return None if constant is None else constant.shape
+
+    def handed_over_bytes(self, batch_size: int) -> int:
+        """Bytes that the sessions hand over for a batch: fetched values and gradients of values."""
+        asked = (name for backward in self._backwards.values() for name in backward.gradients)
+        computed = [name for name in (*self._wanted, *asked) if self._is_computed(name)]
+        sample = max(
+            (self.facts[entry.name].shape[:1] for entry in self.graph.inputs), default=(1,)
+        )
+        sizes = (self.facts[name] for name in computed if name in self.facts)
+        total = sum(fact.dtype.itemsize * prod(fact.shape) for fact in sizes)
+        return total * batch_size // max(*sample, 1)
 
     def want(self, names: Sequence[str]) -> None:
         """Have these values computed by every forward pass from now on."""
@@ -215,6 +234,28 @@ class OnnxModel:
 
     def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
         return self.facts[name].dtype if name in self.facts else fetched[name]
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    trainable: Sequence[str] | None = None,
+    threads: int | None = None,
+    sample_inputs: Mapping[str, Array] | None = None,
+) -> OnnxModel:
+    """A model that can be evaluated and differentiated.
+
+    Args:
+        source: Path, bytes or ``ModelProto``.
+        trainable: Patterns of parameter names; None takes what the graph uses like parameters.
+        threads: Threads for ONNX Runtime; None leaves the choice to it.
+        sample_inputs: A batch to find shapes with, where none can be made up.
+
+    Returns:
+        The model; ``model.run(inputs)`` gives a trace.
+    """
+    loaded = load(source)
+    return OnnxModel(loaded, trainable=trainable, threads=threads or 0, sample_inputs=sample_inputs)
 
 
 def _read_by(

@@ -1,0 +1,77 @@
+"""The table of approximations: (kind of layer, approximation) → how its block is made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from kfac_engine.blocks.base import FisherBlock
+from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
+from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
+from kfac_engine.layers.forms import LayerForm
+
+if TYPE_CHECKING:
+    from kfac_engine.collection import LayerCollection
+
+LayerRecipe: TypeAlias = Callable[["LayerCollection", LayerForm], FisherBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Approximation:
+    """A row of the table.
+
+    Attributes:
+        build: Makes the block.
+        formula: The block, in a few symbols.
+        source: Where it is derived.
+    """
+
+    build: LayerRecipe
+    formula: str
+    source: str
+
+
+def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
+    def build(collection: "LayerCollection", form: LayerForm) -> FisherBlock:
+        return KroneckerProductFB(collection, form, input_side=input_side, output_side=output_side)
+
+    return build
+
+
+_KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
+_KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
+_DIAGONAL = "mean of squared per-example gradients"
+
+APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
+    "fully_connected": {
+        "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
+        "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
+        "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
+        "kron_both_diag": Approximation(_kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC),
+        "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
+    },
+    "conv2d": {
+        "kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC),
+        "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
+    },
+}
+
+# Blocks of parameters without a layer: made from names, not from a layer's form.
+GENERIC: Mapping[str, type[NaiveFullFB]] = {"full": NaiveFullFB, "diagonal": NaiveDiagonalFB}
+
+DEFAULTS: Mapping[str, str] = {
+    "fully_connected": "kron",
+    "conv2d": "kron",
+    "generic": "diagonal",
+}
+
+
+def formula(kind: str, approximation: str) -> str:
+    """A block in a few symbols."""
+    if kind == "generic":
+        return {"full": "g gᵀ", "diagonal": "diag(g²)"}[approximation]
+    return APPROXIMATIONS[kind][approximation].formula
+
+
+def accepted(kind: str) -> tuple[str, ...]:
+    """Names of the approximations that a kind of layer accepts."""
+    return tuple(GENERIC if kind == "generic" else APPROXIMATIONS[kind])

@@ -1,0 +1,172 @@
+"""What every block is: the Fisher matrix of one set of parameters, multiplied without being formed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from kfac_engine._types import Array, Params, Vector
+from kfac_engine.errors import InputError, NotReadyError, RegistrationError
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.statistics import Uses
+
+if TYPE_CHECKING:
+    from kfac_engine.collection import LayerCollection
+
+# What a caller may write for the tensors of one tower: a name, or names over uses.
+TowerNames: TypeAlias = str | Sequence[str]
+# grads_list[source][tower] for layers, grads_list[source] for generic blocks.
+GradsList: TypeAlias = Sequence[Sequence[TowerNames]] | Sequence[TowerNames]
+
+
+class FisherBlock(ABC):
+    """One block of a block-diagonal Fisher matrix.
+
+    Args:
+        collection: Owner of the factors, the backend and the configuration.
+
+    Attributes:
+        params: The parameters, set when the block is registered.
+    """
+
+    def __init__(self, collection: "LayerCollection") -> None:
+        self._collection = collection
+        self.params: Params | None = None
+        self._damping: Callable[[], float] | None = None
+
+    # -- registration ---------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_registered_towers(self) -> int:
+        """Mini-batch shards registered so far."""
+
+    @abstractmethod
+    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+        """Names of what the loss is differentiated with respect to, one entry a tower."""
+
+    def instantiate_factors(
+        self, grads_list: GradsList, damping: float | Callable[[], float]
+    ) -> None:
+        """Make (or share) the factors.
+
+        Args:
+            grads_list: Names of gradients of the loss with respect to ``tensors_to_compute_grads``:
+                ``[source][tower]`` for layers, ``[source]`` for generic blocks.
+            damping: λ; ``λ·I`` is approximately added to the block. A callable is read at refresh.
+
+        Raises:
+            InputError: The damping is negative.
+        """
+        if not callable(damping):
+            if not damping >= 0:
+                raise InputError(f"damping must not be negative, got {damping}.")
+            fixed = float(damping)
+            damping = lambda: fixed  # noqa: E731 (a closure over a number, nothing to name)
+        self._damping = damping
+        self._make_factors(grads_list)
+
+    @abstractmethod
+    def _make_factors(self, grads_list: GradsList) -> None:
+        """Make the factors for these gradients."""
+
+    # -- factors --------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def factors(self) -> tuple[FisherFactor, ...]:
+        """The block's factors, input side first."""
+
+    @abstractmethod
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the factors' averages, from the shapes of the parameters."""
+
+    @property
+    def damping(self) -> float:
+        """λ, divided by what the block's own coefficient multiplies back in.
+
+        Raises:
+            NotReadyError: The factors were not instantiated.
+        """
+        if self._damping is None:
+            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
+        return self._damping()
+
+    @abstractmethod
+    def register_matpower(self, exp: float) -> None:
+        """Have the power computed at each refresh."""
+
+    def register_inverse(self) -> None:
+        """Have the inverse computed at each refresh."""
+        self.register_matpower(-1)
+
+    @abstractmethod
+    def register_cholesky(self) -> None:
+        """Have the Cholesky factor computed at each refresh."""
+
+    @abstractmethod
+    def register_cholesky_inverse(self) -> None:
+        """Have the inverse Cholesky factor computed at each refresh."""
+
+    # -- products -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
+        """The damped block to the power ``exp``, times a vector.
+
+        Args:
+            vector: An array, or one for each parameter of a tuple, in their shapes.
+            exp: 1, or a registered power.
+
+        Returns:
+            In the form of ``vector``; new arrays.
+        """
+
+    def multiply(self, vector: Vector) -> Vector:
+        """The damped block times a vector, from the current statistics."""
+        return self.multiply_matpower(vector, 1)
+
+    def multiply_inverse(self, vector: Vector) -> Vector:
+        """The inverse of the damped block, as of the last refresh, times a vector."""
+        return self.multiply_matpower(vector, -1)
+
+    @abstractmethod
+    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
+        """A factor ``B`` of the damped block, ``B Bᵀ = F + λI``, or its transpose, times a vector."""
+
+    @abstractmethod
+    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
+        """``B⁻¹`` or ``B⁻ᵀ`` times a vector; ``B⁻ᵀ`` of white noise is a sample of N(0, F⁻¹)."""
+
+    @abstractmethod
+    def full_fisher_block(self) -> Array:
+        """The undamped block as a dense matrix, in the order of the packed parameters."""
+
+
+class Towers:
+    """Names of inputs and outputs of one layer, tower by tower."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Uses] = []
+        self.outputs: list[Uses] = []
+
+    def add(self, inputs: TowerNames, outputs: TowerNames) -> None:
+        """Append a tower.
+
+        Raises:
+            RegistrationError: Inputs and outputs list different numbers of uses.
+        """
+        x, s = uses(inputs), uses(outputs)
+        if len(x) > 1 and len(s) > 1 and len(x) != len(s):
+            raise RegistrationError(
+                f"a tower with {len(x)} inputs has {len(s)} outputs: one of each for every use."
+            )
+        self.inputs.append(x)
+        self.outputs.append(s)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def uses(names: TowerNames) -> Uses:
+    """Names over uses as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)

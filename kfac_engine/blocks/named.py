@@ -1,0 +1,128 @@
+"""The specification's block classes: names and constructors over the general blocks."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kfac_engine._types import Params
+from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
+from kfac_engine.blocks.single import LayerDiagonalFB
+from kfac_engine.layers.forms import convolution_form, dense_form
+from kfac_engine.layers.views import Padding
+
+if TYPE_CHECKING:
+    from kfac_engine.collection import LayerCollection
+
+
+class FullyConnectedKFACBasicFB(KroneckerProductFB):
+    """``F ≈ A ⊗ G`` for a dense layer (Martens & Grosse 2015, section 3).
+
+    Args:
+        layer_collection: Owner of the factors.
+        has_bias: Whether the layer has a bias.
+        diagonal_approx_for_input: Whether ``A`` is kept as its diagonal.
+        diagonal_approx_for_output: Whether ``G`` is.
+        weight_format: ``"IO"`` or ``"OI"``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: "LayerCollection",
+        has_bias: bool = False,
+        diagonal_approx_for_input: bool = False,
+        diagonal_approx_for_output: bool = False,
+        weight_format: str = "IO",
+    ) -> None:
+        super().__init__(
+            layer_collection,
+            dense_form(weight_format, has_bias),
+            input_side=DIAGONAL if diagonal_approx_for_input else DENSE,
+            output_side=DIAGONAL if diagonal_approx_for_output else DENSE,
+        )
+
+
+class FullyConnectedDiagonalFB(LayerDiagonalFB):
+    """The diagonal of a dense layer's block.
+
+    Args:
+        layer_collection: Owner of the factors.
+        has_bias: Whether the layer has a bias.
+        weight_format: ``"IO"`` or ``"OI"``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: "LayerCollection",
+        has_bias: bool = False,
+        weight_format: str = "IO",
+    ) -> None:
+        super().__init__(layer_collection, dense_form(weight_format, has_bias))
+
+
+class ConvKFCBasicFB(KroneckerProductFB):
+    """``F ≈ #locations · A ⊗ G`` for a convolution (Grosse & Martens 2016, equation 23).
+
+    Args:
+        layer_collection: Owner of the factors; must know the filter's shape.
+        params: The filter, or ``(filter, bias)``.
+        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
+        strides: One an axis, or with entries for batch and channels; ones when left out.
+        dilation_rate: Likewise.
+        data_format: ``"NHWC"`` (the default for two axes) or ``"NCHW"`` and their relatives.
+        weight_format: ``"HWIO"`` (the default for two axes) or ``"OIHW"`` and their relatives.
+    """
+
+    def __init__(
+        self,
+        layer_collection: "LayerCollection",
+        params: Params,
+        padding: Padding,
+        strides: Sequence[int] | None = None,
+        dilation_rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+        weight_format: str | None = None,
+    ) -> None:
+        form = convolution_form(
+            layer_collection.require_shape(params if isinstance(params, str) else params[0]),
+            has_bias=not isinstance(params, str),
+            padding=padding,
+            strides=strides,
+            dilations=dilation_rate,
+            data_format=data_format,
+            weight_format=weight_format,
+        )
+        super().__init__(layer_collection, form)
+
+
+class ConvDiagonalFB(LayerDiagonalFB):
+    """The diagonal of a convolution's block: squared per-example gradients, summed over locations.
+
+    Args:
+        layer_collection: Owner of the factors; must know the filter's shape.
+        params: The filter, or ``(filter, bias)``.
+        strides: One an axis, or with entries for batch and channels.
+        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
+        data_format: As in ``ConvKFCBasicFB``.
+        dilations: Like ``strides``.
+        weight_format: As in ``ConvKFCBasicFB``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: "LayerCollection",
+        params: Params,
+        strides: Sequence[int],
+        padding: Padding,
+        data_format: str | None = None,
+        dilations: Sequence[int] | None = None,
+        weight_format: str | None = None,
+    ) -> None:
+        form = convolution_form(
+            layer_collection.require_shape(params if isinstance(params, str) else params[0]),
+            has_bias=not isinstance(params, str),
+            padding=padding,
+            strides=strides,
+            dilations=dilations,
+            data_format=data_format,
+            weight_format=weight_format,
+        )
+        super().__init__(layer_collection, form)

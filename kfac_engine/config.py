@@ -1,0 +1,99 @@
+"""Choices a user makes, as frozen records that check themselves."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kfac_engine.errors import InputError
+
+PiType = Literal["tracenorm", "off"]
+RefreshPolicy = Literal["all_at_once", "round_robin", "balanced"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionConfig:
+    """How statistics are averaged, damped and inverted; given to ``LayerCollection``.
+
+    Attributes:
+        debias: Whether averages are debiased (value = decayed sum / decayed weight). False is the
+            classical ``decay·c + (1 − decay)·new``.
+        initial_covariance: Where a classical average starts. A debiased one forgets its start.
+        pi_type: How a Kronecker block splits its damping: by the factors' mean traces, or evenly.
+        normalize_damping_power: ``p`` in ``λ' = λ / N**p`` for a block whose parameters are used ``N``
+            times per example; 0 turns the normalization off.
+        eigenvalue_clipping_threshold: Floor of eigenvalues before damping, on the eigen path.
+        eigendecomposition_threshold: So many inverses of one factor (with different dampings) are
+            taken from one eigendecomposition rather than from Cholesky factors.
+        assume_zero_mean_activations: Kronecker factors without spatial correlation (SUA): whether
+            activations count as centred.
+        subtract_mean_contrib_from_cov: SUA with centred activations: whether the mean's outer product
+            is taken off the second moment.
+        sub_sample_inputs: Whether convolution input factors see a random part of the examples.
+        inputs_to_extract_patches_factor: That part.
+        sub_sample_patches: Whether convolution input factors see a random part of the patches.
+        max_num_patches: At most so many patches.
+        max_num_patches_per_dimension: At most so many patches per row of the factor.
+        seed: Of the sub-sampling.
+    """
+
+    debias: bool = True
+    initial_covariance: Literal["zeros", "identity"] = "zeros"
+    pi_type: PiType = "tracenorm"
+    normalize_damping_power: float = 1.0
+    eigenvalue_clipping_threshold: float = 0.0
+    eigendecomposition_threshold: int = 4
+    assume_zero_mean_activations: bool = False
+    subtract_mean_contrib_from_cov: bool = True
+    sub_sample_inputs: bool = False
+    inputs_to_extract_patches_factor: float = 0.2
+    sub_sample_patches: bool = False
+    max_num_patches: int = 10_000_000
+    max_num_patches_per_dimension: float = 3.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: A value is outside its range.
+        """
+        _one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
+        _one_of("pi_type", self.pi_type, ("tracenorm", "off"))
+        if not 0 < self.inputs_to_extract_patches_factor <= 1:
+            raise InputError(
+                f"inputs_to_extract_patches_factor must lie in (0, 1], got "
+                f"{self.inputs_to_extract_patches_factor}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When covariances and inverses move; the counter counts calls of ``observe`` and ``step``.
+
+    Call 0 updates the covariances and refreshes everything.
+
+    Attributes:
+        covariance_every: Covariances are updated when ``counter % covariance_every == 0``.
+        refresh_every: Each factor is refreshed once in so many calls.
+        policy: ``"all_at_once"`` (all when ``counter % refresh_every == 0``), ``"round_robin"`` (an
+            equal number each call) or ``"balanced"`` (an equal cost each call).
+    """
+
+    covariance_every: int = 1
+    refresh_every: int = 10
+    policy: RefreshPolicy = "all_at_once"
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: A period is below one or the policy unknown.
+        """
+        for name in ("covariance_every", "refresh_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        _one_of("policy", self.policy, ("all_at_once", "round_robin", "balanced"))
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(allowed)}; got '{value}'.")

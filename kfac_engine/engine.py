@@ -1,0 +1,417 @@
+"""The straight line: a model and a batch in, preconditioned gradients out.
+
+Read ``Engine.step`` first; everything else sets up its parts.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from kfac_engine._types import Array, Params, Vector
+from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.autodiff.trace import Trace
+from kfac_engine.blocks.base import uses
+from kfac_engine.checkpoint import State, load_state, save_state, write_atomically
+from kfac_engine.collection import LayerCollection
+from kfac_engine.config import Schedule
+from kfac_engine.errors import InputError, ModelError, NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.estimator import FisherEstimator
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.graph.export import export_model
+from kfac_engine.graph.load import ModelSource, load_model
+from kfac_engine.graph.write import serialize
+from kfac_engine.inspection import LayerReport, MemoryReport, layer_reports, memory_report
+from kfac_engine.layers.discover import Found, discover
+from kfac_engine.objective import LossChoice, Objective, Reduction, check_reduction, choose_losses
+from kfac_engine.result import Result
+from kfac_engine.scheduler import Work, plan
+
+
+class Engine:
+    """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
+
+    Made by ``from_onnx``.
+
+    Args:
+        model: The model with its sessions.
+        objective: What is minimised.
+        layers: Layers found in the graph, and parameters without one.
+        collection: Their blocks, and the losses.
+        estimator: Statistics and products over the collection.
+        schedule: When statistics and inverses move.
+
+    Attributes:
+        collection: Layers, losses and factors.
+        estimator: Statistics and products.
+        objective: Losses and reduction.
+        schedule: As given.
+        counter: Calls of ``observe`` and ``step`` so far.
+    """
+
+    def __init__(
+        self,
+        model: OnnxModel,
+        objective: Objective,
+        layers: Sequence[Found],
+        collection: LayerCollection,
+        estimator: FisherEstimator,
+        schedule: Schedule,
+        exps: Sequence[float],
+    ) -> None:
+        self.collection = collection
+        self.estimator = estimator
+        self.objective = objective
+        self.schedule = schedule
+        self.counter = 0
+        self._model = model
+        self._found = tuple(layers)
+        self._exps = tuple(exps)
+        self._refreshes = _refreshes(model, collection)
+        self._blas = ThreadpoolController()
+
+    @classmethod
+    def from_onnx(  # noqa: PLR0913 (every choice a user has, each with a default)
+        cls,
+        model: ModelSource,
+        *,
+        loss: LossChoice | Sequence[LossChoice],
+        output: str | Sequence[str] | None = None,
+        class_axis: int = -1,
+        reduction: Reduction = "mean",
+        trainable: Sequence[str] | None = None,
+        damping: float = 1e-3,
+        ema_decay: float = 0.95,
+        estimation_mode: str = "gradients",
+        exps: Sequence[float] = (-1,),
+        approximations: Mapping[str, str] | None = None,
+        schedule: Schedule | None = None,
+        threads: int | None = None,
+        backend: str = "auto",
+        seed: int = 0,
+        sample_inputs: Mapping[str, Array] | None = None,
+    ) -> "Engine":
+        """An engine for a model.
+
+        Args:
+            model: Path, bytes or ``ModelProto``.
+            loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object, or a
+                list of them.
+            output: The output a loss given by name is put on; needed where there are several.
+            class_axis: Axis of the classes in that output.
+            reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
+            trainable: Patterns of parameter names; by default what the graph uses like parameters.
+            damping: λ > 0, added to the Fisher matrix.
+            ema_decay: Decay of the moving averages, in [0, 1).
+            estimation_mode: ``"gradients"`` (targets sampled from the model), ``"empirical"``, ….
+            exps: Powers to precondition with; the first is used by ``step``.
+            approximations: Kind of layer to approximation, in place of the defaults.
+            schedule: When statistics and inverses move.
+            threads: Threads for BLAS and ONNX Runtime together; the processor's cores by default.
+            backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
+            seed: Of sampled targets.
+            sample_inputs: A batch to find shapes with, where none can be made up.
+
+        Returns:
+            The engine; nothing was computed on data yet.
+
+        Raises:
+            InputError: The file, the loss or an option is wrong.
+            UnknownNameError: A name goes by nothing.
+            UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
+        """
+        _check_options(damping, ema_decay, exps, threads)
+        check_reduction(reduction)
+        onnx_model = OnnxModel(
+            load_model(model),
+            trainable=trainable,
+            threads=threads or 0,
+            sample_inputs=sample_inputs,
+        )
+        collection = LayerCollection(onnx_model, backend=backend)
+        for kind, approximation in (approximations or {}).items():
+            collection.set_default_approximation(kind, approximation)
+        for index, found in enumerate(choose_losses(onnx_model.graph, loss, output, class_axis)):
+            collection.register_loss_function(found, f"loss_{index}")
+        objective = Objective(collection.registered_losses, reduction)
+        layers = _register_layers(onnx_model, objective, collection)
+        estimator = FisherEstimator(
+            tuple(onnx_model.parameters),
+            ema_decay,
+            damping,
+            collection,
+            exps=exps,
+            estimation_mode=estimation_mode,
+            seed=seed,
+        )
+        onnx_model.want([*objective.inputs, *(layer.inputs for layer in layers if layer.inputs)])
+        onnx_model.backward(objective.inputs, estimator.differentiated)
+        return cls(
+            onnx_model, objective, layers, collection, estimator, schedule or Schedule(), exps
+        )
+
+    # -- the line ---------------------------------------------------------------------------------
+
+    def step(self, inputs: Mapping[str, Array], targets: Array | Mapping[str, Array]) -> Result:
+        """Gradients of a batch, statistics and inverses as scheduled, preconditioned gradients.
+
+        Parameters stay as they are: what to do with the result is the caller's choice.
+
+        Args:
+            inputs: Input name to array, the batch first.
+            targets: The targets of the loss; for several losses, by name.
+
+        Returns:
+            Loss, gradients and natural gradients.
+
+        Raises:
+            InputError: Inputs or targets are wrong.
+            NonFiniteError: The batch yields NaN or infinity; no state has changed.
+        """
+        with self._threads():
+            trace = self._model.run(inputs, targets)
+            loss, gradients = self._differentiate(trace)
+            self._observe(trace)
+            return Result(loss, gradients, self.precondition(gradients, self._exps[0]))
+
+    def gradients(
+        self, inputs: Mapping[str, Array], targets: Array | Mapping[str, Array]
+    ) -> Result:
+        """Loss and gradients of a batch; no statistics."""
+        with self._threads():
+            return Result(*self._differentiate(self._model.run(inputs, targets)), {})
+
+    def observe(
+        self,
+        inputs: Mapping[str, Array],
+        targets: Array | Mapping[str, Array] | None = None,
+    ) -> None:
+        """Statistics of a batch and inverses, as scheduled.
+
+        Args:
+            inputs: Input name to array, the batch first.
+            targets: Needed by the estimation mode ``"empirical"`` only.
+        """
+        with self._threads():
+            self._observe(self._model.run(inputs, targets))
+
+    def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
+        """Gradients times a power of the damped Fisher matrix, as of the last refresh.
+
+        Args:
+            gradients: Parameter name to array, from any library; all parameters of each block that
+                is to be preconditioned.
+            exp: One of ``exps``, or 1.
+
+        Returns:
+            Parameter name to array, new.
+
+        Raises:
+            UnknownNameError: A name is not a parameter, or the power was not asked for.
+            InputError: A block's bias or weight is missing.
+            ShapeError: A gradient has another shape than its parameter.
+            NonFiniteError: A gradient holds NaN or infinity.
+            NotReadyError: Nothing was observed yet.
+        """
+        given = {name: self._check_gradient(name, array) for name, array in gradients.items()}
+        results: dict[str, Array] = {}
+        with self._threads():
+            for key, block in self.collection.fisher_blocks.items():
+                names = uses(key)
+                present = [name for name in names if name in given]
+                if not present:
+                    continue
+                if len(present) < len(names):
+                    raise InputError(
+                        f"{', '.join(names)} form one block; give the gradients of all of them."
+                    )
+                product = block.multiply_matpower(_vector(key, given), exp)
+                results.update(zip(names, _parts(product), strict=True))
+        return {name: results[name] for name in given}
+
+    # -- parameters and files ---------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """Parameter name to current value; change them through ``set_parameters``."""
+        return dict(self._model.parameters)
+
+    def set_parameters(self, values: Mapping[str, Array]) -> None:
+        """Replace parameter values; the next call uses them."""
+        self._model.set_parameters(values)
+
+    def export(self, path: str | Path) -> None:
+        """Write the model with the current parameter values, otherwise as its file spells it."""
+        proto = export_model(self._model.loaded, self._model.parameters)
+        write_atomically(path, serialize(proto))
+
+    def save(self, path: str | Path) -> None:
+        """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
+        generator = self.estimator.rng.bit_generator.state
+        state = State(self.counter, generator, self._model.parameters)
+        save_state(path, self.estimator.factors, state)
+
+    def load(self, path: str | Path, *, parameters: bool = True) -> None:
+        """Resume from a file of ``save``; nothing changes unless the whole file fits.
+
+        Args:
+            path: The file.
+            parameters: Whether parameter values are taken, too.
+
+        Raises:
+            InputError: The file does not fit this engine.
+        """
+        state = load_state(path, self.estimator.factors, dict(self._model.parameters))
+        self.estimator.rng.bit_generator.state = state.generator
+        self.counter = state.counter
+        if parameters:
+            self._model.set_parameters(state.parameters)
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """Every parameter with its block, or the reason why it has no layer."""
+        return layer_reports(self._found, self.collection, self._model, self._exps)
+
+    def memory(self, batch_size: int = 1) -> MemoryReport:
+        """Peak memory of a step, known before anything runs."""
+        return memory_report(self.layers, self._model, self.collection, batch_size)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _differentiate(self, trace: Trace) -> tuple[float, dict[str, Array]]:
+        loss = self.objective.value(trace)
+        cotangents = self.objective.cotangents(trace)
+        found = trace.vjp(cotangents, tuple(self._model.parameters))
+        for name, gradient in found.items():
+            if not np.isfinite(gradient).all():
+                raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
+        # Copies: views of the runtime's memory are read-only.
+        return loss, {name: np.array(gradient) for name, gradient in found.items()}
+
+    def _observe(self, trace: Trace) -> None:
+        due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
+        if due.update_covariances:
+            scales = self.objective.fisher_scales(trace)
+            self.estimator.update_covariances(trace, scales=scales)
+        for key in due.refresh:
+            self._refreshes[key][0].refresh()
+        self.counter += 1
+
+    def _check_gradient(self, name: str, value: Array) -> Array:
+        parameter = self._model.parameters.get(name)
+        if parameter is None:
+            raise UnknownNameError(
+                f"'{name}' is not a trainable parameter; they are: "
+                f"{', '.join(self._model.parameters)}."
+            )
+        array = self.collection.backend.asarray(value)
+        if array.shape != parameter.shape:
+            raise ShapeError(
+                f"the gradient of '{name}' has shape {array.shape}, the parameter {parameter.shape}."
+            )
+        if not self.collection.backend.all_finite(array):
+            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
+        return array
+
+    def _threads(self) -> AbstractContextManager[object]:
+        """Bounds BLAS to the thread budget; ONNX Runtime got it with its sessions."""
+        limit = self._model.threads or os.cpu_count()
+        context: AbstractContextManager[object] = self._blas.limit(limits=limit, user_api="blas")
+        return context
+
+
+def precondition(  # noqa: PLR0913 (the options of Engine.from_onnx)
+    model: ModelSource,
+    inputs: Mapping[str, Array],
+    targets: Array | Mapping[str, Array],
+    loss: LossChoice | Sequence[LossChoice],
+    **options: object,
+) -> Result:
+    """Gradients and natural gradients of one batch.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        inputs: Input name to array.
+        targets: The targets of the loss.
+        loss: As for ``Engine.from_onnx``.
+        **options: Further options of ``Engine.from_onnx``.
+
+    Returns:
+        Loss, gradients, natural gradients.
+    """
+    engine = Engine.from_onnx(model, loss=loss, **{"sample_inputs": inputs, **options})  # type: ignore[arg-type] # options are from_onnx's own
+    return engine.step(inputs, targets)
+
+
+def _register_layers(
+    model: OnnxModel, objective: Objective, collection: LayerCollection
+) -> tuple[Found, ...]:
+    """Find layers and register them by the functions a user would call."""
+    reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
+    if not reached:
+        raise ModelError(
+            f"the loss on {', '.join(objective.inputs)} depends on no trainable parameter of model "
+            f"'{model.graph.name}' through differentiable operators."
+        )
+    shapes = {name: fact.shape for name, fact in model.facts.items()}
+    unreached = [
+        Found("generic", (name,), reason="the loss does not depend on it")
+        for name in model.parameters
+        if name not in reached
+    ]
+    layers = (*discover(model.graph, tuple(reached), shapes), *unreached)
+    register = {
+        "fully_connected": collection.register_fully_connected,
+        "conv2d": collection.register_conv2d,
+    }
+    for layer in layers:
+        key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+        if layer.kind == "generic":
+            collection.register_generic(key, objective.inputs[0])
+        else:
+            register[layer.kind](  # type: ignore[operator] # each takes its own options
+                key, inputs=layer.inputs, outputs=layer.outputs, **layer.options
+            )
+    return layers
+
+
+def _check_options(
+    damping: float, ema_decay: float, exps: Sequence[float], threads: int | None
+) -> None:
+    if not (np.isfinite(damping) and damping > 0):
+        raise InputError(f"damping must be a positive number, got {damping}.")
+    if not 0 <= ema_decay < 1:
+        raise InputError(f"ema_decay must lie in [0, 1), got {ema_decay}.")
+    if not exps or not all(np.isfinite(exp) for exp in exps):
+        raise InputError(f"exps must be one or more numbers, got {exps}.")
+    if threads is not None and threads < 1:
+        raise InputError(f"threads must be at least 1, got {threads}.")
+
+
+def _vector(key: Params, arrays: Mapping[str, Array]) -> Vector:
+    return arrays[key] if isinstance(key, str) else tuple(arrays[name] for name in key)
+
+
+def _parts(vector: Vector) -> tuple[Array, ...]:
+    return vector if isinstance(vector, tuple) else (vector,)
+
+
+def _refreshes(
+    model: OnnxModel, collection: LayerCollection
+) -> dict[str, tuple[FisherFactor, Work]]:
+    """Every factor that stores powers, with what its refresh costs: cubic in its side."""
+    costs: dict[int, float] = {}
+    for key, block in collection.fisher_blocks.items():
+        shapes = block.factor_shapes([model.parameters[name].shape for name in uses(key)])
+        for factor, shape in zip(block.factors, shapes, strict=True):
+            costs[id(factor)] = float(shape[0]) ** 3
+    return {
+        str(index): (factor, Work(str(index), costs[id(factor)]))
+        for index, factor in enumerate(collection.get_factors())
+        if factor.has_inverses
+    }

@@ -1,0 +1,288 @@
+"""The Fisher estimator: statistics from a trace into factors, and products with the whole matrix."""
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from kfac_engine._types import Array, Params, Values, Vector
+from kfac_engine.blocks.base import FisherBlock, GradsList, uses
+from kfac_engine.blocks.single import NaiveFullFB
+from kfac_engine.collection import LayerCollection
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.estimation_modes import MODES, Draws, MatType
+from kfac_engine.factors.base import FisherFactor
+
+# One gradient source: loss input to cotangent.
+Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
+
+
+class Trace(Protocol):
+    """One evaluation of a model: ONNX, or anyone's."""
+
+    def __getitem__(self, name: str, /) -> Array:
+        """A value by name: activations, loss inputs, targets."""
+
+    def vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> Mapping[str, Array]:
+        """Gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``."""
+
+
+class FisherEstimator:
+    """Estimates the block-diagonal Fisher matrix of a collection and multiplies by it.
+
+    Args:
+        variables: The parameters; must be those registered with the collection.
+        cov_ema_decay: Decay of the moving averages, in [0, 1].
+        damping: λ; a multiple of the identity added to the matrix. Can be changed later.
+        layer_collection: Layers and losses; used by one estimator only.
+        exps: Powers to be multiplied by, besides 1.
+        estimation_mode: A row of ``MODES``.
+        colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does.
+        name: For messages.
+        compute_cholesky: Whether products with the Cholesky factor are wanted.
+        compute_cholesky_inverse: Whether products with its inverse are.
+        compute_params_stats: Whether ``params_stats`` is computed.
+        batch_size: Size of a mini-batch; needed for ``params_stats``.
+        seed: Of sampled targets and random signs.
+
+    Attributes:
+        damping: λ, read at each refresh.
+        params_stats: Per variable, ``Σ_sources gradient / batch_size`` of the last update.
+
+    Raises:
+        InputError: No loss is registered, the mode is unknown, or the batch size is missing.
+        RegistrationError: The variables are not the registered ones.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        variables: Sequence[str],
+        cov_ema_decay: float,
+        damping: float,
+        layer_collection: LayerCollection,
+        exps: Sequence[float] = (-1,),
+        estimation_mode: str = "gradients",
+        colocate_gradients_with_ops: bool = True,
+        name: str = "FisherEstimator",
+        compute_cholesky: bool = False,
+        compute_cholesky_inverse: bool = False,
+        compute_params_stats: bool = False,
+        batch_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if compute_params_stats and batch_size is None:
+            raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
+        if estimation_mode not in MODES:
+            raise InputError(
+                f"unknown estimation_mode '{estimation_mode}'; choose one of: {', '.join(MODES)}."
+            )
+        self.variables = tuple(variables)
+        self.damping = damping
+        self.name = name
+        self.cov_ema_decay = cov_ema_decay
+        self.colocate_gradients_with_ops = colocate_gradients_with_ops
+        self.params_stats: list[Array] = []
+        self.rng = layer_collection.backend.rng(seed)
+        self._collection = layer_collection
+        self._mode = MODES[estimation_mode]
+        self._losses = layer_collection.registered_losses
+        self._batch_size = batch_size if compute_params_stats else None
+        self._gradients: dict[str, str] = {}
+        layer_collection.check_registration(self.variables)
+        for block in self.blocks:
+            self._instantiate(block, exps, compute_cholesky, compute_cholesky_inverse)
+
+    @property
+    def mat_type(self) -> MatType:
+        """Which curvature matrix the estimation mode estimates."""
+        return self._mode.mat_type
+
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """Values that every update differentiates the losses with respect to."""
+        return tuple(dict.fromkeys(self._gradients.values()))
+
+    @property
+    def blocks(self) -> tuple[FisherBlock, ...]:
+        """The blocks of the collection."""
+        return self._collection.get_blocks()
+
+    @property
+    def factors(self) -> tuple[FisherFactor, ...]:
+        """The factors of the collection."""
+        return self._collection.get_factors()
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    def update_covariances(
+        self, trace: Trace, draws: Draws | None = None, scales: Mapping[str, float] | None = None
+    ) -> None:
+        """Average one batch into every factor; all factors move or none does.
+
+        Args:
+            trace: The evaluation of the batch.
+            draws: Fixes the randomness, by loss name.
+            scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by ``w``.
+        """
+        self._update(self.factors, trace, draws, scales or {})
+
+    def update_inverses(self) -> None:
+        """Recompute every registered power from the current averages."""
+        for refresh in self.inv_update_thunks:
+            refresh()
+
+    @property
+    def cov_update_thunks(self) -> list[Callable[[Trace], None]]:
+        """One callable a factor, in the order of creation; each samples for itself."""
+        return [
+            lambda trace, factor=factor: self._update((factor,), trace, None, {})  # type: ignore[misc] # bound now
+            for factor in self.factors
+        ]
+
+    @property
+    def inv_update_thunks(self) -> list[Callable[[], None]]:
+        """One callable for each factor that stores powers, in the order of creation."""
+        return [factor.refresh for factor in self.factors if factor.has_inverses]
+
+    # -- products -------------------------------------------------------------------------------
+
+    def multiply_matpower(self, exp: float, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """The damped matrix to the power ``exp`` times a vector.
+
+        Args:
+            exp: 1, or one of ``exps``.
+            vecs_and_vars: Pairs of an array and its parameter; all registered parameters.
+
+        Returns:
+            Pairs in the same order.
+
+        Raises:
+            InputError: A registered parameter is missing, or one is not registered.
+        """
+        return self._apply(vecs_and_vars, lambda block, v: block.multiply_matpower(v, exp))
+
+    def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """The damped matrix, from the current averages, times a vector."""
+        return self.multiply_matpower(1, vecs_and_vars)
+
+    def multiply_inverse(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """The inverse of the damped matrix, as of the last refresh, times a vector."""
+        return self.multiply_matpower(-1, vecs_and_vars)
+
+    def multiply_cholesky(
+        self, vecs_and_vars: Pairs, transpose: bool = False
+    ) -> list[tuple[Vector, Params]]:
+        """A factor ``B`` of the damped matrix, or its transpose, times a vector."""
+        return self._apply(vecs_and_vars, lambda block, v: block.multiply_cholesky(v, transpose))
+
+    def multiply_cholesky_inverse(
+        self, vecs_and_vars: Pairs, transpose: bool = False
+    ) -> list[tuple[Vector, Params]]:
+        """``B⁻¹``, or its transpose, times a vector."""
+        return self._apply(
+            vecs_and_vars, lambda block, v: block.multiply_cholesky_inverse(v, transpose)
+        )
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _instantiate(
+        self, block: FisherBlock, exps: Sequence[float], cholesky: bool, inverse: bool
+    ) -> None:
+        named: list[str | tuple[str, ...]] = []
+        for tower in block.tensors_to_compute_grads():
+            gradients = tuple(self._gradient_name(value) for value in uses(tower))
+            named.append(gradients if len(gradients) > 1 else gradients[0])
+        # Sources are streamed one by one through the same names, so a factor knows one source.
+        grads_list: GradsList = [tuple(named)] if isinstance(block, NaiveFullFB) else [named]
+        block.instantiate_factors(grads_list, lambda: self.damping)
+        for exp in exps:
+            block.register_matpower(exp)
+        if cholesky:
+            block.register_cholesky()
+        if inverse:
+            block.register_cholesky_inverse()
+
+    def _gradient_name(self, value: str) -> str:
+        name = f"∂{value}"
+        self._gradients[name] = value
+        return name
+
+    def _update(
+        self,
+        factors: Sequence[FisherFactor],
+        trace: Trace,
+        draws: Draws | None,
+        scales: Mapping[str, float],
+    ) -> None:
+        reads = {name for factor in factors for name in factor.statistic.names()}
+        wanted = {name: value for name, value in self._gradients.items() if name in reads}
+        sources = self._sources(trace, draws, scales, wanted)
+        values, stats = next(sources)
+        for factor in factors:
+            factor.check(values)
+        following = next(sources, None)
+        if following is None:
+            for factor in factors:
+                factor.update(values, self.cov_ema_decay)
+        else:
+            pending = {id(factor): factor.accumulate(None, values) for factor in factors}
+            moving = [f for f in factors if wanted.keys() & set(f.statistic.names())]
+            while following is not None:
+                values, stats = following
+                for factor in moving:
+                    factor.check(values)
+                    factor.accumulate(pending[id(factor)], values)
+                following = next(sources, None)
+            for factor in factors:
+                factor.commit(pending[id(factor)], self.cov_ema_decay)
+        self.params_stats = stats
+
+    def _sources(
+        self,
+        trace: Trace,
+        draws: Draws | None,
+        scales: Mapping[str, float],
+        wanted: Mapping[str, str],
+    ) -> Iterator[tuple[Values, list[Array]]]:
+        """For each source: the batch's values with its gradients, and the parameter sums so far."""
+        stats: list[Array] = []
+        variables = self.variables if self._batch_size else ()
+        wrt = tuple(dict.fromkeys((*wanted.values(), *variables)))
+        for source in self._mode(self._losses, trace, self.rng, draws):  # type: ignore[arg-type] # reads by name
+            cotangents = {name: scales.get(name, 1.0) * array for name, array in source.items()}
+            found = trace.vjp(cotangents, wrt) if wrt else {}
+            parts = [found[name] / self._batch_size for name in variables]  # type: ignore[operator] # set with variables
+            stats = [a + b for a, b in zip(stats, parts, strict=True)] if stats else parts
+            gradients = {name: found[value] for name, value in wanted.items()}
+            yield ChainMap(gradients, trace), stats  # type: ignore[arg-type] # only read
+
+    def _apply(
+        self, pairs: Pairs, product: Callable[[FisherBlock, Vector], Vector]
+    ) -> list[tuple[Vector, Params]]:
+        given: dict[str, Array] = {}
+        for vector, key in pairs:
+            parts = vector if isinstance(vector, tuple | list) else (vector,)
+            names = uses(key)
+            if len(parts) != len(names):
+                raise ShapeError(f"{key} needs {len(names)} array(s), got {len(parts)}.")
+            given.update(zip(names, parts, strict=True))
+        registered = self._collection.registered_variables
+        if set(given) != set(registered):
+            missing, extra = (
+                sorted(set(registered) - set(given)),
+                sorted(set(given) - set(registered)),
+            )
+            raise InputError(
+                f"products take every registered parameter once; missing: {missing}, not "
+                f"registered: {extra}."
+            )
+        results: dict[str, Array] = {}
+        for key, block in self._collection.fisher_blocks.items():
+            vector = given[key] if isinstance(key, str) else tuple(given[name] for name in key)
+            result = product(block, vector)
+            results.update(
+                zip(uses(key), (result,) if isinstance(key, str) else result, strict=True)
+            )
+        return [
+            (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
+            for _, key in pairs
+        ]

@@ -1,0 +1,62 @@
+"""Moving averages of statistics, kept in place."""
+
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.config import CollectionConfig
+from kfac_engine.errors import InputError, NotReadyError
+
+
+@dataclass(slots=True)
+class MovingAverage:
+    """An average over batches and the total weight behind it.
+
+    A debiased average is ``Σ decayᵏ·wₖ·xₖ / Σ decayᵏ·wₖ``. Instead of the sum, its quotient is stored,
+    so that reading costs nothing: with ``W' = decay·W + w`` the update is
+    ``value ← (decay·W/W')·value + (w/W')·x``, which a rank-k BLAS update does in one pass.
+    After the first update ``value == x`` exactly, whatever the decay.
+
+    Attributes:
+        value: The average; None before anything was averaged. Changed by ``blend`` and by whoever
+            adds ``alpha·x`` after it.
+        weight: Total weight, zero before the first update.
+    """
+
+    value: Array | None = None
+    weight: float = 0.0
+
+    def coefficients(
+        self, decay: float, weight: float, config: CollectionConfig
+    ) -> tuple[float, float]:
+        """What the next update multiplies the old value and the new one by; counts the weight.
+
+        Args:
+            decay: In [0, 1]; 1 is a plain mean.
+            weight: Of the new value.
+            config: Says whether the average is debiased or classical.
+
+        Returns:
+            ``(beta, alpha)`` in ``value ← beta·value + alpha·x``.
+
+        Raises:
+            InputError: ``decay`` is outside [0, 1] or the weight is not positive.
+        """
+        if not 0.0 <= decay <= 1.0 or weight <= 0.0:
+            raise InputError(
+                f"a moving average needs a decay in [0, 1] and a positive weight, got {decay} and "
+                f"{weight}."
+            )
+        old, self.weight = self.weight, decay * self.weight + weight
+        if not config.debias:
+            return decay, 1.0 - decay
+        return decay * old / self.weight, weight / self.weight
+
+    def read(self, what: str) -> Array:
+        """The average.
+
+        Raises:
+            NotReadyError: Nothing was averaged yet.
+        """
+        if self.value is None:
+            raise NotReadyError(f"{what} has no statistics yet: update its covariance first.")
+        return self.value

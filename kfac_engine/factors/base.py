@@ -1,0 +1,274 @@
+"""What every factor is: a statistic with a moving average, and powers of it.
+
+Life cycle, as the specification has it: construct → ``register_*`` → ``instantiate_cov_variables`` →
+``make_covariance_update_op`` → ``instantiate_inv_variables`` → ``make_inverse_update_ops`` → read.
+The estimator drives the same steps through ``update`` and ``refresh``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array, Thunk, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.select import select
+from kfac_engine.config import CollectionConfig
+from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
+from kfac_engine.factors.average import MovingAverage
+from kfac_engine.factors.statistics import Statistic
+
+# A callable giving the current damping; read at refresh time. A hashable attribute ``func_id``
+# lets two callables mean the same registration.
+Damping: TypeAlias = Callable[[], float]
+
+
+class FisherFactor(ABC):
+    """A statistic averaged over batches, multiplied as a matrix.
+
+    Args:
+        statistic: What is measured on a batch.
+        backend: Array library; NumPy when left out.
+        config: How averages and powers are taken; the defaults when left out.
+
+    Attributes:
+        statistic: As given.
+        average: The moving average; changed by ``update`` and ``commit``.
+        repeats: Uses × positions for each example in the last batch; None before the first.
+    """
+
+    def __init__(
+        self,
+        statistic: Statistic,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        self.statistic = statistic
+        self.backend = backend or select("numpy")
+        self.config = config or CollectionConfig()
+        self.average = MovingAverage()
+        self.repeats: int | None = None
+        self._covariance_ready = False
+        self._inverse_ready = False
+
+    @property
+    def name(self) -> str:
+        """What the factor is a statistic of, for messages and tables."""
+        reads = ", ".join(dict.fromkeys(self.statistic.names()))
+        return f"{type(self.statistic).__name__}({reads})"
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    @property
+    def cov(self) -> Array:
+        """The current average, in the statistic's own shape; a copy.
+
+        Raises:
+            NotReadyError: Nothing was averaged yet.
+        """
+        return self.average.read(self.name).copy()
+
+    def check(self, values: Values) -> None:
+        """Refuse a batch that would poison the average or does not fit it.
+
+        Raises:
+            NonFiniteError: A tensor holds NaN or infinity, or numbers whose squares overflow.
+            ShapeError: The measurement has another shape than the average.
+        """
+        for name in self.statistic.names():
+            if not self.backend.all_finite(self.backend.asarray(values[name])):
+                raise NonFiniteError(
+                    f"'{name}' holds NaN, infinity or numbers whose squares overflow; the batch was "
+                    f"not taken into {self.name}. Lower the learning rate or check the data."
+                )
+        shape, old = self.statistic.shape(values), self.average.value
+        if old is not None and old.shape != shape:
+            raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
+
+    def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
+        """Average one batch in, all its sources at once, in place.
+
+        Args:
+            values: Value name to array; holds every tensor of the statistic.
+            decay: Of the old average, in [0, 1].
+            weight: Of the new measurement.
+        """
+        self._remember(values)
+        beta, alpha = self.average.coefficients(decay, weight, self.config)
+        self.statistic.add_to(self._room(values), values, self.backend, alpha, beta)
+
+    def accumulate(self, pending: Array | None, values: Values) -> Array:
+        """Add one source's measurement to ``pending`` (None: the first), leaving the average alone."""
+        if pending is None:
+            self._remember(values)
+            pending = self._empty(values)
+            self.statistic.add_to(pending, values, self.backend, 1.0, 0.0)
+        else:
+            self.statistic.add_to(pending, values, self.backend, 1.0, 1.0)
+        return pending
+
+    def commit(self, pending: Array, decay: float, weight: float = 1.0) -> None:
+        """Average a sum made by ``accumulate`` in."""
+        beta, alpha = self.average.coefficients(decay, weight, self.config)
+        if self.average.value is None:
+            self.average.value = self._initial(pending)
+        value = self.average.value
+        value *= beta
+        pending *= alpha
+        value += pending
+
+    def _remember(self, values: Values) -> None:
+        self.repeats = self.statistic.repeats(values)
+
+    def _empty(self, values: Values) -> Array:
+        dtype = np.result_type(values[self.statistic.names()[0]].dtype, np.float32)
+        if dtype.kind != "f":  # statistics of integer identifiers
+            dtype = np.dtype(np.float32)
+        room: Array = self.backend.xp.empty(self.statistic.shape(values), dtype)
+        return room
+
+    def _room(self, values: Values) -> Array:
+        """The average's own array, made at the first batch."""
+        if self.average.value is None:
+            self.average.value = self._initial(self._empty(values))
+        return self.average.value
+
+    def _initial(self, like: Array) -> Array:
+        """Where an average starts: identity or zero."""
+        start: Array = self.backend.xp.zeros_like(like)
+        if self.config.initial_covariance == "identity" and not self.config.debias:
+            start[...] = self._identity(like)
+        return start
+
+    def arrays(self) -> dict[str, Array]:
+        """Everything a checkpoint must hold, by name, as host arrays."""
+        value = self.average.value
+        return {} if value is None else {"average": self.backend.to_numpy(value)}
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        """Take back what ``arrays`` gave."""
+        average = arrays.get("average")
+        value = None if average is None else self.backend.asarray(average).copy()
+        self.average = MovingAverage(value, weight)
+        self.repeats = repeats
+
+    @abstractmethod
+    def _identity(self, like: Array) -> Array:
+        """The identity in the factor's shape."""
+
+    # -- the specification's life cycle -----------------------------------------------------------
+
+    def instantiate_cov_variables(self) -> None:
+        """Make room for the average; once.
+
+        Raises:
+            InputError: It was done before.
+        """
+        if self._covariance_ready:
+            raise InputError(f"the covariance variables of {self.name} exist already.")
+        self._covariance_ready = True
+
+    def instantiate_inv_variables(self) -> None:
+        """Fix the set of registered powers; once.
+
+        Raises:
+            InputError: It was done before.
+        """
+        if self._inverse_ready:
+            raise InputError(f"the inverse variables of {self.name} exist already.")
+        self._inverse_ready = True
+
+    def make_covariance_update_op(self, ema_decay: float, ema_weight: float = 1.0) -> Thunk[Array]:
+        """A callable that averages a batch in and returns the new average.
+
+        Args:
+            ema_decay: Of the old average, in [0, 1].
+            ema_weight: Of the new measurement.
+
+        Returns:
+            Takes the batch's values by name.
+
+        Raises:
+            NotReadyError: ``instantiate_cov_variables`` was not called.
+        """
+        if not self._covariance_ready:
+            raise NotReadyError(f"call instantiate_cov_variables of {self.name} first.")
+
+        def update(values: Values) -> Array:
+            self.check(values)
+            self.update(values, ema_decay, ema_weight)
+            return self.cov
+
+        return update
+
+    def make_inverse_update_ops(self) -> Sequence[Callable[[], None]]:
+        """Callables that recompute everything registered; empty where nothing is stored."""
+        return [self.refresh] if self.has_inverses else []
+
+    def get_cov_var(self) -> Array:
+        """The average as it is stored; see ``get_cov`` for the dense matrix."""
+        return self.cov
+
+    # -- powers -----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def has_inverses(self) -> bool:
+        """Whether ``refresh`` has anything to do."""
+
+    @property
+    @abstractmethod
+    def side(self) -> int:
+        """Rows of the matrix the factor stands for."""
+
+    @abstractmethod
+    def trace(self) -> float:
+        """Trace of that matrix, undamped."""
+
+    @abstractmethod
+    def get_cov(self) -> Array:
+        """That matrix, dense ``(side, side)``, undamped."""
+
+    @abstractmethod
+    def register_matpower(self, exp: float, damping_func: Damping) -> None:
+        """Have ``(C + damping·I)**exp`` computed at each refresh."""
+
+    @abstractmethod
+    def register_cholesky(self, damping_func: Damping) -> None:
+        """Have the lower Cholesky factor of ``C + damping·I`` computed at each refresh."""
+
+    @abstractmethod
+    def register_cholesky_inverse(self, damping_func: Damping) -> None:
+        """Have the inverse of that Cholesky factor computed at each refresh."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Recompute everything registered from the current average and dampings."""
+
+    @abstractmethod
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        """``(C + damping·I)**exp · x``; stored powers as of the last refresh, power 1 always fresh."""
+
+    @abstractmethod
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        """``x · (C + damping·I)**exp``; see ``left_multiply_matpower``."""
+
+    @abstractmethod
+    def left_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        """``L·x``, ``Lᵀ·x``, ``L⁻¹·x`` or ``L⁻ᵀ·x`` with ``L Lᵀ = C + damping·I``."""
+
+    @abstractmethod
+    def right_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        """``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
+
+
+def damping_id(damping_func: Damping) -> Hashable:
+    """What identifies a registration: ``func_id`` where the callable has one, else the callable."""
+    identity: Hashable = getattr(damping_func, "func_id", damping_func)
+    return identity

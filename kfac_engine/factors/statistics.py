@@ -1,0 +1,254 @@
+"""What a factor measures on one batch: pure formulas on named values, without memory.
+
+A statistic knows the names of the tensors it reads as ``tensors[source][tower]``, each a tuple over
+uses, and adds its measurement to a matrix in place. Sources are summed, towers are averaged. It is a
+frozen value: two layers that measure the same thing get equal statistics, hence one factor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.layers.views import View
+
+# Names over uses of one layer; one name for a layer used once, or for uses folded into one tensor.
+Uses: TypeAlias = tuple[str, ...]
+# [source][tower] of names over uses.
+Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
+
+
+class Statistic(Protocol):
+    """One measurement of a batch."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """Names of the tensors that change from source to source."""
+
+    def names(self) -> tuple[str, ...]:
+        """Every value the measurement reads."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        """Shape of the measurement."""
+
+    def batch_size(self, values: Values) -> int:
+        """Examples behind it, over all towers."""
+
+    def repeats(self, values: Values) -> int:
+        """Rows for each example: uses × positions."""
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        """``out ← beta·out + alpha·measurement``."""
+
+
+@dataclass(frozen=True, slots=True)
+class KroneckerMoment:
+    """Mean of ``x xᵀ`` over uses, examples and positions: one side of a Kronecker block.
+
+    Attributes:
+        tensors: Names, as the module says.
+        view: How a tensor becomes rows.
+        homogeneous: Whether rows end with a one.
+        num_uses: Uses folded into one tensor; one where uses are listed.
+        batch: Name of a value whose first axis is the batch (a loss's input). With it, layers whose
+            first axis also holds positions or uses are told apart from plain ones.
+    """
+
+    tensors: Tensors
+    view: View
+    homogeneous: bool = False
+    num_uses: int = 1
+    batch: str | None = None
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for source in self.tensors for tower in source for name in tower)
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        d = self.view.width(values[self.names()[0]].shape) + self.homogeneous
+        return d, d
+
+    def batch_size(self, values: Values) -> int:
+        return sum(self._examples(values, tower) for tower in self.tensors[0])
+
+    def repeats(self, values: Values) -> int:
+        tower = self.tensors[0][0]
+        rows = sum(self.view.count(values[name].shape) for name in tower)
+        return rows // self._examples(values, tower)
+
+    def _examples(self, values: Values, tower: Uses) -> int:
+        if self.batch is not None and self.batch in values:
+            return values[self.batch].shape[0]
+        return values[tower[0]].shape[0] // self.num_uses
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for tower, uses in self._towers():
+            rows = sum(self.view.count(values[name].shape) for name in uses)
+            # ÷ rows: a mean over examples and positions, the same on both sides of a block. The
+            # block multiplies by the number of positions once. ÷ towers: their mean.
+            scale = alpha / (rows * tower)
+            for name in uses:
+                x = backend.asarray(values[name])
+                self.view.second_moment(
+                    x, out, backend, homogeneous=self.homogeneous, alpha=scale, beta=beta
+                )
+                beta = 1.0
+
+    def _towers(self) -> Iterator[tuple[int, Uses]]:
+        """Every tower of every source, with the number of towers."""
+        for source in self.tensors:
+            for uses in source:
+                yield len(source), uses
+
+
+@dataclass(frozen=True, slots=True)
+class KroneckerDiagonal(KroneckerMoment):
+    """Mean of ``x²``: a Kronecker side taken as diagonal, ``(d,)``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        return (self.view.width(values[self.names()[0]].shape) + self.homogeneous,)
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        _scale(out, beta)
+        for tower, uses in self._towers():
+            rows = sum(self.view.count(values[name].shape) for name in uses)
+            for name in uses:
+                x = self.view.rows(backend.asarray(values[name]), backend)
+                squares = backend.xp.einsum("ntd,ntd->d", x, x, dtype=out.dtype)
+                out[: squares.size] += squares * (alpha / (rows * tower))
+            if self.homogeneous:
+                out[-1] += alpha / tower
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSquare:
+    """Mean over examples of the squared per-example gradient of a layer, packed ``(d_in, d_out)``.
+
+    An example's gradient is the sum over positions of ``a dsᵀ``.
+
+    Attributes:
+        inputs: Names of the layer's input, ``[tower]``.
+        tensors: Names of output gradients, ``[source][tower]``.
+        input_view: Reads the inputs.
+        output_view: Reads the output gradients.
+        homogeneous: Whether the layer has a bias.
+    """
+
+    inputs: tuple[Uses, ...]
+    tensors: Tensors
+    input_view: View
+    output_view: View
+    homogeneous: bool
+
+    def names(self) -> tuple[str, ...]:
+        outputs = (n for source in self.tensors for tower in source for n in tower)
+        return (*(n for tower in self.inputs for n in tower), *outputs)
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        d_in = self.input_view.width(values[self.inputs[0][0]].shape) + self.homogeneous
+        return d_in, self.output_view.width(values[self.tensors[0][0][0]].shape)
+
+    def batch_size(self, values: Values) -> int:
+        return sum(values[tower[0]].shape[0] for tower in self.inputs)
+
+    def repeats(self, values: Values) -> int:
+        name = self.tensors[0][0][0]
+        return self.output_view.count(values[name].shape) // values[name].shape[0]
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        _scale(out, beta)
+        for source in self.tensors:
+            for (a_name, *_), (ds_name, *_) in zip(self.inputs, source, strict=True):
+                a, ds = backend.asarray(values[a_name]), backend.asarray(values[ds_name])
+                if len(a) != len(ds):
+                    raise ShapeError(f"'{a_name}' has {len(a)} examples, '{ds_name}' {len(ds)}.")
+                self._add_tower(out, a, ds, backend, alpha / (len(ds) * len(source)))
+
+    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+        xp = backend.xp
+        # Some examples at a time: per-example gradients are as large as the layer, times the batch.
+        step = max(1, backend.scratch_bytes // max(out.size * out.itemsize, 1))
+        for start in range(0, len(ds), step):
+            x = self.input_view.rows(a[start : start + step], backend)
+            g = self.output_view.rows(ds[start : start + step], backend)
+            per_example = xp.matmul(x.swapaxes(1, 2), g)
+            weights = per_example.shape[1]
+            out[:weights] += scale * xp.einsum("nio,nio->io", per_example, per_example)
+            if self.homogeneous:
+                bias = g.sum(axis=1)
+                out[-1] += scale * xp.einsum("no,no->o", bias, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSquare:
+    """Square of the batch-summed gradient over the batch size: the naive diagonal.
+
+    A square of a sum, not a sum of squares: unbiased for independent examples with mean-zero
+    gradients, and noisy.
+
+    Attributes:
+        tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
+        batch: Examples, or names of values whose first axis is the batch, ``[tower]``.
+    """
+
+    tensors: Tensors
+    batch: tuple[int | str, ...]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for source in self.tensors for name in source[0])
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        if len(self.tensors[0][0]) != 1:
+            raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
+        return values[self.names()[0]].shape
+
+    def batch_size(self, values: Values) -> int:
+        return sum(n if isinstance(n, int) else values[n].shape[0] for n in self.batch)
+
+    def repeats(self, values: Values) -> int:
+        del values
+        return 1
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        _scale(out, beta)
+        for name in self.names():
+            g = backend.asarray(values[name]).astype(out.dtype, copy=False)
+            out += g * g * (alpha / self.batch_size(values))
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOuter(GradientSquare):
+    """Outer product of the batch-summed gradient over the batch size: the naive full block."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        size = sum(values[name].size for name in self.tensors[0][0])
+        return size, size
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        xp = backend.xp
+        for names, *_ in self.tensors:
+            g = xp.concatenate([backend.asarray(values[name]).reshape(-1) for name in names])
+            scale = alpha / self.batch_size(values)
+            backend.second_moment(g[None], out, alpha=scale, beta=beta)
+            beta = 1.0
+
+
+def _scale(out: Array, beta: float) -> None:
+    """``out ← beta·out``; zero overwrites, NaN included."""
+    if beta == 0.0:
+        out[...] = 0.0
+    else:
+        out *= beta

@@ -1,0 +1,128 @@
+"""What an engine will do, told before it does it: blocks, factor sizes, costs, peak memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from kfac_engine._types import Params
+from kfac_engine.approximations import formula
+from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.collection import LayerCollection
+from kfac_engine.layers.discover import Found
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """A layer with its block, or a parameter without a layer.
+
+    Attributes:
+        kind: Kind of layer; ``"generic"`` where there is none.
+        parameters: Names of its parameters.
+        approximation: Row of the table of approximations.
+        formula: The block in a few symbols.
+        inputs: Name of the layer's input; empty if generic.
+        outputs: Name of its output; empty if generic.
+        factor_shapes: Shapes of the factors' averages.
+        factor_bytes: Bytes of averages and stored powers together.
+        inverse_flops: Cost of one refresh.
+        reason: Why a parameter is generic; empty for layers.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    approximation: str
+    formula: str
+    inputs: str
+    outputs: str
+    factor_shapes: tuple[tuple[int, ...], ...]
+    factor_bytes: int
+    inverse_flops: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Peak memory of a step by part, in bytes.
+
+    Attributes:
+        parameters: Trainable parameters and frozen constants.
+        activations: Values and gradients that sessions hand over, for the given batch size.
+        factors: Moving averages and stored powers.
+        scratch: Bound of temporary arrays.
+    """
+
+    parameters: int
+    activations: int
+    factors: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.parameters + self.activations + self.factors + self.scratch
+
+
+def layer_reports(
+    found: Sequence[Found], collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+) -> tuple[LayerReport, ...]:
+    """One report for each block, in the order of the graph.
+
+    Args:
+        found: Layers and parameters without one.
+        collection: Their blocks.
+        model: Knows the shapes of the parameters.
+        exps: Powers that are stored.
+
+    Returns:
+        The reports.
+    """
+    return tuple(_report(layer, collection, model, exps) for layer in found)
+
+
+def memory_report(
+    layers: Sequence[LayerReport], model: OnnxModel, collection: LayerCollection, batch_size: int
+) -> MemoryReport:
+    """Peak memory of one step.
+
+    Args:
+        layers: All blocks; a factor that several share is counted for each: an upper bound.
+        model: Knows what its sessions hand over.
+        collection: Knows the bound of temporary arrays.
+        batch_size: Examples.
+
+    Returns:
+        Bytes by part.
+    """
+    return MemoryReport(
+        parameters=sum(array.nbytes for array in model.graph.constants.values()),
+        activations=model.handed_over_bytes(batch_size),
+        factors=sum(layer.factor_bytes for layer in layers),
+        scratch=collection.backend.scratch_bytes,
+    )
+
+
+def _report(
+    layer: Found, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+) -> LayerReport:
+    key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+    block = collection.fisher_blocks[key]
+    approximation = collection.approximation_of(key)
+    item = max(model.parameters[layer.parameters[0]].dtype.itemsize, 4)
+    shapes = block.factor_shapes([model.parameters[name].shape for name in layer.parameters])
+    stored = [f.has_inverses * (len(exps) - (1 in exps)) for f in block.factors]
+    return LayerReport(
+        kind=layer.kind,
+        parameters=layer.parameters,
+        approximation=approximation,
+        formula=formula(layer.kind, approximation),
+        inputs=layer.inputs,
+        outputs=layer.outputs,
+        factor_shapes=shapes,
+        factor_bytes=sum(
+            item * prod(shape) * (1 + n) for shape, n in zip(shapes, stored, strict=True)
+        ),
+        inverse_flops=sum(
+            float(shape[0]) ** 3 for shape, n in zip(shapes, stored, strict=True) if n
+        ),
+        reason=layer.reason,
+    )

@@ -1,0 +1,101 @@
+"""How one layer's tensors and parameters are laid out: all a block needs to know of its kind."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_engine.errors import InputError
+from kfac_engine.layers.packing import Packing
+from kfac_engine.layers.views import Padding, Patches, Rows, View
+
+# Names of the spatial axes of images, by their number.
+_SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """The layout of a layer.
+
+    Attributes:
+        input_view: Reads the layer's input as rows of ``d_in`` features.
+        output_view: Reads its output gradient as rows of ``d_out`` features.
+        packing: Brings weight and bias to a matrix ``(d_in (+ 1), d_out)``.
+        num_uses: Uses folded into the first axis of one tensor; one where uses are listed.
+    """
+
+    input_view: View
+    output_view: View
+    packing: Packing
+    num_uses: int = 1
+
+
+def dense_form(
+    weight_format: str, has_bias: bool, *, num_uses: int = 1, feature_axis: int = -1
+) -> LayerForm:
+    """The form of a dense layer: axes besides the batch and the features are positions."""
+    view = Rows(feature_axis)
+    return LayerForm(view, view, Packing(weight_format, has_bias), num_uses)
+
+
+def convolution_form(
+    filter_shape: tuple[int, ...],
+    *,
+    has_bias: bool,
+    padding: Padding,
+    strides: Sequence[int] | None = None,
+    dilations: Sequence[int] | None = None,
+    data_format: str | None = None,
+    weight_format: str | None = None,
+) -> LayerForm:
+    """The form of a convolution over one, two or three spatial axes.
+
+    Args:
+        filter_shape: Shape of the filter, in ``weight_format``.
+        has_bias: Whether the layer has a bias.
+        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
+        strides: One a spatial axis, or one a data axis (batch and channels then being one).
+        dilations: Likewise.
+        data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
+        weight_format: ``"HWIO"`` and its relatives (the default) or ``"OIHW"`` and its relatives.
+
+    Returns:
+        The form.
+
+    Raises:
+        InputError: A format is unknown, or strides or dilations have a wrong number of entries.
+    """
+    spatial = _SPATIAL.get(len(filter_shape) - 2)
+    if spatial is None:
+        raise InputError(
+            f"a filter of shape {filter_shape} belongs to no convolution: 3, 4 or 5 axes are needed."
+        )
+    last, first = f"N{spatial}C", f"NC{spatial}"
+    data_format = data_format or last
+    if data_format not in (last, first):
+        raise InputError(f"data_format is '{data_format}'; choose '{last}' or '{first}'.")
+    packing = Packing(weight_format or f"{spatial}IO", has_bias)
+    patches = Patches(
+        kernel=packing.kernel(filter_shape),
+        strides=_spatial_entries("strides", strides, data_format),
+        dilations=_spatial_entries("dilations", dilations, data_format),
+        padding=padding if isinstance(padding, str) else tuple((b, e) for b, e in padding),
+        channels_first=data_format == first,
+    )
+    return LayerForm(patches, Rows(1 if data_format == first else -1), packing)
+
+
+def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str) -> tuple[int, ...]:
+    """One entry a spatial axis, from either spelling."""
+    axes = len(data_format) - 2
+    if entries is None:
+        return (1,) * axes
+    found = tuple(int(entry) for entry in entries)
+    if len(found) == axes + 2:
+        batch_and_channel = found[0], found[data_format.index("C")]
+        if batch_and_channel != (1, 1):
+            raise InputError(f"{name} {found} must be 1 along batch and channels ({data_format}).")
+        found = tuple(e for e, axis in zip(found, data_format, strict=True) if axis not in "NC")
+    if len(found) != axes or min(found) < 1:
+        raise InputError(
+            f"{name} {found} must be positive, one a spatial axis of '{data_format}' or one an axis."
+        )
+    return found

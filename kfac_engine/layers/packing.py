@@ -1,0 +1,106 @@
+"""How a layer's parameters become one matrix: rows are inputs (bias last), columns are outputs."""
+
+from dataclasses import dataclass
+from math import prod
+from types import ModuleType
+
+from kfac_engine._types import Array, Vector
+from kfac_engine.errors import InputError, ShapeError
+
+# Axes that bring a weight, as its format stores it, to (*spatial, in, out).
+_AXES: dict[str, tuple[int, ...]] = {
+    "IO": (0, 1),
+    "OI": (1, 0),
+    "WIO": (0, 1, 2),
+    "OIW": (2, 1, 0),
+    "HWIO": (0, 1, 2, 3),
+    "OIHW": (2, 3, 1, 0),
+    "DHWIO": (0, 1, 2, 3, 4),
+    "OIDHW": (2, 3, 4, 1, 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The map between a weight (with a bias) and the packed matrix ``V``, ``(d_in (+ 1), d_out)``.
+
+    Attributes:
+        weight_format: Axes of the weight as stored: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, ….
+        has_bias: Whether a bias is the last row.
+    """
+
+    weight_format: str
+    has_bias: bool
+
+    def __post_init__(self) -> None:
+        """Check the format.
+
+        Raises:
+            InputError: It is unknown.
+        """
+        if self.weight_format not in _AXES:
+            raise InputError(
+                f"unknown weight_format '{self.weight_format}'; choose one of: {', '.join(_AXES)}."
+            )
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The permutation that brings the weight to ``(*spatial, in, out)``."""
+        return _AXES[self.weight_format]
+
+    def kernel(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial sides of a filter; empty for a dense weight."""
+        return tuple(weight_shape[axis] for axis in self.axes[:-2])
+
+    def matrix_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the packed matrix, the bias row included."""
+        permuted = [weight_shape[axis] for axis in self.axes]
+        return prod(permuted[:-1]) + self.has_bias, permuted[-1]
+
+    def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
+        """The packed matrix of a weight or a ``(weight, bias)`` pair.
+
+        Args:
+            vector: In the parameters' own shapes; the bias may have axes of one.
+            where: The parameters, for messages.
+            xp: Array module of the arrays.
+
+        Returns:
+            ``(d_in (+ 1), d_out)``, a new array.
+
+        Raises:
+            InputError: One array was given for a pair or a pair for one parameter.
+            ShapeError: The weight has another rank than its format, or the bias another size.
+        """
+        parts = vector if isinstance(vector, tuple | list) else (vector,)
+        if len(parts) != 1 + self.has_bias:
+            raise InputError(
+                f"the block of {where} takes {1 + self.has_bias} array(s), got {len(parts)}."
+            )
+        weight = parts[0]
+        if weight.ndim != len(self.axes):
+            raise ShapeError(
+                f"the weight of {where} is {self.weight_format}, {len(self.axes)} axes; got shape "
+                f"{weight.shape}."
+            )
+        rows = weight.transpose(self.axes)
+        d_out = rows.shape[-1]
+        matrix = rows.reshape(-1, d_out)
+        if not self.has_bias:
+            return matrix.copy()
+        if parts[1].size != d_out:
+            raise ShapeError(f"the bias of {where} has shape {parts[1].shape}, not ({d_out},).")
+        packed: Array = xp.empty((len(matrix) + 1, d_out), xp.result_type(*parts))
+        packed[:-1], packed[-1] = matrix, parts[1].reshape(d_out)
+        return packed
+
+    def unpack(self, matrix: Array, like: Vector) -> Vector:
+        """The inverse of ``pack``: arrays in the shapes of ``like``, contiguous and new."""
+        parts = like if isinstance(like, tuple | list) else (like,)
+        permuted = tuple(parts[0].shape[axis] for axis in self.axes)
+        back = sorted(range(len(self.axes)), key=self.axes.__getitem__)
+        rows = matrix[:-1] if self.has_bias else matrix
+        weight = rows.reshape(permuted).transpose(back).copy(order="C")
+        if not self.has_bias:
+            return (weight,) if isinstance(like, tuple | list) else weight
+        return weight, matrix[-1].reshape(parts[1].shape).copy()

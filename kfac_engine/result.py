@@ -1,0 +1,20 @@
+"""What the engine gives back."""
+
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Gradients of one batch; the arrays belong to the caller.
+
+    Attributes:
+        loss: The loss under the engine's reduction; by default the mean over the batch.
+        gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
+        natural_gradients: Parameter name to preconditioned gradient; empty where none was asked for.
+    """
+
+    loss: float
+    gradients: dict[str, Array]
+    natural_gradients: dict[str, Array]
