@@ -1,0 +1,117 @@
+"""Everything is found in a wheel, in an editable install and in a checkout never installed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = (
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "demo-output",
+    "*.egg-info",
+    "__pycache__",
+    ".*_cache",
+)
+IMPORT_ALL = (
+    "import kfac_engine, kfac_engine.kernels, kfac_engine.bench; print(kfac_engine.__file__)"
+)
+NEEDED = {
+    "kfac_engine/py.typed",
+    "kfac_engine/data/digits.npz",
+    "kfac_engine/data/cnn.onnx",
+    "kfac_engine/data/README.md",
+    "kfac_engine/autodiff/rules/__init__.py",
+    "kfac_engine/kernels/__init__.py",
+    "kfac_engine/bench/__init__.py",
+}
+
+pytestmark = pytest.mark.slow
+
+
+def run_python(*arguments: str, folder: Path, path: Path | None = None) -> str:
+    """What a fresh Python prints that sees the dependencies, and of kfac_engine only ``path``.
+
+    ``-S`` leaves out the ``.pth`` files by which an editable install would be found.
+    """
+    libraries = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    search = os.pathsep.join([str(path), *libraries] if path else libraries)
+    done = subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def build(kind: str, checkout: Path, target: Path) -> Path:
+    """A distribution of the checkout, built without network access."""
+    code = f"from setuptools import build_meta as b; print(b.build_{kind}({str(target)!r}))"
+    return target / run_python("-c", code, folder=checkout).splitlines()[-1]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the repository: builds leave traces beside the sources."""
+    return Path(shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+
+
+@pytest.fixture
+def empty(tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    return folder
+
+
+def test_a_wheel_runs_from_an_empty_directory(checkout, empty, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(build("wheel", checkout, tmp_path)) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(site)
+    assert not NEEDED - names
+    assert {name.split("/")[0] for name in names} == {"kfac_engine", "kfac_engine-0.1.0.dist-info"}
+    assert "kfac_engine-0.1.0.dist-info/licenses/LICENSE" in names
+    assert run_python("-c", IMPORT_ALL, folder=empty, path=site).startswith(str(site))
+    report = json.loads(
+        run_python("-m", "kfac_engine", "doctor", "--json", folder=empty, path=site)
+    )
+    assert report["kfac_engine"] == "0.1.0"
+
+
+def test_a_wheel_built_from_the_sdist_has_the_same_files(checkout, tmp_path):
+    (tmp_path / "direct").mkdir()
+    (tmp_path / "indirect").mkdir()
+    direct = build("wheel", checkout, tmp_path / "direct")
+    with tarfile.open(build("sdist", checkout, tmp_path)) as sdist:
+        sdist.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    indirect = build("wheel", unpacked, tmp_path / "indirect")
+    with zipfile.ZipFile(direct) as left, zipfile.ZipFile(indirect) as right:
+        assert sorted(left.namelist()) == sorted(right.namelist())
+
+
+def test_an_editable_install_finds_the_mapped_folders(checkout, empty, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(build("editable", checkout, tmp_path)) as wheel:
+        wheel.extractall(site)
+    code = f"import site; site.addsitedir({str(site)!r}); {IMPORT_ALL}"
+    assert run_python("-c", code, folder=empty).startswith(str(checkout))
+
+
+def test_a_checkout_that_was_never_installed_finds_them_too(checkout, empty):
+    assert run_python("-c", IMPORT_ALL, folder=empty, path=checkout).startswith(str(checkout))
