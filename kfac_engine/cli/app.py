@@ -1,0 +1,84 @@
+"""The program's group of commands, and how a failure becomes one line and an exit status."""
+
+import traceback
+from collections.abc import Callable, Sequence
+
+import click
+
+from kfac_engine import __version__
+from kfac_engine.cli.demo import demo
+from kfac_engine.cli.doctor import doctor
+from kfac_engine.cli.inspect import inspect
+from kfac_engine.cli.options import Invocation, debug_option
+from kfac_engine.cli.precondition import precondition
+from kfac_engine.errors import KfacError
+
+WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kfac-engine")
+@debug_option
+@click.pass_context
+def app(context: click.Context) -> None:
+    """K-FAC natural gradients for any ONNX model."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (demo, precondition, inspect, doctor):
+    app.add_command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the program; whatever fails is told in one line on stderr.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Returns:
+        0 when done, 2 when the user's input is wrong, 1 for a bug, 130 after an interruption.
+    """
+    invocation = Invocation()
+    try:
+        status = app.main(
+            list(arguments), prog_name="kfac-engine", standalone_mode=False, obj=invocation
+        )
+    except (Exception, KeyboardInterrupt) as error:  # the one place that answers for everything
+        if invocation.debug:
+            traceback.print_exception(error)
+        status, message = _explain(error)
+        click.echo(f"error: {' '.join(message.split())}", err=True)
+    # Without an exit of its own (--help has one), click hands back what the command returned: None.
+    return status or 0
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    for kind, status, describe in _EXPLANATIONS:
+        if isinstance(error, kind):
+            return status, describe(error)
+    return BUG, (
+        f"internal error, {type(error).__name__}: {error} This is a bug: please report it with "
+        "what the same command prints with --debug."
+    )
+
+
+def _describe_usage(error: click.UsageError) -> str:
+    path = error.ctx.command_path if error.ctx else "kfac-engine"
+    return f"{error.format_message().rstrip('.')}; see '{path} --help'."
+
+
+def _describe_os_error(error: OSError) -> str:
+    return f"cannot use '{error.filename}': {error.strerror}." if error.filename else str(error)
+
+
+# The first matching row explains an exception.
+_EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] = (
+    (click.UsageError, WRONG_INPUT, _describe_usage),
+    (click.ClickException, WRONG_INPUT, click.ClickException.format_message),
+    (click.Abort, INTERRUPTED, lambda error: "interrupted."),
+    (KeyboardInterrupt, INTERRUPTED, lambda error: "interrupted."),
+    (KfacError, WRONG_INPUT, str),
+    (OSError, WRONG_INPUT, _describe_os_error),
+    (MemoryError, WRONG_INPUT, lambda error: f"out of memory; use a smaller batch. {error}"),
+)

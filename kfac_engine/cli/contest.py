@@ -1,0 +1,185 @@
+"""The demo's contest: three methods train one network from the same weights, on equal footing.
+
+Each method sees the same batches in the same order and may try the same number of settings; its
+best one has the lowest training loss over the last epoch. Held-out data choose nothing.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+
+import kfac_engine as ke
+from kfac_engine._types import Array
+from kfac_engine.errors import NonFiniteError
+from kfac_engine.result import Result
+
+BATCH_SIZE = 128
+EPOCH = 12  # batches
+HELD_OUT = 1797 - EPOCH * BATCH_SIZE
+DAMPING, LEARNING_RATE = "damping", "learning rate"
+
+Setting: TypeAlias = Mapping[str, float]
+# Computes one batch's update and applies it to the engine's parameters; returns the batch's result.
+Step: TypeAlias = Callable[[Array, Array], Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Batches and held-out data of one seed.
+
+    Attributes:
+        batches: Images and labels, one batch for each step.
+        held_out: Images and labels that no step sees.
+    """
+
+    batches: tuple[tuple[Array, Array], ...]
+    held_out: tuple[Array, Array]
+
+    @classmethod
+    def draw(cls, images: Array, labels: Array, steps: int, seed: int) -> "Digits":
+        """Shuffled data: some held out, the rest cut into batches, epoch after epoch."""
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(len(labels))
+        held_out, training = order[:HELD_OUT], order[HELD_OUT:]
+        epochs = (rng.permutation(training) for _ in range(math.ceil(steps / EPOCH)))
+        parts = [part for epoch in epochs for part in np.split(epoch, EPOCH)][:steps]
+        return cls(
+            tuple((images[part], labels[part]) for part in parts),
+            (images[held_out], labels[held_out]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        setting: What was tried.
+        losses: Of each batch before its step; infinite from where the run diverged.
+        seconds: Wall time of each step.
+        held_out_loss: After the last step.
+    """
+
+    setting: Setting
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    held_out_loss: float
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss over the last epoch."""
+        return float(np.mean(self.losses[-EPOCH:]))
+
+    def steps_to(self, loss: float) -> int | None:
+        """Steps until a batch's loss is at or below ``loss``; None if never."""
+        return next((step for step, value in enumerate(self.losses) if value <= loss), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train.
+
+    Attributes:
+        grid: The settings it may try.
+        start: Makes the step function of a run, with fresh state.
+    """
+
+    grid: tuple[Setting, ...]
+    start: Callable[[ke.Engine, Setting], Step]
+
+
+def _move(engine: ke.Engine, directions: Mapping[str, Array], learning_rate: float) -> None:
+    engine.set_parameters(
+        {
+            name: value - np.float32(learning_rate) * directions[name]
+            for name, value in engine.parameters.items()
+        }
+    )
+
+
+def _sgd(engine: ke.Engine, setting: Setting) -> Step:
+    def step(images: Array, labels: Array) -> Result:
+        result = engine.gradients({"image": images}, labels)
+        _move(engine, result.gradients, setting[LEARNING_RATE])
+        return result
+
+    return step
+
+
+def _adam(engine: ke.Engine, setting: Setting) -> Step:
+    # The customary constants of Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-8
+    first = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
+    second = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
+    count = 0
+
+    def step(images: Array, labels: Array) -> Result:
+        nonlocal count
+        count += 1
+        result = engine.gradients({"image": images}, labels)
+        directions = {}
+        for name, gradient in result.gradients.items():
+            first[name] += (1 - beta1) * (gradient - first[name])
+            second[name] += (1 - beta2) * (gradient**2 - second[name])
+            mean, square = first[name] / (1 - beta1**count), second[name] / (1 - beta2**count)
+            directions[name] = mean / (np.sqrt(square) + epsilon)
+        _move(engine, directions, setting[LEARNING_RATE])
+        return result
+
+    return step
+
+
+def _kfac(engine: ke.Engine, setting: Setting) -> Step:
+    def step(images: Array, labels: Array) -> Result:
+        result = engine.step({"image": images}, labels)
+        _move(engine, result.natural_gradients, setting[LEARNING_RATE])
+        return result
+
+    return step
+
+
+def _grid(**axes: Sequence[float]) -> tuple[Setting, ...]:
+    names = [name.replace("_", " ") for name in axes]
+    return tuple(dict(zip(names, values, strict=True)) for values in product(*axes.values()))
+
+
+METHODS: Mapping[str, Method] = {
+    "SGD": Method(_grid(learning_rate=(0.03, 0.1, 0.2, 0.4, 0.6, 1.0)), _sgd),
+    "Adam": Method(_grid(learning_rate=(0.001, 0.003, 0.006, 0.01, 0.02, 0.04)), _adam),
+    "K-FAC": Method(_grid(learning_rate=(0.1, 0.3, 1.0), damping=(0.01, 0.1)), _kfac),
+}
+
+
+def runs(model: bytes, method: Method, digits: Digits, seed: int) -> Iterator[Run]:
+    """One run for each setting of a method's grid, each from the model's own weights."""
+    for setting in method.grid:
+        engine = ke.Engine.from_onnx(
+            model, loss="categorical", damping=setting.get(DAMPING, 1e-3), seed=seed
+        )
+        yield _run(engine, method.start(engine, setting), setting, digits)
+
+
+def best(tried: Sequence[Run]) -> Run:
+    """The run with the lowest training loss over the last epoch."""
+    return min(tried, key=lambda run: run.final_loss)
+
+
+def _run(engine: ke.Engine, step: Step, setting: Setting, digits: Digits) -> Run:
+    losses = [math.inf] * len(digits.batches)
+    seconds = []
+    held_out_loss = math.inf
+    try:
+        for index, (images, labels) in enumerate(digits.batches):
+            start = time.perf_counter()
+            losses[index] = step(images, labels).loss
+            seconds.append(time.perf_counter() - start)
+        images, labels = digits.held_out
+        held_out_loss = engine.gradients({"image": images}, labels).loss
+    except NonFiniteError:
+        pass  # the setting made the weights overflow: its losses stay infinite from here
+    return Run(setting, tuple(losses), tuple(seconds), held_out_loss)

@@ -1,0 +1,76 @@
+"""How results look: tables on stdout, progress on stderr, JSON for programs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+# Of output that does not go to a terminal: wide enough for the names of a large model.
+_FILE_WIDTH = 120
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """A console that wraps at the terminal's width, or late where there is none."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, width=_FILE_WIDTH, highlight=False)
+
+
+def working(what: str) -> AbstractContextManager[object]:
+    """A spinner on stderr while something takes its time; silent where stderr is no terminal."""
+    return console(stderr=True).status(f"{what} …")
+
+
+def progress() -> "Progress":
+    """A progress bar on stderr that goes when it is done; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    target = console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        console=target,
+        transient=True,
+        disable=not target.is_terminal,
+    )
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; columns whose heads start with a blank are numbers, set flush right."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for head in header:
+        table.add_column(head.strip(), justify="right" if head.startswith(" ") else "left")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    console().print(table)
+
+
+def print_json(report: Mapping[str, object]) -> None:
+    """Print a report as JSON."""
+    click.echo(json.dumps(report, indent=2, allow_nan=False))
+
+
+def show_shape(shape: Sequence[int]) -> str:
+    """``32×16×3×3``; a scalar's shape is ``scalar``."""
+    return "×".join(str(side) for side in shape) or "scalar"
+
+
+def show_bytes(count: float) -> str:
+    """A number of bytes with three digits and a binary unit."""
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {_UNITS[unit]}"

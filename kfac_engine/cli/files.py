@@ -1,0 +1,177 @@
+"""Arrays from and to files, checked before they take memory and written whole or not at all."""
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.checkpoint import write_atomically
+from kfac_engine.errors import InputError, KfacError, UnknownNameError
+from kfac_engine.graph.load import load_graph
+
+TARGETS = "targets"
+GRADIENT = "gradient/"
+NATURAL_GRADIENT = "natural_gradient/"
+
+# Of one file's arrays together. A header can announce any size; this would fit few machines.
+_MAX_BYTES = 1 << 38
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def read_inputs(path: Path, model: Path) -> dict[str, Array]:
+    """The batch in a file.
+
+    Args:
+        path: ``.npz`` keyed by input name, or ``.npy`` for a model with one input.
+        model: The model's file, which names the input of a lone array.
+
+    Returns:
+        Input name to array; whether all names are there is for the engine to say.
+
+    Raises:
+        InputError: The file is missing, broken, or a lone array for several inputs.
+    """
+    arrays = read_arrays(path)
+    if None not in arrays:
+        return {name: array for name, array in arrays.items() if name is not None}
+    names = [entry.name for entry in load_graph(model).inputs]
+    if len(names) != 1:
+        raise InputError(
+            f"'{path}' holds one array, but the model has {len(names)} inputs: "
+            f"{', '.join(names)}. Give an .npz file keyed by input name."
+        )
+    return {names[0]: arrays[None]}
+
+
+def read_targets(path: Path) -> Array:
+    """The array ``targets`` of a file, or its only array.
+
+    Args:
+        path: ``.npz`` or ``.npy``.
+
+    Returns:
+        The array.
+
+    Raises:
+        InputError: The file is missing, broken, or does not say which array is meant.
+    """
+    arrays = read_arrays(path)
+    if TARGETS in arrays:
+        return arrays[TARGETS]
+    if len(arrays) != 1:
+        held = ", ".join(f"'{name}'" for name in arrays) or "none"
+        raise InputError(f"'{path}' must hold one array or one named '{TARGETS}'; it holds {held}.")
+    return next(iter(arrays.values()))
+
+
+def read_arrays(path: Path) -> dict[str | None, Array]:
+    """All arrays of an ``.npz`` file by name, or the one of an ``.npy`` file under None.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The arrays.
+
+    Raises:
+        InputError: The file is missing, is of another kind, is broken, or announces absurd sizes.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+            file.seek(0)
+            if start == b"\x93NUMPY":
+                return {None: _read_array(file, path.stat().st_size)}
+            with zipfile.ZipFile(file) as archive:
+                return _read_archive(archive)
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror or error}.") from error
+    except KfacError as error:
+        raise InputError(f"cannot read '{path}': {error}") from error
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(
+            f"cannot read '{path}': {error}; expected what numpy.savez or numpy.save writes."
+        ) from error
+
+
+def _read_archive(archive: zipfile.ZipFile) -> dict[str | None, Array]:
+    total = sum(entry.file_size for entry in archive.infolist())
+    if total > _MAX_BYTES:
+        raise InputError(f"its arrays would take {total} bytes.")
+    arrays: dict[str | None, Array] = {}
+    for entry in archive.infolist():
+        with archive.open(entry) as file:
+            arrays[entry.filename.removesuffix(".npy")] = _read_array(file, entry.file_size)
+    return arrays
+
+
+def _read_array(file: IO[bytes], size: int) -> Array:
+    # NumPy allocates what a header announces before it reads: compare with what is there first.
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise InputError(f"it is of an unknown version, {version[0]}.{version[1]}.")
+    shape, _, dtype = _HEADERS[version](file)
+    announced = dtype.itemsize * int(np.prod(shape, dtype=object))
+    if dtype.hasobject or announced > size:
+        what = "Python objects" if dtype.hasobject else f"{announced} bytes in a file of {size}"
+        raise InputError(f"an array announces {what}.")
+    file.seek(0)
+    array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return array
+
+
+def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
+    """The user's gradients in a file.
+
+    Args:
+        path: ``.safetensors`` with keys ``<parameter>`` or ``gradient/<parameter>``; natural
+            gradients, as ``precondition`` writes them beside gradients, are passed over.
+        known: The model's parameters.
+
+    Returns:
+        Parameter name to gradient.
+
+    Raises:
+        InputError: The file is missing or broken, or holds no gradient.
+        UnknownNameError: A key names no parameter.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(path)
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise InputError(f"cannot read '{path}' as safetensors: {error}.") from error
+    gradients = {}
+    for key, array in arrays.items():
+        if key.startswith(NATURAL_GRADIENT):
+            continue
+        name = key if key in known else key.removeprefix(GRADIENT)
+        if name not in known:
+            raise UnknownNameError(
+                f"'{key}' in '{path}' is no trainable parameter; they are: {', '.join(known)}."
+            )
+        gradients[name] = array
+    if not gradients:
+        raise InputError(f"'{path}' holds no gradient; its keys must be the parameters' names.")
+    return gradients
+
+
+def write_result(
+    path: Path, gradients: Mapping[str, Array], natural_gradients: Mapping[str, Array]
+) -> None:
+    """Write both in one safetensors file; a failure leaves an older file as it was."""
+    from safetensors.numpy import save
+
+    arrays = {GRADIENT + name: array for name, array in gradients.items()}
+    arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
+    # A view's strides would be ignored: the format stores C order.
+    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    write_atomically(path, data)

@@ -1,0 +1,78 @@
+"""``inspect``: what K-FAC would do with a model, and what it would cost, before anything runs."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kfac_engine.cli.display import print_json, print_table, show_bytes, show_shape, working
+from kfac_engine.cli.options import (
+    EngineOptions,
+    debug_option,
+    engine_options,
+    file_path,
+    json_option,
+)
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+    from kfac_engine.inspection import LayerReport, MemoryReport
+
+
+@click.command
+@click.argument("model", type=file_path)
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Examples in a batch."
+)
+@engine_options
+@json_option
+@debug_option
+def inspect(model: Path, batch: int, options: EngineOptions, as_json: bool) -> None:
+    """Show each parameter's layer, block, factors and costs."""
+    with working("preparing the model"):
+        engine = options.engine(model)
+    memory = engine.memory(batch)
+    if as_json:
+        layers = [asdict(layer) for layer in engine.layers]
+        print_json({"layers": layers, "memory": {**asdict(memory), "total": memory.total}})
+        return
+    print_layers(engine)
+    print_uncovered(engine.layers)
+    _print_memory(memory, batch)
+
+
+def print_layers(engine: "ke.Engine") -> None:
+    """Print a row for each layer, and for each parameter that belongs to none."""
+    print_table(
+        "layers",
+        ("parameters", "shapes", "kind", "block", "factors", " bytes", " flops to refresh"),
+        [
+            (
+                "\n".join(layer.parameters),
+                "\n".join(show_shape(engine.parameters[name].shape) for name in layer.parameters),
+                layer.kind,
+                layer.formula,
+                "\n".join(show_shape(shape) for shape in layer.factor_shapes),
+                show_bytes(layer.factor_bytes),
+                f"{layer.refresh_flops:.2g}",
+            )
+            for layer in engine.layers
+        ],
+    )
+
+
+def print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
+    """Print why parameters without a layer have none; nothing where there are none."""
+    for layer in layers:
+        if layer.reason:
+            click.echo(f"{', '.join(layer.parameters)}: no layer, {layer.reason}")
+
+
+def _print_memory(memory: "MemoryReport", batch: int) -> None:
+    rows = [(part, show_bytes(count)) for part, count in asdict(memory).items()]
+    print_table(
+        f"peak memory, batch of {batch}",
+        ("part", " bytes"),
+        [*rows, ("total", show_bytes(memory.total))],
+    )

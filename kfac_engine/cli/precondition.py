@@ -1,0 +1,141 @@
+"""``precondition``: a model and a batch in, gradients and natural gradients out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kfac_engine.cli.display import print_json, print_table, show_shape, working
+from kfac_engine.cli.options import (
+    EngineOptions,
+    debug_option,
+    engine_options,
+    file_path,
+    gathered,
+    json_option,
+)
+from kfac_engine.errors import InputError
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+    from kfac_engine._types import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is read and written."""
+
+    inputs: Path
+    targets: Path | None
+    gradients: Path | None
+    state: Path | None
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one batch gave; ``loss`` is None where the user brought the gradients."""
+
+    loss: float | None
+    gradients: "dict[str, Array]"
+    natural_gradients: "dict[str, Array]"
+
+
+_FILE_OPTIONS = (
+    click.option(
+        "--inputs", type=file_path, required=True, help="Batch: .npz by input name, or one .npy."
+    ),
+    click.option("--targets", type=file_path, help="Targets: .npz or .npy."),
+    click.option(
+        "--gradients", type=file_path, help="Precondition these gradients (.safetensors) instead."
+    ),
+    click.option(
+        "--state", type=file_path, help="Moving averages: resumed if the file exists, then saved."
+    ),
+    click.option("-o", "--out", type=file_path, required=True, help="Result (.safetensors)."),
+)
+
+
+@click.command
+@click.argument("model", type=file_path)
+@gathered("files", Files, _FILE_OPTIONS)
+@click.option("--exp", default=-1.0, show_default=True, help="Power of the Fisher to multiply by.")
+@engine_options
+@json_option
+@debug_option
+def precondition(
+    model: Path, files: Files, exp: float, options: EngineOptions, as_json: bool
+) -> None:
+    """Write the gradients of a batch and their preconditioned form."""
+    from kfac_engine.cli.files import read_gradients, read_inputs, read_targets, write_result
+
+    with working("reading"):
+        inputs = read_inputs(files.inputs, model)
+        targets = None if files.targets is None else read_targets(files.targets)
+    with working("preparing the model"):
+        engine = options.engine(model, exp=exp, sample_inputs=inputs)
+        if files.state is not None and files.state.exists():
+            # The parameters are those of the model's file, not those of the state's time.
+            engine.load(files.state, parameters=False)
+        given = (
+            None if files.gradients is None else read_gradients(files.gradients, engine.parameters)
+        )
+    with working("preconditioning"):
+        outcome = _precondition(engine, inputs, targets, given, exp)
+        write_result(files.out, outcome.gradients, outcome.natural_gradients)
+    if files.state is not None:
+        engine.save(files.state)
+    _report(outcome, files.out, as_json)
+
+
+def _precondition(
+    engine: "ke.Engine",
+    inputs: "dict[str, Array]",
+    targets: "Array | None",
+    given: "dict[str, Array] | None",
+    exp: float,
+) -> Outcome:
+    if given is not None:
+        engine.observe(inputs, targets)
+        return Outcome(None, given, engine.precondition(given, exp=exp))
+    if targets is None:
+        raise InputError("the gradient needs targets: give --targets, or bring --gradients.")
+    result = engine.step(inputs, targets)
+    return Outcome(result.loss, result.gradients, result.natural_gradients)
+
+
+def _report(outcome: Outcome, path: Path, as_json: bool) -> None:
+    rows = norm_rows(outcome.gradients, outcome.natural_gradients)
+    if as_json:
+        parameters = {
+            name: {"shape": list(shape), "gradient_norm": g, "natural_gradient_norm": v}
+            for name, shape, g, v in rows
+        }
+        print_json({"loss": outcome.loss, "parameters": parameters, "out": str(path)})
+        return
+    if outcome.loss is not None:
+        click.echo(f"loss {outcome.loss:.6g}")
+    print_norms(rows)
+    click.echo(f"written to {path}")
+
+
+def norm_rows(
+    gradients: "dict[str, Array]", natural_gradients: "dict[str, Array]"
+) -> list[tuple[str, tuple[int, ...], float, float]]:
+    """For each parameter its name, shape, and the norms of its gradient and natural gradient."""
+    from numpy.linalg import norm
+
+    return [
+        (name, gradient.shape, float(norm(gradient)), float(norm(natural_gradients[name])))
+        for name, gradient in gradients.items()
+    ]
+
+
+def print_norms(rows: list[tuple[str, tuple[int, ...], float, float]]) -> None:
+    """Print the rows of ``norm_rows`` as a table."""
+    print_table(
+        "gradients",
+        ("parameter", "shape", " |gradient|", " |natural gradient|"),
+        [(name, show_shape(shape), f"{g:.4g}", f"{v:.4g}") for name, shape, g, v in rows],
+    )
