@@ -33,7 +33,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
-from kfac_engine.losses.checks import require_shape
+from kfac_engine.losses.checks import Named, require_shape
 from kfac_engine.registry import Registry
 
 MatType: TypeAlias = Literal["Fisher", "Empirical_Fisher", "GGN"]
@@ -52,17 +52,17 @@ class EstimationMode:
     Attributes:
         mat_type: The matrix that the second moment of the sources estimates.
         sources: The generator of the sources, without checks.
-        check: What a tower must satisfy before the first source.
+        needs_targets: Whether it reads the targets of the batch.
     """
 
     mat_type: MatType
     sources: Sources
-    check: Callable[[LossFunction, Values], None]
+    needs_targets: bool = False
 
     def __call__(
         self,
         losses: Sequence[RegisteredLoss],
-        values: Values,
+        values: Named,
         rng: np.random.Generator,
         draws: Draws | None = None,
     ) -> Iterator[Cotangents]:
@@ -70,7 +70,7 @@ class EstimationMode:
 
         Args:
             losses: The losses, with their towers.
-            values: The values of the batch: loss inputs, and targets where the mode needs them.
+            values: The loss inputs of the batch by name, and targets where the mode needs them.
             rng: Generator of sampled targets and signs.
             draws: Fixes them for some losses: sampled targets in mode ``gradients``, ±1 signs of
                 the inner shape in ``curvature_prop``. Modes without randomness do not read it.
@@ -90,10 +90,12 @@ class EstimationMode:
         for name in draws or {}:
             if name not in known:
                 raise UnknownNameError(f"draws for unknown loss '{name}'; losses are: {known}.")
-        for loss in losses:
-            for tower in loss.towers:
-                self.check(tower, values)
-        return self.sources(losses, values, rng, draws or {})
+        arrays: dict[str, Array] = {}
+        for tower in (tower for loss in losses for tower in loss.towers):
+            if self.mat_type == "GGN":
+                tower.require_ggn()
+            arrays |= tower.read(values, targets=self.needs_targets)
+        return self.sources(losses, arrays, rng, draws or {})
 
 
 def _sampled_gradients(
@@ -148,29 +150,16 @@ def _every_coordinate(
             yield source
 
 
-def _check_inputs(tower: LossFunction, values: Values) -> None:
-    tower.check_inputs(values)
-
-
-def _check_targets(tower: LossFunction, values: Values) -> None:
-    tower.check_targets(values)
-
-
-def _check_ggn(tower: LossFunction, values: Values) -> None:
-    tower.require_ggn()
-    tower.check_inputs(values)
-
-
 MODES: Registry[EstimationMode] = Registry(
     "estimation mode",
     {
-        "gradients": EstimationMode("Fisher", _sampled_gradients, _check_inputs),
-        "empirical": EstimationMode("Empirical_Fisher", _data_gradients, _check_targets),
-        "curvature_prop": EstimationMode("Fisher", _random_signs, _check_inputs),
+        "gradients": EstimationMode("Fisher", _sampled_gradients),
+        "empirical": EstimationMode("Empirical_Fisher", _data_gradients, needs_targets=True),
+        "curvature_prop": EstimationMode("Fisher", _random_signs),
         # The Gauss–Newton matrix is the Fisher matrix wherever it is defined; so are its factors.
-        "curvature_prop_GGN": EstimationMode("GGN", _random_signs, _check_ggn),
-        "exact": EstimationMode("Fisher", _every_coordinate, _check_inputs),
-        "exact_GGN": EstimationMode("GGN", _every_coordinate, _check_ggn),
+        "curvature_prop_GGN": EstimationMode("GGN", _random_signs),
+        "exact": EstimationMode("Fisher", _every_coordinate),
+        "exact_GGN": EstimationMode("GGN", _every_coordinate),
     },
 )
 

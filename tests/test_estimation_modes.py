@@ -217,6 +217,21 @@ def test_losses_that_share_an_output_add_up():
     np.testing.assert_allclose(both["y"], 2 * alone["y"], rtol=EXACT)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_values_may_be_a_trace_that_only_answers_by_name(mode):
+    class Trace:
+        def __getitem__(self, name):
+            return CATEGORICAL_VALUES[name]
+
+    losses = [RegisteredLoss("loss", (CATEGORICAL("z", "t"),))]
+    for found, expected in zip(
+        MODES[mode](losses, Trace(), rng()),
+        MODES[mode](losses, CATEGORICAL_VALUES, rng()),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found["z"], expected["z"])
+
+
 def test_exact_holds_one_source_at_a_time():
     values = {"z": np.zeros((1, 10**6), np.float32)}
     sources = MODES["exact"]([RegisteredLoss("wide", (NORMAL("z"),))], values, rng())

@@ -18,10 +18,12 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Thunk, Values
-from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
+    Named,
     read_input,
+    read_targets,
     require_predictions,
     require_shape,
 )
@@ -148,14 +150,31 @@ class PredictiveDistribution(ABC):
             InputError: Targets are missing, or not possible observations for the inputs.
         """
         self.check_inputs(values)
-        name = self.require_target_name()
-        if name not in values:
-            raise InputError(
-                f"the targets '{name}' of the loss on '{self.inputs[0]}' are missing; "
-                f"give them with the batch."
-            )
-        self.check_target_array(values, values[name])
-        return values[name]
+        targets = read_targets(values, self.require_target_name(), self.inputs[0])
+        self.check_target_array(values, targets)
+        return targets
+
+    def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:
+        """What this loss reads of a batch, checked, from whatever array library it came.
+
+        Args:
+            values: The values of a batch.
+            targets: Whether the targets are read and checked too.
+
+        Returns:
+            The inputs, and the targets if asked for, by name.
+
+        Raises:
+            KfacError: As ``check_inputs`` or ``check_targets``.
+        """
+        arrays = {name: read_input(values, name) for name in self.inputs}
+        if targets:
+            name = self.require_target_name()
+            arrays[name] = read_targets(values, name, self.inputs[0])
+            self.check_targets(arrays)
+        else:
+            self.check_inputs(arrays)
+        return arrays
 
     def require_target_name(self) -> str:
         """The name of the targets.
@@ -203,14 +222,14 @@ class LossFunction(PredictiveDistribution):
     def evaluate(self) -> Thunk[float]:
         """The loss of the data, summed over the batch, in nats."""
         self.require_target_name()
-        return lambda values: self.value(self._arrays(values))
+        return lambda values: self.value(self.read(values, targets=True))
 
     def evaluate_on_sample(self, seed: int | None = None) -> Thunk[float]:
         """The loss of sampled targets; the callable draws the same sample for the same values."""
         seed = next((s for s in (seed, self.seed) if s is not None), 0)
 
         def evaluate(values: Values) -> float:
-            values = self._checked(values)
+            values = self.read(values)
             return self.value_of(values, self.sample(values, np.random.default_rng(seed)))
 
         return evaluate
@@ -219,7 +238,7 @@ class LossFunction(PredictiveDistribution):
         """``F v``."""
 
         def multiply(values: Values) -> Vector:
-            values = self._checked(values)
+            values = self.read(values)
             return self._plain(self.fisher(values, self._vectors(values, vector)))
 
         return multiply
@@ -228,7 +247,7 @@ class LossFunction(PredictiveDistribution):
         """``B u``."""
 
         def multiply(values: Values) -> Vector:
-            values = self._checked(values)
+            values = self.read(values)
             inner = _as(values[self.inputs[0]], u, self.inner_shape(values))
             return self._plain(self.fisher_factor(values, inner))
 
@@ -238,7 +257,7 @@ class LossFunction(PredictiveDistribution):
         """``Bᵀ v``."""
 
         def multiply(values: Values) -> Array:
-            values = self._checked(values)
+            values = self.read(values)
             return self.fisher_factor_transpose(values, self._vectors(values, vector))
 
         return multiply
@@ -247,7 +266,7 @@ class LossFunction(PredictiveDistribution):
         """``B e_index`` for every example; one number per inner axis after the batch axis."""
 
         def multiply(values: Values) -> Vector:
-            values = self._checked(values)
+            values = self.read(values)
             self._check_coordinate(values, index)
             return self._plain(self.one_hot(values, tuple(index)))
 
@@ -275,7 +294,7 @@ class LossFunction(PredictiveDistribution):
 
     def fisher_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
         """Shape of the vectors that ``B`` multiplies, for a batch."""
-        return self.inner_shape(self._checked(values))
+        return self.inner_shape(self.read(values))
 
     def ggn_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
         """The same for the factor of the generalised Gauss–Newton matrix."""
@@ -283,16 +302,6 @@ class LossFunction(PredictiveDistribution):
         return self.fisher_factor_inner_shape(values)
 
     # -- forms of vectors -----------------------------------------------------------------------
-
-    def _arrays(self, values: Values) -> dict[str, Array]:
-        """What this loss reads of a batch, from whatever array library it came."""
-        names = (*self.inputs, *((self.targets,) if self.targets else ()))
-        return {name: as_array(values[name]) for name in names if name in values}
-
-    def _checked(self, values: Values) -> dict[str, Array]:
-        arrays = self._arrays(values)
-        self.check_inputs(arrays)
-        return arrays
 
     def _vectors(self, values: Values, vector: Vector) -> dict[str, Array]:
         parts = (vector,) if len(self.inputs) == 1 else tuple(vector)

@@ -1,11 +1,20 @@
 """Checks at the border of the losses: what is wrong with a batch, said in one sentence."""
 
-from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module
+from typing import Protocol
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 
 
-def read_input(values: Values, name: str) -> Array:
+class Named(Protocol):
+    """Values by name: a mapping, or a trace of the caller's own that only answers ``[name]``."""
+
+    def __getitem__(self, name: str, /) -> Array:
+        """The value of that name; KeyError where there is none."""
+
+
+def read_input(values: Named, name: str) -> Array:
     """The value ``name`` of a batch, an input of a loss.
 
     Args:
@@ -13,17 +22,40 @@ def read_input(values: Values, name: str) -> Array:
         name: Name of a model output.
 
     Returns:
-        The array, as it is.
+        The array, in whichever of our libraries it is, or as NumPy's.
 
     Raises:
         UnknownNameError: The batch has no such value.
     """
-    if name not in values:
+    try:
+        return as_array(values[name])
+    except KeyError as missing:
         raise UnknownNameError(
             f"the loss reads '{name}', but the batch has no value of that name; "
             f"run the model with '{name}' among its outputs."
-        )
-    return values[name]
+        ) from missing
+
+
+def read_targets(values: Named, name: str, output: str) -> Array:
+    """The value ``name`` of a batch, the targets of the loss on ``output``.
+
+    Args:
+        values: The values of a batch.
+        name: Name of the targets.
+        output: Name of the model output they belong to.
+
+    Returns:
+        The array, in whichever of our libraries it is, or as NumPy's.
+
+    Raises:
+        InputError: The batch has no such value.
+    """
+    try:
+        return as_array(values[name])
+    except KeyError as missing:
+        raise InputError(
+            f"the targets '{name}' of the loss on '{output}' are missing; give them with the batch."
+        ) from missing
 
 
 def require_predictions(name: str, array: Array, min_rank: int, class_axis: int) -> None:
