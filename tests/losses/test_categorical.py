@@ -111,6 +111,13 @@ def test_classes_of_probability_zero_are_never_drawn(number, dtype):
     assert 400 <= sample[0] < 600
 
 
+@pytest.mark.parametrize("number", [0.1, 0.5, 0.9], ids=str)
+def test_partial_sums_of_many_classes_do_not_drift(number):
+    """Sums in float32 would be off by a hundred classes of 100,000."""
+    sample = LOSS.sample({"z": np.zeros((1, 100_000), np.float32)}, Fixed(number))
+    assert abs(sample[0] - 100_000 * number) <= 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_extreme_logits_give_finite_results(dtype, size):

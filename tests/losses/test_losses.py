@@ -181,6 +181,7 @@ def test_seed_of_the_constructor_is_used_where_none_is_given():
     values = {"z": np.linspace(-1, 1, 12).reshape(3, 4)}
     seeded, unseeded = NORMAL("z", seed=4), NORMAL("z")
     assert seeded.evaluate_on_sample()(values) == unseeded.evaluate_on_sample(4)(values)
+    assert seeded.evaluate_on_sample(0)(values) == unseeded.evaluate_on_sample(0)(values)
     assert unseeded.evaluate_on_sample()(values) == unseeded.evaluate_on_sample(0)(values)
 
 
