@@ -58,8 +58,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         if isinstance(error, kind):
             return status, describe(error)
     return BUG, (
-        f"internal error, {type(error).__name__}: {error} This is a bug: please report it with "
-        "what the same command prints with --debug."
+        f"internal error, {type(error).__name__}: {str(error).rstrip('.')}. This is a bug: please "
+        "report it with what the same command prints with --debug."
     )
 
 

@@ -55,7 +55,7 @@ def print_layers(engine: "ke.Engine") -> None:
                 layer.formula,
                 "\n".join(show_shape(shape) for shape in layer.factor_shapes),
                 show_bytes(layer.factor_bytes),
-                f"{layer.refresh_flops:.2g}",
+                f"{layer.inverse_flops:.2g}",
             )
             for layer in engine.layers
         ],

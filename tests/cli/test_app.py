@@ -1,0 +1,111 @@
+"""Whatever goes wrong is one line on stderr and the right exit status."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.cli import app as frame
+from kfac_engine.errors import InputError
+
+COMMANDS = sorted(frame.app.commands)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Adds a command `fail` that raises what it is given."""
+
+    def add(error):
+        @click.command
+        @frame.debug_option
+        def fail():
+            raise error
+
+        monkeypatch.setitem(frame.app.commands, "fail", fail)
+
+    return add
+
+
+FAILURES = {
+    "wrong input": (InputError("too\nsmall."), 2, "too small."),
+    "missing file": (FileNotFoundError(2, "No such file", "a"), 2, "cannot use 'a': No such file."),
+    "memory": (MemoryError("8 TiB"), 2, "out of memory; use a smaller batch. 8 TiB"),
+    "bug": (KeyError("oops"), 1, "internal error, KeyError: 'oops'. This is a bug: please report"),
+    "interruption": (KeyboardInterrupt(), 130, "interrupted."),
+}
+
+
+@pytest.mark.parametrize(("error", "status", "line"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_is_one_line_and_a_status(error, status, line, failing, capsys):
+    failing(error)
+    assert main(["fail"]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.lstrip("\n").startswith(f"error: {line}")
+    assert err.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "fail"], ["fail", "--debug"]], ids=" ".join)
+def test_debug_shows_the_traceback_wherever_it_stands(arguments, failing, capsys):
+    failing(InputError("wrong."))
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert err.endswith("\nerror: wrong.\n")
+
+
+USAGE = {
+    "unknown command": (["precond"], "precond"),
+    "unknown option": (["doctor", "--jsno"], "--jsno"),
+    "missing argument": (["inspect"], "MODEL"),
+    "missing option": (["precondition", "m.onnx", "-o", "o"], "--inputs"),
+    "no number": (["demo", "--steps", "many"], "many"),
+    "out of range": (["demo", "--steps", "0"], "0"),
+    "not a choice": (["inspect", "m.onnx", "--reduction", "median"], "median"),
+    "no pair": (["inspect", "m.onnx", "--approx", "conv2d"], "KIND=NAME"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), USAGE.values(), ids=USAGE)
+def test_a_wrong_command_line_is_one_line_that_points_to_the_help(arguments, named, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert named in err
+    assert err.count("\n") == 1
+    assert "--help'." in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=["nothing", "--help", "-h"])
+def test_help_lists_every_command(arguments, capsys):
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_has_a_help_text(name):
+    command = frame.app.commands[name]
+    assert command.help
+    assert [
+        option.name
+        for option in command.params
+        if isinstance(option, click.Option) and not option.help
+    ] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_debug(name):
+    assert "debug" in {option.name for option in frame.app.commands[name].params}
+
+
+def test_help_imports_nothing_slow():
+    code = (
+        "import sys; from kfac_engine.__main__ import main; main(['precondition', '--help']);"
+        "print(*({'numpy', 'scipy', 'onnx', 'onnxruntime', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""

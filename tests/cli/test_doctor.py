@@ -1,0 +1,84 @@
+"""`doctor` reports what this process really has, and warns where that is slow."""
+
+import json
+import platform
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from kfac_engine.__main__ import main
+from kfac_engine.cli import doctor
+
+
+@pytest.fixture
+def report(capsys):
+    assert main(["doctor", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_versions_are_those_in_use(report):
+    assert report["python"] == platform.python_version()
+    assert report["packages"]["numpy"] == np.__version__
+    assert set(report["packages"]) >= {"scipy", "onnx", "onnxruntime"}
+
+
+def test_every_blas_library_is_named_with_its_kernel(report):
+    loaded = {entry["filepath"] for entry in threadpool_info() if entry["user_api"] == "blas"}
+    assert {library["path"] for library in report["blas"]} == loaded
+    assert all(library["threads"] >= 1 for library in report["blas"])
+
+
+def test_auto_names_its_backend_and_the_reason(report):
+    assert report["backend"]["auto"] == "numpy"
+    assert "numpy" in report["backend"]["reason"]
+
+
+def test_thread_counts_are_those_of_the_moment():
+    with threadpool_limits(1):
+        assert {library["threads"] for library in doctor.examine()["blas"]} == {1}
+
+
+def library(**changes):
+    settings = {"library": "openblas", "kernel": "Haswell", "threads": 2, "path": "/x/libblas.so"}
+    return settings | changes
+
+
+WARNINGS = {
+    "nothing wrong": ({}, library(), None),
+    "forced kernel": (
+        {"OPENBLAS_CORETYPE": "Prescott"}, library(), "OPENBLAS_CORETYPE=Prescott overrides",
+    ),
+    "another library's variable": ({"BLIS_ARCH_TYPE": "1"}, library(), None),
+    "old kernel": ({}, library(kernel="Nehalem"), "Nehalem kernel although this processor"),
+    "too many threads": ({}, library(threads=9), "9 threads on 2 usable cores"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "blas", "expected"), WARNINGS.values(), ids=WARNINGS)
+def test_what_is_slow_is_warned_of(environment, blas, expected, monkeypatch):
+    monkeypatch.setattr(doctor, "_processor_flags", lambda: frozenset({"avx2"}))
+    report = {"environment": environment, "blas": [blas], "cores": {"usable": 2}}
+    warnings = doctor._warnings(report)
+    assert len(warnings) == (expected is not None)
+    assert all(expected in warning for warning in warnings)
+
+
+def test_a_gpu_is_reported_as_nvidia_smi_tells(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 550.1, 9.0'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert doctor._gpus()["devices"] == ["NVIDIA H200, 143771 MiB, 550.1, 9.0"]
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert doctor._gpus() == {"devices": [], "reason": "nvidia-smi was not found"}
+
+
+def test_the_table_shows_what_json_shows(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert np.__version__ in out
+    assert "auto picks numpy" in out

@@ -1,0 +1,100 @@
+"""The public names are the documented ones, each has a docstring, and importing them is quick."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import kfac_engine as ke
+
+# What users, notebooks and the documentation rely on. A name joins or leaves by editing this list.
+PUBLIC = (
+    "__version__",
+    "KfacError",
+    "InputError",
+    "ModelError",
+    "ShapeError",
+    "NonFiniteError",
+    "RegistrationError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "UnsupportedOpError",
+    "NotReadyError",
+    "BackendError",
+    "CollectionConfig",
+    "Schedule",
+    "Engine",
+    "precondition",
+    "Result",
+    "LayerReport",
+    "MemoryReport",
+    "OnnxModel",
+    "Trace",
+    "load_model",
+    "LayerCollection",
+    "FisherEstimator",
+    "FisherBlock",
+    "KroneckerProductFB",
+    "NaiveFullFB",
+    "NaiveDiagonalFB",
+    "FullyConnectedKFACBasicFB",
+    "FullyConnectedDiagonalFB",
+    "ConvKFCBasicFB",
+    "ConvDiagonalFB",
+    "FisherFactor",
+    "DenseSquareMatrixFactor",
+    "DiagonalFactor",
+    "LossFunction",
+    "CategoricalLogitsNegativeLogProbLoss",
+    "OnehotCategoricalLogitsNegativeLogProbLoss",
+    "NormalMeanNegativeLogProbLoss",
+    "NormalMeanVarianceNegativeLogProbLoss",
+    "MultiBernoulliNegativeLogProbLoss",
+)
+
+# The errors' built-in parents, which callers may catch instead.
+PARENTS = {
+    "InputError": ValueError,
+    "ShapeError": ValueError,
+    "UnknownNameError": KeyError,
+    "UnsupportedOpError": NotImplementedError,
+    "NotReadyError": RuntimeError,
+    "BackendError": RuntimeError,
+}
+SECONDS_TO_IMPORT = 0.5
+HEAVY = ("numpy", "scipy", "onnx", "onnxruntime", "safetensors", "rich", "click", "matplotlib")
+
+
+def test_all_lists_the_documented_names():
+    assert sorted(ke.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC[1:])
+def test_a_public_name_is_found_and_explained(name):
+    assert getattr(ke, name).__doc__
+    assert name in dir(ke)
+
+
+@pytest.mark.parametrize(("name", "parent"), PARENTS.items())
+def test_errors_are_also_the_builtin_ones(name, parent):
+    assert issubclass(getattr(ke, name), (ke.KfacError, parent))
+    assert issubclass(getattr(ke, name), parent)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Kfac'"):
+        ke.Kfac  # noqa: B018  # reading it is the test
+
+
+def test_import_is_quick_and_loads_nothing_heavy():
+    code = f"import sys, kfac_engine; print(*({set(HEAVY)!r} & set(sys.modules)))"
+    seconds = []
+    for _ in range(3):  # the best of three: other work on the machine must not fail the test
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - start)
+        assert done.stdout.strip() == ""
+    assert min(seconds) < SECONDS_TO_IMPORT
