@@ -6,6 +6,8 @@ import onnx
 from onnx import helper
 
 from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.order import describe
 from kfac_engine.graph.tensors import to_array
 
 
@@ -19,6 +21,9 @@ def fold_constant_ifs(graph: onnx.GraphProto, constants: dict[str, Array]) -> bo
 
     Returns:
         Whether there was one; its branch may hold further ones.
+
+    Raises:
+        ModelError: A branch does not make as many results as its ``If`` has.
     """
     if not any(_taken_branch(node, constants) for node in graph.node):
         return False
@@ -56,6 +61,11 @@ def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.
     wanted = "then_branch" if constants[node.input[0]].all() else "else_branch"
     branch = onnx.GraphProto()
     branch.CopyFrom(next(entry.g for entry in node.attribute if entry.name == wanted))
+    if len(branch.output) != len(node.output):
+        raise ModelError(
+            f"the {describe(node)} has {len(node.output)} results, but its {wanted} makes "
+            f"{len(branch.output)}."
+        )
     return branch
 
 

@@ -68,8 +68,10 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     try:
         return inliner.inline_local_functions(model, convert_version=True)
-    except (RuntimeError, ValueError, IndexError) as failure:
-        raise ModelError(f"the model's functions cannot be inlined: {failure}.") from failure
+    except (RuntimeError, ValueError, IndexError, checker.ValidationError) as failure:
+        raise ModelError(
+            f"the model's functions cannot be inlined: {_first_line(failure)}."
+        ) from failure
 
 
 def unify_standard_domain(model: onnx.ModelProto) -> None:
@@ -157,7 +159,7 @@ def _refuse_misread(model: onnx.ModelProto, version: int) -> None:
 
 
 def _shrinks_to_nearest(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
-    """Whether a first-form Resize may round sample positions up: it did so where scales were < 1."""
+    """Whether a first-form Resize may round positions up, as it did where scales were below 1."""
     modes = (entry.s for entry in node.attribute if entry.name == "mode")
     scales = known.get(node.input[1])
     return next(modes, b"nearest") == b"nearest" and (scales is None or bool((scales < 1).any()))

@@ -26,7 +26,7 @@ from kfac_engine.graph.canonicalise import (
     upgrade,
 )
 from kfac_engine.graph.constants import lift_constants
-from kfac_engine.graph.order import captures, describe, sort_nodes
+from kfac_engine.graph.order import captures, describe, refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
 from kfac_engine.graph.structure import AttributeValue, Graph, Input, Node, Subgraph
 from kfac_engine.graph.tensors import (
@@ -77,12 +77,23 @@ def load_model(source: ModelSource) -> LoadedModel:
         ModelError: The file cannot be read, or does not hold a valid model.
         UnsupportedError: The model has inputs, constants or attributes that are no dense tensors.
     """
-    model = read_model(source)
     path = Path(source) if isinstance(source, str | os.PathLike) else None
+    try:
+        return _load(read_model(source), path)
+    except UnicodeDecodeError as failure:
+        # Protobuf passes any bytes for text until someone reads them.
+        raise ModelError(
+            f"{path or 'the model'} holds a name or text that is not UTF-8 "
+            f"({failure.object[:40]!r}); the file is damaged."
+        ) from failure
+
+
+def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     check_versions(model)
     if model.graph.sparse_initializer:
         name = model.graph.sparse_initializer[0].values.name
         raise UnsupportedError(f"initializer '{name}' is sparse; store it as a dense tensor.")
+    refuse_repeated((entry.name for entry in model.graph.initializer), "initializers")
     constants = {entry.name: to_array(entry, path) for entry in model.graph.initializer}
     template = _template(model, path)
     working = _canonical(template, constants)
@@ -210,9 +221,4 @@ def _value(entry: AttributeProto, node: onnx.NodeProto) -> AttributeValue:
             f"attribute '{entry.name}' of the {describe(node)} is of type {kind}, which is not "
             f"covered."
         )
-    try:
-        return _ATTRIBUTE_VALUES[entry.type](entry)
-    except UnicodeDecodeError as failure:
-        raise ModelError(
-            f"attribute '{entry.name}' of the {describe(node)} is not UTF-8 text."
-        ) from failure
+    return _ATTRIBUTE_VALUES[entry.type](entry)

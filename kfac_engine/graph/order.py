@@ -1,7 +1,8 @@
 """Who makes and who reads which value: names checked, nodes brought into topological order."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import onnx
 
@@ -42,6 +43,21 @@ def describe(node: onnx.NodeProto) -> str:
     )
 
 
+def refuse_repeated(names: Iterable[str], kind: str) -> None:
+    """Check that names are unique.
+
+    Args:
+        names: To compare.
+        kind: What goes by them, in the plural.
+
+    Raises:
+        ModelError: Two are equal.
+    """
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ModelError(f"two {kind} of the model have the name '{twice[0]}'.")
+
+
 def sort_nodes(graph: onnx.GraphProto) -> None:
     """Bring the nodes of ``graph`` into topological order, in place.
 
@@ -52,57 +68,48 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
         ModelError: Two things have one name, a value is read that nothing makes, or values depend
             on themselves.
     """
-    given = {entry.name for entry in graph.input} | {entry.name for entry in graph.initializer}
-    made = {name for node in graph.node for name in node.output if name}
-    _check_unique(graph)
+    inputs = [entry.name for entry in graph.input]
+    outputs = [entry.name for entry in graph.output]
+    given = {*inputs, *(entry.name for entry in graph.initializer)}
+    made = [name for node in graph.node for name in node.output if name]
+    refuse_repeated(inputs, "inputs")
+    refuse_repeated(outputs, "outputs")
+    refuse_repeated([*given, *made], "values")
+    if not outputs:
+        raise ModelError("the model has no output.")
+    known = given.union(made)
     for node in graph.node:
         for name in reads(node):
-            if name not in given and name not in made:
-                raise ModelError(f"{describe(node)} reads '{name}', which nothing produces.")
-    for output in graph.output:
-        if output.name not in given and output.name not in made:
-            raise ModelError(f"nothing produces the output '{output.name}' of the model.")
-    ordered = _ordered(graph.node, given)
+            if name not in known:
+                raise ModelError(f"the {describe(node)} reads '{name}', which nothing produces.")
+    for name in outputs:
+        if name not in known:
+            raise ModelError(f"nothing produces the output '{name}' of the model.")
+    before = _dependencies(graph.node)
     # Most files are in order: leave those alone.
-    if any(a is not b for a, b in zip(ordered, graph.node, strict=True)):
+    if any(index <= max(earlier, default=-1) for index, earlier in before.items()):
+        ordered = [graph.node[index] for index in _order(before, graph.node)]
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
         del graph.node[:]
         graph.node.extend(copies)
 
 
-def _check_unique(graph: onnx.GraphProto) -> None:
-    for kind, names in {
-        "graph inputs": (entry.name for entry in graph.input),
-        "initializers": (entry.name for entry in graph.initializer),
-        "outputs of the model": (entry.name for entry in graph.output),
-    }.items():
-        _refuse_repeated(names, kind)
-    given = {entry.name for entry in (*graph.input, *graph.initializer)}
-    made = (name for node in graph.node for name in node.output if name)
-    _refuse_repeated((*given, *made), "values")
+def _dependencies(nodes: Iterable[onnx.NodeProto]) -> dict[int, set[int]]:
+    """Index of each node to the indices of those it reads from."""
+    nodes = tuple(nodes)
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output}
+    return {
+        index: {makers[name] for name in reads(node) if name in makers}
+        for index, node in enumerate(nodes)
+    }
 
 
-def _refuse_repeated(names: Iterable[str], kind: str) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ModelError(f"two {kind} have the name '{twice[0]}'; names must be unique.")
-
-
-def _ordered(nodes: Iterable[onnx.NodeProto], given: Iterable[str]) -> list[onnx.NodeProto]:
-    """``nodes`` so that each comes after those it reads from; otherwise in their old order."""
-    known = set(given)
-    waiting, ordered = list(nodes), []
-    while waiting:
-        later = []
-        for node in waiting:
-            if known.issuperset(reads(node)):
-                known.update(node.output)
-                ordered.append(node)
-            else:
-                later.append(node)
-        if len(later) == len(waiting):
-            raise ModelError(
-                f"the model has a cycle: the {describe(later[0])} depends on its own result."
-            )
-        waiting = later
-    return ordered
+def _order(before: Mapping[int, set[int]], nodes: Sequence[onnx.NodeProto]) -> list[int]:
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError as failure:
+        cycle = failure.args[1]
+        raise ModelError(
+            f"the model has a cycle: the {describe(nodes[cycle[0]])} reads what it makes itself, "
+            f"by way of {len(cycle) - 2} other nodes."
+        ) from failure

@@ -142,7 +142,7 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
         return None
     if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
         return f"a single number in arithmetic {where}"
-    if node.op in {"Add", "Where"} and np.min(_distinct(array)) < _MASKED:
+    if node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any():
         return f"a mask {where}"
     return None
 
@@ -174,11 +174,9 @@ def _distinct(array: Array) -> Array:
 
 
 def _refuse_non_finite(name: str, array: Array) -> None:
-    # Extremes show NaN and infinities without an array of flags.
-    values = _distinct(array)
-    if not (np.isfinite(np.min(values)) and np.isfinite(np.max(values))):
-        bad = int(np.count_nonzero(~np.isfinite(values)))
+    bad = int(np.count_nonzero(~np.isfinite(_distinct(array))))
+    if bad:
         raise NonFiniteError(
-            f"parameter '{name}' holds {bad} values that are NaN or infinite; repair the model, or "
+            f"parameter '{name}' holds NaN or infinity ({bad} of its values); repair the model, or "
             f"leave '{name}' out of the trainable parameters."
         )

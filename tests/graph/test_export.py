@@ -1,0 +1,133 @@
+"""New weights in the user's own file, read back with onnx itself."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
+from kfac_engine.graph.export import export_model
+from kfac_engine.graph.load import load_graph, load_model
+from kfac_engine.graph.trainable import trainable_parameters
+from tests import models
+from tests.graph.running import CARRIED, run_model
+
+
+def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {entry.name: numpy_helper.to_array(entry) for entry in model.graph.initializer}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_without_new_values_the_model_comes_back(name: str) -> None:
+    model = models.MODELS[name]()
+    assert export_model(load_model(model), {}) == model
+
+
+def test_new_values_replace_only_their_own() -> None:
+    model = models.mlp()
+    value = np.full((5, 6), 7.0, np.float32)
+    exported = export_model(load_model(model), {"fc0.weight": value})
+    expected = {**stored(model), "fc0.weight": value}
+    for key, found in stored(exported).items():
+        np.testing.assert_array_equal(found, expected[key])
+    assert list(exported.graph.node) == list(model.graph.node)
+
+
+def test_old_operator_set_and_format_are_kept() -> None:
+    model = models.mlp()
+    model.opset_import[0].version, model.ir_version = 9, 3
+    declared = [
+        helper.make_tensor_value_info(entry.name, entry.data_type, entry.dims)
+        for entry in model.graph.initializer
+    ]
+    model.graph.input.extend(declared)
+    exported = export_model(load_model(model), {"fc0.bias": np.ones(5, np.float32)})
+    assert (exported.opset_import[0].version, exported.ir_version) == (9, 3)
+    assert [entry.name for entry in exported.graph.input] == [e.name for e in model.graph.input]
+    onnx.checker.check_model(exported, full_check=True)
+
+
+@pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
+def test_new_values_take_the_element_type_of_the_file(kind: str) -> None:
+    code = TensorProto.DataType.Value(kind)
+    x, y = (helper.make_tensor_value_info(name, code, [2, 2]) for name in "xy")
+    weight = helper.make_tensor("w", code, [2, 2], [1.0, 2.0, 3.0, 4.0])
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = helper.make_graph([node], "m", [x], [y], [weight])
+    opset = [helper.make_opsetid("", 18)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8)
+    exported = export_model(load_model(model), {"w": np.full((2, 2), 0.5)})
+    assert exported.graph.initializer[0].data_type == code
+    assert (stored(exported)["w"] == 0.5).all()
+
+
+SPELLINGS = {
+    "constant": "w = Constant <value = float[3] {1, 2, 3}> ()",
+    "floats": "w = Constant <value_floats = [1.0, 2.0, 3.0]> ()",
+    "filled": "s = Constant <value = int64[1] {3}> ()  w = ConstantOfShape (s)",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_weight_written_as_a_node_gets_its_new_value(spelling: str) -> None:
+    model = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 18]> m (float[N,3] x) => (float[N,3] y)'
+        f"{{ {spelling}  y = Mul (x, w) }}"
+    )
+    value = np.asarray([4.0, 5.0, 6.0], np.float32)
+    exported = export_model(load_model(model), {"w": value})
+    x = np.ones((2, 3), np.float32)
+    found = run_model(exported.SerializeToString(), {"x": x})["y"]
+    np.testing.assert_array_equal(found, x * value)
+    np.testing.assert_array_equal(load_graph(exported).constants["w"], value)
+
+
+def test_network_of_filled_weights_takes_new_ones() -> None:
+    model = load_model(CARRIED / "light" / "light_squeezenet.onnx")
+    rng = np.random.default_rng(0)
+    names = trainable_parameters(model.graph)
+    values = {
+        name: 0.1 * rng.standard_normal(model.graph.constants[name].shape).astype(np.float32)
+        for name in names
+    }
+    exported = export_model(model, values)
+    onnx.checker.check_model(exported)
+    again = load_graph(exported)
+    assert again.nodes == model.graph.nodes
+    for name, value in values.items():
+        np.testing.assert_array_equal(again.constants[name], value)
+
+
+def test_external_weights_are_brought_in(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.onnx", models.mlp()
+    onnx.save(models.mlp(), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    exported = export_model(load_model(path), {"fc0.bias": np.zeros(5, np.float32)})
+    (tmp_path / "w.bin").unlink()
+    expected = {**stored(model), "fc0.bias": np.zeros(5)}
+    for name, found in stored(exported).items():
+        np.testing.assert_array_equal(found, expected[name])
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'ghost'"):
+        export_model(load_model(models.mlp()), {"ghost": np.zeros(1)})
+
+
+def test_other_shape_is_refused_with_both_shapes() -> None:
+    with pytest.raises(ShapeError, match=r"'fc0.bias' has shape \(4,\).*\(5,\)"):
+        export_model(load_model(models.mlp()), {"fc0.bias": np.zeros(4)})
+
+
+def test_constant_inside_a_function_is_refused() -> None:
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17, "own": 1]>
+        m (float[3] x) => (float[3] y) { y = own.scale (x) }
+        <domain: "own", opset_import: ["": 17]>
+        scale (a) => (b) { w = Constant <value = float[3] {1, 2, 3}> ()  b = Mul (a, w) }"""
+    )
+    loaded = load_model(model)
+    (name,) = trainable_parameters(loaded.graph)
+    with pytest.raises(UnsupportedError, match="inside a function"):
+        export_model(loaded, {name: np.zeros(3, np.float32)})

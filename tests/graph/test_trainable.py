@@ -1,0 +1,201 @@
+"""Parameters are told from settings by the operand they are."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
+from kfac_engine.graph.load import load_graph
+from kfac_engine.graph.structure import Graph
+from kfac_engine.graph.trainable import excluded_reason, trainable_parameters
+from tests import models
+
+LOWEST = np.finfo(np.float32).min
+
+
+def graph_of(body: str, inputs: str = "float[N,3] x", **constants: object) -> Graph:
+    """Operator set 18 with input ``x``, output ``y`` and these constants: float32 or int64."""
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 18]> m ({inputs}) => (float[] y) {{ {body} }}'
+    )
+    for name, value in constants.items():
+        array = np.asarray(value)
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return load_graph(model)
+
+
+# -- what the models of the tests train -----------------------------------------------------------
+
+SETTINGS = {
+    "resnet_block": {f"bn{i}.running_{kind}" for i in range(2) for kind in ("mean", "var")},
+    "layer_norm": {"sqrt_two", "one", "half"},
+    "embedding": {"axes"},
+    "odd_ops": {"sides", "axes"},
+}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_weight_and_nothing_else_is_a_parameter(name: str) -> None:
+    model = models.MODELS[name]()
+    stored = [entry.name for entry in model.graph.initializer]
+    expected = [entry for entry in stored if entry not in SETTINGS.get(name, set())]
+    assert list(trainable_parameters(load_graph(model))) == expected
+
+
+# -- operand by operand ---------------------------------------------------------------------------
+
+# Body, its constants, and what the reason for leaving "c" out says.
+EXCLUDED = {
+    "clip_bound": ("y = Clip (x, c)", {"c": 0.0}, "bound"),
+    "exponent": ("y = Pow (x, c)", {"c": [2.0, 2.0, 3.0]}, "exponent"),
+    "dropout_ratio": ("y = Dropout (x, c)", {"c": 0.3}, "ratio"),
+    "fill_value": ("y = Pad (x, p, c)", {"c": 1.0, "p": [0, 0, 1, 1]}, "fill value"),
+    "resize_scales": ("y = Resize (x, , c)", {"c": [1.0, 2.0]}, "scale"),
+    "running_mean": ("y = BatchNormalization (x, s, s, c, s)", {"c": [0.0] * 3, "s": [1.0] * 3},
+                     "running mean"),
+    "running_variance": ("y = BatchNormalization (x, s, s, s, c)", {"c": [1.0] * 3, "s": [1.0] * 3},
+                         "running variance"),
+    "threshold": ("m = Greater (x, c)  y = Where (m, x, x)", {"c": [0.1, 0.2, 0.3]}, "threshold"),
+    "shape_only": ("s = Shape (c)  y = Expand (x, s)", {"c": [[1.0, 2.0, 3.0]]}, "shape only"),
+    "epsilon": ("y = Add (x, c)", {"c": 1e-5}, "single number"),
+    "epsilon_of_one_axis": ("y = Add (x, c)", {"c": [1e-5]}, "single number"),
+    "temperature": ("y = Div (x, c)", {"c": [8.0]}, "single number"),
+    "number_before_layer_result": ("p = MatMul (x, w)  y = Add (p, c)",
+                                   {"c": 1.0, "w": np.ones((3, 1))}, "single number"),
+    "number_added_by_sum": ("y = Sum (x, x, c)", {"c": [1.0]}, "single number"),
+    "lowest_mask": ("y = Add (x, c)", {"c": [0.0, LOWEST, 0.0]}, "mask"),
+    "infinite_mask": ("y = Add (x, c)", {"c": [0.0, -np.inf, 0.0]}, "mask"),
+    "large_mask": ("y = Add (x, c)", {"c": [0.0, -1e9, 0.0]}, "mask"),
+    "where_mask": ("m = IsNaN (x)  y = Where (m, c, x)", {"c": [-np.inf] * 3}, "mask"),
+    "mask_in_another_shape": ("m = Unsqueeze (c, p)  y = Add (x, m)",
+                              {"c": [0.0, LOWEST, 0.0], "p": [0]}, "mask"),
+    "number_made_wide": ("m = Expand (c, p)  y = Clip (x, m)", {"c": 0.0, "p": [1]}, "bound"),
+    "two_settings": ("h = Clip (x, c)  y = Pow (h, c)", {"c": 2.0}, "bound"),
+    "integer": ("y = Gather (x, c)", {"c": [0, 0]}, "int64"),
+    "unread": ("y = Neg (x)", {"c": [1.0, 2.0]}, "read by nothing"),
+    "empty": ("y = Resize (x, c, s)", {"c": np.zeros(0), "s": [1.0, 2.0]}, "empty"),
+}  # fmt: skip
+
+KEPT = {
+    "matrix": ("y = MatMul (x, c)", {"c": np.ones((3, 2))}),
+    "matrix_of_one": ("y = Gemm (x, c)", {"c": np.ones((3, 1))}),
+    "bias_of_one": ("y = Gemm (x, w, c)", {"c": [0.5], "w": np.ones((3, 1))}),
+    "added_bias_of_one": ("p = MatMul (x, w)  y = Add (p, c)", {"c": [0.5], "w": np.ones((3, 1))}),
+    "bias_of_one_in_front": ("p = MatMul (x, w)  y = Add (c, p)",
+                             {"c": [0.5], "w": np.ones((3, 1))}),
+    "vector_in_arithmetic": ("y = Mul (x, c)", {"c": [1.0, 2.0, 3.0]}),
+    "offsets_with_negative_entries": ("y = Add (x, c)", {"c": [0.0, -900.0, 0.0]}),
+    "slope": ("y = PRelu (x, c)", {"c": [0.25]}),
+    "scale_of_norm": ("y = LayerNormalization (x, c)", {"c": [1.0, 1.0, 1.0]}),
+    "weight_behind_views": ("v = Transpose (c)  u = Identity (v)  y = MatMul (x, u)",
+                            {"c": np.ones((2, 3))}),
+    "part_of_a_whole": ("v = Concat <axis=1> (w, c)  y = MatMul (x, v)",
+                        {"c": np.ones((3, 2)), "w": np.ones((3, 1))}),
+    "weight_and_shape": ("s = Shape (c)  h = Expand (x, s)  y = MatMul (h, c)",
+                         {"c": np.ones((3, 3))}),
+    "table": ("i = Cast <to=7> (x)  y = Gather (c, i)", {"c": np.ones((4, 2))}),
+    "replacement_token": ("m = IsNaN (x)  y = Where (m, c, x)", {"c": [0.1, 0.2, 0.3]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "constants", "words"), EXCLUDED.values(), ids=EXCLUDED)
+def test_setting_is_excluded_with_its_reason(body: str, constants, words: str) -> None:
+    assert words in excluded_reason(graph_of(body, **constants), "c")
+
+
+@pytest.mark.parametrize(("body", "constants"), KEPT.values(), ids=KEPT)
+def test_weight_is_kept(body: str, constants) -> None:
+    assert excluded_reason(graph_of(body, **constants), "c") is None
+
+
+def test_weight_read_inside_a_branch_is_kept_so_that_differentiation_can_refuse_it() -> None:
+    graph = graph_of(
+        "y = If (b) <then_branch = t () => (float[] a) { a = Mul (x, c) },"
+        "            else_branch = e () => (float[] a) { a = Identity (x) }>",
+        inputs="float[N,3] x, bool b",
+        c=[1.0, 2.0, 3.0],
+    )
+    assert excluded_reason(graph, "c") is None
+
+
+def test_same_operator_of_another_domain_is_not_judged_by_the_table() -> None:
+    model = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 18, "own": 1]>'
+        "m (float[3] x) => (float[] y) <float[3] c = {1, 2, 3}> { y = own.Clip (x, c) }"
+    )
+    assert excluded_reason(load_graph(model), "c") is None
+
+
+def test_reason_for_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'ghost'"):
+        excluded_reason(load_graph(models.mlp()), "ghost")
+
+
+# -- patterns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["*.weight"], ("fc0.weight", "fc1.weight", "fc2.weight")),
+        (["fc2.bias", "fc0.*"], ("fc0.weight", "fc0.bias", "fc2.bias")),
+        (["fc[01].bias"], ("fc0.bias", "fc1.bias")),
+    ],
+)
+def test_patterns_choose_in_the_order_of_the_graph(patterns, expected) -> None:
+    assert trainable_parameters(load_graph(models.mlp()), patterns) == expected
+
+
+def test_patterns_decide_alone() -> None:
+    graph = load_graph(models.resnet_block())
+    assert trainable_parameters(graph, ["bn0.running_mean"]) == ("bn0.running_mean",)
+
+
+def test_name_with_brackets_names_itself() -> None:
+    graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 2)))
+    renamed = Graph(graph.nodes, graph.inputs, graph.outputs, {"w[0]": graph.constants["c"]}, 18)
+    assert trainable_parameters(renamed, ["w[0]"]) == ("w[0]",)
+
+
+@pytest.mark.parametrize("pattern", ["ghost", "*.gamma", "axes"], ids=["name", "glob", "integers"])
+def test_pattern_that_fits_nothing_lists_what_there_is(pattern: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"'.*'.*3: table, output\.weight, output\.bias"):
+        trainable_parameters(load_graph(models.embedding()), [pattern])
+
+
+def test_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        trainable_parameters(graph_of("y = Clip (x, c)", c=0.0))
+
+
+def test_no_patterns_at_all_are_refused() -> None:
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        trainable_parameters(load_graph(models.mlp()), [])
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def test_offsets_that_are_not_finite_are_refused_by_name() -> None:
+    with pytest.raises(NonFiniteError, match="'c'"):
+        trainable_parameters(graph_of("y = Add (x, c)", c=[0.0, np.nan, 0.0]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
+def test_weight_that_is_not_finite_is_refused_by_name(value: float, dtype: str) -> None:
+    code = onnx.TensorProto.DataType.Value(dtype)
+    weight = np.asarray([[1.0], [value], [2.0]]).astype(onnx.helper.tensor_dtype_to_np_dtype(code))
+    graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
+    broken = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": weight}, graph.opset)
+    with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity \(1 of"):
+        trainable_parameters(broken)
+
+
+def test_filled_weight_is_checked_without_being_filled() -> None:
+    graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
+    huge = np.broadcast_to(np.float32(0.1), (1 << 40, 1 << 10))
+    filled = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": huge}, graph.opset)
+    assert trainable_parameters(filled) == ("c",)
