@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.backend import numpy_inverse, numpy_moments
+from kfac_engine.backend import numpy_im2col, numpy_inverse, numpy_moments, numpy_patches
 from kfac_engine.backend.namespace import as_array
-from kfac_engine.backend.numpy_patches import gather
 from kfac_engine.backend.window import Window
 
 SCRATCH_BYTES = 64 << 20
@@ -47,9 +46,14 @@ class NumpyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        moved = np.moveaxis(x, feature_axis, -1)
-        rows = moved.reshape(-1, moved.shape[-1])
-        numpy_moments.second_moment(rows, out, homogeneous, alpha, beta)
+        numpy_moments.second_moment(
+            np.moveaxis(x, feature_axis, -1),
+            out,
+            homogeneous=homogeneous,
+            alpha=alpha,
+            beta=beta,
+            scratch_bytes=self.scratch_bytes,
+        )
 
     def patch_second_moment(
         self,
@@ -61,10 +65,18 @@ class NumpyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        self.second_moment(gather(x, window), out, homogeneous=homogeneous, alpha=alpha, beta=beta)
+        numpy_patches.patch_second_moment(
+            x,
+            window,
+            out,
+            homogeneous=homogeneous,
+            alpha=alpha,
+            beta=beta,
+            scratch_bytes=self.scratch_bytes,
+        )
 
     def patches(self, x: Array, window: Window) -> Array:
-        return gather(x, window)
+        return numpy_im2col.patches(x, window)
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         return numpy_inverse.damped_inverse(matrix, damping)

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
-from scipy import linalg  # type: ignore[import-untyped] # SciPy carries no types
-from scipy.linalg import lapack  # type: ignore[import-untyped] # the same
+from scipy import linalg
+from scipy.linalg import lapack
 
 from kfac_engine._types import Array
 from kfac_engine.backend.numpy_moments import mirror

@@ -1,10 +1,125 @@
-"""Second moments of rows, on one triangle by SYRK, then mirrored."""
+"""Second moments of rows: SYRK onto one triangle, from views where BLAS can read them.
+
+No row is ever extended by its one: the moment with a homogeneous coordinate is bordered by the sum
+of the rows and their number.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
+from kfac_engine.backend import blas
+from kfac_engine.errors import ShapeError
 
+# Copies are made in pieces that stay in the cache; from 1 to 16 MB it makes no difference.
+CHUNK_BYTES = 4 << 20
 _MIRROR_BLOCK = 256
+# Float32 sums run over so many rows before they are added up in float64.
+_SUM_BLOCK = 4096
+# Below so many rows a call, SYRK spends its time on reading and writing the result: copy and join.
+_FEW_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What the homogeneous coordinate adds to a second moment.
+
+    Attributes:
+        sums: Sum of the rows, ``(d,)``, float64.
+        count: Number of rows.
+    """
+
+    sums: Array
+    count: int
+
+
+def second_moment(
+    x: Array, out: Array, *, homogeneous: bool, alpha: float, beta: float, scratch_bytes: int
+) -> None:
+    """``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+
+    Args:
+        x: ``(…, d)``, any strides; accumulated in the dtype of ``out``.
+        out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last; C-contiguous.
+        homogeneous: Whether each row ends with an implicit one.
+        alpha: Scale of the new moment.
+        beta: Scale of the old one; zero overwrites.
+        scratch_bytes: Bound of the working memory.
+
+    Raises:
+        ShapeError: ``out`` is not of this shape and layout.
+    """
+    d = x.shape[-1]
+    check_out(out, d + homogeneous)
+    pieces = matrices(x, out.dtype, min(CHUNK_BYTES, scratch_bytes))
+    if not homogeneous:
+        accumulate(pieces, out, alpha, beta)
+        mirror(out)
+        return
+    sums = np.zeros(d)
+    accumulate(_summing(pieces, sums), out[:d, :d], alpha, beta)
+    write_border(out, Border(sums, prod(x.shape[:-1])), alpha, beta)
+    mirror(out)
+
+
+def check_out(out: Array, side: int) -> None:
+    """Refuse a result that the moment cannot be accumulated in.
+
+    Args:
+        out: To be ``(side, side)``, C-contiguous, float32 or float64.
+        side: Of the moment.
+
+    Raises:
+        ShapeError: It is not.
+    """
+    if out.shape != (side, side) or not out.flags.c_contiguous or out.dtype.char not in "fd":
+        raise ShapeError(
+            f"a second moment needs a C-contiguous float32 or float64 result of shape "
+            f"{(side, side)}, got {out.dtype} of shape {out.shape} and strides {out.strides}."
+        )
+
+
+def accumulate(pieces: Iterable[Array], out: Array, alpha: float, beta: float) -> None:
+    """Lower triangle of ``out ← beta·out + alpha·Σ piece pieceᵀ``.
+
+    Args:
+        pieces: Matrices ``(d, k)`` that BLAS can read where they lie; each is used before the next
+            is asked for.
+        out: ``(d, d)``; rows may lie apart.
+        alpha: Scale of the new moment.
+        beta: Scale of the old one; zero overwrites.
+    """
+    for piece in pieces:
+        blas.syrk(piece, out, alpha=alpha, beta=beta)
+        beta = 1.0
+    if beta != 1.0:
+        scale(out, beta)
+
+
+def scale(out: Array, beta: float) -> None:
+    """``out ← beta·out``, in place; zero overwrites, NaN included."""
+    if beta == 0.0:
+        out[...] = 0.0
+    else:
+        out *= beta
+
+
+def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
+    """Last row of ``out ← beta·out + alpha·(sums, count)``.
+
+    Args:
+        out: ``(d + 1, d + 1)``.
+        border: Sums ``(d,)`` and count.
+        alpha: Scale of the new moment.
+        beta: Scale of the old one; zero overwrites.
+    """
+    scale(out[-1], beta)
+    out[-1, :-1] += (alpha * border.sums).astype(out.dtype)
+    out[-1, -1] += alpha * border.count
 
 
 def mirror(matrix: Array) -> None:
@@ -24,19 +139,64 @@ def mirror(matrix: Array) -> None:
         block[upper] = block.T[upper]
 
 
-def second_moment(x: Array, out: Array, homogeneous: bool, alpha: float, beta: float) -> None:
-    """First plain form: ``x`` is ``(rows, d)``."""
-    rows = x.astype(out.dtype, copy=False)
-    d = rows.shape[1]
-    fresh = np.empty_like(out)
-    np.matmul(rows.T, rows, out=fresh[:d, :d])
-    if homogeneous:
-        fresh[d, :d] = fresh[:d, d] = rows.sum(axis=0)
-        fresh[d, d] = len(rows)
-    fresh *= alpha
-    if beta == 0.0:
-        out[...] = fresh
+def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
+    """The rows of ``x`` as matrices that BLAS can read, views where possible.
+
+    Args:
+        x: ``(…, d)``, any strides.
+        dtype: Wanted; float32 or float64.
+        chunk_bytes: Largest copy made at a time.
+
+    Yields:
+        ``(d, k)``; together all rows, in any order.
+    """
+    if not x.size:
+        return
+    x = x if x.ndim > 1 else x[None]
+    whole = _merged(x, dtype)
+    if whole is not None:
+        yield whole
+    elif prod(x.shape[1:-1]) >= _FEW_ROWS and _merged(x[0], dtype) is not None:
+        for part in x:  # parts of equal shape and strides
+            view = _merged(part, dtype)
+            assert view is not None
+            yield view
     else:
-        out *= beta
-        out += fresh
-    mirror(out)
+        yield from _copies(x, dtype, chunk_bytes)
+
+
+def _merged(x: Array, dtype: DType) -> Array | None:
+    """``x`` as one matrix ``(d, rows)`` without a copy, if dtype and strides allow."""
+    axes = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
+    if x.dtype != dtype or any(
+        x.strides[a] != x.strides[b] * x.shape[b] for a, b in pairwise(axes)
+    ):
+        return None
+    rows = x.reshape(-1, x.shape[-1]).T
+    return rows if blas.layout(rows) else None
+
+
+def _copies(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
+    """The rows of ``x`` copied a chunk at a time, ``(d, k)``, features inner- or outermost."""
+    part_bytes = prod(x.shape[1:]) * dtype.itemsize
+    if x.ndim > 2 and part_bytes > chunk_bytes:
+        for part in x:
+            yield from _copies(part, dtype, chunk_bytes)
+        return
+    innermost = abs(x.strides[-1]) <= min(abs(stride) for stride in x.strides[:-1])
+    step = max(1, chunk_bytes // part_bytes)
+    for start in range(0, len(x), step):
+        chunk = np.moveaxis(x[start : start + step], -1, 0)
+        if innermost:
+            yield np.moveaxis(chunk, 0, -1).astype(dtype, order="C").reshape(-1, len(chunk)).T
+        else:
+            yield chunk.astype(dtype, order="C").reshape(len(chunk), -1)
+
+
+def _summing(pieces: Iterable[Array], sums: Array) -> Iterator[Array]:
+    """The pieces, each added to ``sums`` while it is in the cache."""
+    for piece in pieces:
+        for start in range(0, piece.shape[1], _SUM_BLOCK):
+            block = piece[:, start : start + _SUM_BLOCK]
+            sums += block @ np.ones(block.shape[1], block.dtype)
+        yield piece

@@ -1,6 +1,8 @@
 """Where the patches of a convolution lie: geometry only, no data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from kfac_engine.errors import ShapeError
@@ -32,16 +34,32 @@ class Window:
         """Number of taps: the product of the kernel's sides."""
         return prod(self.kernel)
 
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Pixels from the first tap to the last, an axis."""
+        return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilations, strict=True))
+
     def output_sides(self, sides: tuple[int, ...]) -> tuple[int, ...]:
         """Output positions an axis, for an image of ``sides``.
+
+        Args:
+            sides: Pixels an axis.
 
         Returns:
             One number an axis, at least one each.
 
         Raises:
-            ShapeError: The padded image is smaller than the (dilated) kernel.
+            ShapeError: The padded image is smaller than the (dilated) kernel, or has another number
+                of axes.
         """
-        found = tuple(self._outputs(axis, side) for axis, side in enumerate(sides))
+        if len(sides) != len(self.kernel):
+            raise ShapeError(f"an image of {sides} pixels has not the axes of the window {self}.")
+        found = tuple(
+            (begin + side + end - reach - 1) // stride + 1
+            for begin, side, end, reach, stride in zip(
+                self.begins, sides, self.ends, self.reaches, self.strides, strict=True
+            )
+        )
         if min(found, default=1) < 1:
             raise ShapeError(
                 f"an image of {sides} pixels is smaller than the window {self}; "
@@ -49,26 +67,87 @@ class Window:
             )
         return found
 
-    def seen(self, axis: int, tap: int, side: int) -> tuple[slice, slice]:
+    def seen(self, axis: int, tap: int, sides: tuple[int, ...]) -> tuple[slice, slice]:
         """Which output positions see the image through one tap, and the pixels they see.
 
         Args:
-            axis: Spatial axis, from zero.
+            axis: Spatial axis.
             tap: Position in the kernel along it.
-            side: Pixels of the image along it.
+            sides: Pixels of the image an axis.
 
         Returns:
             Two slices of equal length, possibly empty: of the output positions and of the pixels.
         """
-        step, outputs = self.strides[axis], self._outputs(axis, side)
+        step = self.strides[axis]
         first = tap * self.dilations[axis] - self.begins[axis]  # the pixel under output zero
         low = max(0, -(first // step))
-        high = max(low, min(outputs, (side - 1 - first) // step + 1))
-        start = first + low * step
-        return slice(low, high), slice(start, start + (high - low) * step, step)
+        stop = min(self.output_sides(sides)[axis], (sides[axis] - 1 - first) // step + 1)
+        high = max(low, stop)
+        pixel = first + low * step
+        return slice(low, high), slice(pixel, pixel + (high - low) * step, step)
 
-    def _outputs(self, axis: int, side: int) -> int:
-        """Output positions along an axis; below one if the image is too small."""
-        reach = (self.kernel[axis] - 1) * self.dilations[axis]
-        padded = self.begins[axis] + side + self.ends[axis]
-        return (padded - reach - 1) // self.strides[axis] + 1
+    def all_inside(self, sides: tuple[int, ...]) -> bool:
+        """Whether every tap of every output sees a pixel, none the padding."""
+        outputs = self.output_sides(sides)
+        return all(
+            begin <= 0 and (count - 1) * stride + reach - begin < side
+            for begin, count, stride, reach, side in zip(
+                self.begins, outputs, self.strides, self.reaches, sides, strict=True
+            )
+        )
+
+    def restricted(
+        self, axis: int, sides: tuple[int, ...], outputs: range, taps: slice | None = None
+    ) -> "Window":
+        """The window that has some of the outputs and some of the taps along one axis.
+
+        Args:
+            axis: Spatial axis.
+            sides: Pixels of the image an axis.
+            outputs: Positions to keep, counted as this window counts them; they may lie outside its
+                own, on the same grid.
+            taps: Adjacent taps to keep; all if left out.
+
+        Returns:
+            A window whose output zero is the first of ``outputs``.
+        """
+        taps = taps or slice(0, self.kernel[axis])
+        stride, dilation = self.strides[axis], self.dilations[axis]
+        kernel = taps.stop - taps.start
+        begin = self.begins[axis] - outputs.start * stride - taps.start * dilation
+        span = (len(outputs) - 1) * stride + (kernel - 1) * dilation + 1
+        return Window(
+            _with(self.kernel, axis, kernel),
+            self.strides,
+            self.dilations,
+            _with(self.begins, axis, begin),
+            _with(self.ends, axis, span - begin - sides[axis]),
+        )
+
+    def split(self, sides: tuple[int, ...], positions: int) -> Iterator["Window"]:
+        """Windows that share the outputs, with at most so many positions each.
+
+        Args:
+            sides: Pixels of the image an axis.
+            positions: Bound, at least one.
+
+        Yields:
+            Windows of equal size but for the last of each axis; leading axes are cut first.
+        """
+        outputs = self.output_sides(sides)
+        lengths = []
+        for axis, count in enumerate(outputs):
+            lengths.append(min(count, max(1, positions // prod(outputs[axis + 1 :]))))
+        cuts = [
+            [range(start, min(start + length, count)) for start in range(0, count, length)]
+            for count, length in zip(outputs, lengths, strict=True)
+        ]
+        for part in product(*cuts):
+            window = self
+            for axis, kept in enumerate(part):
+                window = window.restricted(axis, sides, kept)
+            yield window
+
+
+def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])

@@ -1,0 +1,158 @@
+"""Rank-k products of SciPy's BLAS on views: any leading dimension, in place, without copies.
+
+SciPy's public wrappers copy every operand that is not contiguous and cannot write into part of a
+matrix. Its Cython interface exports the routines themselves; ``ctypes`` calls them with pointers
+and strides, without the interpreter lock. What a pointer cannot say is asserted here.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from scipy.linalg import cython_blas
+
+from kfac_engine._types import Array
+
+_LARGEST = 2**31 - 1  # a side or stride, where BLAS counts in 32 bits
+
+
+class Layout(NamedTuple):
+    """How BLAS, which thinks in columns, reads a matrix.
+
+    Attributes:
+        row_major: Whether elements of a row are adjacent; else those of a column are.
+        leading: Elements from one row (or column) to the next.
+    """
+
+    row_major: bool
+    leading: int
+
+
+def layout(x: Array) -> Layout | None:
+    """How BLAS can read a matrix where it lies, or None if it must be copied first.
+
+    Args:
+        x: ``(m, k)``, any strides.
+
+    Returns:
+        Its layout, if one axis has unit stride and the other steps forward over whole elements.
+    """
+    if not x.flags.aligned:
+        return None
+    for inner, outer in ((1, 0), (0, 1)):
+        # The stride of an axis of length one is never used and may be anything.
+        adjacent = x.strides[inner] == x.itemsize or x.shape[inner] <= 1
+        step, rest = divmod(x.strides[outer], x.itemsize)
+        leading = step if x.shape[outer] > 1 else max(x.shape[inner], 1)
+        if adjacent and leading >= max(x.shape[inner], 1) and (not rest or x.shape[outer] <= 1):
+            return Layout(inner == 1, leading)
+    return None
+
+
+def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
+    """Lower triangle of ``out ← beta·out + alpha·x xᵀ``; the rest of ``out`` stays as it is.
+
+    Args:
+        x: ``(d, k)``, float32 or float64, with a ``layout``.
+        out: ``(d, d)``, of the same dtype, with adjacent elements in each row.
+        alpha: Scale of the product.
+        beta: Scale of the old matrix; zero overwrites, NaN included.
+    """
+    by_row, leading = _read(x, out)
+    side, depth = x.shape
+    assert out.shape == (side, side), f"{out.shape} cannot hold the product of {x.shape}"
+    real = _REAL[out.dtype.char]
+    # Column by column, a row-major lower triangle is an upper one, and x is transposed.
+    _SYRK[out.dtype.char](
+        b"U",
+        b"T" if by_row else b"N",
+        _integer(side),
+        _integer(depth),
+        ctypes.byref(real(alpha)),
+        x.ctypes.data,
+        _integer(leading),
+        ctypes.byref(real(beta)),
+        out.ctypes.data,
+        _integer(_written(out)),
+    )
+
+
+def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
+    """``out ← beta·out + alpha·x yᵀ``.
+
+    Args:
+        x: ``(m, k)``, float32 or float64, with a ``layout``.
+        y: ``(n, k)``, of the same dtype, with a ``layout``.
+        out: ``(m, n)``, of the same dtype, with adjacent elements in each row.
+        alpha: Scale of the product.
+        beta: Scale of the old matrix; zero overwrites, NaN included.
+    """
+    x_by_row, x_leading = _read(x, out)
+    y_by_row, y_leading = _read(y, out)
+    (m, depth), n = x.shape, len(y)
+    assert out.shape == (m, n), f"{out.shape} cannot hold the product of {x.shape}, {y.shape}"
+    assert y.shape[1] == depth, f"{x.shape} and {y.shape} have no common depth"
+    real = _REAL[out.dtype.char]
+    # Column by column, outᵀ = y xᵀ.
+    _GEMM[out.dtype.char](
+        b"T" if y_by_row else b"N",
+        b"N" if x_by_row else b"T",
+        _integer(n),
+        _integer(m),
+        _integer(depth),
+        ctypes.byref(real(alpha)),
+        y.ctypes.data,
+        _integer(y_leading),
+        x.ctypes.data,
+        _integer(x_leading),
+        ctypes.byref(real(beta)),
+        out.ctypes.data,
+        _integer(_written(out)),
+    )
+
+
+def _read(x: Array, out: Array) -> Layout:
+    """Layout of an operand that fits ``out``."""
+    assert x.ndim == 2, f"an operand of shape {x.shape} is no matrix"
+    assert x.dtype == out.dtype, f"{x.dtype} and {out.dtype} differ"
+    found = layout(x)
+    assert found is not None, f"strides {x.strides} of {x.shape} need a copy first"
+    return found
+
+
+def _written(out: Array) -> int:
+    """Leading dimension of a result."""
+    found = layout(out)
+    assert found is not None, f"strides {out.strides} of a result are not BLAS's"
+    assert found.row_major, "a result is written row by row"
+    assert out.flags.writeable, "a result must be writeable"
+    return found.leading
+
+
+def _integer(value: int) -> Any:
+    """The address of a number, as BLAS takes every scalar."""
+    assert value <= _LARGEST, f"{value} is more than BLAS counts to"
+    return ctypes.byref(_INTEGER(value))
+
+
+def _capsule(name: str) -> tuple[bytes, int]:
+    """C signature and address of a routine that SciPy exports to Cython."""
+    capsule = cython_blas.__pyx_capi__[name]
+    get_name = ctypes.pythonapi.PyCapsule_GetName
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    signature: bytes = get_name(capsule)
+    return signature, get_pointer(capsule, signature)
+
+
+def _routine(name: str, arguments: int) -> Callable[..., None]:
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)
+    return prototype(_capsule(name)[1])
+
+
+# A SciPy built for 64-bit BLAS says so in the signatures.
+_INTEGER = ctypes.c_int if b" int *" in _capsule("ssyrk")[0] else ctypes.c_int64
+_SYRK = {"f": _routine("ssyrk", 10), "d": _routine("dsyrk", 10)}
+_GEMM = {"f": _routine("sgemm", 13), "d": _routine("dgemm", 13)}
+_REAL = {"f": ctypes.c_float, "d": ctypes.c_double}
