@@ -10,54 +10,54 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kfac_engine.errors import KfacError as KfacError
-    from kfac_engine.errors import InputError as InputError
-    from kfac_engine.errors import ModelError as ModelError
-    from kfac_engine.errors import ShapeError as ShapeError
-    from kfac_engine.errors import NonFiniteError as NonFiniteError
-    from kfac_engine.errors import RegistrationError as RegistrationError
-    from kfac_engine.errors import UnknownNameError as UnknownNameError
-    from kfac_engine.errors import UnsupportedError as UnsupportedError
-    from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
-    from kfac_engine.errors import NotReadyError as NotReadyError
-    from kfac_engine.errors import BackendError as BackendError
+    from kfac_engine.autodiff.model import OnnxModel as OnnxModel
+    from kfac_engine.autodiff.model import load_model as load_model
+    from kfac_engine.autodiff.trace import Trace as Trace
+    from kfac_engine.blocks.base import FisherBlock as FisherBlock
+    from kfac_engine.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
+    from kfac_engine.blocks.named import ConvDiagonalFB as ConvDiagonalFB
+    from kfac_engine.blocks.named import ConvKFCBasicFB as ConvKFCBasicFB
+    from kfac_engine.blocks.named import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
+    from kfac_engine.blocks.named import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
+    from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
+    from kfac_engine.blocks.single import NaiveFullFB as NaiveFullFB
+    from kfac_engine.collection import LayerCollection as LayerCollection
     from kfac_engine.config import CollectionConfig as CollectionConfig
     from kfac_engine.config import Schedule as Schedule
     from kfac_engine.engine import Engine as Engine
     from kfac_engine.engine import precondition as precondition
-    from kfac_engine.result import Result as Result
-    from kfac_engine.inspection import LayerReport as LayerReport
-    from kfac_engine.inspection import MemoryReport as MemoryReport
-    from kfac_engine.autodiff.model import OnnxModel as OnnxModel
-    from kfac_engine.autodiff.trace import Trace as Trace
-    from kfac_engine.autodiff.model import load_model as load_model
-    from kfac_engine.collection import LayerCollection as LayerCollection
+    from kfac_engine.errors import BackendError as BackendError
+    from kfac_engine.errors import InputError as InputError
+    from kfac_engine.errors import KfacError as KfacError
+    from kfac_engine.errors import ModelError as ModelError
+    from kfac_engine.errors import NonFiniteError as NonFiniteError
+    from kfac_engine.errors import NotReadyError as NotReadyError
+    from kfac_engine.errors import RegistrationError as RegistrationError
+    from kfac_engine.errors import ShapeError as ShapeError
+    from kfac_engine.errors import UnknownNameError as UnknownNameError
+    from kfac_engine.errors import UnsupportedError as UnsupportedError
+    from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.estimator import FisherEstimator as FisherEstimator
-    from kfac_engine.blocks.base import FisherBlock as FisherBlock
-    from kfac_engine.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
-    from kfac_engine.blocks.single import NaiveFullFB as NaiveFullFB
-    from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
-    from kfac_engine.blocks.named import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
-    from kfac_engine.blocks.named import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
-    from kfac_engine.blocks.named import ConvKFCBasicFB as ConvKFCBasicFB
-    from kfac_engine.blocks.named import ConvDiagonalFB as ConvDiagonalFB
     from kfac_engine.factors.base import FisherFactor as FisherFactor
     from kfac_engine.factors.dense import DenseSquareMatrixFactor as DenseSquareMatrixFactor
     from kfac_engine.factors.diagonal import DiagonalFactor as DiagonalFactor
-    from kfac_engine.losses import LossFunction as LossFunction
+    from kfac_engine.inspection import LayerReport as LayerReport
+    from kfac_engine.inspection import MemoryReport as MemoryReport
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.losses import LossFunction as LossFunction
     from kfac_engine.losses import (
-        OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
+        MultiBernoulliNegativeLogProbLoss as MultiBernoulliNegativeLogProbLoss,
     )
     from kfac_engine.losses import NormalMeanNegativeLogProbLoss as NormalMeanNegativeLogProbLoss
     from kfac_engine.losses import (
         NormalMeanVarianceNegativeLogProbLoss as NormalMeanVarianceNegativeLogProbLoss,
     )
     from kfac_engine.losses import (
-        MultiBernoulliNegativeLogProbLoss as MultiBernoulliNegativeLogProbLoss,
+        OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.result import Result as Result
 
 # Public name to the module that defines it.
 _HOMES = {

@@ -72,7 +72,8 @@ def load_state(
         The rest.
 
     Raises:
-        InputError: The file is missing or no checkpoint, or does not fit; every difference is listed.
+        InputError: The file is missing or no checkpoint, or does not fit; every difference is
+            listed.
     """
     header, tensors = _read(path)
     saved = json.loads(header["factors"])
@@ -129,8 +130,8 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
             header = file.metadata() or {}
             if header.get("format") != str(FORMAT_VERSION) or "factors" not in header:
                 raise InputError(
-                    f"'{path}' is not an engine state of format {FORMAT_VERSION}; it was written by "
-                    f"another program or version."
+                    f"'{path}' is not an engine state of format {FORMAT_VERSION}; another program "
+                    f"or version wrote it."
                 )
             return header, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as failure:

@@ -1,13 +1,13 @@
 """The registry of layers and losses: which parameters form which block.
 
-``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later, as
-a mapping from names to arrays.
+``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
+as a mapping from names to arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-from kfac_engine._types import Params, Thunk, Values
+from kfac_engine._types import Params
 from kfac_engine.approximations import APPROXIMATIONS, DEFAULTS, GENERIC, accepted
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.select import select
@@ -17,30 +17,12 @@ from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.layers.forms import LayerForm, convolution_form, dense_form
 from kfac_engine.layers.views import Padding
-from kfac_engine.losses import (
-    CategoricalLogitsNegativeLogProbLoss,
-    LossFunction,
-    MultiBernoulliNegativeLogProbLoss,
-    NormalMeanNegativeLogProbLoss,
-)
-from kfac_engine.losses.base import RegisteredLoss
-from kfac_engine.losses.table import LossTable
-
-# "VARIABLE_SCOPE": add a tower where the key is registered, else register it.
-Reuse: TypeAlias = bool | Literal["VARIABLE_SCOPE"]
-TargetMode: TypeAlias = Literal["data", "sample"]
-CoefficientMode: TypeAlias = Literal["regular", "sqrt", "off"]
+from kfac_engine.losses.collection import LossCollection, Reuse
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
-_COEFFICIENT: Mapping[str, Callable[[float], float]] = {
-    "regular": lambda k: k,
-    "sqrt": lambda k: k**0.5,
-    "off": lambda k: 1.0,
-}
 
-
-class LayerCollection:
+class LayerCollection(LossCollection):
     """Layers, losses and the factors they share; one for each estimator.
 
     Args:
@@ -61,6 +43,7 @@ class LayerCollection:
         config: CollectionConfig | None = None,
         backend: str = "auto",
     ) -> None:
+        super().__init__()
         self.graph = graph
         self.name = name
         self.config = config or CollectionConfig()
@@ -70,7 +53,6 @@ class LayerCollection:
         self._rows: dict[Params, tuple[object, ...]] = {}
         self._uses: dict[str, float] = {}
         self._defaults = dict(DEFAULTS)
-        self._losses = LossTable()
 
     # -- what is registered -----------------------------------------------------------------------
 
@@ -79,32 +61,12 @@ class LayerCollection:
         """All parameters that belong to a block."""
         return tuple(name for key in self.fisher_blocks for name in _names(key))
 
-    @property
-    def losses(self) -> tuple[LossFunction, ...]:
-        """Every loss of every tower."""
-        return tuple(tower for loss in self._losses for tower in loss.towers)
-
-    @property
-    def registered_losses(self) -> tuple[RegisteredLoss, ...]:
-        """Losses with their names and coefficients; at least one."""
-        return self._losses.require()
-
-    @property
-    def towers_by_loss(self) -> tuple[tuple[LossFunction, ...], ...]:
-        """For each loss, its towers."""
-        return tuple(loss.towers for loss in self._losses)
-
-    @property
-    def batch_value(self) -> str | None:
-        """Name of a value whose first axis is the batch: the first loss's input; None without loss."""
-        return self.losses[0].inputs[0] if len(self._losses) else None
-
     def get_blocks(self) -> tuple[FisherBlock, ...]:
         """All blocks, in the order of registration."""
         return tuple(self.fisher_blocks.values())
 
     def get_factors(self) -> tuple[FisherFactor, ...]:
-        """All factors, in the order of creation: a block's input factor before its output factor."""
+        """All factors, in the order of creation: a block's input factor comes first."""
         return tuple(self.fisher_factors.values())
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
@@ -115,6 +77,9 @@ class LayerCollection:
 
     def require_shape(self, name: str) -> tuple[int, ...]:
         """The declared shape of a tensor.
+
+        Returns:
+            One side an axis.
 
         Raises:
             InputError: It is not known.
@@ -144,7 +109,7 @@ class LayerCollection:
         assert isinstance(factor, cls)
         return factor
 
-    # -- defaults -----------------------------------------------------------------------------------
+    # -- defaults ---------------------------------------------------------------------------------
 
     def default_approximation(self, kind: str) -> str:
         """The approximation used for a kind of layer unless one is named."""
@@ -168,9 +133,9 @@ class LayerCollection:
             )
         self._defaults[kind] = value
 
-    # -- layers -------------------------------------------------------------------------------------
+    # -- layers -----------------------------------------------------------------------------------
 
-    def register_fully_connected(  # noqa: PLR0913 (the specification's signature and layouts)
+    def register_fully_connected(
         self,
         params: Params | Sequence[str],
         inputs: str,
@@ -318,116 +283,7 @@ class LayerCollection:
         if wrong:
             raise RegistrationError(f"the registration is not complete: {'; '.join(wrong)}.")
 
-    # -- losses ---------------------------------------------------------------------------------------
-
-    def register_loss_function(
-        self,
-        loss: LossFunction,
-        base_name: str,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a loss object; the total loss is the weighted sum over all.
-
-        Args:
-            loss: The loss of one tower.
-            base_name: What to derive a name from when none is given.
-            name: Unique name.
-            coeff: Weight in the total.
-            reuse: Whether this is a further tower.
-
-        Returns:
-            The name.
-        """
-        return self._losses.add(loss, base_name, name=name, coefficient=coeff, reuse=reuse)
-
-    def register_categorical_predictive_distribution(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a softmax output: logits ``(n, …, classes)``, integer targets ``(n, …)``."""
-        loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
-        base = "categorical_predictive_distribution"
-        return self.register_loss_function(loss, base, name, coeff, reuse)
-
-    def register_normal_predictive_distribution(
-        self,
-        mean: str,
-        var: float = 0.5,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a Gaussian output of fixed variance; ``var=0.5`` is the squared error."""
-        loss = NormalMeanNegativeLogProbLoss(mean, var, targets, seed)
-        base = "normal_predictive_distribution"
-        return self.register_loss_function(loss, base, name, coeff, reuse)
-
-    def register_multi_bernoulli_predictive_distribution(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register independent binary outputs: logits and targets of one shape."""
-        loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
-        base = "multi_bernoulli_predictive_distribution"
-        return self.register_loss_function(loss, base, name, coeff, reuse)
-
-    def eval_losses(
-        self, target_mode: TargetMode = "data", coeff_mode: CoefficientMode = "regular"
-    ) -> list[Thunk[float]]:
-        """One callable a loss and tower, summed over the batch and weighted.
-
-        Args:
-            target_mode: Observed or sampled targets.
-            coeff_mode: Weighted by the coefficient, its root, or one.
-
-        Returns:
-            Callables of the values of a batch.
-
-        Raises:
-            InputError: A mode is unknown.
-        """
-        if target_mode not in ("data", "sample") or coeff_mode not in _COEFFICIENT:
-            raise InputError(
-                f"target_mode is 'data' or 'sample' and coeff_mode one of {', '.join(_COEFFICIENT)}; "
-                f"got '{target_mode}' and '{coeff_mode}'."
-            )
-        weighted = []
-        for loss in self._losses:
-            k = _COEFFICIENT[coeff_mode](loss.coefficient)
-            for tower in loss.towers:
-                evaluate = tower.evaluate() if target_mode == "data" else tower.evaluate_on_sample()
-                weighted.append(_times(k, evaluate))
-        return weighted
-
-    def eval_losses_on_samples(self) -> list[Thunk[float]]:
-        """``eval_losses`` on sampled targets."""
-        return self.eval_losses("sample")
-
-    def total_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """The sum of all losses on the data."""
-        self._losses.require()
-        return _sum(self.eval_losses("data", coeff_mode))
-
-    def total_sampled_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """The sum of all losses on sampled targets."""
-        self._losses.require()
-        return _sum(self.eval_losses("sample", coeff_mode))
-
-    # -- private ----------------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------
 
     def _register(
         self,
@@ -486,14 +342,3 @@ def _key(params: Params | Sequence[str]) -> Params:
 
 def _names(key: Params) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
-
-
-def _times(k: float, evaluate: Thunk[float]) -> Thunk[float]:
-    return lambda values: k * evaluate(values)
-
-
-def _sum(thunks: Sequence[Thunk[float]]) -> Thunk[float]:
-    def total(values: Values) -> float:
-        return sum(thunk(values) for thunk in thunks)
-
-    return total

@@ -18,15 +18,15 @@ class CollectionConfig:
             classical ``decay·c + (1 − decay)·new``.
         initial_covariance: Where a classical average starts. A debiased one forgets its start.
         pi_type: How a Kronecker block splits its damping: by the factors' mean traces, or evenly.
-        normalize_damping_power: ``p`` in ``λ' = λ / N**p`` for a block whose parameters are used ``N``
-            times per example; 0 turns the normalization off.
+        normalize_damping_power: ``p`` in ``λ' = λ / N**p`` for a block whose parameters are used
+            ``N`` times per example; 0 turns the normalization off.
         eigenvalue_clipping_threshold: Floor of eigenvalues before damping, on the eigen path.
         eigendecomposition_threshold: So many inverses of one factor (with different dampings) are
             taken from one eigendecomposition rather than from Cholesky factors.
         assume_zero_mean_activations: Kronecker factors without spatial correlation (SUA): whether
             activations count as centred.
-        subtract_mean_contrib_from_cov: SUA with centred activations: whether the mean's outer product
-            is taken off the second moment.
+        subtract_mean_contrib_from_cov: SUA with centred activations: whether the mean's outer
+            product is taken off the second moment.
         sub_sample_inputs: Whether convolution input factors see a random part of the examples.
         inputs_to_extract_patches_factor: That part.
         sub_sample_patches: Whether convolution input factors see a random part of the patches.

@@ -12,23 +12,23 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from kfac_engine._types import Array, Params, Vector
+from kfac_engine.assembly import check_options, refreshes, register_layers
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.trace import Trace
-from kfac_engine.blocks.base import uses
+from kfac_engine.blocks.base import parts, uses
 from kfac_engine.checkpoint import State, load_state, save_state, write_atomically
 from kfac_engine.collection import LayerCollection
 from kfac_engine.config import Schedule
-from kfac_engine.errors import InputError, ModelError, NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.estimator import FisherEstimator
-from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.export import export_model
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.write import serialize
 from kfac_engine.inspection import LayerReport, MemoryReport, layer_reports, memory_report
-from kfac_engine.layers.discover import Found, discover
+from kfac_engine.layers.discover import Found
 from kfac_engine.objective import LossChoice, Objective, Reduction, check_reduction, choose_losses
 from kfac_engine.result import Result
-from kfac_engine.scheduler import Work, plan
+from kfac_engine.scheduler import plan
 
 
 class Engine:
@@ -70,7 +70,7 @@ class Engine:
         self._model = model
         self._found = tuple(layers)
         self._exps = tuple(exps)
-        self._refreshes = _refreshes(model, collection)
+        self._refreshes = refreshes(model, collection)
         self._blas = ThreadpoolController()
 
     @classmethod
@@ -98,8 +98,8 @@ class Engine:
 
         Args:
             model: Path, bytes or ``ModelProto``.
-            loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object, or a
-                list of them.
+            loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object,
+                or a list of them.
             output: The output a loss given by name is put on; needed where there are several.
             class_axis: Axis of the classes in that output.
             reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
@@ -123,7 +123,7 @@ class Engine:
             UnknownNameError: A name goes by nothing.
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
         """
-        _check_options(damping, ema_decay, exps, threads)
+        check_options(damping, ema_decay, exps, threads)
         check_reduction(reduction)
         onnx_model = OnnxModel(
             load_model(model),
@@ -137,7 +137,7 @@ class Engine:
         for index, found in enumerate(choose_losses(onnx_model.graph, loss, output, class_axis)):
             collection.register_loss_function(found, f"loss_{index}")
         objective = Objective(collection.registered_losses, reduction)
-        layers = _register_layers(onnx_model, objective, collection)
+        layers = register_layers(onnx_model, objective, collection)
         estimator = FisherEstimator(
             tuple(onnx_model.parameters),
             ema_decay,
@@ -229,7 +229,7 @@ class Engine:
                         f"{', '.join(names)} form one block; give the gradients of all of them."
                     )
                 product = block.multiply_matpower(_vector(key, given), exp)
-                results.update(zip(names, _parts(product), strict=True))
+                results.update(zip(names, parts(product), strict=True))
         return {name: results[name] for name in given}
 
     # -- parameters and files ---------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Engine:
         array = self.collection.backend.asarray(value)
         if array.shape != parameter.shape:
             raise ShapeError(
-                f"the gradient of '{name}' has shape {array.shape}, the parameter {parameter.shape}."
+                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
             )
         if not self.collection.backend.all_finite(array):
             raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
@@ -325,7 +325,7 @@ class Engine:
         return context
 
 
-def precondition(  # noqa: PLR0913 (the options of Engine.from_onnx)
+def precondition(
     model: ModelSource,
     inputs: Mapping[str, Array],
     targets: Array | Mapping[str, Array],
@@ -348,70 +348,5 @@ def precondition(  # noqa: PLR0913 (the options of Engine.from_onnx)
     return engine.step(inputs, targets)
 
 
-def _register_layers(
-    model: OnnxModel, objective: Objective, collection: LayerCollection
-) -> tuple[Found, ...]:
-    """Find layers and register them by the functions a user would call."""
-    reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
-    if not reached:
-        raise ModelError(
-            f"the loss on {', '.join(objective.inputs)} depends on no trainable parameter of model "
-            f"'{model.graph.name}' through differentiable operators."
-        )
-    shapes = {name: fact.shape for name, fact in model.facts.items()}
-    unreached = [
-        Found("generic", (name,), reason="the loss does not depend on it")
-        for name in model.parameters
-        if name not in reached
-    ]
-    layers = (*discover(model.graph, tuple(reached), shapes), *unreached)
-    register = {
-        "fully_connected": collection.register_fully_connected,
-        "conv2d": collection.register_conv2d,
-    }
-    for layer in layers:
-        key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
-        if layer.kind == "generic":
-            collection.register_generic(key, objective.inputs[0])
-        else:
-            register[layer.kind](  # type: ignore[operator] # each takes its own options
-                key, inputs=layer.inputs, outputs=layer.outputs, **layer.options
-            )
-    return layers
-
-
-def _check_options(
-    damping: float, ema_decay: float, exps: Sequence[float], threads: int | None
-) -> None:
-    if not (np.isfinite(damping) and damping > 0):
-        raise InputError(f"damping must be a positive number, got {damping}.")
-    if not 0 <= ema_decay < 1:
-        raise InputError(f"ema_decay must lie in [0, 1), got {ema_decay}.")
-    if not exps or not all(np.isfinite(exp) for exp in exps):
-        raise InputError(f"exps must be one or more numbers, got {exps}.")
-    if threads is not None and threads < 1:
-        raise InputError(f"threads must be at least 1, got {threads}.")
-
-
 def _vector(key: Params, arrays: Mapping[str, Array]) -> Vector:
     return arrays[key] if isinstance(key, str) else tuple(arrays[name] for name in key)
-
-
-def _parts(vector: Vector) -> tuple[Array, ...]:
-    return vector if isinstance(vector, tuple) else (vector,)
-
-
-def _refreshes(
-    model: OnnxModel, collection: LayerCollection
-) -> dict[str, tuple[FisherFactor, Work]]:
-    """Every factor that stores powers, with what its refresh costs: cubic in its side."""
-    costs: dict[int, float] = {}
-    for key, block in collection.fisher_blocks.items():
-        shapes = block.factor_shapes([model.parameters[name].shape for name in uses(key)])
-        for factor, shape in zip(block.factors, shapes, strict=True):
-            costs[id(factor)] = float(shape[0]) ** 3
-    return {
-        str(index): (factor, Work(str(index), costs[id(factor)]))
-        for index, factor in enumerate(collection.get_factors())
-        if factor.has_inverses
-    }

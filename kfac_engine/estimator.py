@@ -1,11 +1,12 @@
-"""The Fisher estimator: statistics from a trace into factors, and products with the whole matrix."""
+"""The Fisher estimator: statistics of a trace into factors, products with the whole matrix."""
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from kfac_engine._types import Array, Params, Values, Vector
-from kfac_engine.blocks.base import FisherBlock, GradsList, uses
+from kfac_engine.blocks.base import FisherBlock, GradsList, parts, uses
 from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ShapeError
@@ -121,9 +122,10 @@ class FisherEstimator:
         Args:
             trace: The evaluation of the batch.
             draws: Fixes the randomness, by loss name.
-            scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by ``w``.
+            scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by
+                ``w``.
         """
-        self._update(self.factors, trace, draws, scales or {})
+        self._update(self.factors, trace, draws, scales)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -133,10 +135,7 @@ class FisherEstimator:
     @property
     def cov_update_thunks(self) -> list[Callable[[Trace], None]]:
         """One callable a factor, in the order of creation; each samples for itself."""
-        return [
-            lambda trace, factor=factor: self._update((factor,), trace, None, {})  # type: ignore[misc] # bound now
-            for factor in self.factors
-        ]
+        return [partial(self._update, (factor,)) for factor in self.factors]
 
     @property
     def inv_update_thunks(self) -> list[Callable[[], None]]:
@@ -210,12 +209,12 @@ class FisherEstimator:
         self,
         factors: Sequence[FisherFactor],
         trace: Trace,
-        draws: Draws | None,
-        scales: Mapping[str, float],
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
     ) -> None:
         reads = {name for factor in factors for name in factor.statistic.names()}
         wanted = {name: value for name, value in self._gradients.items() if name in reads}
-        sources = self._sources(trace, draws, scales, wanted)
+        sources = self._sources(trace, draws, scales or {}, wanted)
         values, stats = next(sources)
         for factor in factors:
             factor.check(values)
@@ -247,11 +246,11 @@ class FisherEstimator:
         stats: list[Array] = []
         variables = self.variables if self._batch_size else ()
         wrt = tuple(dict.fromkeys((*wanted.values(), *variables)))
-        for source in self._mode(self._losses, trace, self.rng, draws):  # type: ignore[arg-type] # reads by name
+        for source in self._mode(self._losses, trace, self.rng, draws):
             cotangents = {name: scales.get(name, 1.0) * array for name, array in source.items()}
             found = trace.vjp(cotangents, wrt) if wrt else {}
-            parts = [found[name] / self._batch_size for name in variables]  # type: ignore[operator] # set with variables
-            stats = [a + b for a, b in zip(stats, parts, strict=True)] if stats else parts
+            shares = [found[name] / (self._batch_size or 1) for name in variables]
+            stats = [a + b for a, b in zip(stats, shares, strict=True)] if stats else shares
             gradients = {name: found[value] for name, value in wanted.items()}
             yield ChainMap(gradients, trace), stats  # type: ignore[arg-type] # only read
 
@@ -260,11 +259,10 @@ class FisherEstimator:
     ) -> list[tuple[Vector, Params]]:
         given: dict[str, Array] = {}
         for vector, key in pairs:
-            parts = vector if isinstance(vector, tuple | list) else (vector,)
-            names = uses(key)
-            if len(parts) != len(names):
-                raise ShapeError(f"{key} needs {len(names)} array(s), got {len(parts)}.")
-            given.update(zip(names, parts, strict=True))
+            names, arrays = uses(key), parts(vector)
+            if len(arrays) != len(names):
+                raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
+            given.update(zip(names, arrays, strict=True))
         registered = self._collection.registered_variables
         if set(given) != set(registered):
             missing, extra = (
@@ -279,9 +277,7 @@ class FisherEstimator:
         for key, block in self._collection.fisher_blocks.items():
             vector = given[key] if isinstance(key, str) else tuple(given[name] for name in key)
             result = product(block, vector)
-            results.update(
-                zip(uses(key), (result,) if isinstance(key, str) else result, strict=True)
-            )
+            results.update(zip(uses(key), parts(result), strict=True))
         return [
             (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
             for _, key in pairs

@@ -1,4 +1,4 @@
-"""What is minimised: the losses of a model under a reduction, and the Fisher matrix that goes with it.
+"""What is minimised: losses under a reduction, and the Fisher matrix that goes with them.
 
 A loss object sums over the batch and its positions. The reduction says what the user's loss is, and
 gradient and Fisher matrix follow the same choice (n examples, t positions each):
@@ -48,11 +48,13 @@ class Objective:
 
     def value(self, values: Values) -> float:
         """The reduced loss on the targets of the batch."""
-        return sum(
+        parts = [
             loss.coefficient * self._gradient_weight(tower, values) * tower.value(values)
             for loss in self.losses
             for tower in loss.towers
-        )
+        ]
+        total: float = sum(parts)
+        return total
 
     def cotangents(self, values: Values) -> dict[str, Array]:
         """Gradient of ``value`` with respect to each loss input."""
@@ -148,7 +150,7 @@ def _outputs(graph: Graph, count: int, output: str | Sequence[str] | None) -> li
     chosen = [output] if isinstance(output, str) else list(output or ())
     if len(chosen) != count:
         raise InputError(
-            f"the model has the outputs {', '.join(graph.outputs)}; name the one each of the {count} "
-            f"loss(es) is put on with output=…."
+            f"the model has the outputs {', '.join(graph.outputs)}; name the {count} that the "
+            f"loss is put on with output=…."
         )
     return chosen

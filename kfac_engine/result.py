@@ -12,7 +12,8 @@ class Result:
     Attributes:
         loss: The loss under the engine's reduction; by default the mean over the batch.
         gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
-        natural_gradients: Parameter name to preconditioned gradient; empty where none was asked for.
+        natural_gradients: Parameter name to preconditioned gradient; empty where none was asked
+            for.
     """
 
     loss: float

@@ -1,7 +1,7 @@
 """Who is due: a pure planner that sees names and costs, never arrays.
 
-Two clocks: covariances move every few calls, inverses are refreshed now and then. A refresh of every
-factor at once makes one call in ``refresh_every`` slow; the other policies spread it.
+Two clocks: covariances move every few calls, inverses are refreshed now and then. A refresh of
+every factor at once makes one call in ``refresh_every`` slow; the other policies spread it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

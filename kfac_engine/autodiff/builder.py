@@ -135,6 +135,15 @@ class Builder:
         """``g`` with the run-time shape of the forward value ``like``."""
         return self.op("Reshape", g, self.shape(like))
 
+    def cast_like(self, value: str, like: str) -> str:
+        """``value`` in the element type of the forward value ``like``: True becomes one."""
+        return self.op("Cast", value, to=FLOAT_CODES[self.dtype(like).name])
+
+    def zeros(self, like: str) -> str:
+        """Zeros with the run-time shape and the element type of the forward value ``like``."""
+        zero = np.zeros(1, dtype=self.dtype(like))
+        return self.op("ConstantOfShape", self.shape(like), value=zero)
+
     def unbroadcast(self, g: str, result: str, operand: str) -> str:
         """Adjoint of broadcasting ``operand`` to ``result``: sums ``g`` over the stretched axes.
 

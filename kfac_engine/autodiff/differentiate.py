@@ -23,7 +23,8 @@ class Backward:
         constants: Constants that ``nodes`` and ``forward_nodes`` read.
         forward_nodes: Nodes to append to the forward graph.
         saved: Forward values that ``nodes`` read: what the forward session must hand over.
-        cotangents: Value that is differentiated to the name of its cotangent, an input of ``nodes``.
+        cotangents: Value that is differentiated to the name of its cotangent, an input of
+            ``nodes``.
         gradients: Value asked for to the name of its gradient. Values that the differentiated
             ones do not depend on are absent: their gradient is zero.
     """

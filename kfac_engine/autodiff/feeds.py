@@ -18,9 +18,9 @@ from kfac_engine.graph.structure import Fact, Graph, Input
 from kfac_engine.graph.write import build_model, serialize
 
 # Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
-# the batch more often than not, and a batch of two keeps it apart from axes of one; other axes must be
-# long enough for pooling and short enough for position tables. A batch of one comes last: some
-# exporters bake it into Reshape targets.
+# the batch more often than not, and a batch of two keeps it apart from axes of one; other axes
+# must be long enough for pooling and short enough for position tables. A batch of one comes last:
+# some exporters bake it into Reshape targets.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
 
 
@@ -107,7 +107,7 @@ def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[
 
 
 def _made_up(entry: Input, first: int, other: int) -> Array:
-    """Small positive numbers, zeros for indices, True for masks: legal for nearly every operator."""
+    """Small positive numbers, zeros for indices, True for masks: legal for nearly all operators."""
     if entry.shape is None:
         raise ModelError(
             f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."

@@ -3,12 +3,11 @@
 Two kinds of session run the graph. The *forward* session takes data and parameters and returns
 whatever is asked for: outputs, activations, tensors that a backward pass needs. A *backward*
 session, one for each pair (values differentiated, values asked for), takes those tensors and a
-cotangent and returns gradients. Several backward passes share one forward pass, and new parameter values need no
-new session because parameters are fed like data.
+cotangent and returns gradients. Several backward passes share one forward pass, and new parameter
+values need no new session because parameters are fed like data.
 """
 
 from collections.abc import Mapping, Sequence
-
 from math import prod
 
 import numpy as np

@@ -1,7 +1,7 @@
 """ONNX Runtime sessions: the only module that imports it.
 
-Arrays go in and come out without copies on the CPU: an ``OrtValue`` wraps the memory of a NumPy array,
-and a result is viewed through DLPack (read-only, kept alive by the view).
+Arrays go in and come out without copies on the CPU: an ``OrtValue`` wraps the memory of a NumPy
+array, and a result is viewed through DLPack (read-only, kept alive by the view).
 """
 
 from collections.abc import Mapping, Sequence

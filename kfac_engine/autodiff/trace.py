@@ -56,7 +56,8 @@ class Trace(Mapping[str, Array]):
 
         Args:
             cotangents: Value name to an array of that value's shape.
-            wrt: Names of values: activations, parameters, inputs; also a value that has a cotangent.
+            wrt: Names of values: activations, parameters, inputs; also a value that has a
+                cotangent.
 
         Returns:
             Name to gradient, each in the shape of its value; zeros where nothing depends on it.

@@ -1,4 +1,4 @@
-"""What every block is: the Fisher matrix of one set of parameters, multiplied without being formed."""
+"""What every block is: the Fisher matrix of some parameters, multiplied without being formed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ class FisherBlock(ABC):
 
     @abstractmethod
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
-        """A factor ``B`` of the damped block, ``B Bᵀ = F + λI``, or its transpose, times a vector."""
+        """``B`` or ``Bᵀ`` times a vector, where ``B Bᵀ`` is the damped block."""
 
     @abstractmethod
     def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
@@ -165,6 +165,11 @@ class Towers:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+
+def parts(vector: Vector) -> tuple[Array, ...]:
+    """A vector over a block as a tuple, one array a parameter."""
+    return tuple(vector) if isinstance(vector, tuple | list) else (vector,)
 
 
 def uses(names: TowerNames) -> Uses:

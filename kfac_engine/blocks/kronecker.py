@@ -147,10 +147,15 @@ class KroneckerProductFB(FisherBlock):
 
         With p = 1 the identity that damping adds to ``c·A ⊗ G`` is ``λ·I``.
         """
-        return super().damping / self.repeats**self._collection.config.normalize_damping_power
+        power = self._collection.config.normalize_damping_power
+        normalizer: float = float(self.repeats) ** power
+        return super().damping / normalizer
 
     def split_damping(self) -> tuple[float, float]:
-        """``(λ_A, λ_G)`` with ``λ_A·λ_G`` = ``damping``, from the current undamped factors.
+        """Split ``damping`` between the sides, by the current undamped factors.
+
+        Returns:
+            ``(λ_A, λ_G)`` with ``λ_A·λ_G`` = ``damping``.
 
         Source: Martens & Grosse 2015, section 6.3.
         """
@@ -176,9 +181,9 @@ class KroneckerProductFB(FisherBlock):
     # -- products -------------------------------------------------------------------------------
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
-        (A, damping_A), (G, damping_G) = self._damped()
+        (A, damping_a), (G, damping_g) = self._damped()
         V = self._pack(vector)
-        V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_A), exp, damping_G)
+        V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
         return self.form.packing.unpack(float(self.repeats) ** exp * V, vector)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
@@ -197,10 +202,10 @@ class KroneckerProductFB(FisherBlock):
 
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
         """``√c·L_A V L_Gᵀ`` and its three relatives: the right side is transposed by default."""
-        (A, damping_A), (G, damping_G) = self._damped()
+        (A, damping_a), (G, damping_g) = self._damped()
         V = self._pack(vector)
-        V = A.left_multiply_cholesky(V, damping_A, transpose=transpose, inverse=inverse)
-        V = G.right_multiply_cholesky(V, damping_G, transpose=not transpose, inverse=inverse)
+        V = A.left_multiply_cholesky(V, damping_a, transpose=transpose, inverse=inverse)
+        V = G.right_multiply_cholesky(V, damping_g, transpose=not transpose, inverse=inverse)
         scale = float(self.repeats) ** (-0.5 if inverse else 0.5)
         return self.form.packing.unpack(scale * V, vector)
 

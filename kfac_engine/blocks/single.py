@@ -5,7 +5,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from kfac_engine._types import Array, Vector
-from kfac_engine.blocks.base import FisherBlock, GradsList, TowerNames, Towers, uses
+from kfac_engine.blocks.base import FisherBlock, GradsList, TowerNames, Towers, parts, uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
@@ -73,8 +73,7 @@ class SingleFactorFB(FisherBlock):
 
     def _to_column(self, vector: Vector) -> Array:
         xp = self._collection.backend.xp
-        parts = vector if isinstance(vector, tuple | list) else (vector,)
-        column: Array = xp.concatenate([part.reshape(-1, 1) for part in parts])
+        column: Array = xp.concatenate([part.reshape(-1, 1) for part in parts(vector)])
         if column.size != self.factor.side:
             raise InputError(
                 f"the block of {self.params} has {self.factor.side} parameters, the vector "
@@ -85,11 +84,11 @@ class SingleFactorFB(FisherBlock):
     def _from_column(self, column: Array, like: Vector) -> Vector:
         if not isinstance(like, tuple | list):
             return column.reshape(like.shape)
-        parts, start = [], 0
+        pieces, start = [], 0
         for part in like:
-            parts.append(column[start : start + part.size].reshape(part.shape).copy())
+            pieces.append(column[start : start + part.size].reshape(part.shape).copy())
             start += part.size
-        return tuple(parts)
+        return tuple(pieces)
 
 
 class NaiveFullFB(SingleFactorFB):
@@ -124,7 +123,7 @@ class NaiveFullFB(SingleFactorFB):
         return ((size, size),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        tensors = tuple((uses(source),) for source in grads_list)  # type: ignore[arg-type] # [source] of names
+        tensors = tuple((uses(source),) for source in grads_list)  # type: ignore[arg-type]
         if any(len(source[0]) != len(self._params) for source in tensors):
             raise InputError(
                 f"the block of {self._params} takes one gradient a parameter in each source."

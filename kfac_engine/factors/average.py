@@ -11,8 +11,8 @@ from kfac_engine.errors import InputError, NotReadyError
 class MovingAverage:
     """An average over batches and the total weight behind it.
 
-    A debiased average is ``Σ decayᵏ·wₖ·xₖ / Σ decayᵏ·wₖ``. Instead of the sum, its quotient is stored,
-    so that reading costs nothing: with ``W' = decay·W + w`` the update is
+    A debiased average is ``Σ decayᵏ·wₖ·xₖ / Σ decayᵏ·wₖ``. Instead of the sum, its quotient is
+    stored, so that reading costs nothing: with ``W' = decay·W + w`` the update is
     ``value ← (decay·W/W')·value + (w/W')·x``, which a rank-k BLAS update does in one pass.
     After the first update ``value == x`` exactly, whatever the decay.
 
@@ -53,6 +53,9 @@ class MovingAverage:
 
     def read(self, what: str) -> Array:
         """The average.
+
+        Returns:
+            The array itself, not a copy.
 
         Raises:
             NotReadyError: Nothing was averaged yet.

@@ -1,8 +1,8 @@
 """What every factor is: a statistic with a moving average, and powers of it.
 
-Life cycle, as the specification has it: construct → ``register_*`` → ``instantiate_cov_variables`` →
-``make_covariance_update_op`` → ``instantiate_inv_variables`` → ``make_inverse_update_ops`` → read.
-The estimator drives the same steps through ``update`` and ``refresh``.
+Life cycle, as the specification has it: construct → ``register_*`` → ``instantiate_cov_variables``
+→ ``make_covariance_update_op`` → ``instantiate_inv_variables`` → ``make_inverse_update_ops`` →
+read. The estimator drives the same steps through ``update`` and ``refresh``.
 """
 
 from abc import ABC, abstractmethod
@@ -80,8 +80,8 @@ class FisherFactor(ABC):
         for name in self.statistic.names():
             if not self.backend.all_finite(self.backend.asarray(values[name])):
                 raise NonFiniteError(
-                    f"'{name}' holds NaN, infinity or numbers whose squares overflow; the batch was "
-                    f"not taken into {self.name}. Lower the learning rate or check the data."
+                    f"'{name}' holds NaN, infinity or numbers whose squares overflow; the batch "
+                    f"was not taken into {self.name}. Lower the learning rate or check the data."
                 )
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
@@ -100,7 +100,7 @@ class FisherFactor(ABC):
         self.statistic.add_to(self._room(values), values, self.backend, alpha, beta)
 
     def accumulate(self, pending: Array | None, values: Values) -> Array:
-        """Add one source's measurement to ``pending`` (None: the first), leaving the average alone."""
+        """Add one source's measurement to ``pending``; None starts it. The average stays as is."""
         if pending is None:
             self._remember(values)
             pending = self._empty(values)
@@ -249,7 +249,7 @@ class FisherFactor(ABC):
 
     @abstractmethod
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        """``(C + damping·I)**exp · x``; stored powers as of the last refresh, power 1 always fresh."""
+        """``(C + damping·I)**exp · x``; stored powers as of the last refresh, power 1 fresh."""
 
     @abstractmethod
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:

@@ -1,8 +1,8 @@
 """What a factor measures on one batch: pure formulas on named values, without memory.
 
 A statistic knows the names of the tensors it reads as ``tensors[source][tower]``, each a tuple over
-uses, and adds its measurement to a matrix in place. Sources are summed, towers are averaged. It is a
-frozen value: two layers that measure the same thing get equal statistics, hence one factor.
+uses, and adds its measurement to a matrix in place. Sources are summed, towers are averaged. It is
+a frozen value: two layers that measure the same thing get equal statistics, hence one factor.
 """
 
 from collections.abc import Iterator
@@ -81,8 +81,8 @@ class KroneckerMoment:
 
     def _examples(self, values: Values, tower: Uses) -> int:
         if self.batch is not None and self.batch in values:
-            return values[self.batch].shape[0]
-        return values[tower[0]].shape[0] // self.num_uses
+            return len(values[self.batch])
+        return len(values[tower[0]]) // self.num_uses
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
@@ -156,11 +156,11 @@ class LayerSquare:
         return d_in, self.output_view.width(values[self.tensors[0][0][0]].shape)
 
     def batch_size(self, values: Values) -> int:
-        return sum(values[tower[0]].shape[0] for tower in self.inputs)
+        return sum(len(values[tower[0]]) for tower in self.inputs)
 
     def repeats(self, values: Values) -> int:
         name = self.tensors[0][0][0]
-        return self.output_view.count(values[name].shape) // values[name].shape[0]
+        return self.output_view.count(values[name].shape) // len(values[name])
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
@@ -212,7 +212,7 @@ class GradientSquare:
         return values[self.names()[0]].shape
 
     def batch_size(self, values: Values) -> int:
-        return sum(n if isinstance(n, int) else values[n].shape[0] for n in self.batch)
+        return sum(n if isinstance(n, int) else len(values[n]) for n in self.batch)
 
     def repeats(self, values: Values) -> int:
         del values

@@ -1,4 +1,4 @@
-"""Layers in a graph: every trainable parameter is claimed by one, or listed with the reason why not."""
+"""Layers in a graph: every trainable parameter belongs to one, or is listed with the reason."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class _Scene:
         return name in self.trainable and len(self.shapes[name]) == rank
 
     def is_bias(self, name: str, d_out: int, channel_axes: int = 0) -> bool:
-        """Whether a parameter adds one number to each feature, ``channel_axes`` axes before the end."""
+        """Whether a parameter adds one number a feature, ``channel_axes`` axes before the end."""
         if name not in self.trainable or len(self.graph.consumers[name]) != 1:
             return False
         shape = self.shapes[name]
@@ -66,7 +66,8 @@ def discover(
         shapes: Shape of every value in a sample run.
 
     Returns:
-        Layers in topological order, generic parameters after them; each parameter is in exactly one.
+        Layers in topological order, generic parameters after them; each parameter is in exactly
+        one.
     """
     scene = _Scene(graph, frozenset(trainable), shapes)
     layers: list[Found] = []

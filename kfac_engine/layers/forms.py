@@ -66,7 +66,7 @@ def convolution_form(
     spatial = _SPATIAL.get(len(filter_shape) - 2)
     if spatial is None:
         raise InputError(
-            f"a filter of shape {filter_shape} belongs to no convolution: 3, 4 or 5 axes are needed."
+            f"a filter of shape {filter_shape} is no convolution's: 3, 4 or 5 axes are needed."
         )
     last, first = f"N{spatial}C", f"NC{spatial}"
     data_format = data_format or last
@@ -96,6 +96,6 @@ def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str)
         found = tuple(e for e, axis in zip(found, data_format, strict=True) if axis not in "NC")
     if len(found) != axes or min(found) < 1:
         raise InputError(
-            f"{name} {found} must be positive, one a spatial axis of '{data_format}' or one an axis."
+            f"{name} {found} must be positive, one an axis or one a spatial axis of {data_format}."
         )
     return found

@@ -1,9 +1,9 @@
 """How the tensors of a layer become rows: uses, examples and positions in, features out.
 
-Every layer speaks one format: rows over uses ``u``, batch ``n`` and positions ``t``, with ``d`` features.
-A dense layer has ``u = t = 1``; a convolution has as many positions as output locations; a layer
-used at each step of a recurrence has ``u`` uses. A *view* knows which axis of a tensor is which, and
-asks the backend for moments without building the rows.
+Every layer speaks one format: rows over uses ``u``, batch ``n`` and positions ``t``, with ``d``
+features. A dense layer has ``u = t = 1``; a convolution has as many positions as output locations;
+a layer used at each step of a recurrence has ``u`` uses. A *view* knows which axis of a tensor is
+which, and asks the backend for moments without building the rows.
 """
 
 from dataclasses import dataclass
@@ -106,8 +106,8 @@ class Patches:
         kernel: Taps an axis.
         strides: Step between locations, an axis.
         dilations: Step between taps, an axis.
-        padding: ``"SAME"`` (TensorFlow's: the smaller half first; ``"SAME_LOWER"``: last), ``"VALID"``
-            or ``((begin, end), …)``.
+        padding: ``"SAME"`` (TensorFlow's: the smaller half first; ``"SAME_LOWER"``: last),
+            ``"VALID"`` or ``((begin, end), …)``.
         channels_first: Whether images are ``(n, channels, *sides)``.
     """
 
@@ -182,7 +182,7 @@ class Patches:
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != len(self.kernel) + 2:
             raise ShapeError(
-                f"the input of a convolution with {len(self.kernel)} spatial axes has shape {shape}."
+                f"the input of a convolution over {len(self.kernel)} spatial axes has shape {shape}."
             )
         return shape[2:] if self.channels_first else shape[1:-1]
 

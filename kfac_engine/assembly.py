@@ -1,0 +1,87 @@
+"""Puts the parts of an engine together: layers found and registered, refreshes priced."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kfac_engine._types import Params
+from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.blocks.base import uses
+from kfac_engine.collection import LayerCollection
+from kfac_engine.errors import InputError, ModelError
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.layers.discover import Found, discover
+from kfac_engine.objective import Objective
+from kfac_engine.scheduler import Work
+
+
+def register_layers(
+    model: OnnxModel, objective: Objective, collection: LayerCollection
+) -> tuple[Found, ...]:
+    """Find layers and register them by the functions a user would call."""
+    reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
+    if not reached:
+        raise ModelError(
+            f"the loss on {', '.join(objective.inputs)} depends on no trainable parameter of model "
+            f"'{model.graph.name}' through differentiable operators."
+        )
+    shapes = {name: fact.shape for name, fact in model.facts.items()}
+    unreached = [
+        Found("generic", (name,), reason="the loss does not depend on it")
+        for name in model.parameters
+        if name not in reached
+    ]
+    layers = (*discover(model.graph, tuple(reached), shapes), *unreached)
+    register = {
+        "fully_connected": collection.register_fully_connected,
+        "conv2d": collection.register_conv2d,
+    }
+    for layer in layers:
+        key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+        if layer.kind == "generic":
+            collection.register_generic(key, objective.inputs[0])
+        else:
+            register[layer.kind](  # type: ignore[operator] # each takes its own options
+                key, inputs=layer.inputs, outputs=layer.outputs, **layer.options
+            )
+    return layers
+
+
+def refreshes(
+    model: OnnxModel, collection: LayerCollection
+) -> dict[str, tuple[FisherFactor, Work]]:
+    """Every factor that stores powers, with what its refresh costs: cubic in its side."""
+    costs: dict[int, float] = {}
+    for key, block in collection.fisher_blocks.items():
+        shapes = block.factor_shapes([model.parameters[name].shape for name in uses(key)])
+        for factor, shape in zip(block.factors, shapes, strict=True):
+            costs[id(factor)] = float(shape[0]) ** 3
+    return {
+        str(index): (factor, Work(str(index), costs[id(factor)]))
+        for index, factor in enumerate(collection.get_factors())
+        if factor.has_inverses
+    }
+
+
+def check_options(
+    damping: float, ema_decay: float, exps: Sequence[float], threads: int | None
+) -> None:
+    """Refuse options outside their range.
+
+    Args:
+        damping: Must be positive.
+        ema_decay: Must lie in [0, 1).
+        exps: One or more numbers.
+        threads: At least one, if given.
+
+    Raises:
+        InputError: One is not.
+    """
+    if not (np.isfinite(damping) and damping > 0):
+        raise InputError(f"damping must be a positive number, got {damping}.")
+    if not 0 <= ema_decay < 1:
+        raise InputError(f"ema_decay must lie in [0, 1), got {ema_decay}.")
+    if not exps or not all(np.isfinite(exp) for exp in exps):
+        raise InputError(f"exps must be one or more numbers, got {exps}.")
+    if threads is not None and threads < 1:
+        raise InputError(f"threads must be at least 1, got {threads}.")
