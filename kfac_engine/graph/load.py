@@ -26,6 +26,7 @@ from kfac_engine.graph.canonicalise import (
     upgrade,
 )
 from kfac_engine.graph.constants import lift_constants
+from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.order import captures, describe, refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
 from kfac_engine.graph.structure import AttributeValue, Graph, Input, Node, Subgraph
@@ -94,8 +95,9 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
         name = model.graph.sparse_initializer[0].values.name
         raise UnsupportedError(f"initializer '{name}' is sparse; store it as a dense tensor.")
     refuse_repeated((entry.name for entry in model.graph.initializer), "initializers")
-    constants = {entry.name: to_array(entry, path) for entry in model.graph.initializer}
-    template = _template(model, path)
+    external = ExternalData(path) if path else None
+    constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
+    template = _template(model, external)
     working = _canonical(template, constants)
     return LoadedModel(
         graph=Graph(
@@ -111,7 +113,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     )
 
 
-def _template(model: onnx.ModelProto, path: Path | None) -> onnx.ModelProto:
+def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.ModelProto:
     """``model``, which is used up, without the data of its initializers; the rest is complete."""
     stubs = [
         onnx.TensorProto(name=entry.name, data_type=entry.data_type, dims=entry.dims)
@@ -125,7 +127,7 @@ def _template(model: onnx.ModelProto, path: Path | None) -> onnx.ModelProto:
     functions = (node for function in template.functions for node in function.node)
     for nested in nested_tensors((*functions, *template.graph.node)):
         if is_external(nested):
-            nested.CopyFrom(tensor(to_array(nested, path), nested.name))
+            nested.CopyFrom(tensor(to_array(nested, external), nested.name))
     return template
 
 

@@ -232,7 +232,9 @@ def external(location: str, **entries: object) -> Make:
         home.mkdir()
         (home / "weights.bin").write_bytes(bytes(NEEDED))
         (folder / "secret.bin").write_bytes(bytes(NEEDED))
+        (home / "empty.bin").touch()
         (home / "link.bin").symlink_to(folder / "secret.bin")
+        (home / "circle.bin").symlink_to(home / "circle.bin")
         place = location.replace("ABSOLUTE", str(folder / "secret.bin"))
         model = changed(first_weight(raw_data=b""))
         tensor = model.graph.initializer[0]
@@ -255,6 +257,9 @@ BAD_PLACES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "absolute": (external("ABSOLUTE"), ("secret.bin'", "outside")),
     "link_out": (external("link.bin"), ("'link.bin'", "outside")),
     "null_byte": (external("weights.bin\0.png"), ("outside",)),
+    "circle": (external("circle.bin"), ("'circle.bin'",)),
+    "long_name": (external("x" * 5000), ("cannot be read",)),
+    "no_bytes": (external("empty.bin"), ("'empty.bin'", "has 0")),
     "itself_a_folder": (external("."), ("missing",)),
     "offset_beyond_end": (external("weights.bin", offset=10**15), (f"byte {10**15}",)),
     "offset_cuts": (external("weights.bin", offset=4), (f"needs {NEEDED} bytes", "byte 4")),

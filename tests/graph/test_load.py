@@ -1,5 +1,6 @@
 """The canonical graph computes what the file says, whatever its spelling."""
 
+import mmap
 import os
 from pathlib import Path
 
@@ -360,11 +361,37 @@ def save_external(model: onnx.ModelProto, folder: Path) -> Path:
     return path
 
 
-def test_external_weights_are_mapped_not_read(tmp_path: Path) -> None:
+def file_of(array: np.ndarray) -> mmap.mmap:
+    """The mapped file that ``array`` is a view of."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    assert isinstance(array, mmap.mmap)
+    return array
+
+
+def test_external_weights_are_views_of_one_mapped_file(tmp_path: Path) -> None:
     model = models.cnn()
     graph = load_graph(save_external(models.cnn(), tmp_path))
-    assert isinstance(graph.constants["conv0.weight"], np.memmap)
+    roots = {id(file_of(array)) for array in graph.constants.values()}
+    assert len(roots) == 1
     assert_same(graph.constants, load_graph(model).constants, 0)
+
+
+def test_external_weight_at_an_odd_place_is_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = models.linear(4, 3, bias=False)
+    weight = model.graph.initializer[0]
+    (tmp_path / "w.bin").write_bytes(b"\0" + weight.raw_data)
+    expected = numpy_helper.to_array(weight)
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="w.bin")
+    weight.external_data.add(key="offset", value="1")
+    path.write_bytes(model.SerializeToString())
+    found = load_graph(path).constants["fc.weight"]
+    np.testing.assert_array_equal(found, expected)
+    assert found.flags.aligned
+    assert not found.flags.writeable
 
 
 def test_external_weights_of_a_linked_model_are_found_beside_its_target(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""Weights that lie in files beside the model.
+
+They are mapped, not read: a weight costs memory only once something looks at it. The model file is
+untrusted, so its paths stay inside the model's own folder and its offsets inside the files.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from onnx import TensorProto
+
+from kfac_engine._types import Array, DType
+from kfac_engine.errors import ModelError, UnsupportedError
+
+# Element types of which several share a byte: NumPy cannot map them.
+_PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
+
+
+class ExternalData:
+    """The files beside one model, each mapped once however many tensors it holds.
+
+    Args:
+        model_path: The model file.
+    """
+
+    def __init__(self, model_path: Path) -> None:
+        self._model_path = model_path
+        self._mapped: dict[Path, Array] = {}
+
+    def array(self, tensor: TensorProto, dtype: DType, what: str) -> Array:
+        """The values of an external tensor.
+
+        Args:
+            tensor: Names a file, and a range of bytes in it.
+            dtype: Its element type.
+            what: What it is, for messages.
+
+        Returns:
+            A view of the file; a copy where the file holds it unaligned.
+
+        Raises:
+            ModelError: The file is missing, out of bounds or too short.
+            UnsupportedError: Several elements share a byte.
+        """
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        data = self._bytes(location, what)
+        offset = _position(entries.get("offset", ""), "offset", what)
+        length = _position(entries.get("length", ""), "length", what)
+        shape = tuple(tensor.dims)
+        if any(side < 0 for side in shape):
+            raise ModelError(f"{what} has a negative side in its shape {list(shape)}.")
+        if dtype.name.startswith(_PACKED):
+            raise UnsupportedError(f"{what} holds packed {dtype.name} values in external data.")
+        needed = math.prod(shape) * dtype.itemsize
+        if length not in {0, needed} or offset + needed > data.size:
+            raise ModelError(
+                f"{what} of shape {list(shape)} needs {needed} bytes, but its entry names "
+                f"{length or 'all'} bytes from byte {offset} of '{location}', which has "
+                f"{data.size}."
+            )
+        values = data[offset : offset + needed].view(dtype).reshape(shape)
+        return np.require(values, requirements="A")
+
+    def _bytes(self, location: str, what: str) -> Array:
+        """All bytes of the file meant by ``location``."""
+        try:
+            path = self._path(location, what)
+            if path not in self._mapped:
+                # An empty file cannot be mapped.
+                size = path.stat().st_size
+                mapped = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
+                self._mapped[path] = np.asarray(mapped)
+        except (OSError, RuntimeError) as failure:  # the latter: links in a circle
+            raise ModelError(
+                f"{what} needs the external file '{location[:200]}', which cannot be read: "
+                f"{failure}."
+            ) from failure
+        return self._mapped[path]
+
+    def _path(self, location: str, what: str) -> Path:
+        """The file meant by ``location``, inside the folder even after links are followed."""
+        home = self._model_path.parent
+        # A model that is itself a link may have its data beside the link's target.
+        folders = (home.resolve(), self._model_path.resolve().parent)
+        path = (home / location).resolve() if location and "\0" not in location else None
+        if path is None or not any(path.is_relative_to(folder) for folder in folders):
+            raise ModelError(
+                f"{what} names the external file '{location}', which is outside of the model's "
+                f"folder '{home}'; put the data beside the model."
+            )
+        if not path.is_file():
+            raise ModelError(
+                f"{what} needs the external file '{location}', which is missing in '{home}'."
+            )
+        return path
+
+
+def _position(text: str, key: str, what: str) -> int:
+    if text and not (text.isascii() and text.isdigit()):
+        raise ModelError(f"{what} has '{text}' for the {key} of its external data: not a number.")
+    return int(text or 0)
