@@ -33,12 +33,23 @@ def inspect(model: Path, batch: int, options: EngineOptions, as_json: bool) -> N
     with working("preparing the model"):
         engine = options.engine(model)
     memory = engine.memory(batch)
+    untrained = _untrained(engine)
     if as_json:
-        layers = [asdict(layer) for layer in engine.layers]
-        print_json({"layers": layers, "memory": {**asdict(memory), "total": memory.total}})
+        report = {
+            "layers": [asdict(layer) for layer in engine.layers],
+            "not_trained": [
+                {"name": name, "shape": shape, "reason": reason}
+                for name, shape, reason in untrained
+            ],
+            "memory": {**asdict(memory), "total": memory.total},
+        }
+        print_json(report)
         return
     print_layers(engine)
-    print_uncovered(engine.layers)
+    _print_uncovered(engine.layers)
+    if untrained:
+        rows = [(name, show_shape(shape), reason) for name, shape, reason in untrained]
+        print_table("constants that are not trained", ("name", "shape", "because it is"), rows)
     _print_memory(memory, batch)
 
 
@@ -62,7 +73,22 @@ def print_layers(engine: "ke.Engine") -> None:
     )
 
 
-def print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
+def _untrained(engine: "ke.Engine") -> list[tuple[str, tuple[int, ...], str]]:
+    """Float constants that are no parameters: name, shape and reason."""
+    from kfac_engine.autodiff.model import OnnxModel
+    from kfac_engine.graph.trainable import excluded_reason
+
+    model = engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine is made from a model"
+    graph = model.graph
+    return [
+        (name, array.shape, excluded_reason(graph, name) or "not among those asked for")
+        for name, array in graph.constants.items()
+        if name not in engine.parameters and array.dtype.kind == "f"
+    ]
+
+
+def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
     """Print why parameters without a layer have none; nothing where there are none."""
     for layer in layers:
         if layer.reason:
