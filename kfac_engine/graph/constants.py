@@ -48,7 +48,7 @@ def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Arra
     """What ``node`` makes if it is a constant spelled as a node.
 
     Args:
-        node: Any node.
+        node: Any node, well-formed or not.
         constants: Value names to arrays, for the shape operand of ``ConstantOfShape``.
 
     Returns:
@@ -57,14 +57,14 @@ def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Arra
     Raises:
         UnsupportedError: The constant is not a dense tensor.
     """
-    entry = next(iter(node.attribute), None)
-    if node.domain:
+    if node.domain or len(node.output) != 1 or len(node.attribute) > 1:
         return None
-    if node.op_type == "ConstantOfShape" and node.input[0] in constants:
-        value = to_array(entry.t) if entry else None
+    form = next(iter(node.attribute), None)
+    if node.op_type == "ConstantOfShape" and node.input and node.input[0] in constants:
+        value = to_array(form.t) if form else None
         return filled(constants[node.input[0]], value, f"the result of the {describe(node)}")
-    if node.op_type != "Constant":
+    if node.op_type != "Constant" or form is None:
         return None
-    if entry is None or entry.name not in _FORMS:
+    if form.name not in _FORMS:
         raise UnsupportedError(f"the {describe(node)} holds no dense tensor, so it cannot be used.")
-    return _FORMS[entry.name](entry)
+    return _FORMS[form.name](form)

@@ -139,8 +139,9 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
     working = inline_functions(working)
     unify_standard_domain(working)
     sort_nodes(working.graph)
-    check_nodes(working)
     lift_constants(working.graph, constants)
+    _declare_constants(working.graph, constants)
+    check_nodes(working)
     while fold_constant_ifs(working.graph, constants):
         lift_constants(working.graph, constants)
     if opset(working) < OLDEST_OPSET:

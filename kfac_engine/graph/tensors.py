@@ -81,10 +81,10 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
         ModelError: The sides are negative, or no machine could hold them.
     """
     number = np.zeros((), np.float32) if value is None else np.asarray(value)
+    sides = np.ravel(shape).tolist()
     try:
-        return np.broadcast_to(number.reshape(()), tuple(int(side) for side in shape))
-    except ValueError as failure:
-        sides = [int(side) for side in np.ravel(shape)]
+        return np.broadcast_to(number.reshape(()), sides)
+    except (ValueError, TypeError) as failure:
         raise ModelError(f"{what} cannot be filled to the shape {sides}: {failure}.") from failure
 
 
