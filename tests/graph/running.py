@@ -1,16 +1,21 @@
-"""Executes models and canonical graphs, and finds the models that the onnx package carries."""
+"""Makes, executes and compares models and canonical graphs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from onnx import TensorProto, helper
 
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.write import build_model, serialize
 
+# Models that the onnx package carries.
 CARRIED = Path(onnx.__file__).parent / "backend" / "test" / "data"
+
+# The same kernels run in both, but upgraded operators may sum in another order.
+CLOSE = 1e-6
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -33,3 +38,29 @@ def run_graph(graph: Graph, feeds: Arrays, dtype: str = "float32") -> dict[str, 
         graph.nodes, graph.inputs, outputs, graph.constants, graph.opset, domains=graph.domains
     )
     return run_model(serialize(model), feeds)
+
+
+def assert_same(found: Arrays, expected: Arrays, tolerance: float) -> None:
+    """Check names and values."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=tolerance, atol=tolerance)
+
+
+def relabelled(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """``model`` as one of operator set ``opset``, where its operators have the same form."""
+    model.opset_import[0].version = opset
+    model.ir_version = min(helper.find_min_ir_version_for(model.opset_import), 13)
+    return model
+
+
+def simple_model(
+    nodes: Sequence[onnx.NodeProto],
+    initializers: Sequence[TensorProto] = (),
+    shape: Sequence[int | str | None] | None = ("n", 2),
+) -> onnx.ModelProto:
+    """Input ``x``, output ``y``; the nodes are not checked."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    y = helper.make_empty_tensor_value_info("y")
+    graph = helper.make_graph(nodes, "simple", [x], [y], list(initializers))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)

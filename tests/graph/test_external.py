@@ -1,0 +1,76 @@
+"""Weights beside the model are mapped, wherever links lead."""
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kfac_engine.graph.load import load_graph
+from tests import models
+from tests.graph.running import assert_same, simple_model
+
+
+def save_external(model: onnx.ModelProto, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "model.onnx"
+    onnx.save(
+        model, path, save_as_external_data=True, location="weights.bin", size_threshold=0,
+        convert_attribute=True,
+    )  # fmt: skip
+    return path
+
+
+def file_of(array: np.ndarray) -> mmap.mmap:
+    """The mapped file that ``array`` is a view of."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    assert isinstance(array, mmap.mmap)
+    return array
+
+
+def test_external_weights_are_views_of_one_mapped_file(tmp_path: Path) -> None:
+    model = models.cnn()
+    graph = load_graph(save_external(models.cnn(), tmp_path))
+    roots = {id(file_of(array)) for array in graph.constants.values()}
+    assert len(roots) == 1
+    assert_same(graph.constants, load_graph(model).constants, 0)
+
+
+def test_external_weight_at_an_odd_place_is_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = models.linear(4, 3, bias=False)
+    weight = model.graph.initializer[0]
+    (tmp_path / "w.bin").write_bytes(b"\0" + weight.raw_data)
+    expected = numpy_helper.to_array(weight)
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="w.bin")
+    weight.external_data.add(key="offset", value="1")
+    path.write_bytes(model.SerializeToString())
+    found = load_graph(path).constants["fc.weight"]
+    np.testing.assert_array_equal(found, expected)
+    assert found.flags.aligned
+    assert not found.flags.writeable
+
+
+def test_external_weights_of_a_linked_model_are_found_beside_its_target(tmp_path: Path) -> None:
+    target = save_external(models.mlp(), tmp_path / "store")
+    link = tmp_path / "snapshot" / "model.onnx"
+    link.parent.mkdir()
+    link.symlink_to(target)
+    (link.parent / "weights.bin").symlink_to(target.parent / "weights.bin")
+    assert_same(load_graph(link).constants, load_graph(models.mlp()).constants, 0)
+
+
+def test_external_tensors_in_attributes_are_read(tmp_path: Path) -> None:
+    value = numpy_helper.from_array(np.arange(2000, dtype=np.float32))
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=value),
+        helper.make_node("Identity", ["c"], ["y"]),
+    ]
+    path = save_external(simple_model(nodes), tmp_path)
+    assert os.path.getsize(path) < 1000 < os.path.getsize(tmp_path / "weights.bin")  # noqa: PTH202
+    np.testing.assert_array_equal(load_graph(path).constants["c"], np.arange(2000))
