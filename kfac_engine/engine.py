@@ -26,7 +26,14 @@ from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.write import serialize
 from kfac_engine.inspection import LayerReport, MemoryReport, layer_reports, memory_report
 from kfac_engine.layers.discover import Found
-from kfac_engine.objective import LossChoice, Objective, Reduction, check_reduction, choose_losses
+from kfac_engine.objective import (
+    LossChoice,
+    Objective,
+    Reduction,
+    Targets,
+    check_reduction,
+    choose_losses,
+)
 from kfac_engine.result import Result
 from kfac_engine.scheduler import plan
 
@@ -155,14 +162,14 @@ class Engine:
 
     # -- the line ---------------------------------------------------------------------------------
 
-    def step(self, inputs: Mapping[str, Array], targets: Array | Mapping[str, Array]) -> Result:
+    def step(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Gradients of a batch, statistics and inverses as scheduled, preconditioned gradients.
 
         Parameters stay as they are: what to do with the result is the caller's choice.
 
         Args:
             inputs: Input name to array, the batch first.
-            targets: The targets of the loss; for several losses, by name.
+            targets: The targets of the loss; for several losses, by output.
 
         Returns:
             Loss, gradients and natural gradients.
@@ -172,22 +179,20 @@ class Engine:
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         with self._threads():
-            trace = self._model.run(inputs, targets)
+            trace = self._run(inputs, targets)
             loss, gradients = self._differentiate(trace)
             self._observe(trace)
             return Result(loss, gradients, self.precondition(gradients, self._exps[0]))
 
-    def gradients(
-        self, inputs: Mapping[str, Array], targets: Array | Mapping[str, Array]
-    ) -> Result:
+    def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with self._threads():
-            return Result(*self._differentiate(self._model.run(inputs, targets)), {})
+            return Result(*self._differentiate(self._run(inputs, targets)), {})
 
     def observe(
         self,
         inputs: Mapping[str, Array],
-        targets: Array | Mapping[str, Array] | None = None,
+        targets: Targets = None,
     ) -> None:
         """Statistics of a batch and inverses, as scheduled.
 
@@ -196,7 +201,7 @@ class Engine:
             targets: Needed by the estimation mode ``"empirical"`` only.
         """
         with self._threads():
-            self._observe(self._model.run(inputs, targets))
+            self._observe(self._run(inputs, targets))
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
         """Gradients times a power of the damped Fisher matrix, as of the last refresh.
@@ -283,6 +288,9 @@ class Engine:
 
     # -- private ----------------------------------------------------------------------------------
 
+    def _run(self, inputs: Mapping[str, Array], targets: Targets) -> Trace:
+        return self._model.run(inputs, self.objective.named_targets(targets))
+
     def _differentiate(self, trace: Trace) -> tuple[float, dict[str, Array]]:
         loss = self.objective.value(trace)
         cotangents = self.objective.cotangents(trace)
@@ -328,7 +336,7 @@ class Engine:
 def precondition(
     model: ModelSource,
     inputs: Mapping[str, Array],
-    targets: Array | Mapping[str, Array],
+    targets: Targets,
     loss: LossChoice | Sequence[LossChoice],
     **options: object,
 ) -> Result:

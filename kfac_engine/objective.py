@@ -12,12 +12,13 @@ sum            sum                 mean over n, × n
 =============  ==================  ======================
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal, TypeAlias
 
 from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import as_array
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.structure import Graph
 from kfac_engine.losses import LOSSES
@@ -25,6 +26,7 @@ from kfac_engine.losses.base import LossFunction, RegisteredLoss
 
 Reduction: TypeAlias = Literal["mean", "batch_mean", "sum"]
 LossChoice: TypeAlias = str | LossFunction
+Targets: TypeAlias = Array | Mapping[str, Array] | None
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")
 
 
@@ -45,6 +47,29 @@ class Objective:
         """Names of the values the losses read."""
         towers = (tower for loss in self.losses for tower in loss.towers)
         return tuple(dict.fromkeys(name for tower in towers for name in tower.inputs))
+
+    def named_targets(self, targets: Targets) -> dict[str, Array]:
+        """Targets under the names that the losses read.
+
+        Args:
+            targets: One array for a single loss; else by name of the output the loss is put on, or
+                by the name that a loss object was given.
+
+        Returns:
+            Name to array.
+
+        Raises:
+            InputError: One array was given for several losses.
+        """
+        towers = [tower for loss in self.losses for tower in loss.towers]
+        names = {tower.inputs[0]: tower.targets for tower in towers if tower.targets}
+        if targets is None:
+            return {}
+        if isinstance(targets, Mapping):
+            return {names.get(name, name): array for name, array in targets.items()}
+        if len(towers) > 1:
+            raise InputError(f"give the targets by output: {', '.join(names)}.")
+        return {name: as_array(targets) for name in names.values()}
 
     def value(self, values: Values) -> float:
         """The reduced loss on the targets of the batch."""
@@ -77,16 +102,14 @@ class Objective:
         }
 
     def _gradient_weight(self, loss: LossFunction, values: Values) -> float:
-        n = values[loss.inputs[0]].shape[0]
-        return {"mean": 1 / (n * loss.positions(values)), "batch_mean": 1 / n, "sum": 1.0}[
-            self.reduction
-        ]
+        n = len(values[loss.inputs[0]])
+        weights = {"mean": 1 / (n * loss.positions(values)), "batch_mean": 1 / n, "sum": 1.0}
+        return weights[self.reduction]
 
     def _fisher_weight(self, loss: LossFunction, values: Values) -> float:
-        n = values[loss.inputs[0]].shape[0]
-        return {"mean": 1 / loss.positions(values), "batch_mean": 1.0, "sum": float(n)}[
-            self.reduction
-        ]
+        n = len(values[loss.inputs[0]])
+        weights = {"mean": 1 / loss.positions(values), "batch_mean": 1.0, "sum": float(n)}
+        return weights[self.reduction]
 
 
 def choose_losses(
@@ -104,8 +127,7 @@ def choose_losses(
         class_axis: Axis of the classes, for losses given by name.
 
     Returns:
-        The losses. The targets of a single one are named ``"targets"``, those of several go by
-        the name of their output.
+        The losses. The targets of a single one are named ``"targets"``.
 
     Raises:
         UnknownNameError: A loss or an output goes by no such name.
@@ -119,7 +141,7 @@ def choose_losses(
     for choice in choices:
         if isinstance(choice, str):
             value = outputs.pop(0)
-            targets = "targets" if single else value
+            targets = "targets" if single else f"targets of {value}"
             losses.append(LOSSES[choice](value, targets=targets, class_axis=class_axis))
         else:
             losses.append(choice)

@@ -112,7 +112,7 @@ class NaiveFullFB(SingleFactorFB):
         return len(self._batch)
 
     def register_additional_tower(self, batch_size: int | str) -> None:
-        """Add a mini-batch shard: its size, or the name of a value whose first axis is the batch."""
+        """Add a mini-batch shard: its size, or the name of a value with the batch axis first."""
         self._batch.append(batch_size)
 
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:

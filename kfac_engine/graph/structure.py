@@ -1,7 +1,7 @@
 """The canonical graph: a frozen picture of an ONNX model that the rest of the engine reads.
 
-Produced by ``graph.load``; consumed by ``autodiff`` and ``layers``. It knows no protobuf: attributes
-are plain Python values and tensors are NumPy arrays.
+Produced by ``graph.load``; consumed by ``autodiff`` and ``layers``. It knows no protobuf: its
+attributes are plain Python values and tensors are NumPy arrays.
 """
 
 from collections.abc import Iterator, Mapping
@@ -94,8 +94,8 @@ class Graph:
         nodes: In topological order.
         inputs: Data inputs, without the constants some files list among them.
         outputs: Names of the outputs, in the file's order.
-        constants: Initializers and lifted ``Constant`` nodes by name: weights, tables, axes, shapes.
-            Arrays are read-only.
+        constants: Initializers and lifted ``Constant`` nodes by name: weights, tables, axes,
+            shapes. Arrays are read-only.
         opset: Version of the standard operator set, 18 or newer.
         name: Name of the model, for messages.
         domains: Versions of other operator domains in use.

@@ -182,7 +182,7 @@ class Patches:
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != len(self.kernel) + 2:
             raise ShapeError(
-                f"the input of a convolution over {len(self.kernel)} spatial axes has shape {shape}."
+                f"a convolution over {len(self.kernel)} spatial axes got an input of shape {shape}."
             )
         return shape[2:] if self.channels_first else shape[1:-1]
 

@@ -1,0 +1,174 @@
+"""Everything a user can get wrong with a batch: one clear error, and the state stays as it was."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+
+TARGETS = np.array([0, 2, 1, 1])
+
+
+@pytest.fixture
+def engine():
+    return ke.Engine.from_onnx(models.mlp(), loss="categorical")
+
+
+@pytest.fixture
+def inputs():
+    return models.random_inputs(models.mlp(), batch=4)
+
+
+def snapshot(engine):
+    return [
+        (f.average.weight, None if f.average.value is None else f.average.value.copy())
+        for f in engine.estimator.factors
+    ]
+
+
+BATCHES = {
+    "unknown input": (lambda x: {"image": x["input"]}, TARGETS, ke.UnknownNameError, "'image'"),
+    "missing input": (lambda x: {}, TARGETS, ke.InputError, "'input' is missing"),
+    "wrong dtype": (
+        lambda x: {"input": x["input"].astype(np.float64)},
+        TARGETS,
+        ke.InputError,
+        "float64.*float32",
+    ),
+    "wrong rank": (lambda x: {"input": x["input"][0]}, TARGETS, ke.ShapeError, r"\(6,\)"),
+    "wrong side": (lambda x: {"input": x["input"][:, :5]}, TARGETS, ke.ShapeError, r"\(4, 5\)"),
+    "empty batch": (lambda x: {"input": x["input"][:0]}, TARGETS[:0], ke.ShapeError, "empty"),
+    "nan input": (
+        lambda x: {"input": np.where(x["input"] > 1, np.nan, x["input"]).astype(np.float32)},
+        TARGETS,
+        ke.NonFiniteError,
+        "NaN or infinity",
+    ),
+    "too few targets": (lambda x: x, TARGETS[:3], ke.InputError, "3"),
+    "class too large": (lambda x: x, np.array([0, 3, 1, 1]), ke.InputError, "3"),
+    "negative class": (lambda x: x, np.array([0, -1, 1, 1]), ke.InputError, "-1"),
+    "float classes": (lambda x: x, TARGETS.astype(np.float32), ke.InputError, "integer"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_bad_batch_is_refused_and_nothing_changes(engine, inputs, name):
+    change, targets, error, message = BATCHES[name]
+    engine.step(inputs, TARGETS)
+    before, parameters = snapshot(engine), engine.parameters
+    with pytest.raises(error, match=message):
+        engine.step(change(inputs), targets)
+    assert engine.counter == 1
+    for (w0, v0), (w1, v1) in zip(before, snapshot(engine), strict=True):
+        assert w0 == w1
+        np.testing.assert_array_equal(v0, v1)
+    for name_, value in engine.parameters.items():
+        np.testing.assert_array_equal(value, parameters[name_])
+
+
+def test_batch_that_overflows_never_enters_an_average(engine, inputs):
+    engine.step(inputs, TARGETS)
+    before = snapshot(engine)
+    with pytest.raises(ke.NonFiniteError):
+        engine.step({"input": inputs["input"] * np.float32(1e30)}, TARGETS)
+    for (_, v0), (_, v1) in zip(before, snapshot(engine), strict=True):
+        np.testing.assert_array_equal(v0, v1)
+
+
+def test_empirical_mode_asks_for_targets(inputs):
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", estimation_mode="empirical")
+    with pytest.raises(ke.InputError, match="targets"):
+        engine.observe(inputs)
+
+
+def test_gradients_without_targets_ask_for_them(engine, inputs):
+    with pytest.raises(ke.InputError, match="targets"):
+        engine.gradients(inputs, None)
+
+
+OPTIONS = {
+    "unknown loss": ({"loss": "hinge"}, "hinge.*categorical"),
+    "unknown output": ({"output": "nowhere"}, "nowhere"),
+    "zero damping": ({"damping": 0.0}, "damping"),
+    "nan damping": ({"damping": float("nan")}, "damping"),
+    "decay of one": ({"ema_decay": 1.0}, "ema_decay"),
+    "unknown mode": ({"estimation_mode": "guess"}, "guess"),
+    "unknown reduction": ({"reduction": "median"}, "median"),
+    "unknown backend": ({"backend": "torch"}, "torch"),
+    "unknown kind": ({"approximations": {"dense": "kron"}}, "dense"),
+    "unknown approximation": ({"approximations": {"conv2d": "kfac"}}, "kfac"),
+    "no such parameter": ({"trainable": ["head.*"]}, "head"),
+    "no power": ({"exps": ()}, "exps"),
+    "no thread": ({"threads": 0}, "threads"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bad_option_is_named(name):
+    options, message = OPTIONS[name]
+    with pytest.raises(ke.KfacError, match=message):
+        ke.Engine.from_onnx(models.mlp(), **{"loss": "categorical", **options})
+
+
+def test_several_outputs_need_a_choice():
+    with pytest.raises(ke.InputError, match="logits, mean"):
+        ke.Engine.from_onnx(models.two_outputs(), loss="categorical")
+
+
+def test_operator_without_rule_is_named_with_node_and_parameter():
+    with pytest.raises(ke.UnsupportedOpError, match=r"Det.*fc0\.weight"):
+        ke.Engine.from_onnx(models.odd_ops(), loss="normal")
+
+
+def test_operator_without_rule_may_lie_before_the_trained_layers():
+    engine = ke.Engine.from_onnx(models.odd_ops(), loss="normal", trainable=["output.*"])
+    assert sorted(engine.parameters) == ["output.bias", "output.weight"]
+
+
+BAD_GRADIENTS = {
+    "unknown name": ({"fc9.weight": np.zeros((5, 6))}, ke.UnknownNameError, "fc9"),
+    "wrong shape": ({"fc0.weight": np.zeros((6, 5))}, ke.ShapeError, r"\(6, 5\)"),
+    "half a block": ({"fc0.weight": np.zeros((5, 6))}, ke.InputError, "fc0.bias"),
+    "nan": (
+        {"fc0.weight": np.full((5, 6), np.nan), "fc0.bias": np.zeros(5)},
+        ke.NonFiniteError,
+        "fc0.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GRADIENTS)
+def test_bad_gradient_is_refused(engine, inputs, name):
+    gradients, error, message = BAD_GRADIENTS[name]
+    engine.step(inputs, TARGETS)
+    with pytest.raises(error, match=message):
+        engine.precondition(gradients)
+
+
+def test_preconditioning_before_any_batch_says_what_is_missing(engine):
+    zeros = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
+    with pytest.raises(ke.NotReadyError, match="statistics"):
+        engine.precondition(zeros)
+
+
+def test_power_that_was_not_asked_for_is_refused(engine, inputs):
+    result = engine.step(inputs, TARGETS)
+    with pytest.raises(ke.UnknownNameError, match=r"-0\.5"):
+        engine.precondition(result.gradients, -0.5)
+
+
+def test_bad_parameter_values_are_refused_whole(engine):
+    before = engine.parameters
+    bad = {"fc0.bias": np.ones(5, np.float32), "fc1.bias": np.full(4, np.inf, np.float32)}
+    with pytest.raises(ke.NonFiniteError, match=r"fc1\.bias"):
+        engine.set_parameters(bad)
+    np.testing.assert_array_equal(engine.parameters["fc0.bias"], before["fc0.bias"])
+
+
+def test_nan_weight_in_the_file_is_named():
+    model = models.mlp()
+    weight = next(t for t in model.graph.initializer if t.name == "fc1.weight")
+    array = np.full(tuple(weight.dims), np.nan, np.float32)
+    weight.raw_data = array.tobytes()
+    with pytest.raises(ke.NonFiniteError, match=r"fc1\.weight"):
+        ke.Engine.from_onnx(model, loss="categorical")

@@ -1,0 +1,267 @@
+"""The whole line: gradients against finite differences, natural gradients against dense algebra."""
+
+import numpy as np
+import onnx
+import pytest
+
+import kfac_engine as ke
+from tests import models, oracle
+
+# Relative to the largest entry: float32 forward and backward passes of small networks.
+GRADIENT = 2e-5
+
+LOSSES = {
+    "mlp": "categorical",
+    "token_mlp": "categorical",
+    "cnn": "categorical",
+    "conv_linear": "normal",
+    "resnet_block": "categorical",
+    "layer_norm": "multi_bernoulli",
+    "tied": "normal",
+    "embedding": "categorical",
+}
+
+
+def random_targets(model, inputs, loss, seed=1):
+    (z,) = oracle.evaluate(model, inputs, "output")
+    rng = np.random.default_rng(seed)
+    if loss == "categorical":
+        return rng.integers(0, z.shape[-1], z.shape[:-1])
+    if loss == "multi_bernoulli":
+        return rng.integers(0, 2, z.shape).astype(np.float32)
+    return rng.standard_normal(z.shape).astype(np.float32)
+
+
+@pytest.fixture
+def case():
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=6)
+    return model, inputs, random_targets(model, inputs, "categorical")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_equal_finite_differences_of_the_mean_loss(name):
+    model, loss = models.MODELS[name](), LOSSES[name]
+    inputs = models.random_inputs(model, batch=3)
+    targets = random_targets(model, inputs, loss)
+    engine = ke.Engine.from_onnx(model, loss=loss)
+    result = engine.gradients(inputs, targets)
+    value, gradients = oracle.loss_and_gradient(
+        model, inputs, "output", list(engine.parameters), loss, targets
+    )
+    assert result.loss == pytest.approx(value, rel=1e-5)
+    scale = max(np.abs(g).max() for g in gradients.values())
+    for parameter, expected in gradients.items():
+        np.testing.assert_allclose(
+            result.gradients[parameter], expected, atol=GRADIENT * scale, err_msg=parameter
+        )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+def test_reductions_are_those_documented(reduction):
+    model = models.token_mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=3)
+    targets = random_targets(model, inputs, "categorical")
+    engine = ke.Engine.from_onnx(model, loss="categorical", reduction=reduction)
+    result = engine.gradients(inputs, targets)
+    value, gradients = oracle.loss_and_gradient(
+        model,
+        inputs,
+        "output",
+        list(engine.parameters),
+        "categorical",
+        targets,
+        reduction=reduction,
+    )
+    assert result.loss == pytest.approx(value, rel=1e-10)
+    for parameter, expected in gradients.items():
+        np.testing.assert_allclose(result.gradients[parameter], expected, atol=1e-8)
+
+
+def test_natural_gradient_solves_the_damped_block():
+    model = models.mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=6)
+    engine = ke.Engine.from_onnx(model, loss="categorical", damping=0.3)
+    result = engine.step(inputs, random_targets(model, inputs, "categorical"))
+    for key, block in engine.collection.fisher_blocks.items():
+        A, G = block.input_factor.cov, block.output_factor.cov
+        pi = np.sqrt(np.trace(A) / len(A) / (np.trace(G) / len(G)))
+        damped = np.kron(
+            A + pi * np.sqrt(0.3) * np.eye(len(A)), G + np.sqrt(0.3) / pi * np.eye(len(G))
+        )
+        weight, bias = (result.gradients[name] for name in key)
+        packed = np.vstack([weight.T, bias]).ravel()
+        expected = np.linalg.solve(damped, packed).reshape(len(A), len(G))
+        np.testing.assert_allclose(result.natural_gradients[key[0]], expected[:-1].T, atol=1e-9)
+        np.testing.assert_allclose(result.natural_gradients[key[1]], expected[-1], atol=1e-9)
+
+
+def test_large_damping_gives_the_gradient_back_scaled(case):
+    model, inputs, targets = case
+    result = ke.precondition(model, inputs, targets, "categorical", damping=1e8)
+    for name, gradient in result.gradients.items():
+        # Relative: A and G are 1e-4 of their dampings √λ.
+        np.testing.assert_allclose(
+            result.natural_gradients[name] * 1e8, gradient, rtol=2e-3, atol=1e-6
+        )
+
+
+def test_any_power_matches_the_inverse_when_composed(case):
+    model, inputs, targets = case
+    engine = ke.Engine.from_onnx(model, loss="categorical", exps=(-1, -0.5), damping=0.1)
+    result = engine.step(inputs, targets)
+    half = engine.precondition(engine.precondition(result.gradients, -0.5), -0.5)
+    back = engine.precondition(result.natural_gradients, 1)
+    for name, natural in result.natural_gradients.items():
+        np.testing.assert_allclose(half[name], natural, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(back[name], result.gradients[name], rtol=1e-3, atol=1e-6)
+
+
+def test_one_engine_serves_all_batch_sizes(case):
+    model, _, _ = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    for batch in (1, 5, 2):
+        inputs = models.random_inputs(model, batch=batch)
+        targets = random_targets(model, inputs, "categorical")
+        value, _ = oracle.loss_and_gradient(
+            model, inputs, "output", ["fc2.bias"], "categorical", targets
+        )
+        assert engine.step(inputs, targets).loss == pytest.approx(value, rel=1e-5)
+
+
+def test_new_parameters_need_no_new_engine(case):
+    model, inputs, targets = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    before = engine.gradients(inputs, targets)
+    changed = {name: 2 * value for name, value in engine.parameters.items()}
+    engine.set_parameters(changed)
+    for entry in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(entry)
+        if entry.name in changed:
+            entry.CopyFrom(onnx.numpy_helper.from_array(2 * array, entry.name))
+    value, _ = oracle.loss_and_gradient(
+        model, inputs, "output", ["fc2.bias"], "categorical", targets
+    )
+    after = engine.gradients(inputs, targets)
+    assert after.loss == pytest.approx(value, rel=1e-5)
+    assert after.loss != before.loss
+
+
+def test_results_belong_to_the_caller(case):
+    model, inputs, targets = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    first = engine.step(inputs, targets)
+    kept = {n: v.copy() for n, v in (first.gradients | first.natural_gradients).items()}
+    other = models.random_inputs(model, batch=6, seed=9)
+    engine.step(other, targets)
+    for name, value in (first.gradients | first.natural_gradients).items():
+        np.testing.assert_array_equal(value, kept[name])
+    first.gradients["fc0.weight"][...] = 0.0  # writable, and nobody else's
+    assert np.isfinite(engine.step(inputs, targets).loss)
+
+
+def test_same_seed_same_result_and_other_seed_another(case):
+    model, inputs, targets = case
+    results = [
+        ke.precondition(model, inputs, targets, "categorical", seed=seed) for seed in (0, 0, 1)
+    ]
+    naturals = [result.natural_gradients["fc0.weight"] for result in results]
+    np.testing.assert_array_equal(naturals[0], naturals[1])
+    assert not np.array_equal(naturals[0], naturals[2])
+
+
+def test_resume_is_exact_to_the_bit(case, tmp_path):
+    model, inputs, targets = case
+    schedule = ke.Schedule(refresh_every=4, policy="round_robin")
+    engine = ke.Engine.from_onnx(model, loss="categorical", schedule=schedule)
+    for _ in range(3):
+        engine.step(inputs, targets)
+    engine.save(tmp_path / "state.safetensors")
+    straight = [engine.step(inputs, targets) for _ in range(3)]
+    resumed = ke.Engine.from_onnx(model, loss="categorical", schedule=schedule)
+    resumed.load(tmp_path / "state.safetensors")
+    for expected in straight:
+        result = resumed.step(inputs, targets)
+        for name, natural in expected.natural_gradients.items():
+            np.testing.assert_array_equal(result.natural_gradients[name], natural)
+
+
+def test_state_of_another_model_is_refused_and_nothing_changes(case, tmp_path):
+    model, inputs, targets = case
+    other = ke.Engine.from_onnx(models.mlp(widths=(6, 3)), loss="categorical")
+    other.step(inputs, targets)
+    other.save(tmp_path / "state.safetensors")
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    with pytest.raises(ke.InputError, match="another model"):
+        engine.load(tmp_path / "state.safetensors")
+    assert engine.counter == 0
+
+
+def test_export_writes_the_model_with_current_parameters(case, tmp_path):
+    model, inputs, _ = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    engine.set_parameters({"fc1.bias": np.full(4, 7.0, np.float32)})
+    engine.export(tmp_path / "new.onnx")
+    written = onnx.load(tmp_path / "new.onnx")
+    arrays = {t.name: onnx.numpy_helper.to_array(t) for t in written.graph.initializer}
+    np.testing.assert_array_equal(arrays["fc1.bias"], np.full(4, 7.0))
+    (old,), (new,) = (oracle.evaluate(m, inputs, "output") for m in (model, written))
+    assert not np.allclose(old, new)
+
+
+def test_gradients_of_any_library_are_taken(case):
+    model, inputs, targets = case
+
+    class Foreign:
+        """An array of another library: only DLPack is known of it."""
+
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    result = engine.step(inputs, targets)
+    foreign = {name: Foreign(gradient) for name, gradient in result.gradients.items()}
+    for name, natural in engine.precondition(foreign).items():
+        np.testing.assert_allclose(natural, result.natural_gradients[name], rtol=1e-6)
+
+
+def test_every_parameter_is_in_exactly_one_block():
+    for make in (models.cnn, models.resnet_block, models.layer_norm, models.tied, models.embedding):
+        engine = ke.Engine.from_onnx(make(), loss="normal")
+        listed = [name for layer in engine.layers for name in layer.parameters]
+        assert sorted(listed) == sorted(engine.parameters)
+        for layer in engine.layers:
+            assert bool(layer.reason) == (layer.kind == "generic")
+
+
+def test_two_losses_on_two_outputs_add_up():
+    model = models.two_outputs(dtype="float64")
+    inputs = models.random_inputs(model, batch=4)
+    rng = np.random.default_rng(0)
+    targets = {"logits": rng.integers(0, 3, 4), "mean": rng.standard_normal((4, 2))}
+    engine = ke.Engine.from_onnx(model, loss=["categorical", "normal"], estimation_mode="exact")
+    result = engine.step(inputs, targets)
+    parts = [
+        oracle.loss_and_gradient(model, inputs, o, list(engine.parameters), loss, targets[o])
+        for o, loss in (("logits", "categorical"), ("mean", "normal"))
+    ]
+    assert result.loss == pytest.approx(sum(value for value, _ in parts), rel=1e-9)
+    for name, gradient in result.gradients.items():
+        np.testing.assert_allclose(gradient, sum(g[name] for _, g in parts), atol=1e-8)
+
+
+def test_memory_is_announced_and_grows_with_the_batch(case):
+    model, _, _ = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    small, large = engine.memory(1), engine.memory(100)
+    floats = sum(value.size for value in engine.parameters.values())
+    assert small.parameters == 4 * floats
+    assert large.activations == pytest.approx(100 * small.activations, rel=0.02)
+    sides = [side for layer in engine.layers for side, _ in layer.factor_shapes]
+    assert small.factors == sum(2 * 4 * side * side for side in sides)
