@@ -7,6 +7,7 @@ and strides, without the interpreter lock. What a pointer cannot say is asserted
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from scipy.linalg import cython_blas
@@ -78,7 +79,14 @@ def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
 
 
 def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
-    """``out ← beta·out + alpha·x yᵀ``.
+    """``out ← beta·out + alpha·x yᵀ``; arguments as for ``gemm_call``."""
+    gemm_call(x, y, out, alpha=alpha, beta=beta)()
+
+
+def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> Callable[[], None]:
+    """A call that does ``out ← beta·out + alpha·x yᵀ`` each time, on what the arrays then hold.
+
+    Checking and wrapping the arguments takes longer than a small product; this does it once.
 
     Args:
         x: ``(m, k)``, float32 or float64, with a ``layout``.
@@ -86,6 +94,9 @@ def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
         out: ``(m, n)``, of the same dtype, with adjacent elements in each row.
         alpha: Scale of the product.
         beta: Scale of the old matrix; zero overwrites, NaN included.
+
+    Returns:
+        The call. The arrays must live as long as it.
     """
     x_by_row, x_leading = _read(x, out)
     y_by_row, y_leading = _read(y, out)
@@ -94,7 +105,8 @@ def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
     assert y.shape[1] == depth, f"{x.shape} and {y.shape} have no common depth"
     real = _REAL[out.dtype.char]
     # Column by column, outᵀ = y xᵀ.
-    _GEMM[out.dtype.char](
+    return partial(
+        _GEMM[out.dtype.char],
         b"T" if y_by_row else b"N",
         b"N" if x_by_row else b"T",
         _integer(n),

@@ -17,11 +17,13 @@ class Slab:
     """A box of output positions that see the image through some of the taps only.
 
     Attributes:
-        taps: Adjacent taps that see anything, one slice for each axis.
+        axis: Spatial axis along which the box lies outside the window's own outputs.
+        taps: Adjacent taps of this axis that see anything; of the other axes all count.
         window: The positions, with these taps.
     """
 
-    taps: tuple[slice, ...]
+    axis: int
+    taps: slice
     window: Window
 
 
@@ -77,11 +79,8 @@ def _slabs(window: Window, axis: int, sides: tuple[int, ...], outside: range) ->
     for (first, stop), group in groupby(outside, lambda o: _sight(window, axis, o, sides)):
         positions = list(group)
         if first < stop:
-            seeing = slice(first, stop)
-            taps = [slice(0, k) for k in window.kernel]
-            taps[axis] = seeing
-            run = range(positions[0], positions[-1] + 1)
-            yield Slab(tuple(taps), window.restricted(axis, sides, run, seeing))
+            taps, run = slice(first, stop), range(positions[0], positions[-1] + 1)
+            yield Slab(axis, taps, window.restricted(axis, sides, run, taps))
 
 
 def _sight(window: Window, axis: int, output: int, sides: tuple[int, ...]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.numpy_moments import CHUNK_BYTES, matrices
+from kfac_engine.backend.numpy_moments import matrices
 from kfac_engine.backend.window import Window
 
 # So many images are summed in their own precision before the sums are added up in float64.
@@ -34,19 +34,19 @@ def patches(x: Array, window: Window) -> Array:
     return found.reshape(n, prod(outputs), window.taps * channels)
 
 
-def patch_matrices(x: Array, window: Window, dtype: DType, scratch_bytes: int) -> Iterator[Array]:
+def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
     """The patches as matrices for SYRK; the same memory is filled again and again.
 
     Args:
         x: Images, ``(n, channels, *sides)``, any strides.
         window: Geometry.
         dtype: Wanted; float32 or float64.
-        scratch_bytes: Bound of the working memory, if one patch fits.
+        chunk_bytes: Bound of the copies, if one patch fits.
 
     Yields:
         ``(taps·channels, k)``; together every patch that sees anything.
     """
-    sides, chunk_bytes = x.shape[2:], min(CHUNK_BYTES, scratch_bytes)
+    sides = x.shape[2:]
     if window.taps == 1:
         pixels = [window.seen(axis, 0, sides)[1] for axis in range(len(sides))]
         yield from matrices(np.moveaxis(x[:, :, *pixels], 1, -1), dtype, chunk_bytes)

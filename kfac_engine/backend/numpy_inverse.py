@@ -12,31 +12,31 @@ import numpy as np
 from scipy import linalg
 from scipy.linalg import lapack
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.backend.numpy_moments import mirror
 from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
 
 _LOG = logging.getLogger(__name__)
 
 # Dampings tried before the eigenvalues are clamped: each ten times the one before.
-_LADDER = (1.0, 10.0, 100.0, 1000.0)
+_LADDER = (1, 10, 100, 1000)
 
 
-def damping_floor(matrix: Array) -> float:
+def damping_floor(matrix: Array, dtype: DType) -> float:
     """The least damping worth using: what rounding alone may have moved the eigenvalues by.
 
-    ``ε·‖matrix‖_F`` with the machine epsilon of the matrix' own dtype; by Weyl's inequality no
-    eigenvalue is known better than that. Never so small that the inverse would overflow.
+    ``ε·‖matrix‖_F``, with the machine epsilon of the dtype the matrix is kept in: by Weyl's
+    inequality no eigenvalue is known better. Never so small that an inverse could overflow.
 
     Args:
-        matrix: ``(d, d)``, float32 or float64.
+        matrix: ``(d, d)``, float64.
+        dtype: That it is kept in, float32 or float64.
 
     Returns:
         A positive number, in the units of the matrix.
     """
-    limits = np.finfo(matrix.dtype)
-    norm = float(np.linalg.norm(matrix.astype(np.float64)))
-    return max(float(limits.eps) * norm, float(limits.tiny))
+    limits = np.finfo(dtype)
+    return max(float(limits.eps) * float(np.linalg.norm(matrix)), float(limits.tiny))
 
 
 def damped_inverse(matrix: Array, damping: float) -> Array:
@@ -56,16 +56,13 @@ def damped_inverse(matrix: Array, damping: float) -> Array:
         NonFiniteError: It holds NaN or infinity.
         InputError: The damping is negative or not finite, or there is nothing to invert.
     """
-    least = _checked_damping(matrix, damping)
-    for work in _attempts(matrix, least):
-        lower, info = lapack.dpotrf(work.T, lower=0, clean=0, overwrite_a=1)
+    for work in _damped(matrix, damping):
+        upper, info = lapack.dpotrf(work.T, lower=0, clean=0, overwrite_a=1)
         if info == 0:
-            inverse, info = lapack.dpotri(lower, lower=0, overwrite_c=1)
+            inverse, info = lapack.dpotri(upper, lower=0, overwrite_c=1)
         if info == 0:
-            result: Array = inverse.T.astype(matrix.dtype)
-            mirror(result)
-            return result
-    values, vectors = _clamped(matrix, least)
+            return _symmetric(inverse.T, matrix)
+    values, vectors = _clamped(matrix, damping)
     return _symmetric((vectors / values) @ vectors.T, matrix)
 
 
@@ -84,12 +81,11 @@ def damped_cholesky(matrix: Array, damping: float) -> Array:
         NonFiniteError: It holds NaN or infinity.
         InputError: The damping is negative or not finite, or there is nothing to factor.
     """
-    least = _checked_damping(matrix, damping)
-    for work in _attempts(matrix, least):
+    for work in _damped(matrix, damping):
         upper, info = lapack.dpotrf(work.T, lower=0, clean=1, overwrite_a=1)
         if info == 0:
             return _as_lower(upper, matrix)
-    values, vectors = _clamped(matrix, least)
+    values, vectors = _clamped(matrix, damping)
     # With M = QΛQᵀ and √Λ Qᵀ = Q'R: M = Rᵀ R, a triangular root that cannot fail.
     R: Array = np.linalg.qr(np.sqrt(values)[:, None] * vectors.T).R
     return _as_lower(R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None], matrix)
@@ -166,28 +162,19 @@ def check_square(matrix: Array) -> None:
         )
 
 
-def _checked_damping(matrix: Array, damping: float) -> float:
-    """The damping to start with; the matrix is fit for LAPACK."""
-    check_square(matrix)
-    if not 0.0 <= damping < np.inf:
-        raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
-    if damping == 0.0 and not matrix.any():
-        raise InputError(f"a zero matrix {matrix.shape} needs a positive damping to be inverted.")
-    return max(damping, damping_floor(matrix))
-
-
-def _attempts(matrix: Array, damping: float) -> Iterator[Array]:
-    """Fresh float64 copies with more and more on the diagonal."""
+def _damped(matrix: Array, damping: float) -> Iterator[Array]:
+    """Float64 copies with more and more on the diagonal, as long as they are asked for."""
+    least = _least_damping(matrix, damping)
     for factor in _LADDER:
-        if factor > 1.0:
+        if factor > 1:
             _LOG.warning(
                 "a %s matrix is not positive definite with damping %.3g; trying %.3g",
                 matrix.shape,
-                damping * factor / 10.0,
-                damping * factor,
+                least * factor / 10,
+                least * factor,
             )
-        work = np.array(matrix, dtype=np.float64, order="C")
-        work.flat[:: len(work) + 1] += damping * factor
+        work = matrix.astype(np.float64, order="C")
+        work.reshape(-1)[:: len(work) + 1] += least * factor
         yield work
 
 
@@ -195,7 +182,17 @@ def _clamped(matrix: Array, damping: float) -> tuple[Array, Array]:
     """Damped eigenvalues with the negative ones taken as zero, and their vectors."""
     _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", matrix.shape)
     values, vectors = eigh(matrix)
-    return np.maximum(values, 0.0) + damping, vectors
+    return np.maximum(values, 0.0) + _least_damping(matrix, damping), vectors
+
+
+def _least_damping(matrix: Array, damping: float) -> float:
+    """The damping to start with, once the matrix is known to be fit for LAPACK."""
+    check_square(matrix)
+    if not 0.0 <= damping < np.inf:
+        raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
+    if damping == 0.0 and not matrix.any():
+        raise InputError(f"a zero matrix {matrix.shape} needs a positive damping to be inverted.")
+    return max(damping, damping_floor(matrix.astype(np.float64), matrix.dtype))
 
 
 def _symmetric(result: Array, like: Array) -> Array:

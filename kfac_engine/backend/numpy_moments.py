@@ -18,10 +18,12 @@ from kfac_engine.errors import ShapeError
 # Copies are made in pieces that stay in the cache; from 1 to 16 MB it makes no difference.
 CHUNK_BYTES = 4 << 20
 _MIRROR_BLOCK = 256
+_ABOVE = np.triu(np.ones((_MIRROR_BLOCK, _MIRROR_BLOCK), bool), 1)
 # Float32 sums run over so many rows before they are added up in float64.
 _SUM_BLOCK = 4096
-# Below so many rows a call, SYRK spends its time on reading and writing the result: copy and join.
-_FEW_ROWS = 128
+# Images of fewer pixels are copied and joined: a SYRK on so few rows mostly reads and writes its
+# result. On 784 rows of 64 to 2048 channels views save 3 to 10 %, on 196 they lose up to 40 %.
+_FEW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,7 @@ def mirror(matrix: Array) -> None:
             columns = slice(j, j + _MIRROR_BLOCK)
             matrix[columns, rows] = matrix[rows, columns].T
         block = matrix[rows, rows]
-        upper = np.triu_indices(len(block), 1)
-        block[upper] = block.T[upper]
+        np.copyto(block, block.T.copy(), where=_ABOVE[: len(block), : len(block)])
 
 
 def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:

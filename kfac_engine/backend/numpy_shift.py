@@ -20,7 +20,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend import blas
 from kfac_engine.backend.frame import Slab, frame
 from kfac_engine.backend.numpy_im2col import patch_matrices
-from kfac_engine.backend.numpy_moments import accumulate, scale
+from kfac_engine.backend.numpy_moments import scale
 from kfac_engine.backend.window import Window
 
 # From one tap to another, one step an axis.
@@ -28,7 +28,7 @@ Distance: TypeAlias = tuple[int, ...]
 
 
 def add_shifted(
-    x: Array, window: Window, out: Array, alpha: float, beta: float, scratch_bytes: int
+    x: Array, window: Window, out: Array, alpha: float, beta: float, chunk_bytes: int
 ) -> None:
     """Lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
@@ -38,7 +38,7 @@ def add_shifted(
         out: ``(taps·channels, same)``; rows may lie apart. What is above the diagonal is lost.
         alpha: Scale of the new moment.
         beta: Scale of the old one; zero overwrites.
-        scratch_bytes: Bound of the working memory, if one image and a block for each distance fit.
+        chunk_bytes: Bound of the copies made for the frame; ``scratch_numbers`` come on top.
     """
     moments = _moments(x, window, out.dtype, alpha)
     channels = x.shape[1]
@@ -51,13 +51,18 @@ def add_shifted(
             scale(block, beta)
             block += moments[tuple(a - b for a, b in zip(u, v, strict=True))]
     for slab in frame(window, x.shape[2:]):
-        _subtract(slab, x, blocks, alpha, scratch_bytes)
+        _subtract(slab, window.kernel, x, out, alpha, chunk_bytes)
 
 
 def distances(window: Window) -> list[Distance]:
     """All distances from a tap or an earlier one, in row-major order, to a tap."""
     steps = product(*(range(1 - k, k) for k in window.kernel))
     return [step for step in steps if step >= (0,) * len(step)]
+
+
+def scratch_numbers(window: Window, channels: int, sides: tuple[int, ...]) -> int:
+    """Numbers kept while adding: one image with its gaps and a block for each distance."""
+    return channels * (prod(gapped_sides(sides, window)) + channels * len(distances(window)))
 
 
 def gapped_sides(sides: tuple[int, ...], window: Window) -> tuple[int, ...]:
@@ -85,20 +90,18 @@ def _moments(x: Array, window: Window, dtype: DType, alpha: float) -> dict[Dista
     room = np.zeros((channels, *gapped), dtype)
     pixels, flat = room[:, *(slice(side) for side in sides)], room.reshape(channels, -1)
     moments = {step: np.zeros((channels, channels), dtype) for step in distances(window)}
-    shifts = {
-        step: sum(
-            u * dilation * prod(gapped[axis + 1 :])
-            for axis, (u, dilation) in enumerate(zip(step, window.dilations, strict=True))
-        )
-        for step in moments
-        if _overlap(step, window, sides)
-    }
-    length = flat.shape[1]
+    strides = [prod(gapped[axis + 1 :]) for axis in range(len(sides))]
+    products = []
+    for step, moment in moments.items():
+        if _overlap(step, window, sides):
+            pixels_apart = [u * d for u, d in zip(step, window.dilations, strict=True)]
+            shift = sum(a * b for a, b in zip(pixels_apart, strides, strict=True))
+            shifted, still = flat[:, shift:], flat[:, : flat.shape[1] - shift]
+            products.append(blas.gemm_call(shifted, still, moment, alpha=alpha, beta=1.0))
     for image in x:
         pixels[...] = image
-        for step, shift in shifts.items():
-            shifted, still = flat[:, shift:], flat[:, : length - shift]
-            blas.gemm(shifted, still, moments[step], alpha=alpha, beta=1.0)
+        for add_product in products:
+            add_product()
     return moments
 
 
@@ -110,12 +113,17 @@ def _overlap(step: Distance, window: Window, sides: tuple[int, ...]) -> bool:
     )
 
 
-def _subtract(slab: Slab, x: Array, blocks: Array, alpha: float, scratch_bytes: int) -> None:
-    """Take the patches of a slab of the frame off the blocks of its taps."""
-    features = slab.window.taps * x.shape[1]
-    moment = np.zeros((features, features), blocks.dtype)
-    found = patch_matrices(x, slab.window, blocks.dtype, scratch_bytes)
-    accumulate(found, moment, alpha, 0.0)
-    everywhere = slice(None)
-    target = blocks[*slab.taps, everywhere, *slab.taps, everywhere]
-    target -= moment.reshape(target.shape)
+def _subtract(
+    slab: Slab, kernel: tuple[int, ...], x: Array, out: Array, alpha: float, chunk_bytes: int
+) -> None:
+    """Take the patches of a slab of the frame off the rows and columns of its taps, in place."""
+    # Its features are runs of adjacent ones, one for each combination of taps of the axes before.
+    tap = x.shape[1] * prod(kernel[slab.axis + 1 :])
+    starts = range(0, len(out), tap * kernel[slab.axis])
+    runs = [slice(f + slab.taps.start * tap, f + slab.taps.stop * tap) for f in starts]
+    for piece in patch_matrices(x, slab.window, out.dtype, chunk_bytes):
+        parts = np.split(piece, len(runs))
+        for i, rows in enumerate(runs):
+            blas.syrk(parts[i], out[rows, rows], alpha=-alpha, beta=1.0)
+            for j, columns in enumerate(runs[:i]):
+                blas.gemm(parts[i], parts[j], out[rows, columns], alpha=-alpha, beta=1.0)

@@ -86,16 +86,6 @@ class Window:
         pixel = first + low * step
         return slice(low, high), slice(pixel, pixel + (high - low) * step, step)
 
-    def all_inside(self, sides: tuple[int, ...]) -> bool:
-        """Whether every tap of every output sees a pixel, none the padding."""
-        outputs = self.output_sides(sides)
-        return all(
-            begin <= 0 and (count - 1) * stride + reach - begin < side
-            for begin, count, stride, reach, side in zip(
-                self.begins, outputs, self.strides, self.reaches, sides, strict=True
-            )
-        )
-
     def restricted(
         self, axis: int, sides: tuple[int, ...], outputs: range, taps: slice | None = None
     ) -> "Window":

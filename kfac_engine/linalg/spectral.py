@@ -43,6 +43,8 @@ def eigh_power(
             f"a matrix with damped eigenvalue {smallest} has no power {exp}; use a positive "
             f"damping."
         )
-    power = (vectors * damped**exp) @ vectors.T
+    root = vectors * damped ** (exp / 2)
+    power = root @ root.T
+    # Only SYRK, which NumPy takes for such a product, is symmetric to the last bit.
     symmetric: Array = (0.5 * (power + power.T)).astype(dtype or vectors.dtype, copy=False)
     return symmetric
