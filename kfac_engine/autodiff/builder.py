@@ -72,14 +72,11 @@ class Builder:
         Returns:
             The names of the results.
         """
-        for name in inputs:
-            assert not name or name in self._forward_values or name in self.constants, name
-        digest = _digest(op, inputs, outputs, sorted(attributes.items()))
-        names = tuple(f"forward_{op}_{digest}_{index}" for index in range(outputs))
-        if names[0] not in self._forward_values:
-            self.forward_nodes.append(Node(op, inputs, names, attributes, name=f"node_{names[0]}"))
-            self._forward_values.update(names)
-        return names
+        return self._forward(op, inputs, outputs, attributes)
+
+    def repeat(self, node: Node, *inputs: str, outputs: int = 1) -> tuple[str, ...]:
+        """Add the operation of ``node`` on other operands to the forward graph."""
+        return self._forward(node.op, inputs, outputs, node.attributes)
 
     def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
         """A constant, usable in both graphs; equal ones are stored once. Integers become int64."""
@@ -168,6 +165,22 @@ class Builder:
         return summed if lead == 0 else self.reshape_like(summed, operand)
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _forward(
+        self,
+        op: str,
+        inputs: tuple[str, ...],
+        outputs: int,
+        attributes: Mapping[str, AttributeValue],
+    ) -> tuple[str, ...]:
+        for name in inputs:
+            assert not name or name in self._forward_values or name in self.constants, name
+        digest = _digest(op, inputs, outputs, sorted(attributes.items()))
+        names = tuple(f"forward_{op}_{digest}_{index}" for index in range(outputs))
+        if names[0] not in self._forward_values:
+            self.forward_nodes.append(Node(op, inputs, names, attributes, name=f"node_{names[0]}"))
+            self._forward_values.update(names)
+        return names
 
     def _fresh(self, hint: str) -> str:
         self._count += 1

@@ -18,6 +18,7 @@ Conventions:
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TypeAlias
 
 from kfac_engine.autodiff.builder import Builder
@@ -29,6 +30,11 @@ Wanted: TypeAlias = frozenset[int]
 Gradients: TypeAlias = Mapping[int, str]
 Rule: TypeAlias = Callable[[Builder, Node, Cotangents, Wanted], Gradients]
 
+_FAMILIES = (
+    "activation", "convolution", "elementwise", "indexing", "matmul", "normalization", "pooling",
+    "reduction", "shape",
+)  # fmt: skip
+
 RULES: Registry[Rule] = Registry("derivative rule")
 
 # Operators whose results do not change, or change only in jumps, with their operands: the
@@ -36,9 +42,9 @@ RULES: Registry[Rule] = Registry("derivative rule")
 ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """
     And ArgMax ArgMin BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
-    ConstantOfShape Equal EyeLike Floor Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual NonZero
-    Not OneHot Or RandomNormal RandomNormalLike RandomUniform RandomUniformLike Range Round Shape
-    Sign Size Xor
+    ConstantOfShape Equal EyeLike Floor Greater GreaterOrEqual Hardmax IsInf IsNaN Less LessOrEqual
+    NonZero Not Or RandomNormal RandomNormalLike RandomUniform RandomUniformLike Round Shape Sign
+    Size Xor
     """.split()  # noqa: SIM905 (a list literal would be forty lines)
 )
 
@@ -56,16 +62,6 @@ def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
 
 def load_rules() -> Registry[Rule]:
     """The full table: imports every family once."""
-    from kfac_engine.autodiff.rules import (  # noqa: F401 (families import this module)
-        activation,
-        convolution,
-        elementwise,
-        indexing,
-        matmul,
-        normalization,
-        pooling,
-        reduction,
-        shape,
-    )
-
+    for family in _FAMILIES:
+        import_module(f"{__name__}.{family}")
     return RULES

@@ -1,0 +1,201 @@
+"""Activation functions and softmax.
+
+Where the derivative can be told from the result, the result is what gets saved: the next layer
+needs it anyway, and ONNX Runtime fuses activations into the operator before them.
+"""
+
+from collections.abc import Mapping
+from math import pi, sqrt
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer, number, text
+from kfac_engine.autodiff.rules.elementwise import polynomial
+from kfac_engine.graph.structure import Node
+
+# Defaults of Selu, as ONNX states them.
+_SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+
+
+# -- piecewise linear ------------------------------------------------------------------------------
+
+
+@vjp_rule("Relu")
+def relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent where y > 0."""
+    y = node.outputs[0]
+    return {0: b.op("Mul", g[0], b.cast_like(b.op("Greater", y, b.scalar(0, y)), y))}
+
+
+@vjp_rule("LeakyRelu")
+def leaky_relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent, times the slope where x ≤ 0."""
+    x = node.inputs[0]
+    slope = b.scalar(number(node, "alpha", 0.01), x)
+    return {0: b.op("Where", _positive(b, x), g[0], b.op("Mul", g[0], slope))}
+
+
+@vjp_rule("PRelu")
+def prelu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Like LeakyRelu; the slope gets g x where x < 0."""
+    x, slope = node.inputs
+    gradients = {}
+    if 0 in wanted:
+        gradients[0] = b.op("Where", _positive(b, x), g[0], b.op("Mul", g[0], slope))
+    if 1 in wanted:
+        wide = b.op("Mul", g[0], b.op("Min", x, b.scalar(0, x)))
+        gradients[1] = b.unbroadcast(wide, node.outputs[0], slope)
+    return gradients
+
+
+@vjp_rule("Clip")
+def clip(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent goes to x inside the bounds, else to the bound."""
+    x, low, high = (*node.inputs, "", "")[:3]
+    # y = min(max(x, low), high), in this order: an empty interval gives high.
+    at_low = b.op("Less", x, low) if low else ""
+    at_high = b.op("Greater", b.op("Max", x, low) if low else x, high) if high else ""
+    cut = [mask for mask in (at_low, at_high) if mask]
+    if not cut:
+        return {0: g[0]}
+    gradients = {}
+    if 0 in wanted:
+        inside = b.op("Not", b.op("Or", *cut) if len(cut) == 2 else cut[0])
+        gradients[0] = b.op("Mul", g[0], b.cast_like(inside, x))
+    if 1 in wanted:
+        only_low = b.op("And", at_low, b.op("Not", at_high)) if high else at_low
+        gradients[1] = _sum_where(b, only_low, g[0], low)
+    if 2 in wanted:
+        gradients[2] = _sum_where(b, at_high, g[0], high)
+    return gradients
+
+
+@vjp_rule("HardSigmoid")
+def hard_sigmoid(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The slope where 0 < y < 1."""
+    y = node.outputs[0]
+    inside = b.op("And", _positive(b, y), b.op("Less", y, b.scalar(1, y)))
+    slope = b.scalar(number(node, "alpha", 0.2), y)
+    return {0: b.op("Mul", g[0], b.op("Mul", b.cast_like(inside, y), slope))}
+
+
+@vjp_rule("HardSwish")
+def hard_swish(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope x/3 + 1/2 between −3 and 3, else a step."""
+    x = node.inputs[0]
+    bent = b.op("Less", b.op("Abs", x), b.scalar(3, x))
+    outside = b.cast_like(_positive(b, x), x)
+    return {0: b.op("Mul", g[0], b.op("Where", bent, polynomial(b, x, (0.5, 1 / 3)), outside))}
+
+
+# -- smooth ----------------------------------------------------------------------------------------
+
+
+@vjp_rule("Tanh")
+def tanh(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope 1 − y²."""
+    return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, -1)))}
+
+
+@vjp_rule("Sigmoid")
+def sigmoid(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope y (1 − y)."""
+    return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (0, 1, -1)))}
+
+
+@vjp_rule("Softplus")
+def softplus(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope sigmoid(x)."""
+    return {0: b.op("Mul", g[0], b.op("Sigmoid", node.inputs[0]))}
+
+
+@vjp_rule("Softsign")
+def softsign(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope 1/(1 + |x|)²."""
+    x = node.inputs[0]
+    root = b.op("Add", b.op("Abs", x), b.scalar(1, x))
+    return {0: b.op("Div", g[0], b.op("Mul", root, root))}
+
+
+@vjp_rule("Elu")
+def elu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope 1 for x > 0, else y + α."""
+    return _exponential_unit(b, node, g[0], number(node, "alpha", 1.0), 1.0)
+
+
+@vjp_rule("Selu")
+def selu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope γ for x > 0, else y + γ α."""
+    gamma = number(node, "gamma", _SELU_GAMMA)
+    return _exponential_unit(b, node, g[0], gamma * number(node, "alpha", _SELU_ALPHA), gamma)
+
+
+def _exponential_unit(
+    b: Builder, node: Node, g: str, depth: float, slope: float
+) -> Mapping[int, str]:
+    """Of y = slope·x for x > 0, else depth·(exp(x) − 1), whose derivative there is y + depth."""
+    x, y = node.inputs[0], node.outputs[0]
+    left = b.op("Add", y, b.scalar(depth, x))
+    return {0: b.op("Mul", g, b.op("Where", _positive(b, x), b.scalar(slope, x), left))}
+
+
+@vjp_rule("Gelu")
+def gelu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slopes of the exact form and of the one with tanh."""
+    slope = {"none": _gelu_slope, "tanh": _gelu_tanh_slope}
+    return {0: b.op("Mul", g[0], slope[text(node, "approximate", "none")](b, node))}
+
+
+def _gelu_slope(b: Builder, node: Node) -> str:
+    """Φ(x) + x φ(x), with the distribution function and density of the standard normal."""
+    x = node.inputs[0]
+    erf = b.op("Erf", b.op("Mul", x, b.scalar(sqrt(0.5), x)))
+    distribution = b.op("Mul", b.op("Add", erf, b.scalar(1, x)), b.scalar(0.5, x))
+    bell = b.op("Exp", polynomial(b, x, (0, 0, -0.5)))
+    return b.op("Add", distribution, b.op("Mul", bell, polynomial(b, x, (0, 1 / sqrt(2 * pi)))))
+
+
+def _gelu_tanh_slope(b: Builder, node: Node) -> str:
+    """Of y = x (1 + t)/2 with t = tanh(u), u = √(2/π)(x + 0.044715 x³): (1 + t)/2 + x t′/2."""
+    x, c = node.inputs[0], sqrt(2 / pi)
+    t = b.op("Tanh", polynomial(b, x, (0, c, 0, 0.044715 * c)))
+    sech2 = b.op("Sub", b.scalar(1, x), b.op("Mul", t, t))
+    half = b.op("Mul", b.op("Add", t, b.scalar(1, x)), b.scalar(0.5, x))
+    # x u′/2, whole
+    ramp = polynomial(b, x, (0, c / 2, 0, 3 * 0.044715 * c / 2))
+    return b.op("Add", half, b.op("Mul", sech2, ramp))
+
+
+# -- softmax ---------------------------------------------------------------------------------------
+
+
+@vjp_rule("Softmax")
+def softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """With t = g y: t − y Σ t."""
+    y = node.outputs[0]
+    total = _sum_over_axis(b, node, b.op("Mul", g[0], y))
+    return {0: b.op("Mul", y, b.op("Sub", g[0], total))}
+
+
+@vjp_rule("LogSoftmax")
+def log_softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent minus exp(y) Σ g."""
+    probabilities = b.op("Exp", node.outputs[0])
+    return {0: b.op("Sub", g[0], b.op("Mul", probabilities, _sum_over_axis(b, node, g[0])))}
+
+
+def _sum_over_axis(b: Builder, node: Node, value: str) -> str:
+    return b.op("ReduceSum", value, b.constant([integer(node, "axis", -1)]), keepdims=1)
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def _positive(b: Builder, x: str) -> str:
+    return b.op("Greater", x, b.scalar(0, x))
+
+
+def _sum_where(b: Builder, mask: str, g: str, bound: str) -> str:
+    """The gradient of a bound of Clip: the sum of ``g`` where the bound is what one sees."""
+    total = b.op("ReduceSum", b.op("Where", mask, g, b.scalar(0, bound)), keepdims=0)
+    return b.reshape_like(total, bound)

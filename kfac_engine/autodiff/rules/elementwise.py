@@ -1,0 +1,179 @@
+"""Arithmetic, element by element, with broadcasting; and the functions of school mathematics."""
+
+from collections.abc import Sequence
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.graph.structure import Node
+
+_TWO_OVER_ROOT_PI = 1.1283791670955126
+
+
+# -- two operands and more -------------------------------------------------------------------------
+
+
+@vjp_rule("Add", "Sum")
+def add(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The sum hands its cotangent to every operand."""
+    return _each(b, node, dict.fromkeys(wanted, g[0]))
+
+
+@vjp_rule("Mean")
+def mean(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Like a sum, over the number of operands."""
+    share = b.op("Mul", g[0], b.scalar(1 / len(node.inputs), node.outputs[0]))
+    return _each(b, node, dict.fromkeys(wanted, share))
+
+
+@vjp_rule("Sub")
+def sub(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """A cotangent and its negative."""
+    parts = _each(b, node, dict.fromkeys(wanted, g[0]))
+    return {i: b.op("Neg", part) if i == 1 else part for i, part in parts.items()}
+
+
+@vjp_rule("Mul")
+def mul(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times the other operand."""
+    return _each(b, node, {i: b.op("Mul", g[0], node.inputs[1 - i]) for i in wanted})
+
+
+@vjp_rule("Div")
+def div(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """With q = g/x₁: q and −q y."""
+    quotient = b.op("Div", g[0], node.inputs[1])
+    wide = {0: quotient}
+    if 1 in wanted:
+        wide[1] = b.op("Neg", b.op("Mul", quotient, node.outputs[0]))
+    return _each(b, node, {i: wide[i] for i in wanted})
+
+
+@vjp_rule("Pow")
+def power(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times p x^(p−1), and times y log x."""
+    x, p = node.inputs
+    wide = {}
+    if 0 in wanted:
+        exponent = b.cast_like(p, x) if b.dtype(p) != b.dtype(x) else p
+        zero, one = b.scalar(0, x), b.scalar(1, x)
+        # The derivative for exponent zero is 0·x, not 0·x⁻¹, which is undefined at x = 0.
+        lowered = b.op("Where", b.op("Equal", exponent, zero), one, b.op("Sub", exponent, one))
+        slope = b.op("Mul", exponent, b.op("Pow", x, lowered))
+        wide[0] = b.op("Mul", g[0], slope)
+    if 1 in wanted:
+        # x^p does not change with p at x = 0; for x < 0 it is no function of a real p.
+        positive = b.op("Greater", x, b.scalar(0, x))
+        logarithm = b.op("Log", b.op("Where", positive, x, b.scalar(1, x)))
+        wide[1] = b.op("Mul", g[0], b.op("Mul", node.outputs[0], logarithm))
+    return _each(b, node, wide)
+
+
+@vjp_rule("Max", "Min")
+def extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent goes to the operand that was chosen."""
+    y = node.outputs[0]
+    chosen = [b.cast_like(b.op("Equal", x, y), y) for x in node.inputs]
+    # Operands that tie share the cotangent.
+    share = b.op("Div", g[0], b.op("Sum", *chosen)) if len(chosen) > 1 else g[0]
+    return _each(b, node, {i: b.op("Mul", share, chosen[i]) for i in wanted})
+
+
+@vjp_rule("Where")
+def where(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent goes to the branch that was taken."""
+    condition, y = node.inputs[0], node.outputs[0]
+    zero = b.scalar(0, y)
+    branches = {1: (g[0], zero), 2: (zero, g[0])}
+    return _each(b, node, {i: b.op("Where", condition, *branches[i]) for i in wanted})
+
+
+def _each(b: Builder, node: Node, wide: dict[int, str]) -> Gradients:
+    """Cotangents with the result's shape, summed to the shapes of the operands."""
+    y = node.outputs[0]
+    return {i: b.unbroadcast(name, y, node.inputs[i]) for i, name in wide.items()}
+
+
+# -- one operand -----------------------------------------------------------------------------------
+
+
+@vjp_rule("Neg")
+def neg(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The negated cotangent."""
+    return {0: b.op("Neg", g[0])}
+
+
+@vjp_rule("Abs")
+def absolute(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times sign(x): zero at the kink."""
+    return {0: b.op("Mul", g[0], b.op("Sign", node.inputs[0]))}
+
+
+@vjp_rule("Exp")
+def exp(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times y."""
+    return {0: b.op("Mul", g[0], node.outputs[0])}
+
+
+@vjp_rule("Log")
+def log(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent over x."""
+    return {0: b.op("Div", g[0], node.inputs[0])}
+
+
+@vjp_rule("Sqrt")
+def sqrt(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent over 2 y."""
+    y = node.outputs[0]
+    return {0: b.op("Div", b.op("Mul", g[0], b.scalar(0.5, y)), y)}
+
+
+@vjp_rule("Reciprocal")
+def reciprocal(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times −y²."""
+    y = node.outputs[0]
+    return {0: b.op("Neg", b.op("Mul", g[0], b.op("Mul", y, y)))}
+
+
+@vjp_rule("Sin")
+def sin(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times cos x."""
+    return {0: b.op("Mul", g[0], b.op("Cos", node.inputs[0]))}
+
+
+@vjp_rule("Cos")
+def cos(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times −sin x."""
+    return {0: b.op("Neg", b.op("Mul", g[0], b.op("Sin", node.inputs[0])))}
+
+
+@vjp_rule("Tan")
+def tan(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times 1 + y²."""
+    y = node.outputs[0]
+    return {0: b.op("Mul", g[0], polynomial(b, y, (1, 0, 1)))}
+
+
+@vjp_rule("Atan")
+def atan(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent over 1 + x²."""
+    x = node.inputs[0]
+    return {0: b.op("Div", g[0], polynomial(b, x, (1, 0, 1)))}
+
+
+@vjp_rule("Erf")
+def erf(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times 2/√π exp(−x²)."""
+    x = node.inputs[0]
+    bell = b.op("Exp", b.op("Neg", b.op("Mul", x, x)))
+    return {0: b.op("Mul", g[0], b.op("Mul", bell, b.scalar(_TWO_OVER_ROOT_PI, x)))}
+
+
+def polynomial(b: Builder, x: str, coefficients: Sequence[float]) -> str:
+    """A polynomial of the forward value ``x``, coefficients in rising order, by Horner's rule."""
+    *lower, last = coefficients
+    result = b.scalar(last, x)
+    for coefficient in reversed(lower):
+        result = b.op("Mul", result, x)
+        if coefficient:
+            result = b.op("Add", result, b.scalar(coefficient, x))
+    return result
