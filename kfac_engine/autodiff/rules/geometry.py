@@ -1,0 +1,159 @@
+"""How Conv and the pools slide over an image, and the way back from windows to pixels."""
+
+from dataclasses import dataclass
+from math import prod
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules.attributes import integer, integers, text
+from kfac_engine.graph.structure import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """A sliding window over the spatial axes, which come after batch and channels.
+
+    Attributes:
+        kernel: Taps an axis.
+        strides: Step between output positions, an axis.
+        dilations: Step between taps, an axis.
+        begins: Padding before the first pixel, an axis.
+        ends: Padding after the last pixel, an axis.
+        same: "SAME_UPPER" or "SAME_LOWER" where padding depends on the size of the image, which
+            is known at run time only (``begins`` and ``ends`` are then zero); else "".
+        ceil_mode: Whether a last window may reach over the padding.
+    """
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+    same: str
+    ceil_mode: bool
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The spatial axes of the image."""
+        return tuple(range(2, 2 + len(self.kernel)))
+
+    @property
+    def taps(self) -> int:
+        """Number of taps in all."""
+        return prod(self.kernel)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Distance between first and last tap, an axis."""
+        return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilations, strict=True))
+
+    @property
+    def unit_strides(self) -> bool:
+        """Whether windows sit at every pixel."""
+        return set(self.strides) <= {1}
+
+    @property
+    def padded(self) -> bool:
+        """Whether windows may see anything but pixels."""
+        return any(self.begins + self.ends) or bool(self.same) or self.ceil_mode
+
+
+def sliding(node: Node, kernel: tuple[int, ...]) -> Sliding:
+    """The window that the attributes of ``node`` describe.
+
+    Args:
+        node: A convolution or pool.
+        kernel: Taps an axis.
+
+    Returns:
+        The window, with automatic padding resolved where it does not depend on the image.
+    """
+    ones = (1,) * len(kernel)
+    strides = integers(node, "strides", ones)
+    dilations = integers(node, "dilations", ones)
+    pads = integers(node, "pads", (0,) * 2 * len(kernel))
+    same = text(node, "auto_pad", "NOTSET")
+    window = Sliding(
+        kernel,
+        strides,
+        dilations,
+        begins=pads[: len(kernel)],
+        ends=pads[len(kernel) :],
+        same=same if same.startswith("SAME") else "",
+        ceil_mode=bool(integer(node, "ceil_mode", 0)),
+    )
+    return _resolved(window) if window.same and window.unit_strides else window
+
+
+def _resolved(window: Sliding) -> Sliding:
+    """With unit strides, SAME pads as much as the window reaches; the odd pixel is named by it."""
+    less = tuple(reach // 2 for reach in window.reaches)
+    more = tuple(reach - half for reach, half in zip(window.reaches, less, strict=True))
+    begins, ends = (less, more) if window.same == "SAME_UPPER" else (more, less)
+    return Sliding(
+        window.kernel, window.strides, window.dilations, begins, ends, "", window.ceil_mode
+    )
+
+
+def same_padding(b: Builder, window: Sliding, x: str, y: str) -> tuple[str, str]:
+    """Run-time padding of SAME: as much as the windows of ``y`` stick out of the image ``x``.
+
+    Args:
+        b: The builder.
+        window: Has ``same`` set.
+        x: Image, a forward value.
+        y: Result, a forward value.
+
+    Returns:
+        Padding before and after the pixels, int64, a size each spatial axis.
+    """
+    one, two, zero = b.constant([1]), b.constant([2]), b.constant([0])
+    last = b.forward("Sub", b.forward("Shape", y, start=2)[0], one)[0]
+    last = b.forward("Mul", last, b.constant(window.strides))[0]
+    seen = b.forward("Add", last, b.constant([reach + 1 for reach in window.reaches]))[0]
+    out = b.forward("Sub", seen, b.forward("Shape", x, start=2)[0])[0]
+    total = b.forward("Max", out, zero)[0]
+    less = b.forward("Div", total, two)[0]
+    more = b.forward("Sub", total, less)[0]
+    return (less, more) if window.same == "SAME_UPPER" else (more, less)
+
+
+def spread(b: Builder, window: Sliding, g: str, weight: str, x: str, y: str, group: int = 1) -> str:
+    """The adjoint of a convolution: each window adds its cotangent to the pixels it saw.
+
+    Args:
+        b: The builder.
+        window: Where the windows are.
+        g: Cotangent of the windows, ``(n, d_out, *positions)``.
+        weight: ``(d_out, d_in / group, *kernel)``.
+        x: Forward value with the spatial sizes of the image.
+        y: Forward value with the spatial sizes of the windows.
+        group: Number of groups of channels.
+
+    Returns:
+        ``(n, d_in, *pixels)``.
+    """
+    none = (0,) * len(window.kernel)
+    exact = window.unit_strides and not window.ceil_mode
+    seen = b.op(
+        "ConvTranspose", g, weight, group=group,
+        pads=window.begins + (window.ends if exact else none),
+        strides=window.strides, dilations=window.dilations,
+    )  # fmt: skip
+    if exact:
+        return seen
+    # The windows may end before the last pixel or after it, by an amount that only the size of the
+    # image tells: crop to the image, then fill up with zeros.
+    pixels, axes = b.forward("Shape", x, start=2)[0], b.constant(window.axes)
+    if window.same:
+        begin = same_padding(b, window, x, y)[0]
+        seen = b.op("Slice", seen, begin, b.forward("Add", begin, pixels)[0], axes)
+    elif any(window.ends) or window.ceil_mode:
+        seen = b.op("Slice", seen, b.constant(none), pixels, axes)
+    unseen = any(s - 1 > end for s, end in zip(window.strides, window.ends, strict=True))
+    return _filled(b, seen, pixels, axes, none) if unseen else seen
+
+
+def _filled(b: Builder, seen: str, pixels: str, axes: str, none: tuple[int, ...]) -> str:
+    missing = b.op("Sub", pixels, b.op("Shape", seen, start=2))
+    pads = b.op("Concat", b.constant(none), missing, axis=0)
+    return b.op("Pad", seen, pads, "", axes)

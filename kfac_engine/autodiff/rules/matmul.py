@@ -1,0 +1,124 @@
+"""Matrix products.
+
+Two-dimensional products are written as Gemm, which transposes operands for free.
+"""
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer, number
+from kfac_engine.graph.structure import Node
+
+
+@vjp_rule("Gemm")
+def gemm(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Products with the other operand, transposed as the flags ask; C as broadcast."""
+    A, B = node.inputs[:2]
+    alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
+    ta, tb = integer(node, "transA", 0), integer(node, "transB", 0)
+    gradients = {}
+    if 0 in wanted:
+        left, right, t_left, t_right = (B, g[0], tb, 1) if ta else (g[0], B, 0, 1 - tb)
+        gradients[0] = b.op("Gemm", left, right, transA=t_left, transB=t_right, alpha=alpha)
+    if 1 in wanted:
+        left, right, t_left, t_right = (g[0], A, 1, ta) if tb else (A, g[0], 1 - ta, 0)
+        gradients[1] = b.op("Gemm", left, right, transA=t_left, transB=t_right, alpha=alpha)
+    if 2 in wanted:
+        y = node.outputs[0]
+        scaled = g[0] if beta == 1 else b.op("Mul", g[0], b.scalar(beta, y))
+        gradients[2] = b.unbroadcast(scaled, y, node.inputs[2])
+    return gradients
+
+
+@vjp_rule("MatMul")
+def matmul(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Products with the other operand, transposed."""
+    A, B = node.inputs
+    left, right = _PRODUCTS[b.rank(A) == 1, b.rank(B) == 1]
+    gradients = {}
+    if 0 in wanted:
+        gradients[0] = left(b, node, g[0])
+    if 1 in wanted:
+        gradients[1] = right(b, node, g[0])
+    return gradients
+
+
+def _left_matrix(b: Builder, node: Node, g: str) -> str:
+    """G Bᵀ, summed over batch axes that A lacks."""
+    A, B = node.inputs
+    if b.rank(B) == 2:
+        product = b.op("Gemm", _rows(b, g, b.rank(A)), B, transB=1)
+        return product if b.rank(A) == 2 else b.reshape_like(product, A)
+    if b.rank(A) == 2:
+        # One large product instead of a batch of products that are summed afterwards.
+        return b.op("Gemm", _columns(b, g, b.rank(B)), _columns(b, B, b.rank(B)), transB=1)
+    product = b.op("MatMul", g, _swap_last(b, B, b.rank(B)))
+    return b.unbroadcast(product, node.outputs[0], A)
+
+
+def _right_matrix(b: Builder, node: Node, g: str) -> str:
+    """Aᵀ g, summed over batch axes that B lacks."""
+    A, B = node.inputs
+    rank = b.rank(A)
+    if b.rank(B) == 2:
+        return b.op("Gemm", _rows(b, A, rank), _rows(b, g, rank), transA=1)
+    product = b.op("MatMul", _swap_last(b, A, rank), g)
+    return b.unbroadcast(product, node.outputs[0], B)
+
+
+def _left_of_vector(b: Builder, node: Node, g: str) -> str:
+    """Of y = A v: the outer product of g and v, for each matrix of A."""
+    return b.op("Mul", b.op("Unsqueeze", g, b.constant([-1])), node.inputs[1])
+
+
+def _vector_on_right(b: Builder, node: Node, g: str) -> str:
+    """Of y = A v: Aᵀ g, summed over all rows of all matrices."""
+    A, v = node.inputs
+    row = b.op("Reshape", g, b.constant([1, -1]))
+    return b.reshape_like(b.op("MatMul", row, _rows(b, A, b.rank(A))), v)
+
+
+def _right_of_vector(b: Builder, node: Node, g: str) -> str:
+    """Of y = v B: the outer product of v and g, for each matrix of B."""
+    v = b.op("Unsqueeze", node.inputs[0], b.constant([1]))
+    return b.op("Mul", v, b.op("Unsqueeze", g, b.constant([-2])))
+
+
+def _vector_on_left(b: Builder, node: Node, g: str) -> str:
+    """Of y = v B: B g, summed over all matrices."""
+    v, B = node.inputs
+    product = b.op("MatMul", B, b.op("Unsqueeze", g, b.constant([-1])))
+    batch = b.constant(range(b.rank(B) - 2))
+    total = b.op("ReduceSum", product, batch, keepdims=0) if b.rank(B) > 2 else product
+    return b.reshape_like(total, v)
+
+
+def _factor_on_right(b: Builder, node: Node, g: str) -> str:
+    return b.op("Mul", g, node.inputs[0])
+
+
+def _factor_on_left(b: Builder, node: Node, g: str) -> str:
+    return b.op("Mul", g, node.inputs[1])
+
+
+# Whether the operands are vectors to the cotangents of left and right operand.
+_PRODUCTS = {
+    (False, False): (_left_matrix, _right_matrix),
+    (False, True): (_left_of_vector, _vector_on_right),
+    (True, False): (_vector_on_left, _right_of_vector),
+    (True, True): (_factor_on_left, _factor_on_right),
+}
+
+
+def _rows(b: Builder, value: str, rank: int) -> str:
+    """All matrices of a batch on top of each other: ``(rows, columns)``."""
+    return value if rank == 2 else b.op("Flatten", value, axis=-1)
+
+
+def _columns(b: Builder, value: str, rank: int) -> str:
+    """All matrices of a batch side by side: ``(rows, matrices · columns)``."""
+    order = (rank - 2, *range(rank - 2), rank - 1)
+    return b.op("Flatten", b.op("Transpose", value, perm=order), axis=1)
+
+
+def _swap_last(b: Builder, value: str, rank: int) -> str:
+    return b.op("Transpose", value, perm=(*range(rank - 2), rank - 1, rank - 2))
