@@ -1,0 +1,145 @@
+"""Normalization: by the statistics of the batch, of an example, of a group or of given ones.
+
+All but inference-mode BatchNormalization are one formula. With h = (x − m)/σ over some axes, where
+σ² = v + ε and m, v are mean and variance over these axes, and with gh the cotangent of h::
+
+    gx = (gh − mean(gh) − h · mean(gh · h)) / σ
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer, number
+from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.structure import Node
+
+
+@dataclass(frozen=True, slots=True)
+class _Standardised:
+    """Backward values: ``value`` is h, ``inverse`` is 1/σ; ``axes`` names the axes."""
+
+    value: str
+    inverse: str
+    axes: str
+
+
+def _standardise(b: Builder, x: str, axes: Sequence[int], epsilon: str) -> _Standardised:
+    over = b.constant(axes)
+    centred = b.op("Sub", x, b.op("ReduceMean", x, over, keepdims=1))
+    variance = b.op("ReduceMean", b.op("Mul", centred, centred), over, keepdims=1)
+    inverse = b.op("Reciprocal", b.op("Sqrt", b.op("Add", variance, epsilon)))
+    return _Standardised(b.op("Mul", centred, inverse), inverse, over)
+
+
+def _destandardise(b: Builder, h: _Standardised, gh: str) -> str:
+    """The formula of the module's docstring."""
+    mean = b.op("ReduceMean", gh, h.axes, keepdims=1)
+    slope = b.op("ReduceMean", b.op("Mul", gh, h.value), h.axes, keepdims=1)
+    rest = b.op("Sub", b.op("Sub", gh, mean), b.op("Mul", h.value, slope))
+    return b.op("Mul", rest, h.inverse)
+
+
+@vjp_rule("LayerNormalization")
+def layer_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Over the last axes; Mean and InvStdDev are results as well."""
+    x, scale = node.inputs[:2]
+    first = integer(node, "axis", -1) % b.rank(x)
+    axes = range(first, b.rank(x))
+    h = _standardise(b, x, axes, _epsilon(b, node))
+    gradients = {}
+    if 0 in wanted:
+        parts = [_destandardise(b, h, b.op("Mul", g[0], scale))] if 0 in g else []
+        parts += [_of_statistic(b, h, i, g[i], b.count(x, axes)) for i in (1, 2) if i in g]
+        shaped = b.op("Sum", *parts) if len(parts) > 1 else parts[0]
+        gradients[0] = shaped if 0 in g else b.op("Expand", shaped, b.shape(x))
+    if 1 in wanted and 0 in g:
+        gradients[1] = b.unbroadcast(b.op("Mul", g[0], h.value), x, scale)
+    if 2 in wanted and 0 in g:
+        gradients[2] = b.unbroadcast(g[0], x, node.inputs[2])
+    return gradients
+
+
+def _of_statistic(b: Builder, h: _Standardised, output: int, g: str, count: str) -> str:
+    """Through the outputs Mean (1) and InvStdDev (2), whose derivative is −h/(n σ²)."""
+    share = b.op("Div", g, count)
+    if output == 1:
+        return share
+    slope = b.op("Mul", h.value, b.op("Mul", h.inverse, h.inverse))
+    return b.op("Neg", b.op("Mul", share, slope))
+
+
+@vjp_rule("InstanceNormalization")
+def instance_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Over the pixels of each example and channel."""
+    x = node.inputs[0]
+    h = _standardise(b, x, range(2, b.rank(x)), _epsilon(b, node))
+    return _channelwise(b, node, g[0], h, wanted)
+
+
+@vjp_rule("BatchNormalization")
+def batch_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Over examples and pixels of each channel, or by given statistics."""
+    if not integer(node, "training_mode", 0):
+        return _given_statistics(b, node, g[0], wanted)
+    if set(g) != {0} or wanted & {3, 4}:
+        raise UnsupportedOpError(
+            f"BatchNormalization in training mode at node '{node.name}' can be differentiated "
+            f"through its first output only, not through the running statistics; leave these out "
+            f"of the trainable parameters and of the loss."
+        )
+    x = node.inputs[0]
+    axes = [axis for axis in range(b.rank(x)) if axis != 1]
+    return _channelwise(b, node, g[0], _standardise(b, x, axes, _epsilon(b, node)), wanted)
+
+
+def _channelwise(b: Builder, node: Node, g: str, h: _Standardised, wanted: Wanted) -> Gradients:
+    """Of y = scale · h + shift, with one scale and one shift a channel."""
+    x, scale = node.inputs[:2]
+    gradients = {}
+    if 0 in wanted:
+        gradients[0] = _destandardise(b, h, b.op("Mul", g, _per_channel(b, scale, x)))
+    if 1 in wanted:
+        gradients[1] = _sum_channels(b, b.op("Mul", g, h.value), x)
+    if 2 in wanted:
+        gradients[2] = _sum_channels(b, g, x)
+    return gradients
+
+
+def _given_statistics(b: Builder, node: Node, g: str, wanted: Wanted) -> Gradients:
+    """Inference: mean and variance are operands (exporters also pass computed ones)."""
+    x, scale, _, mean, variance = node.inputs
+    inverse = b.op("Reciprocal", b.op("Sqrt", b.op("Add", variance, _epsilon(b, node))))
+    slope = b.op("Mul", scale, inverse)
+    gradients = {}
+    if 0 in wanted:
+        gradients[0] = b.op("Mul", g, _per_channel(b, slope, x))
+    if wanted & {2, 3}:
+        total = _sum_channels(b, g, x)
+        gradients[2] = total
+        gradients[3] = b.op("Neg", b.op("Mul", total, slope))
+    if wanted & {1, 4}:
+        centred = b.op("Sub", x, _per_channel(b, mean, x))
+        steep = b.op("Mul", _sum_channels(b, b.op("Mul", g, centred), x), inverse)
+        gradients[1] = steep
+        half = b.op("Mul", b.op("Mul", slope, inverse), b.scalar(-0.5, x))
+        gradients[4] = b.op("Mul", steep, half)
+    return gradients
+
+
+def _per_channel(b: Builder, value: str, x: str) -> str:
+    """A vector over channels, shaped to multiply the image ``x``."""
+    if b.rank(x) == 2:
+        return value
+    return b.op("Unsqueeze", value, b.constant(range(1, b.rank(x) - 1)))
+
+
+def _sum_channels(b: Builder, value: str, x: str) -> str:
+    """The sum over all axes but the channels'."""
+    axes = [axis for axis in range(b.rank(x)) if axis != 1]
+    return b.op("ReduceSum", value, b.constant(axes), keepdims=0)
+
+
+def _epsilon(b: Builder, node: Node) -> str:
+    return b.scalar(number(node, "epsilon", 1e-5), node.inputs[0])

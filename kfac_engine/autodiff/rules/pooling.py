@@ -1,0 +1,99 @@
+"""Pooling over one, two or three spatial axes."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integers
+from kfac_engine.autodiff.rules.geometry import Sliding, sliding, spread
+from kfac_engine.graph.structure import Node
+
+
+@vjp_rule("MaxPool")
+def max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Route each cotangent to the pixel that won; the first one among equals."""
+    x = node.inputs[0]
+    # Indices count pixels of the whole batch, row by row (in this storage order).
+    geometry = {k: v for k, v in node.attributes.items() if k != "storage_order"}
+    winners = b.repeat(replace(node, attributes=geometry), x, outputs=2)[1]
+    everything = b.constant([-1])
+    empty = b.op("Reshape", b.zeros(x), everything)
+    routed = b.op(
+        "ScatterElements",
+        empty,
+        b.op("Reshape", winners, everything),
+        b.op("Reshape", g[0], everything),
+        axis=0,
+        reduction="add",
+    )
+    return {0: b.reshape_like(routed, x)}
+
+
+@vjp_rule("AveragePool")
+def average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Each window shares its cotangent among the pixels that it averaged."""
+    x, y = node.inputs[0], node.outputs[0]
+    window = sliding(node, integers(node, "kernel_shape", ()))
+    share = b.op("Mul", g[0], _weight_of_pixels(b, node, window))
+    # Channels become examples: one kernel of ones serves any number of them.
+    positions = b.forward("Concat", b.constant([-1, 1]), b.forward("Shape", y, start=2)[0], axis=0)
+    images = b.op("Reshape", share, positions[0])
+    spread_out = spread(b, window, images, _kernel_of_ones(b, x, window), x, y)
+    return {0: b.reshape_like(spread_out, x)}
+
+
+def _weight_of_pixels(b: Builder, node: Node, window: Sliding) -> str:
+    """What one pixel weighs in each average: one over the number of pixels that count."""
+    # At the border it depends on count_include_pad, ceil_mode and the version of the operator; the
+    # pool itself tells, when it averages an image of ones: pixels × weight.
+    x, y = node.inputs[0], node.outputs[0]
+    if not window.padded:
+        return b.scalar(1 / window.taps, x)
+    sides = b.forward("Concat", b.constant([1, 1]), b.forward("Shape", x, start=2)[0], axis=0)[0]
+    ones = b.forward("Expand", b.scalar(1, x), sides)[0]
+    total = b.repeat(node, ones)[0]
+    pixels = _count_pixels(b, ones, _kernel_of_ones(b, x, window), window)
+    if window.ceil_mode:
+        none = b.constant([0] * len(window.kernel))
+        positions = b.forward("Shape", y, start=2)[0]
+        pixels = b.forward("Slice", pixels, none, positions, b.constant(window.axes))[0]
+    return b.forward("Div", total, pixels)[0]
+
+
+def _count_pixels(b: Builder, ones: str, kernel: str, window: Sliding) -> str:
+    """How many pixels each window sees; more windows than there are where they are rounded up."""
+    if window.same:
+        return b.forward(
+            "Conv", ones, kernel, auto_pad=window.same,
+            strides=window.strides, dilations=window.dilations,
+        )[0]  # fmt: skip
+    further = [s - 1 if window.ceil_mode else 0 for s in window.strides]
+    ends = tuple(end + more for end, more in zip(window.ends, further, strict=True))
+    return b.forward(
+        "Conv", ones, kernel, pads=window.begins + ends,
+        strides=window.strides, dilations=window.dilations,
+    )[0]  # fmt: skip
+
+
+def _kernel_of_ones(b: Builder, x: str, window: Sliding) -> str:
+    return b.constant(np.ones((1, 1, *window.kernel), dtype=b.dtype(x)))
+
+
+@vjp_rule("GlobalAveragePool")
+def global_average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Every pixel gets its share of the mean."""
+    x = node.inputs[0]
+    share = b.op("Div", g[0], b.count(x, range(2, b.rank(x))))
+    return {0: b.op("Expand", share, b.shape(x))}
+
+
+@vjp_rule("GlobalMaxPool")
+def global_max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Share each cotangent among the pixels that won."""
+    x, y = node.inputs[0], node.outputs[0]
+    winners = b.cast_like(b.op("Equal", x, y), x)
+    spatial = b.constant(range(2, b.rank(x)))
+    share = b.op("Div", g[0], b.op("ReduceSum", winners, spatial, keepdims=1))
+    return {0: b.op("Mul", winners, share)}

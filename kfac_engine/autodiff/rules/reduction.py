@@ -1,0 +1,129 @@
+"""Reductions: sums, means, norms and extrema over axes."""
+
+from dataclasses import dataclass
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.structure import Node
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """One reduction on the way back.
+
+    Attributes:
+        x: What was reduced.
+        y: The result, with the reduced axes kept as ones.
+        g: Its cotangent, likewise.
+        axes: The reduced axes, int64.
+    """
+
+    x: str
+    y: str
+    g: str
+    axes: str
+
+
+def _reduction(b: Builder, node: Node, g: Cotangents) -> _Reduction:
+    x, y = node.inputs[0], node.outputs[0]
+    given = node.inputs[1] if len(node.inputs) > 1 else ""
+    if given and b.sides(given) != (0,):
+        axes = given
+    elif integer(node, "noop_with_empty_axes", 0):
+        if node.op not in _IDENTITIES_OVER_NO_AXES:
+            raise UnsupportedError(
+                f"node '{node.name}' reduces with {node.op} over no axes, which ONNX defines in "
+                f"two ways; write what it shall do element by element."
+            )
+        axes = b.constant([], "int64")
+    else:
+        axes = b.constant(range(b.rank(x)), "int64")
+    kept = integer(node, "keepdims", 1) or b.rank(y) == b.rank(x)
+    if kept:
+        return _Reduction(x, y, g[0], axes)
+    return _Reduction(x, b.op("Unsqueeze", y, axes), b.op("Unsqueeze", g[0], axes), axes)
+
+
+# Over no axes these return their operand.
+_IDENTITIES_OVER_NO_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+
+
+@vjp_rule("ReduceSum")
+def reduce_sum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent goes to every element."""
+    r = _reduction(b, node, g)
+    return {0: b.op("Expand", r.g, b.shape(r.x))}
+
+
+@vjp_rule("ReduceMean")
+def reduce_mean(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Every element gets its share."""
+    r = _reduction(b, node, g)
+    every = range(b.rank(r.x)), range(b.rank(node.outputs[0]))
+    elements, results = b.count(r.x, every[0]), b.count(node.outputs[0], every[1])
+    share = b.op("Div", r.g, b.op("Div", elements, results))
+    return {0: b.op("Expand", share, b.shape(r.x))}
+
+
+@vjp_rule("ReduceMax", "ReduceMin")
+def reduce_extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Elements that tie share the cotangent."""
+    r = _reduction(b, node, g)
+    chosen = b.cast_like(b.op("Equal", r.x, r.y), r.x)
+    ties = b.op("ReduceSum", chosen, r.axes, keepdims=1, noop_with_empty_axes=1)
+    return {0: b.op("Mul", chosen, b.op("Div", r.g, ties))}
+
+
+@vjp_rule("ReduceProd")
+def reduce_prod(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The product of the *other* elements, which y/x does not give where elements are zero."""
+    r = _reduction(b, node, g)
+    zero, one = b.scalar(0, r.x), b.scalar(1, r.x)
+    is_zero = b.op("Equal", r.x, zero)
+    filled = b.op("Where", is_zero, one, r.x)
+    rest = b.op("ReduceProd", filled, r.axes, keepdims=1, noop_with_empty_axes=1)
+    as_number = b.cast_like(is_zero, r.x)
+    zeros = b.op("ReduceSum", as_number, r.axes, keepdims=1, noop_with_empty_axes=1)
+    # One zero: only its own derivative is left. Two: none.
+    none_else = b.cast_like(b.op("Equal", zeros, as_number), r.x)
+    return {0: b.op("Mul", r.g, b.op("Mul", none_else, b.op("Div", rest, filled)))}
+
+
+@vjp_rule("ReduceL1")
+def reduce_l1(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times sign(x)."""
+    r = _reduction(b, node, g)
+    return {0: b.op("Mul", r.g, b.op("Sign", r.x))}
+
+
+@vjp_rule("ReduceL2")
+def reduce_l2(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """x/|x|; zero, one of its subgradients, where the norm has its kink."""
+    r = _reduction(b, node, g)
+    at_kink = b.op("Equal", r.y, b.scalar(0, r.x))
+    norm = b.op("Where", at_kink, b.scalar(1, r.x), r.y)
+    return {0: b.op("Mul", b.op("Div", r.g, norm), r.x)}
+
+
+@vjp_rule("ReduceSumSquare")
+def reduce_sum_square(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times 2 x."""
+    r = _reduction(b, node, g)
+    return {0: b.op("Mul", b.op("Mul", r.g, b.scalar(2, r.x)), r.x)}
+
+
+@vjp_rule("ReduceLogSum")
+def reduce_log_sum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent over the sum, which is exp(y)."""
+    r = _reduction(b, node, g)
+    share = b.op("Mul", r.g, b.op("Exp", b.op("Neg", r.y)))
+    return {0: b.op("Expand", share, b.shape(r.x))}
+
+
+@vjp_rule("ReduceLogSumExp")
+def reduce_log_sum_exp(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times exp(x − y): softmax."""
+    r = _reduction(b, node, g)
+    return {0: b.op("Mul", r.g, b.op("Exp", b.op("Sub", r.x, r.y)))}

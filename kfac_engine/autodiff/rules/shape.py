@@ -1,0 +1,174 @@
+"""Operators that move, copy, cut or relabel elements without changing them."""
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer, integers, text
+from kfac_engine.autodiff.rules.indexing import rearranged
+from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.structure import Node
+
+# -- the same elements -----------------------------------------------------------------------------
+
+
+@vjp_rule("Identity")
+def identity(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent itself."""
+    return {0: g[0]}
+
+
+@vjp_rule("Cast", "CastLike")
+def cast(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent in the type of the operand."""
+    return {0: b.cast_like(g[0], node.inputs[0])}
+
+
+@vjp_rule("Dropout")
+def dropout(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The mask of the forward pass, and its scale."""
+    x, ratio, training = (*node.inputs, "", "")[:3]
+    frozen = b.graph.constants.get(training) if training else None
+    if not training or (frozen is not None and not frozen.any()):
+        return {0: g[0]}
+    mask = node.outputs[1] if len(node.outputs) > 1 else ""
+    if not mask:
+        raise UnsupportedOpError(
+            f"Dropout in training mode at node '{node.name}' hides its mask; give the node its "
+            f"second output, or export the model for inference."
+        )
+    one = b.scalar(1, x)
+    kept = b.op("Sub", one, b.cast_like(ratio, x) if ratio else b.scalar(0.5, x))
+    scale = b.op("Where", training, kept, one)
+    return {0: b.op("Div", b.op("Mul", g[0], b.cast_like(mask, x)), scale)}
+
+
+@vjp_rule("Flatten", "Reshape", "Squeeze", "Unsqueeze")
+def reshape(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent in the shape of the operand."""
+    return {0: b.reshape_like(g[0], node.inputs[0])}
+
+
+@vjp_rule("Transpose")
+def transpose(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The inverse permutation."""
+    axes = range(b.rank(node.inputs[0]))
+    perm = integers(node, "perm", axes[::-1])
+    return {0: b.op("Transpose", g[0], perm=tuple(perm.index(axis) for axis in axes))}
+
+
+# -- joined and split ------------------------------------------------------------------------------
+
+
+@vjp_rule("Concat")
+def concat(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Split along the axis."""
+    axis = integer(node, "axis", 0)
+    at = b.constant([axis])
+    sizes = [b.forward("Gather", b.shape(name), at)[0] for name in node.inputs]
+    cuts = b.forward("Concat", *sizes, axis=0)[0]
+    pieces = b.multi("Split", [g[0], cuts], len(sizes), axis=axis)
+    return {i: pieces[i] for i in wanted}
+
+
+@vjp_rule("Split")
+def split(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Concatenation; zeros stand for results without cotangent."""
+    pieces = [g[i] if i in g else b.zeros(name) for i, name in enumerate(node.outputs)]
+    return {0: b.op("Concat", *pieces, axis=integer(node, "axis", 0))}
+
+
+# -- copied ----------------------------------------------------------------------------------------
+
+
+@vjp_rule("Expand")
+def expand(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The sum over the copies."""
+    return {0: b.unbroadcast(g[0], node.outputs[0], node.inputs[0])}
+
+
+@vjp_rule("Tile")
+def tile(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The sum over the copies."""
+    x, repeats = node.inputs
+    # Each axis of g counts copies first, elements second: split it so, sum over the copies.
+    one = b.constant([1])
+    columns = [b.forward("Unsqueeze", name, one)[0] for name in (repeats, b.shape(x))]
+    pairs = b.forward("Concat", *columns, axis=1)[0]
+    apart = b.op("Reshape", g[0], b.forward("Reshape", pairs, b.constant([-1]))[0])
+    copies = b.constant(range(0, 2 * b.rank(x), 2))
+    return {0: b.op("ReduceSum", apart, copies, keepdims=0)}
+
+
+# -- cut and padded --------------------------------------------------------------------------------
+
+
+@vjp_rule("Slice")
+def slice_(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Zeros around the cotangent."""
+    x, starts, _, axes, steps = (*node.inputs, "", "")[:5]
+    frozen = b.graph.constants.get(steps) if steps else None
+    if steps and (frozen is None or (frozen != 1).any()):
+        return {0: rearranged(b, node, g[0])}
+    at = axes or b.constant(range(b.sides(starts)[0]))
+    zero = b.constant([0])
+    sides = b.forward("Gather", b.shape(x), at)[0]
+    begin = b.forward("Cast", starts, to=_INT64)[0]
+    from_end = b.forward("Less", begin, zero)[0]
+    begin = b.forward("Where", from_end, b.forward("Add", begin, sides)[0], begin)[0]
+    begin = b.forward("Min", b.forward("Max", begin, zero)[0], sides)[0]
+    length = b.forward("Gather", b.shape(node.outputs[0]), at)[0]
+    end = b.forward("Sub", b.forward("Sub", sides, begin)[0], length)[0]
+    pads = b.forward("Concat", begin, end, axis=0)[0]
+    return {0: b.op("Pad", g[0], pads, "", at)}
+
+
+@vjp_rule("Pad")
+def pad(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent without the border; the constant gets the border."""
+    x, pads, _, axes = (*node.inputs, "", "")[:4]
+    if text(node, "mode", "constant") != "constant":
+        return {0: rearranged(b, node, g[0])}
+    y, zero = node.outputs[0], b.constant([0])
+    at = axes or b.constant(range(b.rank(x)))
+    # Negative padding crops: pixels that were cut away get no cotangent.
+    added = b.forward("Max", pads, zero)[0]
+    begin, end = b.forward("Split", added, outputs=2, axis=0, num_outputs=2)
+    sides = b.forward("Gather", b.shape(y), at)[0]
+    pixels = b.op("Slice", g[0], begin, b.forward("Sub", sides, end)[0], at)
+    gradients = {}
+    if 0 in wanted:
+        frozen = b.graph.constants.get(pads)
+        if frozen is not None and (frozen >= 0).all():
+            gradients[0] = pixels
+        else:
+            cut = b.forward("Max", b.forward("Neg", pads)[0], zero)[0]
+            gradients[0] = b.op("Pad", pixels, cut, "", at)
+    if 2 in wanted:
+        border = b.op("Sub", *(b.op("ReduceSum", v, keepdims=0) for v in (g[0], pixels)))
+        gradients[2] = b.reshape_like(border, node.inputs[2])
+    return gradients
+
+
+_INT64 = 7  # TensorProto.INT64
+
+
+# -- blocks of pixels ------------------------------------------------------------------------------
+
+
+@vjp_rule("DepthToSpace")
+def depth_to_space(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """SpaceToDepth."""
+    block = integer(node, "blocksize", 1)
+    deep = b.op("SpaceToDepth", g[0], blocksize=block)
+    if text(node, "mode", "DCR") == "DCR":
+        return {0: deep}
+    # CRD numbers channels (channel, block) where SpaceToDepth has (block, channel).
+    pixels = b.op("Shape", deep, start=2)
+    apart = b.op("Concat", b.constant([0, block * block, -1]), pixels, axis=0)
+    swapped = b.op("Transpose", b.op("Reshape", deep, apart), perm=(0, 2, 1, 3, 4))
+    return {0: b.reshape_like(swapped, node.inputs[0])}
+
+
+@vjp_rule("SpaceToDepth")
+def space_to_depth(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """DepthToSpace."""
+    return {0: b.op("DepthToSpace", g[0], blocksize=integer(node, "blocksize", 1), mode="DCR")}
