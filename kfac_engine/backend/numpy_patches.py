@@ -69,20 +69,21 @@ def patch_second_moment(
 
 # What things cost in multiplications of SYRK at full speed: fitted to 36 geometries (1 to 3 axes,
 # 8 to 256 channels, images of 2 to 1000 pixels a side) on one core with OpenBLAS' AVX-512 kernels,
-# float32. The rule then chose the faster form in each. Time of the shifted form / the plain one:
+# float32, 16 images. The rule chose the faster form in each. Time of the shifted form / the plain:
 #
 #   channels, image, kernel    measured  estimated |  channels, image, kernel    measured  estimated
-#     8     56×56      3×3       0.37      0.42    |    64     7×7       5×5       0.82      0.75
-#    16     56×56      3×3       0.36      0.34    |   128     7×7       3×3       0.78      0.79
-#    16     28×28      3×3       0.86      0.86    |   256     4×4       3×3       1.21      1.20
-#    16     14×14      3×3       1.29      1.41    |    64     1000      3         0.63      0.61
-#    32     14×14      3×3       0.73      0.78    |    32     8×8×8     3×3×3     0.73      0.60
-#    64     14×14      3×3       0.60      0.57    |    64     30×30     3×3       3.28      3.28
-#    64      7×7       3×3       1.00      1.06    |           (its middle 18×18)
+#     8     56×56      3×3       0.46      0.48    |    64      7×7       5×5      0.76      0.74
+#    16     28×28      3×3       0.91      0.95    |   128      7×7       3×3      0.76      0.81
+#    16     14×14      3×3       1.43      1.76    |   256      4×4       3×3      1.02      1.20
+#    32     14×14      3×3       0.83      0.87    |    64      1000      3        0.64      0.68
+#    64     14×14      3×3       0.63      0.59    |    32      8×8×8     3×3×3    0.90      0.59
+#    64      7×7       3×3       1.04      1.16    |    64      30×30     3×3      3.29      2.87
+#                                                  |   (the last with 5 pixels cut off all round)
 _COPIED_NUMBER = 60
 _WRITTEN_NUMBER = 50
-_CALL = 270_000
-_SLAB = 3_000_000
+_CALL = 300_000
+_SLAB = 5_000_000
+_THIN = 1.2  # operands with as few rows as there are channels
 
 
 @lru_cache(maxsize=1024)
@@ -105,13 +106,17 @@ def shift_is_cheaper(
         return False
     if scratch_numbers(window, channels, sides) > room:
         return False
+    plain = _plain_cost(window, images, channels, sides)
+    return _shifted_cost(window, images, channels, sides) < plain
+
+
+def _shifted_cost(window: Window, images: int, channels: int, sides: tuple[int, ...]) -> float:
+    """Cost of a product for each image and distance, of filling the blocks, and of the frame."""
     pixels, blocks = prod(gapped_sides(sides, window)), len(distances(window))
-    moments = blocks * (channels**2 * pixels + _CALL) + _COPIED_NUMBER * channels * pixels
+    products = blocks * (_THIN * channels**2 * pixels + _CALL) + _COPIED_NUMBER * channels * pixels
     filling = _WRITTEN_NUMBER * (window.taps * channels) ** 2
-    slabs = sum(
-        _SLAB + _plain_cost(slab.window, images, channels, sides) for slab in frame(window, sides)
-    )
-    return images * moments + filling + slabs < _plain_cost(window, images, channels, sides)
+    slabs = [_plain_cost(slab.window, images, channels, sides) for slab in frame(window, sides)]
+    return images * products + filling + sum(slabs) + _SLAB * len(slabs)
 
 
 def _plain_cost(window: Window, images: int, channels: int, sides: tuple[int, ...]) -> int:
