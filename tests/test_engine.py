@@ -231,6 +231,19 @@ def test_gradients_of_any_library_are_taken(case):
         np.testing.assert_allclose(natural, result.natural_gradients[name], rtol=1e-6)
 
 
+def test_numbers_whose_squares_overflow_are_taken_in_float64(case):
+    model, inputs, targets = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    huge = {"input": inputs["input"] * np.float32(1e25)}
+    result = engine.step(huge, targets)
+    A = engine.collection.fisher_blocks["fc0.weight", "fc0.bias"].input_factor.cov
+    rows = np.hstack([huge["input"].astype(np.float64), np.ones((6, 1))])
+    np.testing.assert_allclose(A, rows.T @ rows / 6, rtol=1e-12)
+    for name, natural in result.natural_gradients.items():
+        assert natural.dtype == np.float32
+        assert np.isfinite(natural).all(), name
+
+
 def test_every_parameter_is_in_exactly_one_block():
     for make in (models.cnn, models.resnet_block, models.layer_norm, models.tied, models.embedding):
         engine = ke.Engine.from_onnx(make(), loss="normal")

@@ -23,6 +23,9 @@ from kfac_engine.graph.write import build_model, serialize
 # some exporters bake it into Reshape targets.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
 
+# Constants up to this size are shapes, axes and scales, which operators may need to see.
+_SMALL_BYTES = 4096
+
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """The inputs as arrays that fit the model's declaration.
@@ -70,11 +73,13 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
     """
     facts = {name: Fact(array.dtype, array.shape) for name, array in graph.constants.items()}
     computed = tuple(name for node in graph.nodes for name in node.outputs if name)
+    # Weights are fed, not written into the graph: a copy of a large model would take its time.
+    fed = {n: array for n, array in graph.constants.items() if array.nbytes > _SMALL_BYTES}
     model = build_model(
         graph.nodes,
-        graph.inputs,
+        [*graph.inputs, *(Input(name, array.dtype, array.shape) for name, array in fed.items())],
         computed,
-        graph.constants,
+        {name: array for name, array in graph.constants.items() if name not in fed},
         graph.opset,
         name=graph.name,
         domains=graph.domains,
@@ -84,7 +89,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
     failures = []
     for feeds in _sample_feeds(graph, inputs):
         try:
-            values = feeds | session.run(computed, feeds)
+            values = feeds | session.run(computed, feeds | fed)
         except BackendError as failure:
             failures.append(f"{failure}")
             continue

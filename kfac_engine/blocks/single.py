@@ -83,10 +83,11 @@ class SingleFactorFB(FisherBlock):
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
         if not isinstance(like, tuple | list):
-            return column.reshape(like.shape)
+            return column.reshape(like.shape).astype(like.dtype)
         pieces, start = [], 0
         for part in like:
-            pieces.append(column[start : start + part.size].reshape(part.shape).copy())
+            piece = column[start : start + part.size].reshape(part.shape)
+            pieces.append(piece.astype(part.dtype))
             start += part.size
         return tuple(pieces)
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array, Thunk, Values
+from kfac_engine._types import Array, DType, Thunk, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.config import CollectionConfig
@@ -50,6 +50,7 @@ class FisherFactor(ABC):
         self.config = config or CollectionConfig()
         self.average = MovingAverage()
         self.repeats: int | None = None
+        self._narrowest: DType = np.dtype(np.float32)
         self._covariance_ready = False
         self._inverse_ready = False
 
@@ -73,16 +74,22 @@ class FisherFactor(ABC):
     def check(self, values: Values) -> None:
         """Refuse a batch that would poison the average or does not fit it.
 
+        Numbers whose squares overflow float32 are taken: the average becomes float64.
+
         Raises:
-            NonFiniteError: A tensor holds NaN or infinity, or numbers whose squares overflow.
+            NonFiniteError: A tensor holds NaN or infinity.
             ShapeError: The measurement has another shape than the average.
         """
         for name in self.statistic.names():
-            if not self.backend.all_finite(self.backend.asarray(values[name])):
+            x = self.backend.asarray(values[name])
+            if self.backend.all_finite(x):
+                continue
+            if not bool(self.backend.xp.isfinite(x).all()):
                 raise NonFiniteError(
-                    f"'{name}' holds NaN, infinity or numbers whose squares overflow; the batch "
-                    f"was not taken into {self.name}. Lower the learning rate or check the data."
+                    f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
+                    f"Lower the learning rate or check the data."
                 )
+            self._widen()
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
@@ -123,11 +130,17 @@ class FisherFactor(ABC):
         self.repeats = self.statistic.repeats(values)
 
     def _empty(self, values: Values) -> Array:
-        dtype = np.result_type(values[self.statistic.names()[0]].dtype, np.float32)
+        dtype = np.result_type(values[self.statistic.names()[0]].dtype, self._narrowest)
         if dtype.kind != "f":  # statistics of integer identifiers
-            dtype = np.dtype(np.float32)
+            dtype = self._narrowest
         room: Array = self.backend.xp.empty(self.statistic.shape(values), dtype)
         return room
+
+    def _widen(self) -> None:
+        """Go on in float64."""
+        self._narrowest = np.dtype(np.float64)
+        if self.average.value is not None:
+            self.average.value = self.average.value.astype(np.float64)
 
     def _room(self, values: Values) -> Array:
         """The average's own array, made at the first batch."""

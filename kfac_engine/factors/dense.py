@@ -66,7 +66,7 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     def refresh(self) -> None:
         cov = self.average.read(self.name)
-        if not self.backend.all_finite(cov):
+        if not bool(self.backend.xp.isfinite(cov).all()):
             raise NonFiniteError(f"the average of {self.name} holds NaN or infinity.")
         dampings = {key: float(damping()) for key, damping in self._registered.items()}
         # Blocks whose dampings are equal now share one result.

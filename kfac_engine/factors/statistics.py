@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kfac_engine._types import Array, Values
+from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.views import View
@@ -93,7 +93,7 @@ class KroneckerMoment:
             # block multiplies by the number of positions once. ÷ towers: their mean.
             scale = alpha / (rows * tower)
             for name in uses:
-                x = backend.asarray(values[name])
+                x = _at_least(out.dtype, backend.asarray(values[name]))
                 self.view.second_moment(
                     x, out, backend, homogeneous=self.homogeneous, alpha=scale, beta=beta
                 )
@@ -168,7 +168,10 @@ class LayerSquare:
         _scale(out, beta)
         for source in self.tensors:
             for (a_name, *_), (ds_name, *_) in zip(self.inputs, source, strict=True):
-                a, ds = backend.asarray(values[a_name]), backend.asarray(values[ds_name])
+                a, ds = (
+                    _at_least(out.dtype, backend.asarray(values[name]))
+                    for name in (a_name, ds_name)
+                )
                 if len(a) != len(ds):
                     raise ShapeError(f"'{a_name}' has {len(a)} examples, '{ds_name}' {len(ds)}.")
                 self._add_tower(out, a, ds, backend, alpha / (len(ds) * len(source)))
@@ -240,10 +243,16 @@ class GradientOuter(GradientSquare):
     ) -> None:
         xp = backend.xp
         for names, *_ in self.tensors:
-            g = xp.concatenate([backend.asarray(values[name]).reshape(-1) for name in names])
+            parts = [backend.asarray(values[name]).reshape(-1) for name in names]
+            g = xp.concatenate(parts).astype(out.dtype, copy=False)
             scale = alpha / self.batch_size(values)
             backend.second_moment(g[None], out, alpha=scale, beta=beta)
             beta = 1.0
+
+
+def _at_least(dtype: DType, x: Array) -> Array:
+    """``x`` in float64 where the average is; the backend widens narrower types itself."""
+    return x.astype(dtype) if dtype.itemsize > max(x.dtype.itemsize, 4) else x
 
 
 def _scale(out: Array, beta: float) -> None:

@@ -95,12 +95,12 @@ class Packing:
         return packed
 
     def unpack(self, matrix: Array, like: Vector) -> Vector:
-        """The inverse of ``pack``: arrays in the shapes of ``like``, contiguous and new."""
+        """The inverse of ``pack``: arrays in the shapes and types of ``like``, new."""
         parts = like if isinstance(like, tuple | list) else (like,)
         permuted = tuple(parts[0].shape[axis] for axis in self.axes)
         back = sorted(range(len(self.axes)), key=self.axes.__getitem__)
         rows = matrix[:-1] if self.has_bias else matrix
-        weight = rows.reshape(permuted).transpose(back).copy(order="C")
+        weight = rows.reshape(permuted).transpose(back).astype(parts[0].dtype, order="C")
         if not self.has_bias:
             return (weight,) if isinstance(like, tuple | list) else weight
-        return weight, matrix[-1].reshape(parts[1].shape).copy()
+        return weight, matrix[-1].reshape(parts[1].shape).astype(parts[1].dtype)
