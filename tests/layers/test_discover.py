@@ -1,0 +1,152 @@
+"""Which layers are found, how they are spelled, and what is said of the rest."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+
+
+def layers_of(model, loss="normal"):
+    return ke.Engine.from_onnx(model, loss=loss).layers
+
+
+def summary(layer):
+    return layer.kind, layer.parameters, layer.inputs, layer.outputs
+
+
+def reason_of(model, parameter, loss="normal"):
+    (layer,) = [entry for entry in layers_of(model, loss) if parameter in entry.parameters]
+    assert layer.kind == "generic"
+    return layer.reason
+
+
+def net(*steps, inputs=("batch", 4), outputs=("batch", 3)):
+    made = models.Net()
+    for step in steps:
+        step(made)
+    return made.model({"input": list(inputs)}, {"output": list(outputs)})
+
+
+def test_networks_are_taken_apart_in_order():
+    assert [summary(layer) for layer in layers_of(models.cnn(), "categorical")] == [
+        ("conv2d", ("conv0.weight", "conv0.bias"), "input", "conv0"),
+        ("conv2d", ("conv1.weight", "conv1.bias"), "pool0", "conv1"),
+        ("fully_connected", ("output.weight", "output.bias"), "flat", "output"),
+    ]
+    assert [summary(layer) for layer in layers_of(models.token_mlp(), "categorical")] == [
+        ("fully_connected", ("fc0.weight", "fc0.bias"), "input", "fc0"),
+        ("fully_connected", ("fc1.weight", "fc1.bias"), "act1", "output"),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_bias_may_be_added_after_matmul_from_either_side(shape, swapped):
+    def build(n):
+        x = n.op("MatMul", "input", n.weight("w", 4, 3), to="product")
+        operands = (x, n.weight("b", *shape))
+        n.op("Add", *(operands[::-1] if swapped else operands), to="output")
+
+    (layer,) = layers_of(net(build))
+    assert summary(layer) == ("fully_connected", ("w", "b"), "input", "output")
+
+
+def test_bias_of_a_convolution_may_be_added_after_it():
+    def build(n):
+        x = n.op("Conv", "input", n.weight("w", 3, 2, 1, 1), to="conv")
+        n.op("Add", x, n.weight("b", 3, 1, 1), to="output")
+
+    model = net(build, inputs=("batch", 2, 4, 4), outputs=("batch", 3, 4, 4))
+    (layer,) = layers_of(model)
+    assert summary(layer) == ("conv2d", ("w", "b"), "input", "output")
+
+
+def test_product_that_is_used_elsewhere_keeps_its_bias_apart():
+    def build(n):
+        x = n.op("MatMul", "input", n.weight("w", 4, 3), to="product")
+        y = n.op("Add", x, n.weight("b", 3), to="biased")
+        n.op("Mul", x, y, to="output")
+
+    weight, bias = layers_of(net(build))
+    assert summary(weight) == ("fully_connected", ("w",), "input", "product")
+    assert (bias.parameters, bias.kind) == (("b",), "generic")
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_weight_on_the_left_has_its_features_on_the_axis_before_last(batch):
+    """``s = W·x`` with x ``(n, d_in, t)``: the block must equal that of the transposed spelling."""
+
+    def left(n):
+        n.op("MatMul", n.weight("w", 3, 4), "input", to="output")
+
+    def right(n):
+        x = n.op("Transpose", "input", to="turned", perm=[0, 2, 1])
+        x = n.op("MatMul", x, n.constant("w", w.T.copy()), to="product")
+        n.op("Transpose", x, to="output", perm=[0, 2, 1])
+
+    made = models.Net()
+    left(made)
+    model = made.model({"input": ["batch", 4, 5]}, {"output": ["batch", 3, 5]})
+    w = np.frombuffer(model.graph.initializer[0].raw_data, np.float32).reshape(3, 4)
+    other = net(right, inputs=("batch", 4, 5), outputs=("batch", 3, 5))
+    inputs = models.random_inputs(model, batch=batch)
+    blocks = []
+    for candidate in (model, other):
+        engine = ke.Engine.from_onnx(candidate, loss="normal", estimation_mode="exact")
+        engine.observe(inputs)
+        blocks.append(engine.collection.get_blocks()[0].full_fisher_block())
+    # float32 sums of a handful of terms
+    np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
+
+
+def test_positions_merged_into_the_batch_axis_are_counted():
+    """Reshape to ``(n·t, d)``, MatMul, Reshape back: the same Fisher block as without."""
+
+    def flat(n):
+        rows = n.op("Reshape", "input", n.constant("rows", np.array([-1, 4])), to="rows_of_input")
+        x = n.op("MatMul", rows, n.weight("w", 4, 3), to="product")
+        n.op("Reshape", x, n.constant("back", np.array([-1, 5, 3])), to="output")
+
+    def plain(n):
+        n.op("MatMul", "input", n.weight("w", 4, 3), to="output")
+
+    blocks = []
+    for build in (flat, plain):
+        model = net(build, inputs=("batch", 5, 4), outputs=("batch", 5, 3))
+        engine = ke.Engine.from_onnx(
+            model, loss="normal", estimation_mode="exact", reduction="batch_mean"
+        )
+        engine.observe(models.random_inputs(model, batch=3))
+        blocks.append(engine.collection.get_blocks()[0].full_fisher_block())
+    np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
+
+
+def test_reasons_name_what_a_generic_parameter_is():
+    assert reason_of(models.tied(), "shared.weight") == "used 2 times, by MatMul"
+    assert reason_of(models.embedding(), "table") == "table of Gather (an embedding)"
+    assert reason_of(models.layer_norm(), "norm.weight") == "scale of LayerNormalization"
+    assert reason_of(models.resnet_block(), "bn0.bias") == "shift of BatchNormalization"
+
+
+def test_scaled_gemm_and_grouped_convolution_are_generic_with_a_reason():
+    def scaled(n):
+        n.op("Gemm", "input", n.weight("w", 4, 3), to="output", alpha=0.5)
+
+    assert reason_of(net(scaled), "w") == "Gemm with alpha"
+
+    def grouped(n):
+        n.op("Conv", "input", n.weight("w", 4, 1, 1, 1), to="output", group=2)
+
+    model = net(grouped, inputs=("batch", 2, 3, 3), outputs=("batch", 4, 3, 3))
+    assert "2 group(s)" in reason_of(model, "w")
+
+
+def test_parameter_the_loss_does_not_depend_on_is_said_so():
+    engine = ke.Engine.from_onnx(models.two_outputs(), loss="categorical", output="logits")
+    reasons = {layer.parameters: layer.reason for layer in engine.layers}
+    assert reasons["mean.weight",] == "the loss does not depend on it"
+    inputs = models.random_inputs(models.two_outputs(), batch=4)
+    result = engine.step(inputs, np.array([0, 1, 2, 0]))
+    assert not result.gradients["mean.weight"].any()
+    assert not result.natural_gradients["mean.weight"].any()
