@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from kfac_engine.blocks.base import FisherBlock
+from kfac_engine.blocks.base import FactorOwner, FisherBlock
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.layers.forms import LayerForm
 
-if TYPE_CHECKING:
-    from kfac_engine.collection import LayerCollection
-
-LayerRecipe: TypeAlias = Callable[["LayerCollection", LayerForm], FisherBlock]
+LayerRecipe: TypeAlias = Callable[[FactorOwner, LayerForm], FisherBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Approximation:
 
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
-    def build(collection: "LayerCollection", form: LayerForm) -> FisherBlock:
+    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
         return KroneckerProductFB(collection, form, input_side=input_side, output_side=output_side)
 
     return build

@@ -2,20 +2,41 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Vector
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.statistics import Uses
 
-if TYPE_CHECKING:
-    from kfac_engine.collection import LayerCollection
+Factor = TypeVar("Factor", bound=FisherFactor)
 
 # What a caller may write for the tensors of one tower: a name, or names over uses.
 TowerNames: TypeAlias = str | Sequence[str]
 # grads_list[source][tower] for layers, grads_list[source] for generic blocks.
 GradsList: TypeAlias = Sequence[Sequence[TowerNames]] | Sequence[TowerNames]
+
+
+class FactorOwner(Protocol):
+    """What a block asks of the collection it belongs to."""
+
+    backend: Backend
+    config: CollectionConfig
+
+    @property
+    def batch_value(self) -> str | None:
+        """Name of a value whose first axis is the batch, if one is known."""
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The declared shape of a tensor; None where it is not known before a batch."""
+
+    def require_shape(self, name: str) -> tuple[int, ...]:
+        """The declared shape of a tensor; an error where it is not known."""
+
+    def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
+        """The factor ``cls(*args)``, made once and shared."""
 
 
 class FisherBlock(ABC):
@@ -28,7 +49,7 @@ class FisherBlock(ABC):
         params: The parameters, set when the block is registered.
     """
 
-    def __init__(self, collection: "LayerCollection") -> None:
+    def __init__(self, collection: FactorOwner) -> None:
         self._collection = collection
         self.params: Params | None = None
         self._damping: Callable[[], float] | None = None

@@ -11,12 +11,11 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kfac_engine._types import Array, Vector
-from kfac_engine.blocks.base import FisherBlock, GradsList, TowerNames, Towers, uses
+from kfac_engine.blocks.base import FactorOwner, FisherBlock, GradsList, TowerNames, Towers, uses
 from kfac_engine.errors import NotReadyError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
@@ -24,9 +23,6 @@ from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment, Tensors
 from kfac_engine.layers.forms import LayerForm
 from kfac_engine.linalg.damping import pi_correction
-
-if TYPE_CHECKING:
-    from kfac_engine.collection import LayerCollection
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class KroneckerProductFB(FisherBlock):
 
     def __init__(
         self,
-        collection: "LayerCollection",
+        collection: FactorOwner,
         form: LayerForm,
         *,
         input_side: Side = DENSE,

@@ -1,16 +1,13 @@
 """The specification's block classes: names and constructors over the general blocks."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kfac_engine._types import Params
+from kfac_engine.blocks.base import FactorOwner
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
 from kfac_engine.blocks.single import LayerDiagonalFB
 from kfac_engine.layers.forms import convolution_form, dense_form
 from kfac_engine.layers.views import Padding
-
-if TYPE_CHECKING:
-    from kfac_engine.collection import LayerCollection
 
 
 class FullyConnectedKFACBasicFB(KroneckerProductFB):
@@ -26,7 +23,7 @@ class FullyConnectedKFACBasicFB(KroneckerProductFB):
 
     def __init__(
         self,
-        layer_collection: "LayerCollection",
+        layer_collection: FactorOwner,
         has_bias: bool = False,
         diagonal_approx_for_input: bool = False,
         diagonal_approx_for_output: bool = False,
@@ -51,7 +48,7 @@ class FullyConnectedDiagonalFB(LayerDiagonalFB):
 
     def __init__(
         self,
-        layer_collection: "LayerCollection",
+        layer_collection: FactorOwner,
         has_bias: bool = False,
         weight_format: str = "IO",
     ) -> None:
@@ -73,7 +70,7 @@ class ConvKFCBasicFB(KroneckerProductFB):
 
     def __init__(
         self,
-        layer_collection: "LayerCollection",
+        layer_collection: FactorOwner,
         params: Params,
         padding: Padding,
         strides: Sequence[int] | None = None,
@@ -108,7 +105,7 @@ class ConvDiagonalFB(LayerDiagonalFB):
 
     def __init__(
         self,
-        layer_collection: "LayerCollection",
+        layer_collection: FactorOwner,
         params: Params,
         strides: Sequence[int],
         padding: Padding,

@@ -2,10 +2,17 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 from kfac_engine._types import Array, Vector
-from kfac_engine.blocks.base import FisherBlock, GradsList, TowerNames, Towers, parts, uses
+from kfac_engine.blocks.base import (
+    FactorOwner,
+    FisherBlock,
+    GradsList,
+    TowerNames,
+    Towers,
+    parts,
+    uses,
+)
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
@@ -13,14 +20,11 @@ from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import GradientOuter, GradientSquare, LayerSquare
 from kfac_engine.layers.forms import LayerForm
 
-if TYPE_CHECKING:
-    from kfac_engine.collection import LayerCollection
-
 
 class SingleFactorFB(FisherBlock):
     """A block that is one matrix over the concatenated parameters, damped by λ."""
 
-    def __init__(self, collection: "LayerCollection") -> None:
+    def __init__(self, collection: FactorOwner) -> None:
         super().__init__(collection)
         self._factor: FisherFactor | None = None
 
@@ -103,7 +107,7 @@ class NaiveFullFB(SingleFactorFB):
     _statistic: type[GradientSquare] = GradientOuter
     _factor_class: type[FisherFactor] = DenseSquareMatrixFactor
 
-    def __init__(self, collection: "LayerCollection", params: TowerNames) -> None:
+    def __init__(self, collection: FactorOwner, params: TowerNames) -> None:
         super().__init__(collection)
         self._params = uses(params)
         self._batch: list[int | str] = []
@@ -147,7 +151,7 @@ class NaiveDiagonalFB(NaiveFullFB):
     _statistic = GradientSquare
     _factor_class = DiagonalFactor
 
-    def __init__(self, collection: "LayerCollection", params: TowerNames) -> None:
+    def __init__(self, collection: FactorOwner, params: TowerNames) -> None:
         super().__init__(collection, params)
         if len(self._params) != 1:
             raise RegistrationError(
@@ -167,7 +171,7 @@ class LayerDiagonalFB(SingleFactorFB):
         form: How the layer's tensors and parameters are laid out.
     """
 
-    def __init__(self, collection: "LayerCollection", form: LayerForm) -> None:
+    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
         super().__init__(collection)
         self.form = form
         self._towers = Towers()

@@ -15,26 +15,14 @@ from kfac_engine.blocks.base import FisherBlock, TowerNames
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.layers.forms import LayerForm, convolution_form, dense_form
-from kfac_engine.layers.views import Padding
+from kfac_engine.layers.forms import LayerForm
 from kfac_engine.losses.collection import LossCollection, Reuse
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
 
-class LayerCollection(LossCollection):
-    """Layers, losses and the factors they share; one for each estimator.
-
-    Args:
-        graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
-        name: For messages.
-        config: How statistics are averaged, damped and inverted.
-        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
-
-    Attributes:
-        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
-        fisher_factors: (class, arguments) to factor, in the order of creation.
-    """
+class BlockRegistry(LossCollection):
+    """Registered blocks; see ``LayerCollection``, the public class."""
 
     def __init__(
         self,
@@ -59,7 +47,7 @@ class LayerCollection(LossCollection):
     @property
     def registered_variables(self) -> tuple[str, ...]:
         """All parameters that belong to a block."""
-        return tuple(name for key in self.fisher_blocks for name in _names(key))
+        return tuple(name for key in self.fisher_blocks for name in names_of(key))
 
     def get_blocks(self) -> tuple[FisherBlock, ...]:
         """All blocks, in the order of registration."""
@@ -135,70 +123,6 @@ class LayerCollection(LossCollection):
 
     # -- layers -----------------------------------------------------------------------------------
 
-    def register_fully_connected(
-        self,
-        params: Params | Sequence[str],
-        inputs: str,
-        outputs: str,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str = "IO",
-        feature_axis: int = -1,
-    ) -> None:
-        """Register a dense layer.
-
-        Args:
-            params: The weight, or ``(weight, bias)``.
-            inputs: Name of the input, ``(n, …positions, d_in)``.
-            outputs: Name of the output, ``(n, …positions, d_out)``.
-            approx: A row of the table of approximations; the default when left out.
-            reuse: Whether this is a further tower.
-            weight_format: ``"IO"`` or ``"OI"``.
-            feature_axis: Axis of the features in inputs and outputs; -2 for ``weight · inputs``.
-        """
-        key = _key(params)
-        form = dense_form(weight_format, not isinstance(key, str), feature_axis=feature_axis)
-        self._register("fully_connected", key, form, (inputs, outputs), approx, reuse)
-
-    def register_conv2d(  # noqa: PLR0913 (the specification's signature)
-        self,
-        params: Params | Sequence[str],
-        strides: Sequence[int],
-        padding: Padding,
-        inputs: str,
-        outputs: str,
-        data_format: str | None = None,
-        dilations: Sequence[int] | None = None,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str | None = None,
-    ) -> None:
-        """Register a convolution over two spatial axes.
-
-        Args:
-            params: The filter, or ``(filter, bias)``; the filter's shape must be declared.
-            strides: One an axis of the data, or one a spatial axis.
-            padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
-            inputs: Name of the images.
-            outputs: Name of the output.
-            data_format: ``"NHWC"`` (default) or ``"NCHW"``.
-            dilations: Like ``strides``; ones when left out.
-            approx: A row of the table of approximations; the default when left out.
-            reuse: Whether this is a further tower.
-            weight_format: ``"HWIO"`` (default) or ``"OIHW"``.
-        """
-        key = _key(params)
-        form = convolution_form(
-            self.require_shape(_names(key)[0]),
-            has_bias=not isinstance(key, str),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
-        self._register("conv2d", key, form, (inputs, outputs), approx, reuse)
-
     def register_generic(
         self,
         params: Params | Sequence[str],
@@ -214,7 +138,7 @@ class LayerCollection(LossCollection):
             approx: ``"diagonal"`` (one parameter) or ``"full"``.
             reuse: Whether this is a further tower.
         """
-        key = _key(params)
+        key = canonical_key(params)
         approx = self._resolve("generic", approx)
         if self._is_new(key, reuse, ("generic", approx)):
             self.register_block(key, GENERIC[approx](self, key), reuse)
@@ -245,11 +169,11 @@ class LayerCollection(LossCollection):
                 of block, or one of its parameters belongs to another key.
             UnknownNameError: ``reuse`` is True and the key is unknown.
         """
-        key = _key(layer_key)
+        key = canonical_key(layer_key)
         if self._is_new(key, reuse, self._rows.get(key, ())):
             fisher_block.params = key
             self.fisher_blocks[key] = fisher_block
-            for name in _names(key):
+            for name in names_of(key):
                 self._uses.setdefault(name, 0)
         return self.fisher_blocks[key]
 
@@ -324,7 +248,7 @@ class LayerCollection(LossCollection):
             raise RegistrationError(
                 f"{key} is registered as {self._rows[key][:2]}; a tower must be the same layer."
             )
-        taken = set(self.registered_variables).intersection(_names(key))
+        taken = set(self.registered_variables).intersection(names_of(key))
         if not known and taken:
             raise RegistrationError(
                 f"{', '.join(sorted(taken))} of {key} belong(s) to another registered layer."
@@ -332,13 +256,15 @@ class LayerCollection(LossCollection):
         return not known
 
     def _count_uses(self, key: Params, uses: float) -> None:
-        for name in _names(key):
+        for name in names_of(key):
             self._uses[name] = self._uses.get(name, 0) + uses
 
 
-def _key(params: Params | Sequence[str]) -> Params:
+def canonical_key(params: Params | Sequence[str]) -> Params:
+    """A name, or a tuple of names."""
     return params if isinstance(params, str) else tuple(params)
 
 
-def _names(key: Params) -> tuple[str, ...]:
+def names_of(key: Params) -> tuple[str, ...]:
+    """The names in a key."""
     return (key,) if isinstance(key, str) else key

@@ -1,0 +1,27 @@
+"""The registry of layers and losses: which parameters form which block.
+
+``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
+as a mapping from names to arrays. The specification asks for one class with some fifty methods; they
+lie in a file for each topic: ``registry`` (blocks and factors), ``dense``, ``convolution``, and
+``losses.collection``.
+"""
+
+from kfac_engine.collection.convolution import ConvolutionLayers
+from kfac_engine.collection.dense import DenseLayers
+
+__all__ = ["LayerCollection"]
+
+
+class LayerCollection(DenseLayers, ConvolutionLayers):
+    """Layers, losses and the factors they share; one for each estimator.
+
+    Args:
+        graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
+        name: For messages.
+        config: How statistics are averaged, damped and inverted.
+        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
+
+    Attributes:
+        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
+        fisher_factors: (class, arguments) to factor, in the order of creation.
+    """
