@@ -1,0 +1,178 @@
+"""Operators that ``onnx.reference`` 1.23 gets wrong, written down from their definitions.
+
+Slow and plain, in the type of the operands: truth for the derivative rules.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx.reference.op_run import OpRun
+
+
+class ConvTranspose(OpRun):
+    """The reference takes wrong slices of the weight when channels are grouped."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: NDArray,
+        weight: NDArray,
+        *,
+        dilations: list[int],
+        group: int,
+        pads: list[int],
+        strides: list[int],
+        **_: object,
+    ) -> tuple[NDArray]:
+        kernel, axes = weight.shape[2:], len(dilations)
+        ins, outs = x.shape[1] // group, weight.shape[1]
+        reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+        sides = [(n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True)]
+        y = np.zeros((len(x), outs * group, *sides), x.dtype)
+        for g, position, tap in product(range(group), np.ndindex(x.shape[2:]), np.ndindex(*kernel)):
+            pixel = tuple(
+                o * s + u * d for o, s, u, d in zip(position, strides, tap, dilations, strict=True)
+            )
+            from_, to = slice(g * ins, (g + 1) * ins), slice(g * outs, (g + 1) * outs)
+            y[(slice(None), to, *pixel)] += (
+                x[(slice(None), from_, *position)] @ weight[(from_, slice(None), *tap)]
+            )
+        crop = (slice(pads[i], sides[i] - pads[i + axes]) for i in range(axes))
+        return (y[(slice(None), slice(None), *crop)],)
+
+
+class _Pool(OpRun):
+    """What the pools share: which pixels a window sees."""
+
+    def _windows(
+        self, x: NDArray, attributes: Mapping[str, Any]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[NDArray, ...], int]]:
+        """Index of a result, the pixels of its window, and how many of them are in the padding."""
+        kernel = attributes["kernel_shape"]
+        axes = len(kernel)
+        pads = attributes.get("pads") or [0] * 2 * axes
+        seen = [
+            _seen_pixels(
+                x.shape[2 + i],
+                (kernel[i], (attributes.get("dilations") or [1] * axes)[i]),
+                (attributes.get("strides") or [1] * axes)[i],
+                (pads[i], pads[i + axes]),
+                attributes["auto_pad"],
+                attributes["ceil_mode"],
+            )
+            for i in range(axes)
+        ]
+        for index in np.ndindex(*x.shape[:2], *map(len, seen)):
+            along = [seen[axis][o] for axis, o in enumerate(index[2:])]
+            pixels = [[pixel for pixel in line if pixel is not None] for line in along]
+            padding = prod(map(len, along)) - prod(map(len, pixels))
+            yield index, np.ix_(*pixels), padding
+
+
+def _seen_pixels(
+    side: int,
+    taps: tuple[int, int],
+    stride: int,
+    pads: tuple[int, int],
+    auto_pad: str,
+    ceil_mode: int,
+) -> list[list[int | None]]:
+    """For each position of a window along an axis, the pixels it sees; None is padding."""
+    (k, d), (begin, end) = taps, pads
+    reach = (k - 1) * d + 1
+    if auto_pad.startswith("SAME"):
+        total = max((-(-side // stride) - 1) * stride + reach - side, 0)
+        less, more = total // 2, total - total // 2
+        begin, end = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    free = side + begin + end - reach
+    count = (-(-free // stride) if ceil_mode else free // stride) + 1
+    # A window that would start in the padding at the end is dropped.
+    if ceil_mode and (count - 1) * stride >= side + begin:
+        count -= 1
+    starts = (o * stride - begin for o in range(count))
+    windows = (range(start, min(start + reach, side + end), d) for start in starts)
+    return [[pixel if 0 <= pixel < side else None for pixel in window] for window in windows]
+
+
+class MaxPool(_Pool):
+    """The reference gets Indices wrong where strides are missing, and SAME_LOWER."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, **attributes: object) -> tuple[NDArray, ...]:
+        numbers = np.arange(x.size).reshape(x.shape)
+        found = {}
+        for index, pixels, _ in self._windows(x, attributes):
+            image = index[:2]
+            found[index] = numbers[image][pixels].ravel()[x[image][pixels].argmax()]
+        where = np.reshape(list(found.values()), np.add(max(found), 1))
+        y = x.ravel()[where]
+        return (y, where) if len(self.onnx_node.output) > 1 else (y,)
+
+
+class AveragePool(_Pool):
+    """The reference centres the image in the windows that ceil_mode adds."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, **attributes: object) -> tuple[NDArray]:
+        found = {}
+        for index, pixels, padding in self._windows(x, attributes):
+            seen = x[index[:2]][pixels]
+            found[index] = seen.sum() / (seen.size + padding * attributes["count_include_pad"])
+        return (np.reshape(list(found.values()), np.add(max(found), 1)),)
+
+
+class GlobalMaxPool(OpRun):
+    """The reference takes any image for two-dimensional."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray) -> tuple[NDArray]:
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
+class GatherElements(OpRun):
+    """The reference wants indices with the sides of the data."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, indices: NDArray, axis: int) -> tuple[NDArray]:
+        y = np.zeros(indices.shape, x.dtype)
+        for index in np.ndindex(indices.shape):
+            source = list(index)
+            source[axis] = indices[index]
+            y[index] = x[tuple(source)]
+        return (y,)
+
+
+class Pad(OpRun):
+    """The reference refuses negative padding."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: NDArray,
+        pads: NDArray,
+        value: NDArray | None = None,
+        axes: NDArray | None = None,
+        mode: str = "constant",
+    ) -> tuple[NDArray]:
+        begins, ends = np.split(pads, 2)
+        widths, crop = [(0, 0)] * x.ndim, [slice(None)] * x.ndim
+        for axis, begin, end in zip(
+            range(x.ndim) if axes is None else axes, begins, ends, strict=True
+        ):
+            widths[axis] = (max(begin, 0), max(end, 0))
+            crop[axis] = slice(max(-begin, 0), x.shape[axis] - max(-end, 0))
+        kind = {} if value is None else {"constant_values": value.item()}
+        return (np.pad(x[tuple(crop)], widths, mode, **(kind if mode == "constant" else {})),)
+
+
+DEFINITIONS = (AveragePool, ConvTranspose, MaxPool, GlobalMaxPool, GatherElements, Pad)
