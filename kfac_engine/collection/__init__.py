@@ -1,7 +1,7 @@
 """The registry of layers and losses: which parameters form which block.
 
 ``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
-as a mapping from names to arrays. The specification asks for one class with some fifty methods; they
+as a mapping from names to arrays. The specification asks for one class with fifty methods; they
 lie in a file for each topic: ``registry`` (blocks and factors), ``dense``, ``convolution``, and
 ``losses.collection``.
 """
