@@ -149,18 +149,30 @@ def _grid(**axes: Sequence[float]) -> tuple[Setting, ...]:
 
 
 METHODS: Mapping[str, Method] = {
-    "SGD": Method(_grid(learning_rate=(0.03, 0.1, 0.2, 0.4, 0.6, 1.0)), _sgd),
-    "Adam": Method(_grid(learning_rate=(0.001, 0.003, 0.006, 0.01, 0.02, 0.04)), _adam),
-    "K-FAC": Method(_grid(learning_rate=(0.1, 0.3, 1.0), damping=(0.01, 0.1)), _kfac),
+    "SGD": Method(_grid(learning_rate=(0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)), _sgd),
+    "Adam": Method(
+        _grid(learning_rate=(0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.03, 0.05, 0.1)), _adam
+    ),
+    "K-FAC": Method(_grid(learning_rate=(0.1, 0.2, 0.4), damping=(0.03, 0.1, 0.3)), _kfac),
 }
+
+
+def make_engine(model: bytes, seed: int, damping: float = 0.1) -> ke.Engine:
+    """The engine of all runs: one thread and, factors being small, inverses fresh at every step."""
+    return ke.Engine.from_onnx(
+        model,
+        loss="categorical",
+        damping=damping,
+        schedule=ke.Schedule(refresh_every=1),
+        threads=1,
+        seed=seed,
+    )
 
 
 def runs(model: bytes, method: Method, digits: Digits, seed: int) -> Iterator[Run]:
     """One run for each setting of a method's grid, each from the model's own weights."""
     for setting in method.grid:
-        engine = ke.Engine.from_onnx(
-            model, loss="categorical", damping=setting.get(DAMPING, 1e-3), seed=seed
-        )
+        engine = make_engine(model, seed, setting.get(DAMPING, 0.1))
         yield _run(engine, method.start(engine, setting), setting, digits)
 
 

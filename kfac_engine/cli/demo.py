@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kfac_engine.cli.contest import Digits, Run, Setting
 
 PICTURE = "demo.png"
-TARGET_LOSS = 0.2
+TARGET_LOSS = 0.1
 
 
 @click.command
@@ -38,8 +38,7 @@ TARGET_LOSS = 0.2
 @debug_option
 def demo(steps: int, out: Path, seed: int) -> None:
     """Train a small CNN on handwritten digits with SGD, Adam and K-FAC."""
-    import kfac_engine as ke
-    from kfac_engine.cli.contest import BATCH_SIZE, Digits
+    from kfac_engine.cli.contest import BATCH_SIZE, Digits, make_engine
     from kfac_engine.data import demo_model, digits
     from kfac_engine.errors import InputError
 
@@ -51,7 +50,7 @@ def demo(steps: int, out: Path, seed: int) -> None:
     data = Digits.draw(*digits(), steps, seed)
     images, labels = data.batches[0]
     with working("preparing the model"):
-        engine = ke.Engine.from_onnx(model, loss="categorical", seed=seed)
+        engine = make_engine(model, seed)
         result = engine.step({"image": images}, labels)
     click.echo(f"a CNN and {BATCH_SIZE} of 1,797 handwritten digits (8×8 pixels)\n")
     print_layers(engine)
@@ -65,7 +64,7 @@ def demo(steps: int, out: Path, seed: int) -> None:
 def _contest(model: bytes, data: "Digits", seed: int) -> "dict[str, Run]":
     from kfac_engine.cli.contest import METHODS, best, runs
 
-    winners = {}
+    winners, grids = {}, []
     with progress() as bar:
         task = bar.add_task("", total=sum(len(method.grid) for method in METHODS.values()))
         for name, method in METHODS.items():
@@ -75,14 +74,19 @@ def _contest(model: bytes, data: "Digits", seed: int) -> "dict[str, Run]":
                 tried.append(run)
                 bar.advance(task)
             winners[name] = best(tried)
-            _print_grid(name, tried)
+            grids.append((name, ", ".join(tried[0].setting), _show_grid(tried)))
+    print_table(
+        "what was tried: training loss over the last epoch", ("method", "of", "loss"), grids
+    )
     return winners
 
 
-def _print_grid(name: str, tried: "Sequence[Run]") -> None:
-    cells = [f"{_show_setting(run.setting)}: {run.final_loss:.3g}" for run in tried]
-    click.echo(f"{name} tried {len(tried)} settings, loss over the last epoch:")
-    click.echo("  " + "   ".join(cells))
+def _show_grid(tried: "Sequence[Run]") -> str:
+    cells = [
+        f"{', '.join(f'{value:g}' for value in run.setting.values())}: {run.final_loss:.3g}"
+        for run in tried
+    ]
+    return "\n".join("   ".join(cells[start : start + 3]) for start in range(0, len(cells), 3))
 
 
 def _show_setting(setting: "Setting") -> str:
@@ -103,11 +107,10 @@ def _print_contest(winners: "Mapping[str, Run]", steps: int) -> None:
         for name, run in winners.items()
     ]
     header = (
-        "method", "best setting", " loss, last epoch", " held-out loss",
-        f" steps to loss {TARGET_LOSS:g}", " ms a step", f" s for {steps} steps",
+        "method", "best setting", " training loss", " held-out loss",
+        f" steps to {TARGET_LOSS:g}", " ms/step", " seconds",
     )  # fmt: skip
-    click.echo()
-    print_table("the best setting of each", header, rows)
+    print_table(f"the best setting of each: {steps} steps, one thread", header, rows)
 
 
 def _draw(winners: "Mapping[str, Run]", path: Path) -> None:

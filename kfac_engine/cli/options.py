@@ -65,9 +65,20 @@ class EngineOptions:
         model: Path,
         *,
         exp: float = -1,
+        refresh_every: int = 1,
         sample_inputs: "Mapping[str, Array] | None" = None,
     ) -> "ke.Engine":
-        """The engine for a model file; ``exp`` is the power of the Fisher it must offer."""
+        """The engine for a model file.
+
+        Args:
+            model: Path of the file.
+            exp: The power of the Fisher that it must offer.
+            refresh_every: Batches between two computations of inverses.
+            sample_inputs: A batch to find shapes with.
+
+        Returns:
+            The engine.
+        """
         import kfac_engine as ke
 
         return ke.Engine.from_onnx(
@@ -80,6 +91,7 @@ class EngineOptions:
             damping=self.damping,
             estimation_mode=self.mode,
             exps=(exp,),
+            schedule=ke.Schedule(refresh_every=refresh_every),
             approximations=self.approx or None,
             backend=self.backend,
             threads=self.threads,

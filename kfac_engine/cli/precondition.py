@@ -61,11 +61,18 @@ _FILE_OPTIONS = (
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILE_OPTIONS)
 @click.option("--exp", default=-1.0, show_default=True, help="Power of the Fisher to multiply by.")
+@click.option(
+    "--refresh-every",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Batches, counted in --state, between two computations of inverses.",
+)
 @engine_options
 @json_option
 @debug_option
 def precondition(
-    model: Path, files: Files, exp: float, options: EngineOptions, as_json: bool
+    model: Path, files: Files, exp: float, refresh_every: int, options: EngineOptions, as_json: bool
 ) -> None:
     """Write the gradients of a batch and their preconditioned form."""
     from kfac_engine.cli.files import read_gradients, read_inputs, read_targets, write_result
@@ -74,7 +81,7 @@ def precondition(
         inputs = read_inputs(files.inputs, model)
         targets = None if files.targets is None else read_targets(files.targets)
     with working("preparing the model"):
-        engine = options.engine(model, exp=exp, sample_inputs=inputs)
+        engine = options.engine(model, exp=exp, refresh_every=refresh_every, sample_inputs=inputs)
         if files.state is not None and files.state.exists():
             # The parameters are those of the model's file, not those of the state's time.
             engine.load(files.state, parameters=False)

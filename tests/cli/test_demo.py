@@ -1,0 +1,79 @@
+"""The demo runs from end to end, and K-FAC is ahead in it."""
+
+import builtins
+import re
+
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.cli import contest
+from kfac_engine.cli.contest import Digits, best, runs
+from kfac_engine.data import demo_model, digits
+
+PNG = b"\x89PNG\r\n"
+
+# A setting of each grid that is known to be among its best: the full grids are for the demo itself.
+GOOD = {
+    "SGD": {"learning rate": 0.4},
+    "Adam": {"learning rate": 0.02},
+    "K-FAC": {"learning rate": 0.1, "damping": 0.03},
+}
+
+
+@pytest.fixture
+def small_grids(monkeypatch):
+    """One setting for each method."""
+    methods = {
+        name: contest.Method((GOOD[name],), method.start)
+        for name, method in contest.METHODS.items()
+    }
+    monkeypatch.setattr(contest, "METHODS", methods)
+    return methods
+
+
+@pytest.mark.slow
+def test_kfac_needs_fewer_steps_than_adam_and_adam_than_sgd(small_grids):
+    data = Digits.draw(*digits(), 60, seed=0)
+    won = {
+        name: best(list(runs(demo_model("cnn"), method, data, 0)))
+        for name, method in small_grids.items()
+    }
+    steps = {name: run.steps_to(0.2) or 60 for name, run in won.items()}
+    assert steps["K-FAC"] < steps["Adam"] < steps["SGD"]
+    assert won["K-FAC"].final_loss < 0.5 * won["Adam"].final_loss
+
+
+@pytest.mark.parametrize("name", contest.METHODS)
+def test_the_settings_tested_here_are_in_the_grid(name):
+    assert GOOD[name] in contest.METHODS[name].grid
+
+
+@pytest.mark.slow
+def test_the_demo_prints_its_tables_and_draws_its_picture(small_grids, tmp_path, capsys):
+    assert main(["demo", "--steps", "12", "--out", str(tmp_path / "new" / "folder")]) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "new" / "folder" / "demo.png").read_bytes().startswith(PNG)
+    assert "conv2d" in out
+    assert re.search(r"loss of the batch: \d", out)
+    for name in contest.METHODS:
+        assert len(re.findall(rf"^  {name} ", out, re.M)) == 2
+
+
+@pytest.mark.slow
+def test_without_matplotlib_the_demo_says_how_to_get_it(small_grids, tmp_path, capsys, monkeypatch):
+    original = builtins.__import__
+
+    def refuse(name, *arguments, **keywords):
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return original(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main(["demo", "--steps", "12", "--out", str(tmp_path)]) == 0
+    assert "pip install 'kfac-engine[plot]'" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert "cannot make the folder" in capsys.readouterr().err

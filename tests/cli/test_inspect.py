@@ -1,0 +1,85 @@
+"""`inspect` counts what a hand can count, and names what is not covered."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.data import demo_model
+from tests.models import layer_norm, resnet_block
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    def inspect(model, *options):
+        path = tmp_path / "model.onnx"
+        path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
+        assert main(["inspect", str(path), "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return inspect
+
+
+def test_the_layers_of_the_demo_network_have_the_factors_of_their_formula(report):
+    layers = report(demo_model("cnn"))["layers"]
+    assert [layer["kind"] for layer in layers] == ["conv2d"] * 3 + ["fully_connected"] * 2
+    sides = [tuple(shape[0] for shape in layer["factor_shapes"]) for layer in layers]
+    # channels × 3 × 3 + 1 and features + 1 on the input side
+    assert sides == [(10, 16), (145, 32), (289, 32), (129, 64), (65, 10)]
+    # an average and an inverse, float32
+    expected = [2 * 4 * sum(side**2 for side in pair) for pair in sides]
+    assert [layer["factor_bytes"] for layer in layers] == expected
+
+
+def test_memory_adds_up_and_grows_with_the_batch_where_activations_are(report):
+    one, ten = (report(demo_model("mlp"), "--batch", size)["memory"] for size in ("1", "10"))
+    for memory in (one, ten):
+        parts = [count for part, count in memory.items() if part != "total"]
+        assert memory["total"] == sum(parts)
+    assert ten["activations"] == 10 * one["activations"]
+    assert ten["factors"] == one["factors"]
+
+
+def test_every_parameter_is_claimed_once_and_a_generic_one_has_a_reason(report):
+    model = layer_norm()
+    layers = report(model)["layers"]
+    claimed = [name for layer in layers for name in layer["parameters"]]
+    assert sorted(claimed) == sorted(set(claimed))
+    weights = {t.name for t in model.graph.initializer if t.name.endswith((".weight", ".bias"))}
+    assert set(claimed) == weights
+    for layer in layers:
+        assert (layer["kind"] == "generic") == bool(layer["reason"])
+    assert "generic" in {layer["kind"] for layer in layers}
+
+
+def test_constants_that_are_not_trained_are_listed_with_a_reason(report):
+    model = resnet_block()
+    found = report(model)
+    trained = {name for layer in found["layers"] for name in layer["parameters"]}
+    left = {entry["name"] for entry in found["not_trained"]}
+    floats = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
+    assert trained | left == floats
+    assert not trained & left
+    assert all(entry["reason"] for entry in found["not_trained"])
+
+
+def test_only_the_parameters_asked_for_are_trained(report):
+    layers = report(demo_model("mlp"), "--trainable", "dense3.*")["layers"]
+    assert [layer["parameters"] for layer in layers] == [["dense3.weight", "dense3.bias"]]
+
+
+def test_another_approximation_is_shown(report):
+    layers = report(demo_model("mlp"), "--approx", "fully_connected=diagonal")["layers"]
+    assert {layer["approximation"] for layer in layers} == {"diagonal"}
+
+
+def test_the_table_names_every_parameter(tmp_path, capsys):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(layer_norm().SerializeToString())
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    for tensor in layer_norm().graph.initializer:
+        if np.prod(tensor.dims) > 1:
+            assert tensor.name in out

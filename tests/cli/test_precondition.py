@@ -1,0 +1,150 @@
+"""`precondition` writes what closed forms say, and goes on where its state file stopped."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kfac_engine.__main__ import main
+from tests.models import linear
+
+DAMPING = 0.3
+DECAY = 0.95  # the engine's default
+# float32 forward pass and statistics against float64 closed forms.
+ROUNDING = 2e-5
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A directory with a linear classifier and two batches, and the shell in it."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(linear(), "model.onnx")
+    rng = np.random.default_rng(0)
+    for name in ("one", "two"):
+        np.savez(f"{name}.npz", input=rng.standard_normal((6, 4)).astype(np.float32))
+        np.savez(f"{name}_y.npz", targets=rng.integers(0, 3, 6))
+    return tmp_path
+
+
+def run(*arguments, model="model.onnx", batch="one", targets="one_y.npz"):
+    """The status of `precondition` with small defaults."""
+    given = ["--targets", targets] if targets else []
+    options = ["--damping", str(DAMPING), "--threads", "1", "-o", "out.safetensors"]
+    return main(["precondition", model, "--inputs", f"{batch}.npz", *given, *options, *arguments])
+
+
+def written(kind):
+    """Packed `(w; b)` of one kind of gradient in the output file."""
+    out = load_file("out.safetensors")
+    return np.vstack([out[f"{kind}/fc.weight"], out[f"{kind}/fc.bias"]]).astype(float)
+
+
+class Truth:
+    """Gradient and empirical factors of the linear classifier in closed form, float64."""
+
+    def __init__(self, batch="one"):
+        tensors = onnx.load("model.onnx").graph.initializer
+        weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
+        x = np.load(f"{batch}.npz")["input"].astype(float)
+        targets = np.load(f"{batch}_y.npz")["targets"]
+        z = x @ weights["fc.weight"] + weights["fc.bias"]
+        p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+        ds = p - np.eye(3)[targets]
+        a = np.hstack([x, np.ones((len(x), 1))])
+        n = len(x)
+        self.loss = -np.log(p[np.arange(n), targets]).mean()
+        self.gradient = a.T @ ds / n
+        self.A, self.G = a.T @ a / n, ds.T @ ds / n
+
+
+def natural(A, G, V):
+    """`(A + π√λ I)⁻¹ V (G + √λ/π I)⁻¹`."""
+    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
+    root = np.sqrt(DAMPING)
+    left = np.linalg.inv(A + pi * root * np.eye(len(A)))
+    return left @ V @ np.linalg.inv(G + root / pi * np.eye(len(G)))
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=ROUNDING, atol=ROUNDING * abs(expected).max())
+
+
+def test_both_gradients_equal_their_closed_forms(folder, capsys):
+    assert run("--mode", "empirical", "--json") == 0
+    truth = Truth()
+    assert_close(written("gradient"), truth.gradient)
+    assert_close(written("natural_gradient"), natural(truth.A, truth.G, truth.gradient))
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["loss"] == pytest.approx(truth.loss, rel=ROUNDING)
+    norm = np.linalg.norm(truth.gradient[:-1])
+    assert summary["parameters"]["fc.weight"]["gradient_norm"] == pytest.approx(norm, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("prefix", ["", "gradient/"], ids=["bare", "prefixed"])
+def test_gradients_of_the_users_own_are_preconditioned(prefix, folder):
+    rng = np.random.default_rng(1)
+    w, b = rng.standard_normal((4, 3)), rng.standard_normal(3)
+    mine = {f"{prefix}fc.weight": w.astype(np.float32), f"{prefix}fc.bias": b.astype(np.float32)}
+    save_file(mine, "mine.safetensors")
+    assert run("--mode", "empirical", "--gradients", "mine.safetensors") == 0
+    truth, V = Truth(), np.vstack([w, b])
+    assert_close(written("gradient"), V)
+    assert_close(written("natural_gradient"), natural(truth.A, truth.G, V))
+
+
+def test_own_gradients_need_no_targets_where_targets_are_sampled(folder):
+    assert run() == 0
+    assert run("--gradients", "out.safetensors", targets=None) == 0
+
+
+def test_the_state_carries_the_averages_from_call_to_call(folder):
+    for batch in ("one", "two"):
+        arguments = ["--mode", "empirical", "--state", "state.safetensors"]
+        assert run(*arguments, batch=batch, targets=f"{batch}_y.npz") == 0
+    one, two = Truth("one"), Truth("two")
+    A, G = ((DECAY * old + new) / (DECAY + 1) for old, new in ((one.A, two.A), (one.G, two.G)))
+    assert_close(written("natural_gradient"), natural(A, G, two.gradient))
+
+
+def test_inverses_may_be_older_than_averages(folder):
+    arguments = ["--mode", "empirical", "--state", "state.safetensors", "--refresh-every", "2"]
+    assert run(*arguments) == 0
+    assert run(*arguments, batch="two", targets="two_y.npz") == 0
+    one, two = Truth("one"), Truth("two")
+    assert_close(written("natural_gradient"), natural(one.A, one.G, two.gradient))
+
+
+def test_the_parameters_are_the_files_and_not_the_states(folder):
+    assert run("--state", "state.safetensors") == 0
+    model = onnx.load("model.onnx")
+    weight = model.graph.initializer[0]
+    halved = onnx.numpy_helper.to_array(weight) / 2
+    weight.CopyFrom(onnx.numpy_helper.from_array(halved, weight.name))
+    onnx.save(model, "model.onnx")
+    assert run("--state", "state.safetensors") == 0
+    assert_close(written("gradient"), Truth().gradient)
+
+
+def test_power_one_half_twice_is_power_one(folder):
+    """(F^½)² = F: the natural gradient of exp 1 is that of exp 0.5, taken twice."""
+    assert run("--mode", "empirical", "--exp", "0.5") == 0
+    half = load_file("out.safetensors")
+    once = {k.split("/")[1]: v for k, v in half.items() if k.startswith("natural_gradient/")}
+    save_file(once, "half.safetensors")
+    assert run("--mode", "empirical", "--exp", "0.5", "--gradients", "half.safetensors") == 0
+    twice = written("natural_gradient")
+    assert run("--mode", "empirical", "--exp", "1") == 0
+    assert_close(twice, written("natural_gradient"))
+
+
+@pytest.mark.parametrize("form", ["npy", "npz"])
+def test_a_lone_array_does_as_input_and_as_targets(form, folder):
+    x, y = np.load("one.npz")["input"], np.load("one_y.npz")["targets"]
+    save = {"npy": np.save, "npz": lambda path, array: np.savez(path, input=array)}[form]
+    save(f"x.{form}", x)
+    np.save("y.npy", y)
+    arguments = ["--inputs", f"x.{form}", "--targets", "y.npy", "-o", "out.safetensors"]
+    assert main(["precondition", "model.onnx", *arguments]) == 0
+    assert_close(written("gradient"), Truth().gradient)
