@@ -149,7 +149,7 @@ def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
         chunk_bytes: Largest copy made at a time.
 
     Yields:
-        ``(d, k)``; together all rows, in any order.
+        ``(d, k)``; together all rows, in any order. The next may lie where the last one did.
     """
     if not x.size:
         return
@@ -163,7 +163,8 @@ def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
             assert view is not None
             yield view
     else:
-        yield from _copies(x, dtype, chunk_bytes)
+        numbers = max(chunk_bytes // dtype.itemsize, x.shape[-1])
+        yield from _copies(x, np.empty(min(numbers, x.size), dtype))
 
 
 def _merged(x: Array, dtype: DType) -> Array | None:
@@ -177,21 +178,21 @@ def _merged(x: Array, dtype: DType) -> Array | None:
     return rows if blas.layout(rows) else None
 
 
-def _copies(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """The rows of ``x`` copied a chunk at a time, ``(d, k)``, features inner- or outermost."""
-    part_bytes = prod(x.shape[1:]) * dtype.itemsize
-    if x.ndim > 2 and part_bytes > chunk_bytes:
+def _copies(x: Array, room: Array) -> Iterator[Array]:
+    """The rows of ``x`` copied into ``room`` a chunk at a time, features inner- or outermost."""
+    part_size = prod(x.shape[1:])
+    if part_size > room.size:
         for part in x:
-            yield from _copies(part, dtype, chunk_bytes)
+            yield from _copies(part, room)
         return
     innermost = abs(x.strides[-1]) <= min(abs(stride) for stride in x.strides[:-1])
-    step = max(1, chunk_bytes // part_bytes)
-    for start in range(0, len(x), step):
-        chunk = np.moveaxis(x[start : start + step], -1, 0)
-        if innermost:
-            yield np.moveaxis(chunk, 0, -1).astype(dtype, order="C").reshape(-1, len(chunk)).T
-        else:
-            yield chunk.astype(dtype, order="C").reshape(len(chunk), -1)
+    for start in range(0, len(x), room.size // part_size):
+        chunk = x[start : start + room.size // part_size]
+        if not innermost:
+            chunk = np.moveaxis(chunk, -1, 0)
+        copy = room[: chunk.size].reshape(chunk.shape)
+        copy[...] = chunk
+        yield copy.reshape(-1, x.shape[-1]).T if innermost else copy.reshape(x.shape[-1], -1)
 
 
 def _summing(pieces: Iterable[Array], sums: Array) -> Iterator[Array]:

@@ -1,4 +1,4 @@
-"""Second moments and patches by their definition, one number after another, in float64."""
+"""Second moments and patches by their definition, in float64."""
 
 from itertools import product
 
@@ -10,10 +10,7 @@ def moment(rows, homogeneous):
     rows = np.asarray(rows, np.float64)
     if homogeneous:
         rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
-    total = np.zeros((rows.shape[1],) * 2)
-    for row in rows:
-        total += np.outer(row, row)
-    return total
+    return np.einsum("ri,rj->ij", rows, rows)
 
 
 def patches(x, kernel, strides, dilations, begins, ends):
