@@ -1,6 +1,8 @@
 """Operators that pick or place elements by index.
 
-Picking goes back as adding: an element picked twice gets two cotangents.
+Picking goes back as adding: an element picked twice gets two cotangents. That is written with
+ScatterElements, never with ScatterND: ONNX Runtime spreads the latter over threads that add to the
+same element at the same time, and sums come out short.
 """
 
 from kfac_engine.autodiff.builder import Builder
@@ -8,8 +10,6 @@ from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, text
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
-
-_INT64 = 7  # TensorProto.INT64
 
 
 def rearranged(b: Builder, node: Node, g: str) -> str:
@@ -37,21 +37,17 @@ def rearranged(b: Builder, node: Node, g: str) -> str:
 
 @vjp_rule("Gather")
 def gather(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Rows are added where they came from."""
+    """Slices are added where they came from."""
     x, indices = node.inputs
     axis = integer(node, "axis", 0) % b.rank(x)
-    rows = b.op("Unsqueeze", _int64(b, indices), b.constant([-1]))
-    if axis == 0:
-        return {0: b.op("ScatterND", b.zeros(x), rows, g[0], reduction="add")}
-    # ScatterND works on leading axes: bring the picked axis to the front, and back.
-    picked = range(axis, axis + b.rank(indices))
-    others = [i for i in range(b.rank(node.outputs[0])) if i not in picked]
-    updates = b.op("Transpose", g[0], perm=(*picked, *others))
-    front = (axis, *(i for i in range(b.rank(x)) if i != axis))
-    shape = b.forward("Gather", b.shape(x), b.constant(front))[0]
-    empty = b.op("Expand", b.scalar(0, x), shape)
-    placed = b.op("ScatterND", empty, rows, updates, reduction="add")
-    return {0: b.op("Transpose", placed, perm=tuple(front.index(i) for i in range(b.rank(x))))}
+    # All indices in a row, along the picked axis: updates then have the rank of the operand.
+    before, after = [0] * axis, range(axis + 1, b.rank(x))
+    behind = b.forward("Gather", b.shape(x), b.constant(after, "int64"))[0]
+    sides = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)[0]
+    updates = b.op("Reshape", g[0], sides)
+    line = b.op("Reshape", indices, b.constant([1 for _ in before] + [-1] + [1 for _ in after]))
+    places = b.op("Expand", line, b.op("Shape", updates))
+    return {0: b.op("ScatterElements", b.zeros(x), places, updates, axis=axis, reduction="add")}
 
 
 @vjp_rule("GatherElements")
@@ -65,10 +61,7 @@ def gather_elements(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 @vjp_rule("GatherND")
 def gather_nd(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slices are added where they came from."""
-    x, indices = node.inputs
-    if integer(node, "batch_dims", 0):
-        return {0: rearranged(b, node, g[0])}
-    return {0: b.op("ScatterND", b.zeros(x), indices, g[0], reduction="add")}
+    return {0: rearranged(b, node, g[0])}
 
 
 @vjp_rule("ScatterElements")
@@ -115,7 +108,3 @@ def top_k(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     winners = b.repeat(node, *node.inputs, outputs=2)[1]
     axis = integer(node, "axis", -1)
     return {0: b.op("ScatterElements", b.zeros(x), winners, g[0], axis=axis, reduction="add")}
-
-
-def _int64(b: Builder, indices: str) -> str:
-    return indices if b.dtype(indices) == "int64" else b.op("Cast", indices, to=_INT64)

@@ -83,11 +83,10 @@ def batch_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
     """Over examples and pixels of each channel, or by given statistics."""
     if not integer(node, "training_mode", 0):
         return _given_statistics(b, node, g[0], wanted)
-    if set(g) != {0} or wanted & {3, 4}:
+    if set(g) != {0}:
         raise UnsupportedOpError(
             f"BatchNormalization in training mode at node '{node.name}' can be differentiated "
-            f"through its first output only, not through the running statistics; leave these out "
-            f"of the trainable parameters and of the loss."
+            f"through its first output only; leave the running statistics out of the loss."
         )
     x = node.inputs[0]
     axes = [axis for axis in range(b.rank(x)) if axis != 1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
-from kfac_engine.errors import UnsupportedError
+from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 
@@ -33,7 +33,7 @@ def _reduction(b: Builder, node: Node, g: Cotangents) -> _Reduction:
         axes = given
     elif integer(node, "noop_with_empty_axes", 0):
         if node.op not in _IDENTITIES_OVER_NO_AXES:
-            raise UnsupportedError(
+            raise UnsupportedOpError(
                 f"node '{node.name}' reduces with {node.op} over no axes, which ONNX defines in "
                 f"two ways; write what it shall do element by element."
             )

@@ -1,0 +1,250 @@
+"""The reverse sweep: which paths it follows, what it adds up, what it refuses."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from kfac_engine.autodiff.differentiate import differentiate
+from kfac_engine.errors import UnknownNameError, UnsupportedOpError
+from kfac_engine.graph.structure import Graph, Input, Node, Subgraph
+from tests.autodiff.harness import Bench, finite_differences
+
+# Graphs below are polynomials or small networks in float64: only rounding is left.
+ROUNDING = 1e-12
+# Central differences with this step err by about 1e-9.
+STEP, FINITE_DIFFERENCES = 2.0**-16, 1e-6
+
+
+def node(op, inputs, outputs, **attributes):
+    first = outputs.split()[0]
+    operands = tuple("" if name == "-" else name for name in inputs.split())
+    return Node(op, operands, tuple(outputs.split()), attributes, name=f"make_{first}")
+
+
+def build(nodes, fed, outputs, wrt, runtime="reference", **constants):
+    """A bench over some nodes; what is fed and not a constant is a data input."""
+    feeds = {name: np.asarray(value) for name, value in fed.items()}
+    held = {name: np.asarray(value) for name, value in constants.items()}
+    inputs = tuple(Input(name, array.dtype, None) for name, array in feeds.items())
+    graph = Graph(tuple(nodes), inputs, tuple(outputs), held, 18, name="tiny")
+    return Bench(graph, feeds, tuple(outputs), tuple(wrt), runtime)
+
+
+def gradients(made, **cotangents):
+    return made.gradients(made.sample, {n: np.asarray(g) for n, g in cotangents.items()})
+
+
+A, B, G = np.array([2.0, -3.0]), np.array([5.0, 7.0]), np.array([1.5, -0.5])
+
+
+# -- adding up -------------------------------------------------------------------------------------
+
+
+def test_a_value_read_by_two_nodes_gets_the_sum():
+    nodes = [node("Mul", "a b", "y"), node("Add", "y a", "z")]
+    made = build(nodes, {"a": A, "b": B}, ["z"], ["a"])
+    np.testing.assert_allclose(gradients(made, z=G)["a"], G * (B + 1), rtol=ROUNDING)
+
+
+def test_a_value_read_twice_by_one_node_gets_the_sum():
+    made = build([node("Mul", "a a", "y")], {"a": A}, ["y"], ["a"])
+    np.testing.assert_allclose(gradients(made, y=G)["a"], 2 * A * G, rtol=ROUNDING)
+
+
+def test_a_value_read_three_times_in_a_chain_gets_the_sum():
+    nodes = [node("Mul", "a a", "s"), node("Mul", "s a", "c"), node("Add", "c s", "y")]
+    made = build(nodes, {"a": A}, ["y"], ["a"])
+    np.testing.assert_allclose(gradients(made, y=G)["a"], G * (3 * A**2 + 2 * A), rtol=ROUNDING)
+
+
+def test_cotangents_of_several_outputs_add_up():
+    nodes = [node("Mul", "a b", "y"), node("Neg", "a", "z")]
+    made = build(nodes, {"a": A, "b": B}, ["y", "z"], ["a"])
+    np.testing.assert_allclose(gradients(made, y=G, z=A)["a"], G * B - A, rtol=ROUNDING)
+
+
+# -- intermediate values ---------------------------------------------------------------------------
+
+
+def test_gradient_of_an_intermediate_value_goes_through_all_that_reads_it():
+    nodes = [node("Neg", "a", "h"), node("Mul", "h h", "s"), node("Add", "s h", "y")]
+    made = build(nodes, {"a": A}, ["y"], ["h"])
+    np.testing.assert_allclose(gradients(made, y=G)["h"], G * (2 * -A + 1), rtol=ROUNDING)
+
+
+def test_gradients_of_parameter_and_of_the_value_it_makes_come_together():
+    nodes = [node("Mul", "a b", "h"), node("Mul", "h h", "y")]
+    made = build(nodes, {"a": A, "b": B}, ["y"], ["h", "b"])
+    found = gradients(made, y=G)
+    np.testing.assert_allclose(found["h"], 2 * A * B * G, rtol=ROUNDING)
+    np.testing.assert_allclose(found["b"], 2 * A * A * B * G, rtol=ROUNDING)
+
+
+def test_gradient_of_the_output_itself_is_its_cotangent():
+    made = build([node("Neg", "a", "y")], {"a": A}, ["y"], ["y"])
+    np.testing.assert_array_equal(gradients(made, y=G)["y"], G)
+    assert made.backward.nodes == ()
+
+
+def test_gradient_of_an_output_that_others_depend_on_is_total():
+    nodes = [node("Neg", "a", "h"), node("Mul", "h h", "y")]
+    made = build(nodes, {"a": A}, ["h", "y"], ["h"])
+    np.testing.assert_allclose(gradients(made, h=B, y=G)["h"], B + 2 * -A * G, rtol=ROUNDING)
+
+
+# -- paths that end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        [node("Cast", "a", "i", to=TensorProto.INT64), node("Cast", "i", "f", to=11)],
+        [node("ArgMax", "a", "i", axis=0), node("Cast", "i", "f", to=11)],
+        [node("Shape", "a", "i"), node("Cast", "i", "f", to=11)],
+        [node("Floor", "a", "f")],
+        [node("Greater", "a b", "i"), node("Cast", "i", "f", to=11)],
+    ],
+    ids=lambda path: path[0].op,
+)
+def test_gradient_through_a_jump_is_absent(path):
+    made = build([*path, node("Mul", "f b", "y")], {"a": A, "b": B}, ["y"], ["a", "b"])
+    assert set(made.backward.gradients) == {"b"}
+
+
+def test_gradient_of_what_the_output_does_not_read_is_absent():
+    nodes = [node("Neg", "a", "y"), node("Neg", "b", "z")]
+    assert set(build(nodes, {"a": A, "b": B}, ["y"], ["a", "b"]).backward.gradients) == {"a"}
+
+
+def test_only_values_that_the_gradient_reads_are_saved():
+    nodes = [node("Add", "a b", "h"), node("Mul", "h b", "y"), node("Exp", "y", "unused")]
+    assert build(nodes, {"a": A, "b": B}, ["y"], ["a"]).backward.saved == ("b",)
+    assert build(nodes[:1], {"a": A, "b": B}, ["h"], ["a"]).backward.saved == ()
+
+
+def test_casts_to_a_wider_type_and_back_carry_gradients_in_each_type():
+    nodes = [
+        node("Cast", "a", "wide", to=TensorProto.DOUBLE),
+        node("Mul", "wide b", "h"),
+        node("Cast", "h", "y", to=TensorProto.FLOAT),
+    ]
+    made = build(nodes, {"a": A.astype("float32"), "b": B}, ["y"], ["a", "b"], "ort")
+    found = gradients(made, y=G.astype("float32"))
+    assert (found["a"].dtype, found["b"].dtype) == (np.float32, np.float64)
+    np.testing.assert_array_equal(found["a"], G * B)  # small integers: exact in float32
+    np.testing.assert_array_equal(found["b"], G * A)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def refusal(nodes, outputs, wrt, **fed):
+    graph = build(nodes, fed, outputs, wrt).graph
+    with pytest.raises(UnsupportedOpError) as caught:
+        differentiate(graph, {}, outputs, wrt)
+    return str(caught.value)
+
+
+def test_an_operator_without_rule_is_named_with_node_and_parameter():
+    message = refusal(
+        [node("MatMul", "w x", "h"), node("Det", "h", "y")], ["y"], ["x", "w"], w=A, x=B
+    )
+    assert "Det (opset 18)" in message
+    assert "'make_y'" in message
+    assert "'x'" in message
+
+
+def test_an_operator_of_another_domain_is_named_with_it():
+    strange = Node("Relu", ("a",), ("y",), name="strange", domain="my.ops")
+    assert "my.ops::Relu" in refusal([strange], ["y"], ["a"], a=A)
+
+
+def test_an_operator_without_rule_off_the_path_does_no_harm():
+    nodes = [node("Det", "c", "d"), node("Mul", "a d", "y"), node("Det", "a", "z")]
+    made = build(nodes, {"a": np.eye(2), "c": 2 * np.eye(2)}, ["y"], ["a"])
+    np.testing.assert_allclose(gradients(made, y=np.ones((2, 2)))["a"], 4, rtol=ROUNDING)
+
+
+def body(captured):
+    inner = helper.make_node("Neg", [captured], ["inner"])
+    graph = helper.make_graph(
+        [inner], "body", [], [helper.make_tensor_value_info("inner", 11, [2])]
+    )
+    return Subgraph(graph.SerializeToString(), (captured,))
+
+
+@pytest.mark.parametrize(("op", "attributes"), [
+    ("If", {"then_branch": body("w"), "else_branch": body("x")}),
+    ("Loop", {"body": body("w")}),
+])  # fmt: skip
+def test_a_body_that_captures_an_active_value_is_refused(op, attributes):
+    made_by = Node(op, ("c",), ("y",), attributes, name="branching")
+    message = refusal([made_by], ["y"], ["w"], w=A, x=B, c=np.array(True))
+    assert op in message
+    assert "'branching'" in message
+    assert "'w'" in message
+
+
+def test_a_body_that_captures_nothing_active_does_no_harm():
+    branches = {"then_branch": body("b"), "else_branch": body("b")}
+    nodes = [Node("If", ("c",), ("h",), branches, name="branching"), node("Mul", "a h", "y")]
+    made = build(nodes, {"a": A, "b": B, "c": np.array(True)}, ["y"], ["a"])
+    np.testing.assert_allclose(gradients(made, y=G)["a"], G * -B, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize(("outputs", "wrt"), [(["y"], ["nobody"]), (["nobody"], ["a"])])
+def test_an_unknown_name_is_refused(outputs, wrt):
+    graph = build([node("Neg", "a", "y")], {"a": A}, ["y"], ["a"]).graph
+    with pytest.raises(UnknownNameError, match="'nobody' is not a value of model 'tiny'"):
+        differentiate(graph, {}, outputs, wrt)
+
+
+# -- networks --------------------------------------------------------------------------------------
+
+
+def image_network(rng):
+    nodes = [
+        node("Conv", "x w1 b1", "s1", pads=(1, 1, 1, 1)),
+        node("Relu", "s1", "a1"),
+        node("MaxPool", "a1", "p1", kernel_shape=(2, 2), strides=(2, 2)),
+        node("Conv", "p1 w2 -", "s2", pads=(1, 1, 1, 1)),
+        node("Add", "s2 p1", "r"),
+        node("GlobalAveragePool", "r", "m"),
+        node("Flatten", "m", "f"),
+        node("Gemm", "f w3 b3", "s3", transB=1),
+        node("LogSoftmax", "s3", "y"),
+    ]
+    shapes = {"x": (3, 1, 4, 4), "w1": (2, 1, 3, 3), "b1": (2,), "w2": (2, 2, 3, 3),
+              "w3": (3, 2), "b3": (3,)}  # fmt: skip
+    return nodes, {name: rng.normal(size=sides) for name, sides in shapes.items()}
+
+
+def attention(rng):
+    nodes = [
+        node("LayerNormalization", "x scale shift", "n"),
+        node("MatMul", "n wq", "q"),
+        node("MatMul", "n wk", "k"),
+        node("MatMul", "n wv", "v"),
+        node("Transpose", "k", "kt", perm=(0, 2, 1)),
+        node("MatMul", "q kt", "logits"),
+        node("Softmax", "logits", "weights"),
+        node("MatMul", "weights v", "mixed"),
+        node("Add", "x mixed", "y"),
+    ]
+    shapes = {"x": (2, 3, 4), "scale": (4,), "shift": (4,), "wq": (4, 4), "wk": (4, 4),
+              "wv": (4, 4)}  # fmt: skip
+    return nodes, {name: rng.normal(size=sides) for name, sides in shapes.items()}
+
+
+@pytest.mark.parametrize("network", [image_network, attention], ids=lambda make: make.__name__)
+def test_gradients_of_a_network_equal_finite_differences(network):
+    rng = np.random.default_rng(5)
+    nodes, feeds = network(rng)
+    hidden = [entry.outputs[0] for entry in nodes[:-1] if entry.op in ("Conv", "MatMul", "Gemm")]
+    made = build(nodes, feeds, ["y"], [*feeds, *hidden])
+    cotangents = {"y": rng.normal(size=made.facts["y"].shape)}
+    found = made.gradients(feeds, cotangents)
+    assert set(found) == {*feeds, *hidden}
+    parameters = build(nodes, feeds, ["y"], feeds)
+    for name, expected in finite_differences(parameters, feeds, cotangents, STEP).items():
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=FINITE_DIFFERENCES)

@@ -1,0 +1,113 @@
+"""Derivative rules where finite differences do not exist or do not reach: closed forms."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.errors import UnsupportedOpError
+from tests.autodiff.harness import Case, bench, case, finite_differences, flags, k, p, x
+
+RUNTIMES = ("reference", "ort")
+# Each result is one or two multiplications: a rounding of float32.
+ROUNDING = 1e-6
+
+
+def gradient(case: Case, runtime, values, cotangent, operand=0):
+    """The gradient of one operand, at given values of all fed ones."""
+    made = bench(case, runtime, batch=2)
+    feeds = dict(made.sample)
+    for name, value in values.items():
+        feeds[name] = np.asarray(value, feeds[name].dtype)
+    g = np.asarray(cotangent, made.facts["result_0"].dtype)
+    return made.gradients(feeds, {"result_0": g})[f"operand_{operand}"]
+
+
+# -- kinks and ties --------------------------------------------------------------------------------
+
+_POOL = {"kernel_shape": (1, 2), "strides": (1, 2)}
+_TIES = [
+    (case("MaxPool", "tied", x(1, 1, 1, 4), **_POOL), [[[[3, 3, 1, 2]]]], [[[[5, 7]]]],
+     [[[[5, 0, 0, 7]]]]),
+    (case("MaxPool", "tied_overlap", x(1, 1, 1, 3), kernel_shape=(1, 2)), [[[[3, 3, 3]]]],
+     [[[[5, 7]]]], [[[[5, 7, 0]]]]),
+    (case("GlobalMaxPool", "tied", x(1, 1, 4)), [[[3, 1, 3, 3]]], [[[6]]], [[[2, 0, 2, 2]]]),
+    (case("ReduceMax", "tied", x(4), keepdims=0), [3, 1, 3, 3], 6, [2, 0, 2, 2]),
+    (case("ReduceMin", "tied", x(4), keepdims=0), [1, 1, 3, 1], 6, [2, 2, 0, 2]),
+    (case("Max", "tied", x(3), k([1, 2, 3], "float32")), [1, 5, 2], [4, 6, 8], [2, 6, 0]),
+    (case("ReduceL2", "at_zero", x(3), keepdims=0), [0, 0, 0], 2, [0, 0, 0]),
+    (case("Relu", "at_zero", x(2)), [0, -0.0], [3, 3], [0, 0]),
+    (case("Abs", "at_zero", x(1)), [0], [3], [0]),
+    (case("Clip", "at_the_bounds", x(2), k(-1, "float32"), k(1, "float32")), [-1, 1], [3, 4],
+     [3, 4]),
+    (case("Pow", "zero_to_the_zeroth", x(1), k(0, "float32")), [0], [3], [0]),
+    (case("Pow", "zero_to_the_first", x(1), k(1, "float32")), [0], [3], [3]),
+    (case("Pow", "zero_squared", x(1), k(2, "float32")), [0], [3], [0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(
+    ("tested", "value", "cotangent", "expected"), _TIES, ids=[str(row[0]) for row in _TIES]
+)
+def test_gradient_at_a_kink_is_finite_and_counts_each_cotangent_once(
+    runtime, tested, value, cotangent, expected
+):
+    found = gradient(tested, runtime, {"operand_0": value}, cotangent)
+    np.testing.assert_allclose(found, expected, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("base", [-2.0, 0.0])
+def test_exponent_gets_no_gradient_where_the_power_is_no_function_of_it(runtime, base):
+    tested = case("Pow", "exponent", x(1), p(1))
+    values = {"operand_0": [base], "operand_1": [2.0]}
+    assert gradient(tested, runtime, values, [3.0], operand=1) == 0
+
+
+@pytest.mark.parametrize("op", ["Exp", "Sigmoid", "Softplus", "Tanh", "LogSoftmax", "Elu"])
+def test_large_arguments_give_finite_gradients(op):
+    tested = case(op, "large", x(1, 3))
+    found = gradient(tested, "ort", {"operand_0": [[-200, 0, 50]]}, [[1, 1, 1]])
+    assert np.isfinite(found).all()
+
+
+# -- dropout in training ---------------------------------------------------------------------------
+
+
+def test_dropout_in_training_passes_what_its_mask_kept():
+    # Given a seed, the reference draws the same mask in every run.
+    tested = case("Dropout", "training", x(4, 5), k(0.25, "float32"), k(True, "bool"),
+                  outputs=2, seed=3)  # fmt: skip
+    made = bench(tested, "reference", batch=2)
+    cotangents = {"result_0": np.random.default_rng(0).normal(size=(4, 5))}
+    expected = finite_differences(made, made.sample, cotangents, 2.0**-10)["operand_0"]
+    found = made.gradients(made.sample, cotangents)["operand_0"]
+    assert 0 < np.count_nonzero(found) < found.size
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_scales_by_the_mode_it_was_fed(training):
+    tested = case("Dropout", "fed", x(2, 3), k(0.5, "float32"), flags(), outputs=2, seed=3)
+    made = bench(tested, "reference", batch=2)
+    feeds = {**made.sample, "operand_2": np.array(training)}
+    ones = np.ones((2, 3))
+    found = made.gradients(feeds, {"result_0": ones})["operand_0"]
+    assert set(np.unique(found)) == ({0.0, 2.0} if training else {1.0})
+
+
+# -- forms without a rule --------------------------------------------------------------------------
+
+_REFUSED = [
+    case("Dropout", "hidden_mask", x(2, 3), k(0.5, "float32"), k(True, "bool")),
+    case("ScatterElements", "product", x(2, 3), k([[0]]), p(1, 1), reduction="mul"),
+    case("ScatterND", "maximum", p(4, 2), k([[3]]), p(1, 2), reduction="max"),
+    case("ReduceL2", "over_no_axes", x(2, 3), noop_with_empty_axes=1),
+    case("BatchNormalization", "running_mean", x(3, 2), p(2), p(2), k([0, 0], "float32"),
+         k([1, 1], "float32"), outputs=3, seen=(1,), training_mode=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", _REFUSED, ids=str)
+def test_a_form_without_rule_is_refused_by_operator_and_node(refused):
+    with pytest.raises(UnsupportedOpError, match=rf"{refused.op}.*'tested'|'tested'.*{refused.op}"):
+        _ = bench(refused, "reference", batch=2).backward
