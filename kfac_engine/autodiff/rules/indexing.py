@@ -45,7 +45,7 @@ def gather(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     behind = b.forward("Gather", b.shape(x), b.constant(after, "int64"))[0]
     sides = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)[0]
     updates = b.op("Reshape", g[0], sides)
-    line = b.op("Reshape", indices, b.constant([1 for _ in before] + [-1] + [1 for _ in after]))
+    line = b.op("Reshape", indices, b.constant([1] * axis + [-1] + [1] * len(after)))
     places = b.op("Expand", line, b.op("Shape", updates))
     return {0: b.op("ScatterElements", b.zeros(x), places, updates, axis=axis, reduction="add")}
 
