@@ -9,6 +9,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend import numpy_im2col, numpy_inverse, numpy_moments, numpy_patches
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.backend.window import Window
+from kfac_engine.errors import BackendError
 
 SCRATCH_BYTES = 64 << 20
 
@@ -31,6 +32,11 @@ class NumpyBackend:
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         array = as_array(value)
+        if not isinstance(array, np.ndarray):
+            raise BackendError(
+                f"the numpy backend cannot read a {type(array).__module__} array on a device; "
+                f"copy it to the host first (cupy.asnumpy)."
+            )
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def to_numpy(self, array: Array) -> Array:

@@ -33,7 +33,7 @@ def eigh_power(
         ``Q diag((max(values, clip) + damping) ** exp) Qᵀ``, ``(d, d)``, exactly symmetric.
 
     Raises:
-        InputError: A negative or fractional power of a number that is not positive was asked for.
+        InputError: A damped eigenvalue is negative, or zero under a negative exponent.
     """
     xp = array_module(values)
     damped = xp.maximum(values, clip) + damping
