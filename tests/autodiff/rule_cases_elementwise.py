@@ -70,6 +70,9 @@ _SMOOTH = [
     case("Elu", "negative_alpha", x(N, 4, draw=distinct), alpha=-0.7),
     case("Selu", "default", x(N, 4, draw=distinct)),
     case("Selu", "own_constants", x(N, 4, draw=distinct), alpha=1.2, gamma=0.8),
+    case("Celu", "default", x(N, 4, draw=distinct)),
+    case("Celu", "steep", x(N, 4, draw=distinct), alpha=0.4),
+    case("Celu", "negative_alpha", x(N, 4, draw=distinct), alpha=-0.7),
     case("Gelu", "default", x(N, 4), opset=20),
     case("Gelu", "tanh", x(N, 4), approximate="tanh", opset=20),
     *(

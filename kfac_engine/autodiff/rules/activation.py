@@ -139,6 +139,14 @@ def _exponential_unit(
     return {0: b.op("Mul", g, b.op("Where", _positive(b, x), b.scalar(slope, x), left))}
 
 
+@vjp_rule("Celu")
+def celu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Slope 1 for x > 0, else 1 + y/α."""
+    x, y = node.inputs[0], node.outputs[0]
+    left = polynomial(b, y, (1, 1 / number(node, "alpha", 1.0)))
+    return {0: b.op("Mul", g[0], b.op("Where", _positive(b, x), b.scalar(1, x), left))}
+
+
 @vjp_rule("Gelu")
 def gelu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slopes of the exact form and of the one with tanh."""
