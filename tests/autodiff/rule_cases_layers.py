@@ -34,6 +34,9 @@ _POOLS = [
     *_pools("MaxPool"),
     case("MaxPool", "dilated", x(N, 2, 3, 5, draw=distinct), kernel_shape=(2, 2),
          dilations=(2, 3)),
+    case("MaxPool", "tiled_line", x(N, 2, 7, draw=distinct), kernel_shape=(3,), strides=(3,)),
+    case("MaxPool", "tiled_volume", x(N, 2, 2, 3, 4, draw=distinct), kernel_shape=(1, 2, 3),
+         strides=(1, 2, 3)),
     case("MaxPool", "exact_tiles", x(N, 2, 4, 3, draw=distinct), kernel_shape=(2, 3),
          strides=(2, 3)),
     case("MaxPool", "column_major", x(N, 2, 4, 3, draw=distinct), kernel_shape=(2, 2),
@@ -71,6 +74,12 @@ _NORMALIZATIONS = [
     case("LayerNormalization", "only_deviation", x(N, 4), p(4), outputs=3, seen=(2,)),
     case("InstanceNormalization", "image", x(N, 3, 2, 2), p(3), p(3)),
     case("InstanceNormalization", "line", x(N, 2, 4), p(2), p(2), epsilon=0.1),
+    case("GroupNormalization", "scale_per_channel", x(N, 4, 2, 3), p(4), p(4), num_groups=2,
+         opset=21),
+    case("GroupNormalization", "scale_per_group", x(N, 6, 3), p(2), p(2), num_groups=2,
+         epsilon=0.1, newest=20),
+    case("GroupNormalization", "one_group", x(N, 3, 2, 2), p(3), p(3), num_groups=1, opset=21),
+    case("GroupNormalization", "flat", x(N, 4), p(4), p(4), num_groups=2, opset=21),
 ]  # fmt: skip
 
 CASES = (*_POOLS, *_NORMALIZATIONS)

@@ -1,5 +1,7 @@
 """Cases for matrix products and convolutions."""
 
+from math import prod
+
 from tests.autodiff.harness import N, case, p, x
 
 _GEMM = [
@@ -70,6 +72,15 @@ _CONV = [
     *(
         case("Conv", name, x(N, 2, *_SPATIAL[len(kernel)]), p(3, 2, *kernel), p(3), **attributes)
         for name, (kernel, attributes) in _WINDOWS.items()
+    ),
+    # As many channels as taps: the kernel's gradient is then written product by product.
+    *(
+        case("Conv", f"{name}_many_channels", x(N, prod(kernel), *_SPATIAL[len(kernel)]),
+             p(2, prod(kernel), *kernel), **attributes)
+        for name, (kernel, attributes) in _WINDOWS.items()
+        if name in ("pixelwise", "pixelwise_strided", "overpadded_strided", "dilated_strided",
+                    "stride_over_kernel", "asymmetric_pads", "same_lower_strided", "valid",
+                    "line_strided")
     ),
     case("Conv", "no_bias", x(N, 2, 4, 4), p(3, 2, 3, 3), kernel_shape=(3, 3)),
     *(

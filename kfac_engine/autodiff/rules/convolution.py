@@ -4,6 +4,8 @@ Sizes of images stay open. Sizes of kernels are read from the sample run: a weig
 from parameters has the same sides in every batch.
 """
 
+from numpy import ndindex
+
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
@@ -59,31 +61,69 @@ def _turned(b: Builder, weight: str, window: Sliding, group: int) -> str:
 
 
 def _weight(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
-    """Cotangent of the kernel: a convolution of the image with the cotangent for a kernel."""
+    """Cotangent of the kernel, in the faster of two forms."""
+    channels = b.sides(node.inputs[1])[1]
+    # Measured with 64 channels and 3×3 taps: product by product takes half the time, with 1×1 taps
+    # an eighth. With few channels the products are thin; with many taps the nodes become many.
+    if group == 1 and window.taps <= min(_MOST_PRODUCTS, channels):
+        return _tap_by_tap(b, node, g, window)
+    return _all_taps(b, node, g, window, group)
+
+
+_MOST_PRODUCTS = 9
+
+
+def _tap_by_tap(b: Builder, node: Node, g: str, window: Sliding) -> str:
+    """For each tap the product of the cotangent with the pixels under that tap."""
+    x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
+    front = (1, 0, *window.axes)
+    image = b.op("Transpose", _padded(b, x, y, window), perm=front)
+    outs = b.op("Flatten", b.op("Transpose", g, perm=front), axis=1)
+    axes, step, one = b.constant(window.axes), b.constant(window.strides), b.constant([1])
+    last = b.forward("Sub", b.forward("Shape", y, start=2)[0], one)[0]
+    behind = b.forward("Add", b.forward("Mul", last, step)[0], one)[0]
+    products = []
+    for tap in ndindex(*window.kernel):
+        seen, rank = image, len(tap)
+        if window.taps > 1 or not window.unit_strides:
+            offset = b.constant([u * d for u, d in zip(tap, window.dilations, strict=True)])
+            end = b.forward("Add", behind, offset)[0]
+            seen = b.op("Slice", image, offset, end, axes, step)
+        product = b.op("Gemm", outs, b.op("Flatten", seen, axis=1), transB=1)
+        products.append(b.op("Unsqueeze", product, b.constant(range(2, 2 + rank))))
+    taps = b.op("Concat", *products, axis=2) if len(products) > 1 else products[0]
+    return b.reshape_like(taps, weight)
+
+
+def _all_taps(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
+    """A convolution of the image whose kernel is the cotangent."""
     # Examples take the place of input channels; strides and dilations change roles.
     x, weight = node.inputs[:2]
-    pads = window.begins + window.ends
-    spatial, axes = window.axes, b.constant(window.axes)
-    image = x
-    if window.same:
-        sides = b.forward("Concat", *same_padding(b, window, x, node.outputs[0]), axis=0)[0]
-        image = b.op("Pad", x, sides, "", axes)
-    image = _examples_as_channels(b, image, x, b.sides(weight)[1], window, group)
+    spatial = window.axes
+    image = _padded(b, x, node.outputs[0], window)
+    image = _examples_as_channels(b, image, b.sides(weight)[1], window, group)
     kernel = b.op("Transpose", g, perm=(1, 0, *spatial))
     taps = b.op(
-        "Conv", image, kernel, pads=pads, group=group,
-        strides=window.dilations, dilations=window.strides,
-    )  # fmt: skip
+        "Conv", image, kernel, group=group, strides=window.dilations, dilations=window.strides
+    )
     if any((s - 1) // d for s, d in zip(window.strides, window.dilations, strict=True)):
         # Pixels that no window reached look like further taps.
         none = b.constant([0] * len(spatial))
-        taps = b.op("Slice", taps, none, b.constant(window.kernel), axes)
+        taps = b.op("Slice", taps, none, b.constant(window.kernel), b.constant(spatial))
     return b.op("Transpose", taps, perm=(1, 0, *spatial))
 
 
-def _examples_as_channels(
-    b: Builder, image: str, x: str, ins: int, window: Sliding, group: int
-) -> str:
+def _padded(b: Builder, x: str, y: str, window: Sliding) -> str:
+    """The image with its padding."""
+    pads = b.constant(window.begins + window.ends)
+    if window.same:
+        pads = b.forward("Concat", *same_padding(b, window, x, y), axis=0)[0]
+    elif not any(window.begins + window.ends):
+        return x
+    return b.op("Pad", x, pads, "", b.constant(window.axes))
+
+
+def _examples_as_channels(b: Builder, image: str, ins: int, window: Sliding, group: int) -> str:
     """``(n, group · ins, *pixels)`` to ``(ins, group · n, *pixels)``."""
     spatial = window.axes
     if group == 1:

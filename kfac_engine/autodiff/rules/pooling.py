@@ -13,22 +13,42 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("MaxPool")
 def max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Route each cotangent to the pixel that won; the first one among equals."""
+    """Each cotangent goes to the pixel that won; in tiles it is shared among equals."""
+    window = sliding(node, integers(node, "kernel_shape", ()))
+    tiles = window.kernel == window.strides and not window.padded and max(window.dilations) == 1
+    return {0: _compared(b, node, g[0], window) if tiles else _by_index(b, node, g[0])}
+
+
+def _by_index(b: Builder, node: Node, g: str) -> str:
     x = node.inputs[0]
     # Indices count pixels of the whole batch, row by row (in this storage order).
     geometry = {k: v for k, v in node.attributes.items() if k != "storage_order"}
     winners = b.repeat(replace(node, attributes=geometry), x, outputs=2)[1]
-    everything = b.constant([-1])
-    empty = b.op("Reshape", b.zeros(x), everything)
-    routed = b.op(
-        "ScatterElements",
-        empty,
-        b.op("Reshape", winners, everything),
-        b.op("Reshape", g[0], everything),
-        axis=0,
-        reduction="add",
-    )
-    return {0: b.reshape_like(routed, x)}
+    flat = [b.op("Reshape", value, b.constant([-1])) for value in (b.zeros(x), winners, g)]
+    return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
+
+
+def _compared(b: Builder, node: Node, g: str, window: Sliding) -> str:
+    """Of tiles: a pixel won if it equals the maximum of its tile."""
+    # Asking MaxPool for indices makes it ten times slower. Measured with 2×2 tiles of 32 images of
+    # 32·28·28 pixels, forward and backward together: 2.3 ms in this form, 4.6 ms with indices.
+    x, y = node.inputs[0], node.outputs[0]
+    won = b.cast_like(b.op("Equal", x, _tiled(b, y, x, window)), x)
+    mean = b.op("AveragePool", won, kernel_shape=window.kernel, strides=window.strides)
+    winners = b.op("Mul", mean, b.scalar(window.taps, x))
+    return b.op("Mul", won, _tiled(b, b.op("Div", g, winners), x, window))
+
+
+def _tiled(b: Builder, value: str, x: str, window: Sliding) -> str:
+    """Each element repeated over its tile; zeros where the image has a rest that no tile covers."""
+    scales = b.constant(np.array([1, 1, *window.kernel], dtype="float32"))
+    tiles = b.op(
+        "Resize", value, "", scales, mode="nearest",
+        coordinate_transformation_mode="asymmetric", nearest_mode="floor",
+    )  # fmt: skip
+    rest = b.op("Sub", b.forward("Shape", x, start=2)[0], b.op("Shape", tiles, start=2))
+    pads = b.op("Concat", b.constant([0] * len(window.kernel)), rest, axis=0)
+    return b.op("Pad", tiles, pads, "", b.constant(window.axes))
 
 
 @vjp_rule("AveragePool")
