@@ -211,7 +211,7 @@ class OnnxModel:
         return self._forward
 
     def _build_backward(self, backward: Backward) -> Session:
-        dtypes = self._forward_session().output_dtypes() if self._wanted else {}
+        dtypes = self._forward_session().output_dtypes if self._wanted else {}
         fed = self.fed(backward)
         inputs = [
             Input(cotangent, self.facts[value].dtype, None)

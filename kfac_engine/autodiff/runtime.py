@@ -64,9 +64,8 @@ class Session:
                 f"ONNX Runtime {ort.__version__} cannot build {what}: {_reason(failure)}"
             ) from failure
 
-    def output_dtypes(self) -> dict[str, DType]:
-        """Element type of every graph output that is an array of numbers."""
-        return {
+        # Element type of every graph output that is an array of numbers.
+        self.output_dtypes: dict[str, DType] = {
             output.name: np.dtype(_DTYPES[output.type])
             for output in self._session.get_outputs()
             if output.type in _DTYPES
@@ -95,7 +94,11 @@ class Session:
             raise BackendError(
                 f"ONNX Runtime failed in {self._what}: {_reason(failure)}"
             ) from failure
-        return {name: np.from_dlpack(value) for name, value in zip(outputs, results, strict=True)}
+        # DLPack shows truth values as bytes: the view gives them their type back.
+        return {
+            name: np.from_dlpack(value).view(self.output_dtypes[name])
+            for name, value in zip(outputs, results, strict=True)
+        }
 
 
 def _reason(failure: Exception) -> str:

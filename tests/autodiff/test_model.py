@@ -1,0 +1,122 @@
+"""Models as they are run in production: sessions, threads, saved tensors, made-up samples."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models, oracle
+
+
+def masked():
+    """``output = where(input > 0, input · w, v)``: a truth value is saved for the backward pass."""
+    net = models.Net()
+    zero = net.constant("zero", np.zeros(1, np.float32))
+    product = net.op("Mul", "input", net.weight("w", 4), to="product")
+    mask = net.op("Greater", "input", zero, to="mask")
+    net.op("Where", mask, product, net.weight("v", 4), to="output")
+    return net.model({"input": ["batch", 4]}, {"output": ["batch", 4]})
+
+
+def test_truth_values_are_saved_as_such():
+    model = ke.load_model(masked())
+    inputs = models.random_inputs(masked(), batch=5)
+    x, trace = inputs["input"], model.run(inputs)
+    assert trace["mask"].dtype == np.bool_
+    found = trace.vjp({"output": np.ones_like(x)}, ["w", "v"])
+    np.testing.assert_allclose(found["w"], np.where(x > 0, x, 0).sum(0), rtol=1e-6)
+    np.testing.assert_allclose(found["v"], (x <= 0).sum(0))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block", "layer_norm", "token_mlp"])
+def test_vjp_equals_finite_differences_for_parameters_inputs_and_activations(name):
+    proto = models.MODELS[name]()
+    inputs = models.random_inputs(proto, batch=2)
+    trace = ke.load_model(proto, threads=2).run(inputs)
+    rng = np.random.default_rng(0)
+    cotangent = rng.standard_normal(trace["output"].shape).astype(np.float32)
+    parameters = list(ke.load_model(proto).parameters)[:2]
+    found = trace.vjp({"output": cotangent}, [*parameters, "input"])
+    jacobian = oracle.jacobian(proto, inputs, "output", parameters)
+    flat = cotangent.reshape(len(cotangent), -1, cotangent.shape[-1])
+    expected = np.einsum("btc,btcp->p", flat, jacobian)
+    together = np.concatenate([found[name].ravel() for name in parameters])
+    # float32 passes against float64 differences, relative to the largest entry
+    np.testing.assert_allclose(together, expected, atol=2e-5 * np.abs(expected).max())
+    step = 2.0**-8 * rng.standard_normal(inputs["input"].shape)
+    moved = [{"input": inputs["input"].astype(np.float64) + sign * step} for sign in (1, -1)]
+    (plus,), (minus,) = (oracle.evaluate(proto, m, "output") for m in moved)
+    slope = float((cotangent * (plus - minus)).sum() / 2)
+    # A second-order difference with a step of 1/256: good to some 1e-4 unless a kink is crossed.
+    assert float((found["input"] * step).sum()) == pytest.approx(slope, rel=2e-3, abs=1e-4)
+
+
+def test_values_are_computed_when_first_read_and_then_with_every_batch():
+    proto = models.mlp()
+    model = ke.load_model(proto)
+    inputs = models.random_inputs(proto, batch=3)
+    trace = model.run(inputs)
+    (expected,) = oracle.evaluate(proto, inputs, "act0")
+    np.testing.assert_allclose(trace["act0"], expected, atol=1e-6)
+    assert "act0" in model.fetch({**inputs, **model.parameters})
+
+
+def test_cotangent_comes_back_under_its_own_name_with_what_flows_through():
+    proto = models.mlp()
+    trace = ke.load_model(proto).run(models.random_inputs(proto, batch=3))
+    cotangent = np.ones_like(trace["output"])
+    found = trace.vjp({"output": cotangent}, ["output", "fc1"])
+    np.testing.assert_array_equal(found["output"], cotangent)
+    assert found["fc1"].any()
+
+
+def test_values_the_output_does_not_depend_on_have_zero_gradient():
+    proto = models.two_outputs()
+    trace = ke.load_model(proto).run(models.random_inputs(proto, batch=3))
+    found = trace.vjp({"logits": np.ones((3, 3), np.float32)}, ["mean.weight"])
+    np.testing.assert_array_equal(found["mean.weight"], np.zeros((2, 4)))
+
+
+def test_parameters_of_one_run_may_be_other_ones():
+    proto = models.linear()
+    model = ke.load_model(proto)
+    inputs = models.random_inputs(proto, batch=3)
+    zero = {"fc.weight": np.zeros((4, 3), np.float32)}
+    output = model.run(inputs, parameters=zero)["output"]
+    np.testing.assert_allclose(output, np.broadcast_to(model.parameters["fc.bias"], (3, 3)))
+    assert model.parameters["fc.weight"].any()
+
+
+def test_names_that_go_by_nothing_and_wrong_cotangents_are_refused():
+    proto = models.mlp()
+    trace = ke.load_model(proto).run(models.random_inputs(proto, batch=3))
+    with pytest.raises(ke.UnknownNameError, match="nowhere"):
+        trace["nowhere"]
+    with pytest.raises(ke.UnknownNameError, match="nowhere"):
+        trace.vjp({"output": np.ones_like(trace["output"])}, ["nowhere"])
+    with pytest.raises(ke.ShapeError, match=r"\(3, 4\)"):
+        trace.vjp({"output": np.ones((3, 4), np.float32)}, ["fc1"])
+
+
+def test_sample_run_made_of_one_example_serves_every_batch_size():
+    proto = models.resnet_block()
+    one = models.random_inputs(proto, batch=1)
+    model = ke.load_model(proto, sample_inputs=one)
+    other = ke.load_model(proto)
+    inputs = models.random_inputs(proto, batch=3)
+    results = []
+    for candidate in (model, other):
+        trace = candidate.run(inputs)
+        found = trace.vjp({"output": np.ones_like(trace["output"])}, list(candidate.parameters))
+        results.append(np.concatenate([array.ravel() for array in found.values()]))
+    np.testing.assert_array_equal(*results)
+
+
+def test_model_that_cannot_be_run_on_made_up_inputs_asks_for_real_ones():
+    net = models.Net()
+    x = net.op("Reshape", "input", net.constant("sides", np.array([-1, 5])), to="rows")
+    net.op("MatMul", x, net.weight("w", 5, 2), to="output")
+    proto = net.model({"input": ["batch", "length"]}, {"output": ["rows", 2]})
+    with pytest.raises(ke.ModelError, match="sample_inputs"):
+        ke.load_model(proto)
+    sample = {"input": np.ones((2, 5), np.float32)}
+    assert ke.load_model(proto, sample_inputs=sample).run(sample)["output"].shape == (2, 2)
