@@ -137,6 +137,31 @@ class GlobalMaxPool(OpRun):
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
 
 
+class GroupNormalization(OpRun):
+    """The reference rounds to float32 on the way, whatever the type of the operands."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: NDArray,
+        scale: NDArray,
+        shift: NDArray,
+        *,
+        epsilon: float,
+        num_groups: int,
+        **_: object,
+    ) -> tuple[NDArray]:
+        y, size = np.zeros_like(x), x.shape[1] // num_groups
+        rows = range(x.shape[1]) if len(scale) == x.shape[1] else np.arange(x.shape[1]) // size
+        for example, channel in np.ndindex(x.shape[:2]):
+            group = channel // size
+            seen = x[example, group * size : (group + 1) * size]
+            h = (x[example, channel] - seen.mean()) / np.sqrt(seen.var() + epsilon)
+            y[example, channel] = scale[rows[channel]] * h + shift[rows[channel]]
+        return (y,)
+
+
 class GatherElements(OpRun):
     """The reference wants indices with the sides of the data."""
 
@@ -175,4 +200,6 @@ class Pad(OpRun):
         return (np.pad(x[tuple(crop)], widths, mode, **(kind if mode == "constant" else {})),)
 
 
-DEFINITIONS = (AveragePool, ConvTranspose, MaxPool, GlobalMaxPool, GatherElements, Pad)
+DEFINITIONS = (
+    AveragePool, ConvTranspose, MaxPool, GlobalMaxPool, GroupNormalization, GatherElements, Pad,
+)  # fmt: skip

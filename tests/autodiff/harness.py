@@ -20,6 +20,8 @@ from tests.autodiff.definitions import DEFINITIONS
 from tests.oracle import Erf, Gelu
 
 N = "N"
+# The newest operator set that ONNX Runtime 1.31 executes.
+NEWEST = 26
 
 # -- operands --------------------------------------------------------------------------------------
 
@@ -101,6 +103,7 @@ class Case:
         outputs: Number of results.
         seen: Results that get a cotangent; all floating-point ones when empty.
         opset: The oldest operator set that knows the form.
+        newest: The newest one.
     """
 
     op: str
@@ -110,6 +113,7 @@ class Case:
     outputs: int = 1
     seen: tuple[int, ...] = ()
     opset: int = 18
+    newest: int = NEWEST
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}"
@@ -122,10 +126,11 @@ def case(
     outputs: int = 1,
     seen: tuple[int, ...] = (),
     opset: int = 18,
+    newest: int = NEWEST,
     **attributes: AttributeValue,
 ) -> Case:
     """A row of a table of cases."""
-    return Case(op, label, operands, attributes, outputs, seen, opset)
+    return Case(op, label, operands, attributes, outputs, seen, opset, newest)
 
 
 # -- running ---------------------------------------------------------------------------------------

@@ -78,6 +78,31 @@ def instance_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted
     return _channelwise(b, node, g[0], h, wanted)
 
 
+@vjp_rule("GroupNormalization")
+def group_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Over the channels and pixels of each group of channels."""
+    x, scale = node.inputs[:2]
+    groups = b.constant([0, integer(node, "num_groups", 1), -1])
+    # Before operator set 21 there is one scale a group: groups take the place of channels.
+    per_group = b.graph.opset < _SCALE_PER_CHANNEL
+    sides, rank = (groups, 3) if per_group else (b.shape(x), b.rank(x))
+    h = _standardise(b, b.op("Reshape", x, groups), (2,), _epsilon(b, node))
+    gy = b.op("Reshape", g[0], sides)
+    gradients = {}
+    if 0 in wanted:
+        gh = b.op("Reshape", b.op("Mul", gy, _per_channel(b, scale, rank)), groups)
+        gradients[0] = b.reshape_like(_destandardise(b, h, gh), x)
+    if 1 in wanted:
+        scaled = b.op("Reshape", h.value, sides)
+        gradients[1] = _sum_channels(b, b.op("Mul", gy, scaled), rank)
+    if 2 in wanted:
+        gradients[2] = _sum_channels(b, gy, rank)
+    return gradients
+
+
+_SCALE_PER_CHANNEL = 21
+
+
 @vjp_rule("BatchNormalization")
 def batch_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Over examples and pixels of each channel, or by given statistics."""
@@ -98,11 +123,11 @@ def _channelwise(b: Builder, node: Node, g: str, h: _Standardised, wanted: Wante
     x, scale = node.inputs[:2]
     gradients = {}
     if 0 in wanted:
-        gradients[0] = _destandardise(b, h, b.op("Mul", g, _per_channel(b, scale, x)))
+        gradients[0] = _destandardise(b, h, b.op("Mul", g, _per_channel(b, scale, b.rank(x))))
     if 1 in wanted:
-        gradients[1] = _sum_channels(b, b.op("Mul", g, h.value), x)
+        gradients[1] = _sum_channels(b, b.op("Mul", g, h.value), b.rank(x))
     if 2 in wanted:
-        gradients[2] = _sum_channels(b, g, x)
+        gradients[2] = _sum_channels(b, g, b.rank(x))
     return gradients
 
 
@@ -113,30 +138,28 @@ def _given_statistics(b: Builder, node: Node, g: str, wanted: Wanted) -> Gradien
     slope = b.op("Mul", scale, inverse)
     gradients = {}
     if 0 in wanted:
-        gradients[0] = b.op("Mul", g, _per_channel(b, slope, x))
+        gradients[0] = b.op("Mul", g, _per_channel(b, slope, b.rank(x)))
     if wanted & {2, 3}:
-        total = _sum_channels(b, g, x)
+        total = _sum_channels(b, g, b.rank(x))
         gradients[2] = total
         gradients[3] = b.op("Neg", b.op("Mul", total, slope))
     if wanted & {1, 4}:
-        centred = b.op("Sub", x, _per_channel(b, mean, x))
-        steep = b.op("Mul", _sum_channels(b, b.op("Mul", g, centred), x), inverse)
+        centred = b.op("Sub", x, _per_channel(b, mean, b.rank(x)))
+        steep = b.op("Mul", _sum_channels(b, b.op("Mul", g, centred), b.rank(x)), inverse)
         gradients[1] = steep
         half = b.op("Mul", b.op("Mul", slope, inverse), b.scalar(-0.5, x))
         gradients[4] = b.op("Mul", steep, half)
     return gradients
 
 
-def _per_channel(b: Builder, value: str, x: str) -> str:
-    """A vector over channels, shaped to multiply the image ``x``."""
-    if b.rank(x) == 2:
-        return value
-    return b.op("Unsqueeze", value, b.constant(range(1, b.rank(x) - 1)))
+def _per_channel(b: Builder, value: str, rank: int) -> str:
+    """A vector over channels, shaped to multiply an image with ``rank`` axes."""
+    return value if rank == 2 else b.op("Unsqueeze", value, b.constant(range(1, rank - 1)))
 
 
-def _sum_channels(b: Builder, value: str, x: str) -> str:
-    """The sum over all axes but the channels'."""
-    axes = [axis for axis in range(b.rank(x)) if axis != 1]
+def _sum_channels(b: Builder, value: str, rank: int) -> str:
+    """The sum over all ``rank`` axes but the channels'."""
+    axes = [axis for axis in range(rank) if axis != 1]
     return b.op("ReduceSum", value, b.constant(axes), keepdims=0)
 
 
