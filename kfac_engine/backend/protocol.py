@@ -18,7 +18,12 @@ from kfac_engine.backend.window import Window
 
 
 class Backend(Protocol):
-    """The primitives of one array library."""
+    """The primitives of one array library.
+
+    Attributes:
+        name: What ``select`` calls it.
+        scratch_bytes: Bound of the working memory of one primitive; others may plan by it too.
+    """
 
     name: str
     scratch_bytes: int

@@ -8,7 +8,7 @@ import pytest
 
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.numpy_patches import shift_is_cheaper
-from kfac_engine.backend.numpy_shift import add_shifted
+from kfac_engine.backend.numpy_shift import add_shifted, scratch_numbers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from tests.backend import truths
@@ -198,6 +198,30 @@ def test_scratch_bytes_bound_the_working_memory(name):
     # Sums of patches and small objects come on top.
     assert peak <= scratch_bytes + 3 * x[0].nbytes + 100_000
     assert_close(out, moment(x, case.window, homogeneous=True))
+
+
+SHIFTED = {name: case for name, (shifted, case) in LARGER.items() if shifted}
+
+
+@pytest.mark.parametrize("case", SHIFTED.values(), ids=SHIFTED)
+def test_shifted_images_are_taken_only_where_their_memory_fits(case):
+    geometry = case.window, case.n, case.channels, case.sides
+    numbers = scratch_numbers(case.window, case.channels, case.sides)
+    assert shift_is_cheaper(*geometry, numbers)
+    assert not shift_is_cheaper(*geometry, numbers - 1)
+
+
+@pytest.mark.parametrize("case", SHIFTED.values(), ids=SHIFTED)
+def test_shifted_images_need_the_memory_announced(case):
+    x, side, chunk_bytes = case.images(), case.window.taps * case.channels, 50_000
+    out = np.zeros((side, side))
+    tracemalloc.start()
+    add_shifted(x, case.window, out, 1.0, 0.0, chunk_bytes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    numbers = scratch_numbers(case.window, case.channels, case.sides)
+    # Small objects come on top: arguments of a product for each distance.
+    assert peak <= numbers * x.itemsize + chunk_bytes + 100_000
 
 
 WRONG = {
