@@ -162,6 +162,22 @@ class GroupNormalization(OpRun):
         return (y,)
 
 
+class LRN(OpRun):
+    """The reference takes the number of examples for that of channels."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: NDArray, *, alpha: float, beta: float, bias: float, size: int
+    ) -> tuple[NDArray]:
+        y = np.zeros_like(x)
+        for channel in range(x.shape[1]):
+            first, last = channel - (size - 1) // 2, channel + size // 2
+            squares = (x[:, max(first, 0) : last + 1] ** 2).sum(axis=1)
+            y[:, channel] = x[:, channel] / (bias + alpha / size * squares) ** beta
+        return (y,)
+
+
 class GatherElements(OpRun):
     """The reference wants indices with the sides of the data."""
 
@@ -201,5 +217,6 @@ class Pad(OpRun):
 
 
 DEFINITIONS = (
-    AveragePool, ConvTranspose, MaxPool, GlobalMaxPool, GroupNormalization, GatherElements, Pad,
+    AveragePool, ConvTranspose, MaxPool, GlobalMaxPool, GroupNormalization, LRN, GatherElements,
+    Pad,
 )  # fmt: skip

@@ -51,7 +51,9 @@ def layer_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
     gradients = {}
     if 0 in wanted:
         parts = [_destandardise(b, h, b.op("Mul", g[0], scale))] if 0 in g else []
-        parts += [_of_statistic(b, h, i, g[i], b.count(x, axes)) for i in (1, 2) if i in g]
+        # The statistics may be float32 where x is float64.
+        statistics = {i: b.cast_like(g[i], x) for i in (1, 2) if i in g}
+        parts += [_of_statistic(b, h, i, s, b.count(x, axes)) for i, s in statistics.items()]
         shaped = b.op("Sum", *parts) if len(parts) > 1 else parts[0]
         gradients[0] = shaped if 0 in g else b.op("Expand", shaped, b.shape(x))
     if 1 in wanted and 0 in g:
@@ -101,6 +103,37 @@ def group_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
 
 
 _SCALE_PER_CHANNEL = 21
+
+
+@vjp_rule("LRN")
+def local_response_normalization(
+    b: Builder, node: Node, g: Cotangents, wanted: Wanted
+) -> Gradients:
+    """Of y = x s^(−β), s = bias + α mean(x²) over nearby channels: g s^(−β) − 2αβ x mean(g y/s)."""
+    x, y = node.inputs[0], node.outputs[0]
+    alpha, beta = number(node, "alpha", 1e-4), number(node, "beta", 0.75)
+    # Odd: ONNX Runtime refuses other sizes. So a window holds the channels whose windows hold it.
+    size = integer(node, "size", 1)
+    mean = _mean_of_channels(b, b.op("Mul", x, x), x, size)
+    s = b.op("Mul", mean, b.scalar(alpha, x))
+    s = b.op("Add", s, b.scalar(number(node, "bias", 1.0), x))
+    direct = b.op("Mul", g[0], b.op("Pow", s, b.scalar(-beta, x)))
+    through = b.op("Div", b.op("Mul", g[0], y), s)
+    nearby = _mean_of_channels(b, through, x, size)
+    steep = b.op("Mul", b.op("Mul", x, b.scalar(2 * alpha * beta, x)), nearby)
+    return {0: b.op("Sub", direct, steep)}
+
+
+def _mean_of_channels(b: Builder, value: str, x: str, size: int) -> str:
+    """Means over windows of channels, zeros beside the first and last, in the shape of ``x``."""
+    channels = b.forward("Gather", b.shape(x), b.constant([1]))[0]
+    sides = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
+    half = size // 2
+    mean = b.op(
+        "AveragePool", b.op("Reshape", value, sides), kernel_shape=(size, 1),
+        pads=(half, 0, half, 0), count_include_pad=1,
+    )  # fmt: skip
+    return b.reshape_like(mean, x)
 
 
 @vjp_rule("BatchNormalization")
