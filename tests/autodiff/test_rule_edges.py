@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.errors import UnsupportedOpError
-from tests.autodiff.harness import Case, bench, case, finite_differences, flags, k, p, x
+from tests.autodiff.harness import DTYPES, Case, bench, case, finite_differences, flags, k, p, x
 
 RUNTIMES = ("reference", "ort")
 # Each result is one or two multiplications: a rounding of float32.
@@ -70,6 +70,21 @@ def test_large_arguments_give_finite_gradients(op):
     assert np.isfinite(found).all()
 
 
+# -- float64 ---------------------------------------------------------------------------------------
+
+
+def test_statistics_of_layer_normalization_may_be_narrower_than_its_operand(monkeypatch):
+    # ONNX Runtime gives Mean and InvStdDev in float32, whatever the type of the operand.
+    monkeypatch.setitem(DTYPES, "ort", "float64")
+    tested = case("LayerNormalization", "wide", x(1, 4), p(4), outputs=3, seen=(1, 2))
+    made = bench(tested, "ort", batch=2)
+    value = np.array([[1.0, 2.0, 4.0, 9.0]])
+    cotangents = {"result_1": np.float32([[3]]), "result_2": np.float32([[5]])}
+    found = made.gradients({**made.sample, "operand_0": value}, cotangents)["operand_0"]
+    centred, variance = value - value.mean(), value.var() + 1e-5
+    np.testing.assert_allclose(found, 3 / 4 - 5 * centred / (4 * variance**1.5), rtol=1e-12)
+
+
 # -- dropout in training ---------------------------------------------------------------------------
 
 
@@ -104,6 +119,10 @@ _REFUSED = [
     case("ReduceL2", "over_no_axes", x(2, 3), noop_with_empty_axes=1),
     case("BatchNormalization", "running_mean", x(3, 2), p(2), p(2), k([0, 0], "float32"),
          k([1, 1], "float32"), outputs=3, seen=(1,), training_mode=1),
+    case("AveragePool", "same_and_strides_over_kernel", x(2, 1, 6), kernel_shape=(1,),
+         strides=(3,), auto_pad="SAME_UPPER"),
+    case("AveragePool", "same_and_dilations", x(2, 1, 6), kernel_shape=(2,), dilations=(2,),
+         auto_pad="SAME_LOWER", opset=19),
 ]  # fmt: skip
 
 

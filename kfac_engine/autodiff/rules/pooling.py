@@ -6,8 +6,9 @@ import numpy as np
 
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
-from kfac_engine.autodiff.rules.attributes import integers
+from kfac_engine.autodiff.rules.attributes import integers, text
 from kfac_engine.autodiff.rules.geometry import Sliding, sliding, spread
+from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 
@@ -56,12 +57,25 @@ def average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
     """Each window shares its cotangent among the pixels that it averaged."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
+    _refuse_misplaced(node, window)
     share = b.op("Mul", g[0], _weight_of_pixels(b, node, window))
     # Channels become examples: one kernel of ones serves any number of them.
     positions = b.forward("Concat", b.constant([-1, 1]), b.forward("Shape", y, start=2)[0], axis=0)
     images = b.op("Reshape", share, positions[0])
     spread_out = spread(b, window, images, _kernel_of_ones(b, x, window), x, y)
     return {0: b.reshape_like(spread_out, x)}
+
+
+def _refuse_misplaced(node: Node, window: Sliding) -> None:
+    """Raise where ONNX Runtime puts the windows elsewhere than ONNX defines."""
+    # It leaves dilations out of the padding and starts inside the image where strides skip pixels.
+    apart = any(s > k for s, k in zip(window.strides, window.kernel, strict=True))
+    if text(node, "auto_pad", "").startswith("SAME") and (apart or max(window.dilations) > 1):
+        raise UnsupportedOpError(
+            f"AveragePool at node '{node.name}' pads by auto_pad with dilations "
+            f"{window.dilations}, strides {window.strides} and kernel {window.kernel}, for which "
+            f"ONNX Runtime's padding is not the one ONNX defines; state the padding as pads."
+        )
 
 
 def _weight_of_pixels(b: Builder, node: Node, window: Sliding) -> str:
