@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import InputError as InputError
     from kfac_engine.errors import KfacError as KfacError
+    from kfac_engine.errors import MemoryLimitError as MemoryLimitError
     from kfac_engine.errors import ModelError as ModelError
     from kfac_engine.errors import NonFiniteError as NonFiniteError
     from kfac_engine.errors import NotReadyError as NotReadyError
@@ -72,6 +73,7 @@ _HOMES = {
     "UnsupportedOpError": "errors",
     "NotReadyError": "errors",
     "BackendError": "errors",
+    "MemoryLimitError": "errors",
     "CollectionConfig": "config",
     "Schedule": "config",
     "Engine": "engine",

@@ -24,7 +24,14 @@ from kfac_engine.estimator import FisherEstimator
 from kfac_engine.graph.export import export_model
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.write import serialize
-from kfac_engine.inspection import LayerReport, MemoryReport, layer_reports, memory_report
+from kfac_engine.inspection import (
+    LayerReport,
+    MemoryReport,
+    available_memory,
+    layer_reports,
+    memory_report,
+    require_memory,
+)
 from kfac_engine.layers.discover import Found
 from kfac_engine.objective import (
     LossChoice,
@@ -302,6 +309,9 @@ class Engine:
         return loss, {name: np.array(gradient) for name, gradient in found.items()}
 
     def _observe(self, trace: Trace) -> None:
+        if self.counter == 0:
+            batch = len(trace[self.objective.inputs[0]])
+            require_memory(self.memory(batch), self.layers, available_memory())
         due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)

@@ -12,6 +12,7 @@ The tree (built-in parents in brackets: the types the specification names)::
     ├── UnsupportedError        [NotImplementedError]  well-formed, but not covered
     │   └── UnsupportedOpError                         an ONNX operator without derivative rule
     ├── NotReadyError           [RuntimeError]         read before it was computed
+    ├── MemoryLimitError        [MemoryError]          more memory announced than the machine has
     └── BackendError            [RuntimeError]         the array library or the model runtime failed
 
 Each message is one sentence or two: what was wrong, where, what to do.
@@ -60,6 +61,10 @@ class UnsupportedOpError(UnsupportedError):
 
 class NotReadyError(KfacError, RuntimeError):
     """A result was read before it was computed."""
+
+
+class MemoryLimitError(KfacError, MemoryError):
+    """A step would need more memory than the machine has."""
 
 
 class BackendError(KfacError, RuntimeError):

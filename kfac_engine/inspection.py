@@ -1,13 +1,17 @@
 """What an engine will do, told before it does it: blocks, factor sizes, costs, peak memory."""
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from kfac_engine._types import Params
 from kfac_engine.approximations import formula
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
+from kfac_engine.errors import MemoryLimitError
 from kfac_engine.layers.discover import Found
 
 
@@ -99,6 +103,38 @@ def memory_report(
         factors=sum(layer.factor_bytes for layer in layers),
         scratch=collection.backend.scratch_bytes,
     )
+
+
+def require_memory(report: MemoryReport, layers: Sequence[LayerReport], available: int) -> None:
+    """Refuse a step that cannot fit, before anything is allocated.
+
+    Args:
+        report: What a step needs.
+        layers: The blocks, to name the largest.
+        available: Bytes the machine can give.
+
+    Raises:
+        MemoryLimitError: It needs more.
+    """
+    if report.total > available:
+        largest = max(layers, key=lambda layer: layer.factor_bytes)
+        raise MemoryLimitError(
+            f"a step needs {report.total / 1e9:.1f} GB and {available / 1e9:.1f} GB are free; the "
+            f"block of {', '.join(largest.parameters)} takes {largest.factor_bytes / 1e9:.1f} GB: "
+            f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters."
+        )
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping; all of the machine's where nobody tells."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) * 1024
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sys.maxsize
 
 
 def _report(

@@ -1,0 +1,35 @@
+"""What is announced before a run, and what is refused."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine import engine as engine_module
+from kfac_engine.inspection import available_memory
+from tests import models
+
+
+def test_step_that_cannot_fit_is_refused_with_the_figures(monkeypatch):
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
+    inputs = models.random_inputs(models.mlp(), batch=4)
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 10_000_000)
+    with pytest.raises(ke.MemoryLimitError, match=r"0\.1 GB.*0\.0 GB.*fc0\.weight.*diagonal"):
+        engine.observe(inputs)
+    assert isinstance(ke.MemoryLimitError("x"), MemoryError)
+    assert engine.counter == 0
+
+
+def test_available_memory_is_what_an_allocation_can_have():
+    assert available_memory() > 100_000_000
+    assert np.ones(1_000_000).nbytes < available_memory()
+
+
+def test_reports_carry_block_sizes_and_costs():
+    engine = ke.Engine.from_onnx(models.cnn(), loss="categorical", exps=(-1, -0.5))
+    first, second, last = engine.layers
+    assert first.factor_shapes == ((2 * 9 + 1, 2 * 9 + 1), (4, 4))
+    assert second.factor_shapes == ((4 * 9 + 1, 4 * 9 + 1), (5, 5))
+    assert last.inverse_flops == 6.0**3 + 3.0**3
+    # One average and two stored powers of each side, four bytes a number.
+    assert last.factor_bytes == 3 * 4 * (36 + 9)
+    assert (first.approximation, first.formula) == ("kron", "t · A ⊗ G")
