@@ -1,0 +1,145 @@
+"""Write docs/models.md: which models of the ``onnx`` package run here, and what the others lack.
+
+Run from the repository root: ``python scripts/list_models.py``. Each model gets a full step:
+gradients, statistics, inverses, natural gradients, against targets of zero. It takes minutes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+import kfac_engine as ke
+from kfac_engine.graph.load import load_graph
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
+SMALL = ("pytorch-converted", "pytorch-operator", "simple")
+NOTHING_TO_TRAIN = "has no trainable parameter"
+# Their first dense layers read 25,088 and 18,432 features: full input factors and their inverses
+# would take gigabytes, and minutes on few cores. With diagonal ones the networks run anywhere.
+CHOICES = {
+    "light_vgg19": {"fully_connected": "kron_in_diag"},
+    "light_zfnet512": {"fully_connected": "kron_in_diag"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model, and what a step of it shows.
+
+    Attributes:
+        name: Of the model.
+        layers: How many of each kind.
+        reasons: Why parameters are generic.
+        result: ``"runs"``, or what went wrong.
+    """
+
+    name: str
+    layers: str
+    reasons: str
+    result: str
+
+
+def try_model(name: str, path: Path) -> Row:
+    """Run one step of a model."""
+    layers = reasons = ""
+    try:
+        engine = ke.Engine.from_onnx(path, loss="normal", approximations=CHOICES.get(name))
+        layers, reasons = describe(engine)
+        engine.set_parameters(draw_weights(engine.parameters))
+        inputs = make_inputs(path)
+        output = ke.load_model(path).run(inputs)[load_graph(path).outputs[0]]
+        result = engine.step(inputs, np.zeros_like(output))
+    except ke.KfacError as error:
+        return Row(name, layers, reasons, " ".join(str(error).split()))
+    finite = all(np.isfinite(array).all() for array in result.natural_gradients.values())
+    return Row(name, layers, reasons, "runs" if finite else "gives NaN")
+
+
+def make_inputs(path: Path) -> dict[str, np.ndarray]:
+    """Random numbers, or zeros for integers, in the declared shapes; open axes are of size two."""
+    rng = np.random.default_rng(0)
+    feeds = {}
+    for entry in load_graph(path).inputs:
+        shape = [side if isinstance(side, int) else 2 for side in entry.shape or ()]
+        numbers = rng.uniform(0.1, 0.9, shape) if entry.dtype.kind == "f" else np.zeros(shape)
+        feeds[entry.name] = numbers.astype(entry.dtype)
+    return feeds
+
+
+def draw_weights(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Random matrices and filters of variance 2 / fan-in: the networks come with constant ones."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (
+            rng.standard_normal(value.shape) * np.sqrt(2 / max(1, np.prod(value.shape[1:])))
+        ).astype(value.dtype)
+        for name, value in parameters.items()
+        if value.ndim >= 2
+    }
+
+
+def describe(engine: ke.Engine) -> tuple[str, str]:
+    """``53 conv2d, 106 generic`` and ``53 × scale of BatchNormalization, …``."""
+    kinds = Counter(layer.kind for layer in engine.layers)
+    reasons = Counter(layer.reason for layer in engine.layers if layer.reason)
+    return (
+        ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)),
+        ", ".join(f"{count} × {reason}" for reason, count in reasons.items()),
+    )
+
+
+def small_models() -> Iterator[Row]:
+    """The models of one or a few operators."""
+    for folder in SMALL:
+        for path in sorted((DATA / folder).glob("*/model.onnx")):
+            yield try_model(f"{folder}/{path.parent.name}", path)
+
+
+def networks() -> Iterator[Row]:
+    """The well-known networks, their weights being constants."""
+    for path in sorted((DATA / "light").glob("*.onnx")):
+        yield try_model(path.stem, path)
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table."""
+    lines = ["| model | layers | generic because | result |", "|---|---|---|---|"]
+    lines += [f"| `{row.name}` | {row.layers} | {row.reasons} | {row.result} |" for row in rows]
+    return "\n".join(lines)
+
+
+def page(large: list[Row], small: list[Row]) -> str:
+    """The whole page."""
+    trained = [row for row in small if NOTHING_TO_TRAIN not in row.result]
+    runs = sum(row.result == "runs" for row in trained)
+    return f"""# Which models run
+
+Written by `scripts/list_models.py` with onnx {onnx.__version__}. The models are those that the
+`onnx` package carries for its own tests. Each got a full step: gradients, statistics, inverses and
+natural gradients, from random weights.
+
+## Networks
+
+{table(large)}
+
+VGG-19 and ZFNet-512 run here with `approximations={{"fully_connected": "kron_in_diag"}}`: full input
+factors of their first dense layers would have 25,089 and 18,433 rows.
+
+## Small models
+
+{len(small)} models of one or a few operators: {len(small) - len(trained)} have nothing to train,
+and of the other {len(trained)}, {runs} run.
+
+{table(trained)}
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(list(networks()), list(small_models())), encoding="utf-8")
+    print(f"written to {PAGE}")
