@@ -22,6 +22,7 @@ PUBLIC = (
     "UnsupportedOpError",
     "NotReadyError",
     "BackendError",
+    "MemoryLimitError",
     "CollectionConfig",
     "Schedule",
     "Engine",
@@ -61,6 +62,7 @@ PARENTS = {
     "UnsupportedOpError": NotImplementedError,
     "NotReadyError": RuntimeError,
     "BackendError": RuntimeError,
+    "MemoryLimitError": MemoryError,
 }
 SECONDS_TO_IMPORT = 0.5
 HEAVY = ("numpy", "scipy", "onnx", "onnxruntime", "safetensors", "rich", "click", "matplotlib")
