@@ -36,7 +36,10 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
         A positive number, in the units of the matrix.
     """
     limits = np.finfo(dtype)
-    return max(float(limits.eps) * float(np.linalg.norm(matrix)), float(limits.tiny))
+    # Squares of large entries would overflow, so the norm is taken relative to the largest.
+    largest = max(float(np.abs(matrix).max()), float(limits.tiny))
+    norm = largest * float(np.linalg.norm(matrix / largest))
+    return max(float(limits.eps) * norm, float(limits.tiny))
 
 
 def damped_inverse(matrix: Array, damping: float) -> Array:

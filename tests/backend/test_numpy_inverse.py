@@ -121,6 +121,15 @@ def test_no_damping_leaves_a_well_conditioned_matrix_alone(side, dtype):
     np.testing.assert_allclose(found, np.eye(side) / 2, atol=20 * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("exponent", [-500, 500])
+def test_scale_passes_through_the_inverse_exactly(exponent):
+    matrix, scale = with_spectrum(np.linspace(1, 2, 9))[0], 2.0**exponent
+    np.testing.assert_array_equal(
+        BACKEND.damped_inverse(matrix * scale, 0.1 * scale),
+        BACKEND.damped_inverse(matrix, 0.1) / scale,
+    )
+
+
 def test_vanishing_matrices_with_vanishing_damping_do_not_overflow():
     found = BACKEND.damped_inverse(np.zeros((3, 3), np.float32), 1e-42)
     assert np.isfinite(found).all()
