@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import scipy
-from kfac_engine.bench.timing import Spread  # type: ignore[import-not-found] # bench/, in the wheel
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_info
+
+from kfac_engine.bench.timing import Spread  # type: ignore[import-not-found] # bench/, in the wheel
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+
 from kfac_engine.bench.cases import SUITES, Case  # type: ignore[import-not-found] # bench/
 from kfac_engine.bench.report import (  # type: ignore[import-not-found] # bench/
     Row,
@@ -13,8 +15,6 @@ from kfac_engine.bench.report import (  # type: ignore[import-not-found] # bench
     write_json,
 )
 from kfac_engine.bench.timing import time_in_turn  # type: ignore[import-not-found] # bench/
-from rich.console import Console
-
 from kfac_engine.errors import BackendError
 
 _ROUNDS = 9

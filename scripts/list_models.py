@@ -128,8 +128,8 @@ natural gradients, from random weights.
 
 {table(large)}
 
-VGG-19 and ZFNet-512 run here with `approximations={{"fully_connected": "kron_in_diag"}}`: full input
-factors of their first dense layers would have 25,089 and 18,433 rows.
+VGG-19 and ZFNet-512 run here with `approximations={{"fully_connected": "kron_in_diag"}}`: full
+input factors of their first dense layers would have 25,089 and 18,433 rows.
 
 ## Small models
 

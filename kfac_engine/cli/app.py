@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from kfac_engine import __version__
+from kfac_engine.cli.bench import bench
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.inspect import inspect
@@ -26,7 +27,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (demo, precondition, inspect, doctor):
+for command in (demo, precondition, inspect, bench, doctor):
     app.add_command(command)
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from kfac_engine.bench.cases import SUITES
 from kfac_engine.bench.run import measure, run_suites
 from kfac_engine.bench.timing import time_in_turn
-
 from kfac_engine.errors import BackendError, UnknownNameError
 
 

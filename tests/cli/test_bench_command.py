@@ -1,0 +1,29 @@
+"""`bench` runs the suites that were asked for, and refuses others."""
+
+import json
+
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.bench import run
+
+
+@pytest.fixture
+def one_small_case(monkeypatch):
+    """Leaves one suite of one case."""
+    cases = [case for case in run.SUITES["inverse"] if case.name == "64 × 64"]
+    assert cases
+    monkeypatch.setattr(run, "SUITES", {"inverse": cases})
+
+
+def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
+    assert main(["bench", "--suite", "inverse", "--json", str(tmp_path / "b.json")]) == 0
+    assert "64 × 64" in capsys.readouterr().out
+    assert "64 × 64" in json.dumps(
+        json.loads((tmp_path / "b.json").read_text()), ensure_ascii=False
+    )
+
+
+def test_an_unknown_suite_is_refused_by_name(capsys):
+    assert main(["bench", "--suite", "convolution"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown suite 'convolution'; choose one of: ")
