@@ -1,0 +1,120 @@
+"""What the documentation says is so: examples run, options exist, links lead somewhere."""
+
+import contextlib
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.cli.app import app
+from kfac_engine.cli.options import engine_options
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    path
+    for path in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("kfac_engine/**/*.md"),
+    ]
+)
+COMMAND_LINE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+SHARED = "Options of the engine"
+
+
+def blocks(page, *languages):
+    """Code blocks of a page as (language, code), in order."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
+    return [(language, code) for language, code in found if language in languages]
+
+
+def section(title):
+    """The text under a heading of the command-line page."""
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", COMMAND_LINE, re.M | re.S)
+    return text
+
+
+def options_of(command):
+    return {
+        name
+        for option in command.params
+        if isinstance(option, click.Option)
+        for name in option.opts
+        if name not in {"--help", "-h"}
+    }
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_readme_run_in_order(tmp_path, capsys):
+    names = {}
+    with contextlib.chdir(tmp_path):
+        for language, code in blocks(ROOT / "README.md", "python", "console"):
+            if language == "python":
+                exec(compile(code, "README.md", "exec"), names)
+                continue
+            for line in code.splitlines():
+                prompt, program, *arguments = shlex.split(line)
+                assert (prompt, program) == ("$", "kfac-engine")
+                assert main(arguments) == 0, capsys.readouterr().err
+    assert (tmp_path / "trained.onnx").exists()
+
+
+def test_the_readme_has_examples():
+    languages = [language for language, _ in blocks(ROOT / "README.md", "python", "console")]
+    assert languages.count("console") >= 3
+    assert languages.count("python") >= 4
+
+
+def test_make_targets_named_in_the_docs_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.M))
+    for page in PAGES:
+        for _, code in blocks(page, "sh"):
+            assert set(re.findall(r"^make (\w+)", code, re.M)) <= targets
+
+
+def test_contributing_names_the_commands_of_the_gate():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipes = re.findall(r"^(?:lint|test):.*\n((?:\t.*\n)+)", makefile, re.M)
+    commands = [line.strip() for recipe in recipes for line in recipe.splitlines()]
+    spelled = [line.replace("$(BIN)", ".venv/bin").replace("$(WORKERS)", "2") for line in commands]
+    assert "\n".join(spelled) in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_every_option_of_a_command_is_documented(name):
+    command = app.commands[name]
+    arguments = [
+        param.name.upper() for param in command.params if isinstance(param, click.Argument)
+    ]
+    text = section("`" + " ".join([name, *arguments]) + "`")
+    if SHARED.lower() in text.lower().replace("\n", " "):
+        text += section(SHARED)
+    documented = set(re.findall(r"^\|[^|]*\|", text, re.M))
+    assert options_of(command) == set(re.findall(r"`(-[-\w]+)`", " ".join(documented)))
+
+
+def test_the_shared_options_are_documented():
+    command = click.command(engine_options(lambda: None))
+    assert options_of(command) == set(re.findall(r"^\| `(--[-\w]+)`", section(SHARED), re.M))
+
+
+def slug(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
+            assert anchor in {slug(heading) for heading in headings}, target
