@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kfac_engine.blocks.base import FactorOwner, FisherBlock
-from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
+from kfac_engine.blocks.kronecker import (
+    DENSE,
+    DIAGONAL,
+    KroneckerProductFB,
+    Side,
+    patches_side,
+)
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.layers.forms import LayerForm
 
@@ -34,9 +40,15 @@ def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
     return build
 
 
+def _patches_kronecker(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+    return KroneckerProductFB(collection, form, input_side=patches_side(form))
+
+
 _KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
 _KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
 _DIAGONAL = "mean of squared per-example gradients"
+
+_PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 
 APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
     "fully_connected": {
@@ -47,9 +59,11 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
         "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
     },
     "conv2d": {
-        "kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC),
+        "kron": _PATCHES,
         "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
     },
+    "conv1d": {"kron": _PATCHES},
+    "convolution": {"kron": _PATCHES},
 }
 
 # Blocks of parameters without a layer: made from names, not from a layer's form.
@@ -58,6 +72,8 @@ GENERIC: Mapping[str, type[NaiveFullFB]] = {"full": NaiveFullFB, "diagonal": Nai
 DEFAULTS: Mapping[str, str] = {
     "fully_connected": "kron",
     "conv2d": "kron",
+    "conv1d": "kron",
+    "convolution": "kron",
     "generic": "diagonal",
 }
 

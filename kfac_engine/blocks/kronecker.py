@@ -9,8 +9,9 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 2016, arXiv:1602.01407, equation 23; Martens, Ba & Johnson 2018, section 3.2 (independent uses).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,21 +21,45 @@ from kfac_engine.errors import NotReadyError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
+from kfac_engine.factors.sampled import SampledFactor, SampledMoment
 from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment, Tensors
 from kfac_engine.layers.forms import LayerForm
+from kfac_engine.layers.uses import rows_per_example
 from kfac_engine.linalg.damping import pi_correction
+
+
+def _square(d: int) -> tuple[int, ...]:
+    return d, d
+
+
+def _line(d: int) -> tuple[int, ...]:
+    return (d,)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side of a Kronecker block is kept: the statistic and the factor that averages it."""
+    """How one side of a Kronecker block is kept.
 
-    statistic: type[KroneckerMoment]
+    Attributes:
+        statistic: Makes the statistic, with the arguments of ``KroneckerMoment``.
+        factor: Averages it.
+        shape: Shape of the average, from the side of the matrix.
+    """
+
+    statistic: Callable[..., KroneckerMoment]
     factor: type[FisherFactor]
+    shape: Callable[[int], tuple[int, ...]] = _square
 
 
 DENSE = Side(KroneckerMoment, DenseSquareMatrixFactor)
-DIAGONAL = Side(KroneckerDiagonal, DiagonalFactor)
+DIAGONAL = Side(KroneckerDiagonal, DiagonalFactor, _line)
+
+
+def patches_side(form: LayerForm) -> Side:
+    """A convolution's input side: dense, of the part of a batch that the form names."""
+    if not form.sampling.active:
+        return DENSE
+    return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
 
 
 class KroneckerProductFB(FisherBlock):
@@ -116,7 +141,7 @@ class KroneckerProductFB(FisherBlock):
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.form.packing.matrix_shape(shapes[0])
         pairs = zip(self._sides, (d_in, d_out), strict=True)
-        return tuple((d,) if side is DIAGONAL else (d, d) for side, d in pairs)
+        return tuple(side.shape(d) for side, d in pairs)
 
     @property
     def repeats(self) -> int:
@@ -134,8 +159,7 @@ class KroneckerProductFB(FisherBlock):
                 f"update of its statistics."
             )
         known = [shape for shape in shapes if shape is not None]
-        rows = sum(self.form.output_view.count(shape) for shape in known)
-        return rows * self.form.num_uses // known[0][0]
+        return rows_per_example(known, self.form.output_view, self.form.num_uses)
 
     @property
     def damping(self) -> float:

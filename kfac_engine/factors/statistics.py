@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
 from kfac_engine.layers.views import View
 
 # Names over uses of one layer; one name for a layer used once, or for uses folded into one tensor.
@@ -53,7 +54,7 @@ class KroneckerMoment:
         tensors: Names, as the module says.
         view: How a tensor becomes rows.
         homogeneous: Whether rows end with a one.
-        num_uses: Uses folded into one tensor; one where uses are listed.
+        num_uses: Uses of the layer; a tower with a single name has them all in that tensor.
         batch: Name of a value whose first axis is the batch (a loss's input). With it, layers whose
             first axis also holds positions or uses are told apart from plain ones.
     """
@@ -68,36 +69,54 @@ class KroneckerMoment:
         return tuple(name for source in self.tensors for tower in source for name in tower)
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        d = self.view.width(values[self.names()[0]].shape) + self.homogeneous
+        d = self.features(values) + self.homogeneous
         return d, d
 
+    def features(self, values: Values) -> int:
+        """Features of a row, without the one."""
+        tower = self.tensors[0][0]
+        folded = self.num_uses if len(tower) == 1 else 1
+        return self.view.width(folded_shape(values[tower[0]].shape, self.view, folded))
+
     def batch_size(self, values: Values) -> int:
-        return sum(self._examples(values, tower) for tower in self.tensors[0])
+        batch = self._batch(values)
+        return sum(
+            examples([values[name].shape for name in tower], self.view, self.num_uses, batch)
+            for tower in self.tensors[0]
+        )
 
     def repeats(self, values: Values) -> int:
-        tower = self.tensors[0][0]
-        rows = sum(self.view.count(values[name].shape) for name in tower)
-        return rows // self._examples(values, tower)
+        shapes = [values[name].shape for name in self.tensors[0][0]]
+        return rows_per_example(shapes, self.view, self.num_uses, self._batch(values))
 
-    def _examples(self, values: Values, tower: Uses) -> int:
-        if self.batch is not None and self.batch in values:
-            return len(values[self.batch])
-        return len(values[tower[0]]) // self.num_uses
+    def _batch(self, values: Values) -> int | None:
+        known = self.batch is not None and self.batch in values
+        return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         for tower, uses in self._towers():
-            rows = sum(self.view.count(values[name].shape) for name in uses)
+            arrays = self._arrays(uses, values, backend)
             # ÷ rows: a mean over examples and positions, the same on both sides of a block. The
             # block multiplies by the number of positions once. ÷ towers: their mean.
-            scale = alpha / (rows * tower)
-            for name in uses:
-                x = _at_least(out.dtype, backend.asarray(values[name]))
+            scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * tower)
+            for x in arrays:
                 self.view.second_moment(
-                    x, out, backend, homogeneous=self.homogeneous, alpha=scale, beta=beta
+                    at_least(out.dtype, x),
+                    out,
+                    backend,
+                    homogeneous=self.homogeneous,
+                    alpha=scale,
+                    beta=beta,
                 )
                 beta = 1.0
+
+    def _arrays(self, uses: Uses, values: Values, backend: Backend) -> list[Array]:
+        """The tensors of one tower; all uses of a single one along its first axis."""
+        folded = self.num_uses if len(uses) == 1 else 1
+        arrays = (backend.asarray(values[name]) for name in uses)
+        return [x.reshape(folded_shape(x.shape, self.view, folded)) for x in arrays]
 
     def _towers(self) -> Iterator[tuple[int, Uses]]:
         """Every tower of every source, with the number of towers."""
@@ -111,16 +130,17 @@ class KroneckerDiagonal(KroneckerMoment):
     """Mean of ``x²``: a Kronecker side taken as diagonal, ``(d,)``."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        return (self.view.width(values[self.names()[0]].shape) + self.homogeneous,)
+        return (self.features(values) + self.homogeneous,)
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        _scale(out, beta)
+        scale(out, beta)
         for tower, uses in self._towers():
-            rows = sum(self.view.count(values[name].shape) for name in uses)
-            for name in uses:
-                x = self.view.rows(backend.asarray(values[name]), backend)
+            arrays = self._arrays(uses, values, backend)
+            rows = sum(self.view.count(x.shape) for x in arrays)
+            for array in arrays:
+                x = self.view.rows(array, backend)
                 squares = backend.xp.einsum("ntd,ntd->d", x, x, dtype=out.dtype)
                 out[: squares.size] += squares * (alpha / (rows * tower))
             if self.homogeneous:
@@ -165,12 +185,11 @@ class LayerSquare:
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        _scale(out, beta)
+        scale(out, beta)
         for source in self.tensors:
             for (a_name, *_), (ds_name, *_) in zip(self.inputs, source, strict=True):
                 a, ds = (
-                    _at_least(out.dtype, backend.asarray(values[name]))
-                    for name in (a_name, ds_name)
+                    at_least(out.dtype, backend.asarray(values[name])) for name in (a_name, ds_name)
                 )
                 if len(a) != len(ds):
                     raise ShapeError(f"'{a_name}' has {len(a)} examples, '{ds_name}' {len(ds)}.")
@@ -224,7 +243,7 @@ class GradientSquare:
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        _scale(out, beta)
+        scale(out, beta)
         for name in self.names():
             g = backend.asarray(values[name]).astype(out.dtype, copy=False)
             out += g * g * (alpha / self.batch_size(values))
@@ -250,12 +269,12 @@ class GradientOuter(GradientSquare):
             beta = 1.0
 
 
-def _at_least(dtype: DType, x: Array) -> Array:
+def at_least(dtype: DType, x: Array) -> Array:
     """``x`` in float64 where the average is; the backend widens narrower types itself."""
     return x.astype(dtype) if dtype.itemsize > max(x.dtype.itemsize, 4) else x
 
 
-def _scale(out: Array, beta: float) -> None:
+def scale(out: Array, beta: float) -> None:
     """``out ← beta·out``; zero overwrites, NaN included."""
     if beta == 0.0:
         out[...] = 0.0

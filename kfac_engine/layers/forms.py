@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kfac_engine._types import Array
 from kfac_engine.errors import InputError
+from kfac_engine.layers.masked import masked
 from kfac_engine.layers.packing import Packing
+from kfac_engine.layers.sampling import EVERYTHING, Sampling
 from kfac_engine.layers.views import Padding, Patches, Rows, View
 
 # Names of the spatial axes of images, by their number.
@@ -19,13 +22,15 @@ class LayerForm:
         input_view: Reads the layer's input as rows of ``d_in`` features.
         output_view: Reads its output gradient as rows of ``d_out`` features.
         packing: Brings weight and bias to a matrix ``(d_in (+ 1), d_out)``.
-        num_uses: Uses folded into the first axis of one tensor; one where uses are listed.
+        num_uses: Uses of the layer; a single tensor then holds them all, along its first axis.
+        sampling: The part of a batch that the input statistic looks at.
     """
 
     input_view: View
     output_view: View
     packing: Packing
     num_uses: int = 1
+    sampling: Sampling = EVERYTHING
 
 
 def dense_form(
@@ -36,7 +41,7 @@ def dense_form(
     return LayerForm(view, view, Packing(weight_format, has_bias), num_uses)
 
 
-def convolution_form(
+def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     filter_shape: tuple[int, ...],
     *,
     has_bias: bool,
@@ -45,6 +50,9 @@ def convolution_form(
     dilations: Sequence[int] | None = None,
     data_format: str | None = None,
     weight_format: str | None = None,
+    mask: Array | None = None,
+    sampling: Sampling = EVERYTHING,
+    num_uses: int = 1,
 ) -> LayerForm:
     """The form of a convolution over one, two or three spatial axes.
 
@@ -56,12 +64,16 @@ def convolution_form(
         dilations: Likewise.
         data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
         weight_format: ``"HWIO"`` and its relatives (the default) or ``"OIHW"`` and its relatives.
+        mask: Multiplies each patch, ``(*kernel, channels)``.
+        sampling: The part of a batch that the input statistic looks at.
+        num_uses: As in ``LayerForm``.
 
     Returns:
         The form.
 
     Raises:
-        InputError: A format is unknown, or strides or dilations have a wrong number of entries.
+        InputError: A format is unknown, strides or dilations have a wrong number of entries, or the
+            mask does not fit the filter.
     """
     spatial = _SPATIAL.get(len(filter_shape) - 2)
     if spatial is None:
@@ -80,7 +92,11 @@ def convolution_form(
         padding=padding if isinstance(padding, str) else tuple((b, e) for b, e in padding),
         channels_first=data_format == first,
     )
-    return LayerForm(patches, Rows(1 if data_format == first else -1), packing)
+    outputs = Rows(1 if data_format == first else -1, rank=len(data_format))
+    view: View = patches
+    if mask is not None:
+        view = masked(patches, mask, channels=filter_shape[packing.axes[-2]])
+    return LayerForm(view, outputs, packing, num_uses, sampling)
 
 
 def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str) -> tuple[int, ...]:

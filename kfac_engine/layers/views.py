@@ -23,6 +23,10 @@ _AUTOMATIC = ("SAME", "SAME_LOWER", "VALID")
 class View(Protocol):
     """The reading of one tensor of one use as rows of features."""
 
+    @property
+    def rank(self) -> int | None:
+        """Axes of a tensor of one use; None accepts any number from two on."""
+
     def width(self, shape: tuple[int, ...]) -> int:
         """Features ``d`` of a tensor of this shape."""
 
@@ -135,6 +139,10 @@ class Patches:
                 f"a filter with {axes} spatial axes has strides {self.strides}, dilations "
                 f"{self.dilations} and padding {self.padding}; give one entry an axis."
             )
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel) + 2
 
     def window(self, sides: tuple[int, ...]) -> Window:
         """The geometry for images of these sides."""
