@@ -63,6 +63,11 @@ class CollectionConfig:
                 f"inputs_to_extract_patches_factor must lie in (0, 1], got "
                 f"{self.inputs_to_extract_patches_factor}."
             )
+        if self.max_num_patches < 1 or self.max_num_patches_per_dimension <= 0:
+            raise InputError(
+                f"max_num_patches and max_num_patches_per_dimension must be positive, got "
+                f"{self.max_num_patches} and {self.max_num_patches_per_dimension}."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
-from kfac_engine._types import Params
+from kfac_engine._types import Array, Params
 from kfac_engine.blocks.base import FactorOwner
-from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
+from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, patches_side
 from kfac_engine.blocks.single import LayerDiagonalFB
+from kfac_engine.layers.extraction import check_extraction
 from kfac_engine.layers.forms import convolution_form, dense_form
+from kfac_engine.layers.sampling import choose_sampling
 from kfac_engine.layers.views import Padding
 
 
@@ -65,10 +67,16 @@ class ConvKFCBasicFB(KroneckerProductFB):
         strides: One an axis, or with entries for batch and channels; ones when left out.
         dilation_rate: Likewise.
         data_format: ``"NHWC"`` (the default for two axes) or ``"NCHW"`` and their relatives.
+        extract_patches_fn: Name of a way to extract patches; see ``layers.extraction``. All give
+            the same numbers: a name only says which layers may be described.
+        sub_sample_inputs: Whether ``A`` sees a random part of the examples; the configuration's
+            choice when left out.
+        sub_sample_patches: Whether ``A`` sees a random part of the patches; likewise.
+        patch_mask: Multiplies each patch, ``(*kernel, channels)``.
         weight_format: ``"HWIO"`` (the default for two axes) or ``"OIHW"`` and their relatives.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the specification's signature)
         self,
         layer_collection: FactorOwner,
         params: Params,
@@ -76,6 +84,10 @@ class ConvKFCBasicFB(KroneckerProductFB):
         strides: Sequence[int] | None = None,
         dilation_rate: Sequence[int] | None = None,
         data_format: str | None = None,
+        extract_patches_fn: str | None = None,
+        sub_sample_inputs: bool | None = None,
+        sub_sample_patches: bool | None = None,
+        patch_mask: Array | None = None,
         weight_format: str | None = None,
     ) -> None:
         form = convolution_form(
@@ -86,8 +98,13 @@ class ConvKFCBasicFB(KroneckerProductFB):
             dilations=dilation_rate,
             data_format=data_format,
             weight_format=weight_format,
+            mask=patch_mask,
+            sampling=choose_sampling(
+                layer_collection.config, sub_sample_inputs, sub_sample_patches
+            ),
         )
-        super().__init__(layer_collection, form)
+        check_extraction(extract_patches_fn, form, strides, dilation_rate)
+        super().__init__(layer_collection, form, input_side=patches_side(form))
 
 
 class ConvDiagonalFB(LayerDiagonalFB):
@@ -100,10 +117,11 @@ class ConvDiagonalFB(LayerDiagonalFB):
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
         data_format: As in ``ConvKFCBasicFB``.
         dilations: Like ``strides``.
+        patch_mask: As in ``ConvKFCBasicFB``.
         weight_format: As in ``ConvKFCBasicFB``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the specification's signature)
         self,
         layer_collection: FactorOwner,
         params: Params,
@@ -111,6 +129,7 @@ class ConvDiagonalFB(LayerDiagonalFB):
         padding: Padding,
         data_format: str | None = None,
         dilations: Sequence[int] | None = None,
+        patch_mask: Array | None = None,
         weight_format: str | None = None,
     ) -> None:
         form = convolution_form(
@@ -121,5 +140,6 @@ class ConvDiagonalFB(LayerDiagonalFB):
             dilations=dilations,
             data_format=data_format,
             weight_format=weight_format,
+            mask=patch_mask,
         )
         super().__init__(layer_collection, form)

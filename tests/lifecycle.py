@@ -1,0 +1,82 @@
+"""What a user does with a block, step by step, and dense matrices to compare it with."""
+
+import numpy as np
+
+
+def observe(collection, grads_list, batches, *, damping=0.1, exps=(), decay=0.9, cholesky=False):
+    """The collection's only block, its factors averaged over the batches and refreshed."""
+    (block,) = collection.get_blocks()
+    block.instantiate_factors(grads_list, damping)
+    for exp in exps:
+        block.register_matpower(exp)
+    if cholesky:
+        block.register_cholesky()
+        block.register_cholesky_inverse()
+    factors = collection.get_factors()
+    for factor in factors:
+        factor.instantiate_cov_variables()
+    updates = [factor.make_covariance_update_op(decay) for factor in factors]
+    for factor in factors:
+        factor.instantiate_inv_variables()
+    for values in batches:
+        for update in updates:
+            update(values)
+    for factor in factors:
+        for refresh in factor.make_inverse_update_ops():
+            refresh()
+    return block
+
+
+def as_matrix(product, shapes, to_packed, dtype=np.float64):
+    """The matrix of a linear map on arrays of these shapes, in the order of the packed matrix.
+
+    ``to_packed`` brings a tuple of arrays to the packed matrix.
+    """
+    columns = []
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    for i in range(sum(sizes)):
+        flat = np.zeros(sum(sizes), dtype)
+        flat[i] = 1
+        pieces = np.split(flat, np.cumsum(sizes)[:-1])
+        vector = tuple(p.reshape(shape) for p, shape in zip(pieces, shapes, strict=True))
+        result = product(vector if len(shapes) > 1 else vector[0])
+        source = to_packed(vector).ravel()
+        parts = result if isinstance(result, tuple) else (result,)
+        columns.append((int(np.argmax(source)), to_packed(parts).ravel()))
+    matrix = np.empty((sum(sizes), sum(sizes)), dtype)
+    for where, column in columns:
+        matrix[:, where] = column
+    return matrix
+
+
+def plain_packing(parts):
+    """A weight whose last axis is the output, and a bias below it."""
+    rows = [parts[0].reshape(-1, parts[0].shape[-1])] + [p.reshape(1, -1) for p in parts[1:]]
+    return np.concatenate(rows)
+
+
+def second_moment(rows, has_bias=False):
+    """Mean of the outer products of rows ``(k, d)``, a one appended to each if there is a bias."""
+    rows = np.asarray(rows, np.float64)
+    if has_bias:
+        rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
+    return sum(np.outer(row, row) for row in rows) / len(rows)
+
+
+def split(A, G, damping, locations=1):
+    """The factors' dampings: ``damping / locations``, split by the ratio of their mean traces."""
+    pi = np.sqrt(np.trace(A) / len(A) / (np.trace(G) / len(G)))
+    root = np.sqrt(damping / locations)
+    return root * pi, root / pi
+
+
+def damped_block(A, G, damping, c):
+    """``c · (A + λ_A) ⊗ (G + λ_G)``, dense."""
+    a, g = split(A, G, damping, c)
+    return c * np.kron(A + a * np.eye(len(A)), G + g * np.eye(len(G)))
+
+
+def power(matrix, exp):
+    """A power of a symmetric positive definite matrix, by its eigenvalues."""
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * values**exp) @ vectors.T
