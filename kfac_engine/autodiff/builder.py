@@ -15,6 +15,7 @@ from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
 
 # TensorProto.DataType codes of the types that carry gradients, for the attribute ``to`` of Cast.
 FLOAT_CODES: Mapping[str, int] = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
+_INT64 = 7  # TensorProto.INT64
 
 
 class Builder:
@@ -131,6 +132,22 @@ class Builder:
     def reshape_like(self, g: str, like: str) -> str:
         """``g`` with the run-time shape of the forward value ``like``."""
         return self.op("Reshape", g, self.shape(like))
+
+    def pad(self, value: str, pads: str, axes: str, rank: int) -> str:
+        """``value`` with zeros around it: ``pads`` before and after, one each of ``axes``."""
+        # ONNX Runtime 1.31 moves a Transpose past a Pad without a look at its operand `axes`, which
+        # permutes the wrong entries: all axes are named, in order.
+        known = self.constants.get(axes, self.graph.constants.get(axes))
+        if known is None:
+            least = self.forward(
+                "Mod", self.forward("Cast", axes, to=_INT64)[0], self.constant(rank)
+            )
+            last = self.forward("Add", least[0], self.constant(rank))
+            places = self.forward("Concat", *least, *last, axis=0)[0]
+        else:
+            places = self.constant([*(known % rank), *(known % rank + rank)])
+        none = self.constant([0] * 2 * rank)
+        return self.op("Pad", value, self.op("ScatterElements", none, places, pads, axis=0))
 
     def cast_like(self, value: str, like: str) -> str:
         """``value`` in the element type of the forward value ``like``: True becomes one."""

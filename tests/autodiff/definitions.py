@@ -22,17 +22,24 @@ class ConvTranspose(OpRun):
         self,
         x: NDArray,
         weight: NDArray,
+        bias: NDArray | None = None,
         *,
-        dilations: list[int],
-        group: int,
-        pads: list[int],
-        strides: list[int],
+        dilations: list[int] | None = None,
+        group: int = 1,
+        output_padding: list[int] | None = None,
+        pads: list[int] | None = None,
+        strides: list[int] | None = None,
         **_: object,
     ) -> tuple[NDArray]:
-        kernel, axes = weight.shape[2:], len(dilations)
+        kernel, axes = weight.shape[2:], weight.ndim - 2
+        dilations, strides = dilations or [1] * axes, strides or [1] * axes
+        pads, added = pads or [0] * 2 * axes, output_padding or [0] * axes
         ins, outs = x.shape[1] // group, weight.shape[1]
         reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
-        sides = [(n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True)]
+        sides = [
+            (n - 1) * s + r + a
+            for n, s, r, a in zip(x.shape[2:], strides, reach, added, strict=True)
+        ]
         y = np.zeros((len(x), outs * group, *sides), x.dtype)
         for g, position, tap in product(range(group), np.ndindex(x.shape[2:]), np.ndindex(*kernel)):
             pixel = tuple(
@@ -43,7 +50,8 @@ class ConvTranspose(OpRun):
                 x[(slice(None), from_, *position)] @ weight[(from_, slice(None), *tap)]
             )
         crop = (slice(pads[i], sides[i] - pads[i + axes]) for i in range(axes))
-        return (y[(slice(None), slice(None), *crop)],)
+        shift = 0 if bias is None else bias.reshape(-1, *[1] * axes)
+        return (y[(slice(None), slice(None), *crop)] + shift,)
 
 
 class _Pool(OpRun):

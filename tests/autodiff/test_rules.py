@@ -5,6 +5,7 @@ import pytest
 
 from kfac_engine.autodiff.rules import load_rules
 from tests.autodiff import (
+    rule_cases_backward,
     rule_cases_elementwise,
     rule_cases_layers,
     rule_cases_linear,
@@ -17,6 +18,7 @@ CASES = (
     *rule_cases_linear.CASES,
     *rule_cases_structure.CASES,
     *rule_cases_layers.CASES,
+    *rule_cases_backward.CASES,
 )
 
 # Facts come from a batch of two; a size baked into the graph fails at another. One is an edge.

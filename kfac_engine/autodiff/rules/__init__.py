@@ -32,7 +32,7 @@ Rule: TypeAlias = Callable[[Builder, Node, Cotangents, Wanted], Gradients]
 
 _FAMILIES = (
     "activation", "convolution", "elementwise", "indexing", "matmul", "normalization", "pooling",
-    "reduction", "shape",
+    "reduction", "resize", "shape",
 )  # fmt: skip
 
 RULES: Registry[Rule] = Registry("derivative rule")

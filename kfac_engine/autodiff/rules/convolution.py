@@ -4,12 +4,15 @@ Sizes of images stay open. Sizes of kernels are read from the sample run: a weig
 from parameters has the same sides in every batch.
 """
 
+from dataclasses import replace
+
 from numpy import ndindex
 
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
-from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import Sliding, same_padding, sliding, spread
+from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 _LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero
@@ -28,6 +31,41 @@ def conv(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     if 2 in wanted:
         gradients[2] = b.op("ReduceSum", g[0], b.constant([0, *window.axes]), keepdims=0)
     return gradients
+
+
+@vjp_rule("ConvTranspose")
+def conv_transpose(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Conv and ConvTranspose are adjoint: the image takes the place of Conv's cotangent."""
+    x, weight = node.inputs[:2]
+    window = sliding(node, b.sides(weight)[2:])
+    group = integer(node, "group", 1)
+    _refuse_open_sizes(node, window)
+    gradients = {}
+    if 0 in wanted:
+        gradients[0] = b.op(
+            "Conv", g[0], weight, group=group, pads=window.begins + window.ends,
+            strides=window.strides, dilations=window.dilations,
+        )  # fmt: skip
+    if 1 in wanted:
+        adjoint = replace(node, inputs=(g[0], weight), outputs=(x,))
+        gradients[1] = _weight(b, adjoint, x, window, group)
+    if 2 in wanted:
+        gradients[2] = b.op("ReduceSum", g[0], b.constant([0, *window.axes]), keepdims=0)
+    return gradients
+
+
+def _refuse_open_sizes(node: Node, window: Sliding) -> None:
+    """Raise where the padding follows from the size of the result, or leaves pixels unseen."""
+    added = integers(node, "output_padding", (0,) * len(window.kernel))
+    automatic = (
+        text(node, "auto_pad", "NOTSET").startswith("SAME") or "output_shape" in node.attributes
+    )
+    if automatic or any(a >= s for a, s in zip(added, window.strides, strict=True)):
+        raise UnsupportedOpError(
+            f"ConvTranspose at node '{node.name}' has output_shape, auto_pad SAME or an "
+            f"output_padding of a whole stride; export it with explicit pads and a smaller "
+            f"output_padding."
+        )
 
 
 def _image(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
@@ -120,7 +158,7 @@ def _padded(b: Builder, x: str, y: str, window: Sliding) -> str:
         pads = b.forward("Concat", *same_padding(b, window, x, y), axis=0)[0]
     elif not any(window.begins + window.ends):
         return x
-    return b.op("Pad", x, pads, "", b.constant(window.axes))
+    return b.pad(x, pads, b.constant(window.axes), 2 + len(window.axes))
 
 
 def _examples_as_channels(b: Builder, image: str, ins: int, window: Sliding, group: int) -> str:

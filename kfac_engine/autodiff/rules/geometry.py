@@ -156,4 +156,4 @@ def spread(b: Builder, window: Sliding, g: str, weight: str, x: str, y: str, gro
 def _filled(b: Builder, seen: str, pixels: str, axes: str, none: tuple[int, ...]) -> str:
     missing = b.op("Sub", pixels, b.op("Shape", seen, start=2))
     pads = b.op("Concat", b.constant(none), missing, axis=0)
-    return b.op("Pad", seen, pads, "", axes)
+    return b.pad(seen, pads, axes, 2 + len(none))

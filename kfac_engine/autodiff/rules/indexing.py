@@ -12,7 +12,7 @@ from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 
-def rearranged(b: Builder, node: Node, g: str) -> str:
+def rearranged(b: Builder, node: Node, g: str, *, narrow: bool = False) -> str:
     """The adjoint of any operator that only picks elements of its first operand.
 
     The operator is applied to the elements' numbers, which tells where each result came from.
@@ -21,6 +21,7 @@ def rearranged(b: Builder, node: Node, g: str) -> str:
         b: The builder.
         node: Picks elements of a floating-point operand, but would pick integers as well.
         g: Cotangent of its only result.
+        narrow: Whether ONNX Runtime has the operator for int32 but not for int64.
 
     Returns:
         The cotangent of its first operand.
@@ -30,9 +31,14 @@ def rearranged(b: Builder, node: Node, g: str) -> str:
     size = b.forward("ReduceProd", b.shape(x), keepdims=0)[0]
     numbers = b.forward("Range", b.constant(0), size, b.constant(1))[0]
     numbers = b.forward("Reshape", numbers, b.shape(x))[0]
+    if narrow:
+        numbers = b.forward("Cast", numbers, to=_INT32)[0]
     sources = b.repeat(node, numbers, *others)[0]
     flat = (b.op("Reshape", value, everything) for value in (b.zeros(x), sources, g))
     return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
+
+
+_INT32 = 6  # TensorProto.INT32
 
 
 @vjp_rule("Gather")

@@ -49,7 +49,7 @@ def _tiled(b: Builder, value: str, x: str, window: Sliding) -> str:
     )  # fmt: skip
     rest = b.op("Sub", b.forward("Shape", x, start=2)[0], b.op("Shape", tiles, start=2))
     pads = b.op("Concat", b.constant([0] * len(window.kernel)), rest, axis=0)
-    return b.op("Pad", tiles, pads, "", b.constant(window.axes))
+    return b.pad(tiles, pads, b.constant(window.axes), b.rank(x))
 
 
 @vjp_rule("AveragePool")

@@ -118,7 +118,7 @@ def slice_(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     length = b.forward("Gather", b.shape(node.outputs[0]), at)[0]
     end = b.forward("Sub", b.forward("Sub", sides, begin)[0], length)[0]
     pads = b.forward("Concat", begin, end, axis=0)[0]
-    return {0: b.op("Pad", g[0], pads, "", at)}
+    return {0: b.pad(g[0], pads, at, b.rank(x))}
 
 
 @vjp_rule("Pad")
@@ -128,7 +128,7 @@ def pad(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     if text(node, "mode", "constant") != "constant":
         return {0: rearranged(b, node, g[0])}
     y, zero = node.outputs[0], b.constant([0])
-    at = axes or b.constant(range(b.rank(x)))
+    at = _wide(b, axes) if axes else b.constant(range(b.rank(x)))
     # Negative padding crops: pixels that were cut away get no cotangent.
     added = b.forward("Max", pads, zero)[0]
     begin, end = b.forward("Split", added, outputs=2, axis=0, num_outputs=2)
@@ -141,11 +141,17 @@ def pad(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
             gradients[0] = pixels
         else:
             cut = b.forward("Max", b.forward("Neg", pads)[0], zero)[0]
-            gradients[0] = b.op("Pad", pixels, cut, "", at)
+            gradients[0] = b.pad(pixels, cut, at, b.rank(x))
     if 2 in wanted:
         border = b.op("Sub", *(b.op("ReduceSum", v, keepdims=0) for v in (g[0], pixels)))
         gradients[2] = b.reshape_like(border, node.inputs[2])
     return gradients
+
+
+def _wide(b: Builder, axes: str) -> str:
+    """Axes as int64, a constant where they are one."""
+    frozen = b.graph.constants.get(axes)
+    return b.forward("Cast", axes, to=_INT64)[0] if frozen is None else b.constant(frozen, "int64")
 
 
 _INT64 = 7  # TensorProto.INT64
