@@ -7,7 +7,7 @@ add up the cotangents of each value, hand them to the rule of the node that made
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
@@ -27,6 +27,7 @@ class Backward:
             ``nodes``.
         gradients: Value asked for to the name of its gradient. Values that the differentiated
             ones do not depend on are absent: their gradient is zero.
+        dtypes: Element type of each cotangent, by its name.
     """
 
     nodes: tuple[Node, ...]
@@ -35,10 +36,16 @@ class Backward:
     saved: tuple[str, ...]
     cotangents: Mapping[str, str]
     gradients: Mapping[str, str]
+    dtypes: Mapping[str, DType]
 
 
 def differentiate(
-    graph: Graph, facts: Mapping[str, Fact], outputs: Sequence[str], wrt: Sequence[str]
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    outputs: Sequence[str],
+    wrt: Sequence[str],
+    *,
+    independent: bool = False,
 ) -> Backward:
     """The graph that maps cotangents of ``outputs`` to gradients with respect to ``wrt``.
 
@@ -48,6 +55,8 @@ def differentiate(
         outputs: Values to differentiate; any value of the graph.
         wrt: Values to differentiate with respect to: parameters, inputs or intermediate values.
             The gradient of an intermediate value is total: through all that depends on it.
+        independent: Whether values of ``wrt`` count as variables of their own even where one is
+            computed from another: gradients are then partial, with all other ``wrt`` held fixed.
 
     Returns:
         Backward nodes, and what to feed and fetch.
@@ -61,7 +70,8 @@ def differentiate(
         if name not in known:
             raise UnknownNameError(f"'{name}' is not a value of model '{graph.name}'.")
     builder = Builder(graph, facts)
-    sweep = _Sweep(graph, builder, _active(graph, facts, wrt))
+    stops = frozenset(wrt) if independent else frozenset[str]()
+    sweep = _Sweep(graph, builder, _active(graph, facts, wrt), stops)
     cotangents = {name: f"cotangent_{index}_of_{name}" for index, name in enumerate(outputs)}
     for name, cotangent in cotangents.items():
         sweep.add(name, cotangent)
@@ -70,20 +80,23 @@ def differentiate(
     gradients = {name: sweep.total(name) for name in wrt if sweep.reached(name)}
     saved = _saved(builder, gradients.values())
     return Backward(
-        nodes=_needed(builder.nodes, gradients.values()),
+        nodes=needed(builder.nodes, gradients.values()),
         constants=builder.constants,
-        forward_nodes=_needed(builder.forward_nodes, saved),
+        forward_nodes=needed(builder.forward_nodes, saved),
         saved=saved,
         cotangents=cotangents,
         gradients=gradients,
+        dtypes={cotangent: facts[name].dtype for name, cotangent in cotangents.items()},
     )
 
 
 class _Sweep:
     """The cotangents found so far, by value."""
 
-    def __init__(self, graph: Graph, builder: Builder, active: frozenset[str]) -> None:
-        self._graph, self._builder, self._active = graph, builder, active
+    def __init__(
+        self, graph: Graph, builder: Builder, active: frozenset[str], stops: frozenset[str]
+    ) -> None:
+        self._graph, self._builder, self._active, self._stops = graph, builder, active, stops
         self._rules = load_rules()
         self._parts: dict[str, list[str]] = {}
 
@@ -102,7 +115,11 @@ class _Sweep:
 
     def visit(self, node: Node, wrt: Sequence[str]) -> None:
         """Carry the cotangents of a node's outputs to its active operands."""
-        g = {i: self.total(name) for i, name in enumerate(node.outputs) if self.reached(name)}
+        g = {
+            i: self.total(name)
+            for i, name in enumerate(node.outputs)
+            if self.reached(name) and name not in self._stops
+        }
         wanted = frozenset(i for i, name in enumerate(node.inputs) if name in self._active)
         captured = [name for name in node.captures if name in self._active]
         if not g or not (wanted or captured) or node.qualified_op in ZERO_DERIVATIVE:
@@ -131,19 +148,19 @@ def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> froz
     return frozenset(active)
 
 
-def _needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
+def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
     """Those of ``nodes`` that ``results`` depend on, in their order."""
-    needed, kept = set(results), []
+    wanted, kept = set(results), []
     for node in reversed(nodes):
-        if needed.intersection(node.outputs):
-            needed.update(node.inputs)
+        if wanted.intersection(node.outputs):
+            wanted.update(node.inputs)
             kept.append(node)
     return tuple(reversed(kept))
 
 
 def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
     gradients = tuple(gradients)
-    reads = dict.fromkeys(n for node in _needed(builder.nodes, gradients) for n in node.inputs)
+    reads = dict.fromkeys(n for node in needed(builder.nodes, gradients) for n in node.inputs)
     return tuple(name for name in (*reads, *gradients) if builder.is_forward(name))
 
 

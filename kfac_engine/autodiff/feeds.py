@@ -14,7 +14,7 @@ from kfac_engine.errors import (
     ShapeError,
     UnknownNameError,
 )
-from kfac_engine.graph.structure import Fact, Graph, Input
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import build_model, serialize
 
 # Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
@@ -99,6 +99,44 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         f"{'made-up inputs; pass sample_inputs, a real batch' if inputs is None else 'the batch'}. "
         f"{failures[0]}"
     )
+
+
+def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
+    """Element type and shape of every value on a given batch; the values themselves are let go.
+
+    Args:
+        graph: A graph of any size.
+        feeds: All its inputs, and constants that have another value.
+
+    Returns:
+        Value name to fact.
+    """
+    facts = {name: Fact(array.dtype, array.shape) for name, array in graph.constants.items()}
+    facts |= {name: Fact(array.dtype, array.shape) for name, array in feeds.items()}
+    computed = tuple(name for node in graph.nodes for name in node.outputs if name)
+    shapes = {f"shape of {name}": name for name in computed}
+    measures = tuple(Node("Shape", (name,), (shape,)) for shape, name in shapes.items())
+
+    def session(nodes: Sequence[Node], outputs: Sequence[str]) -> Session:
+        model = build_model(
+            nodes,
+            [Input(name, array.dtype, None) for name, array in feeds.items()],
+            outputs,
+            {name: array for name, array in graph.constants.items() if name not in feeds},
+            graph.opset,
+            name=graph.name,
+            domains=graph.domains,
+        )
+        what = f"a measuring run of '{graph.name}'"
+        return Session(serialize(model), threads=0, optimize=False, what=what)
+
+    # Outputs are kept until a run ends: a session that only tells types has all, none is run.
+    dtypes = session(graph.nodes, computed).output_dtypes
+    found = session((*graph.nodes, *measures), tuple(shapes)).run(tuple(shapes), feeds)
+    return facts | {
+        name: Fact(dtypes[name], tuple(int(side) for side in found[shape]))
+        for shape, name in shapes.items()
+    }
 
 
 def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:

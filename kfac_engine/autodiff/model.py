@@ -14,15 +14,19 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward, differentiate
-from kfac_engine.autodiff.feeds import check_inputs, sample_facts
+from kfac_engine.autodiff.feeds import check_inputs, measured_facts, sample_facts
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
+from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
 from kfac_engine.graph.structure import Fact, Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.write import build_model, serialize
+
+# Twice differentiated graphs are made for one shape of the batch each; the oldest are forgotten.
+_MOST_SHAPES = 8
 
 
 class OnnxModel:
@@ -63,7 +67,10 @@ class OnnxModel:
         self.facts: Mapping[str, Fact] = sample_facts(self.graph, sample_inputs)
         self._wanted: dict[str, None] = {}
         self._forward: Session | None = None
-        self._backwards: dict[tuple[tuple[str, ...], tuple[str, ...]], Backward] = {}
+        self._appended: dict[str, Node] = {}
+        self._appended_constants: dict[str, Array] = {}
+        self._backwards: dict[tuple[object, ...], Backward] = {}
+        self._twices: dict[tuple[object, ...], Backward] = {}
         self._sessions: dict[int, Session] = {}
 
     def run(
@@ -137,21 +144,50 @@ class OnnxModel:
         """One forward pass over checked feeds: all wanted values."""
         return self._forward_session().run(tuple(self._wanted), feeds) if self._wanted else {}
 
-    def backward(self, outputs: Sequence[str], wrt: Sequence[str]) -> Backward:
+    def backward(
+        self, outputs: Sequence[str], wrt: Sequence[str], *, independent: bool = False
+    ) -> Backward:
         """The backward graph from ``outputs`` to ``wrt``; what it needs is wanted from now on.
 
         Args:
             outputs: Values to differentiate.
             wrt: Values to differentiate with respect to.
+            independent: Whether the gradient of one holds all other values of ``wrt`` fixed.
 
         Returns:
             The graph, the same object for equal arguments.
         """
-        key = (tuple(outputs), tuple(wrt))
+        key = (tuple(outputs), tuple(wrt), independent)
         if key not in self._backwards:
-            self._backwards[key] = backward = differentiate(self.graph, self.facts, *key)
-            self.want([name for name in self.fed(backward) if self._is_computed(name)])
+            self._backwards[key] = backward = differentiate(
+                self.graph, self.facts, outputs, wrt, independent=independent
+            )
+            self._adopt(backward)
         return self._backwards[key]
+
+    def twice(
+        self, backward: Backward, feeds: Mapping[str, Array], wrt: Sequence[str] = ()
+    ) -> Backward:
+        """The backward graph of a backward graph; what it needs is wanted from now on.
+
+        Args:
+            backward: As ``self.backward`` returns it.
+            feeds: Inputs and parameters of a batch, and cotangents: they say what shapes it is for.
+            wrt: Values whose second derivative is asked for as well, independent variables.
+
+        Returns:
+            The graph, the same object for equal arguments and shapes.
+        """
+        key = (id(backward), tuple(wrt), *(array.shape for array in feeds.values()))
+        if key not in self._twices:
+            joint = joint_graph(self.graph, backward)
+            facts = measured_facts(joint, feeds)
+            while len(self._twices) >= _MOST_SHAPES:
+                oldest = self._twices.pop(next(iter(self._twices)))
+                self._sessions.pop(id(oldest), None)
+            self._twices[key] = second = differentiate_twice(self.graph, backward, facts, wrt)
+            self._adopt(second)
+        return self._twices[key]
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
         """What a backward session is fed besides cotangents: all it reads but frozen constants."""
@@ -166,6 +202,12 @@ class OnnxModel:
         return self._sessions[key]
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _adopt(self, backward: Backward) -> None:
+        """Have forward passes compute what a backward graph is fed."""
+        self._appended |= {node.name: node for node in backward.forward_nodes}
+        self._appended_constants |= backward.constants
+        self.want([name for name in self.fed(backward) if self._is_computed(name)])
 
     def _is_computed(self, name: str) -> bool:
         given = {entry.name for entry in self.graph.inputs}
@@ -190,12 +232,8 @@ class OnnxModel:
 
     def _forward_session(self) -> Session:
         if self._forward is None:
-            backwards = self._backwards.values()
-            extra = {node.name: node for b in backwards for node in b.forward_nodes}
-            nodes = (*self.graph.nodes, *extra.values())
-            constants = dict(self.graph.constants)
-            for backward in backwards:
-                constants |= backward.constants
+            nodes = (*self.graph.nodes, *self._appended.values())
+            constants = {**self.graph.constants, **self._appended_constants}
             parameters = [Input(name, value.dtype, None) for name, value in self.parameters.items()]
             model = build_model(
                 nodes,
@@ -213,10 +251,8 @@ class OnnxModel:
     def _build_backward(self, backward: Backward) -> Session:
         dtypes = self._forward_session().output_dtypes if self._wanted else {}
         fed = self.fed(backward)
-        inputs = [
-            Input(cotangent, self.facts[value].dtype, None)
-            for value, cotangent in backward.cotangents.items()
-        ] + [Input(name, self._dtype(name, dtypes), None) for name in fed]
+        inputs = [Input(name, dtype, None) for name, dtype in backward.dtypes.items()]
+        inputs += [Input(name, self._dtype(name, dtypes), None) for name in fed]
         made = {name for node in backward.nodes for name in node.outputs}
         results = dict.fromkeys(name for name in backward.gradients.values() if name in made)
         model = build_model(

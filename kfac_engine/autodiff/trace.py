@@ -1,4 +1,4 @@
-"""One evaluation of a model: any value by name, and vector–Jacobian products."""
+"""One evaluation of a model: any value by name, and products with its derivatives."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError
 
 if TYPE_CHECKING:
+    from kfac_engine.autodiff.differentiate import Backward
     from kfac_engine.autodiff.model import OnnxModel
 
 
@@ -51,13 +52,17 @@ class Trace(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._known | self._values.keys())
 
-    def vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> dict[str, Array]:
-        """Gradients of ``Σ ⟨cotangent, value⟩``.
+    def vjp(
+        self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool = False
+    ) -> dict[str, Array]:
+        """Gradients of ``Σ ⟨cotangent, value⟩``: products ``Jᵀ c``.
 
         Args:
             cotangents: Value name to an array of that value's shape.
             wrt: Names of values: activations, parameters, inputs; also a value that has a
                 cotangent.
+            independent: Whether the gradient of one holds all other values of ``wrt`` fixed, where
+                one depends on another.
 
         Returns:
             Name to gradient, each in the shape of its value; zeros where nothing depends on it.
@@ -67,27 +72,117 @@ class Trace(Mapping[str, Array]):
             UnsupportedOpError: An operator in between has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
-        backward = self._model.backward(tuple(cotangents), wrt)
+        backward = self._model.backward(tuple(cotangents), wrt, independent=independent)
+        feeds = self._cotangents(backward, cotangents)
+        found = self._run(backward, feeds)
+        return {name: found[name] if name in found else np.zeros_like(self[name]) for name in wrt}
+
+    def jvp(
+        self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool = False
+    ) -> dict[str, Array]:
+        """How ``outputs`` change as values move along ``tangents``: products ``J v``.
+
+        The adjoint of ``vjp``, computed by differentiating the backward pass, which is linear in
+        its cotangents, with respect to them. The first product on a batch of a new shape takes the
+        time of building a session.
+
+        Args:
+            tangents: Value name to an array of that value's shape.
+            outputs: Names of values.
+            independent: Whether moving one value leaves the others that have a tangent in place,
+                where one depends on another.
+
+        Returns:
+            Name to change, each in the shape of its value; zeros where it does not change.
+
+        Raises:
+            UnknownNameError: A name is not a value of the graph.
+            UnsupportedOpError: An operator of the forward or the backward pass has no derivative
+                rule.
+            ShapeError: A tangent has another shape than its value.
+        """
+        backward = self._model.backward(outputs, tuple(tangents), independent=independent)
+        anywhere = {name: np.zeros_like(self[name]) for name in backward.cotangents}
+        moved, _ = self._run_twice(backward, anywhere, tangents, ())
+        return moved
+
+    def second_derivative(
+        self, cotangents: Mapping[str, Array], tangents: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """How ``vjp`` changes as values move along ``tangents``, with the cotangents held fixed.
+
+        That is the Hessian matrix of ``Σ ⟨cotangent, value⟩`` times v, plus J v as a by-product.
+        Values with a tangent are independent variables, even where one depends on another.
+
+        Args:
+            cotangents: Output name to an array of that value's shape.
+            tangents: Value name to an array of that value's shape.
+
+        Returns:
+            ``J v`` by output, and the change of the gradient by value; zeros where there is none.
+
+        Raises:
+            UnknownNameError: A name is not a value of the graph.
+            UnsupportedOpError: An operator of the forward or the backward pass has no derivative
+                rule.
+            ShapeError: An array has another shape than its value.
+        """
+        wrt = tuple(tangents)
+        backward = self._model.backward(tuple(cotangents), wrt, independent=True)
+        return self._run_twice(backward, cotangents, tangents, wrt)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _run_twice(
+        self,
+        backward: "Backward",
+        cotangents: Mapping[str, Array],
+        tangents: Mapping[str, Array],
+        wrt: Sequence[str],
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        shaped = {name: self._shaped("tangent", name, array) for name, array in tangents.items()}
+        feeds = self._cotangents(backward, cotangents)
+        moved: dict[str, Array] = {}
+        found: dict[str, Array] = {}
+        if backward.gradients:
+            second = self._model.twice(backward, {**self._feeds, **feeds}, wrt)
+            for name, gradient in backward.gradients.items():
+                # Values may share a gradient: then their tangents act on it together.
+                tangent = second.cotangents[gradient]
+                feeds[tangent] = feeds[tangent] + shaped[name] if tangent in feeds else shaped[name]
+            found = self._run(second, feeds)
+            moved = {
+                name: found[cotangent]
+                for name, cotangent in backward.cotangents.items()
+                if cotangent in found
+            }
+        outputs = {name: np.zeros_like(self[name]) for name in backward.cotangents}
+        values = {name: np.zeros_like(self[name]) for name in wrt}
+        return outputs | moved, {name: found.get(name, zero) for name, zero in values.items()}
+
+    def _run(self, backward: "Backward", cotangents: Mapping[str, Array]) -> dict[str, Array]:
+        """All gradients of a backward graph, by value."""
         fed = self._model.fed(backward)
         self._fetch([name for name in fed if name not in self._values])
-        feeds = {name: self._values[name] for name in fed}
-        for value, array in cotangents.items():
-            feeds[backward.cotangents[value]] = self._cotangent(value, array)
+        feeds = {name: self._values[name] for name in fed} | dict(cotangents)
         made = {name for name in backward.gradients.values() if name not in feeds}
         if made:
             feeds |= self._model.backward_session(backward).run(tuple(made), feeds)
+        return {name: feeds[gradient] for name, gradient in backward.gradients.items()}
+
+    def _cotangents(
+        self, backward: "Backward", cotangents: Mapping[str, Array]
+    ) -> dict[str, Array]:
         return {
-            name: feeds[backward.gradients[name]]
-            if name in backward.gradients
-            else np.zeros_like(self[name])
-            for name in wrt
+            backward.cotangents[name]: self._shaped("cotangent", name, array)
+            for name, array in cotangents.items()
         }
 
-    def _cotangent(self, value: str, array: Array) -> Array:
+    def _shaped(self, what: str, value: str, array: Array) -> Array:
         expected = self[value]
         if array.shape != expected.shape:
             raise ShapeError(
-                f"the cotangent of '{value}' has shape {array.shape}, the value {expected.shape}."
+                f"the {what} of '{value}' has shape {array.shape}, the value {expected.shape}."
             )
         return array.astype(expected.dtype, copy=False)
 
