@@ -1,9 +1,11 @@
 """Write docs/models.md: which models of the ``onnx`` package run here, and what the others lack.
 
 Run from the repository root: ``python scripts/list_models.py``. Each model gets a full step:
-gradients, statistics, inverses, natural gradients, against targets of zero. It takes minutes.
+gradients, statistics, inverses, natural gradients, against targets of zero. The networks take
+minutes and gigabytes: ``--small`` leaves their rows as the page has them.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,6 +109,14 @@ def networks() -> Iterator[Row]:
         yield try_model(path.stem, path)
 
 
+def networks_of_the_page() -> list[Row]:
+    """The rows of the first table, as they stand."""
+    _, _, after = PAGE.read_text(encoding="utf-8").partition("## Networks")
+    lines, _, _ = after.partition("## Small models")
+    cells = [line.strip("|").split("|") for line in lines.splitlines() if line.startswith("| `")]
+    return [Row(name.strip(" `"), *(cell.strip() for cell in rest)) for name, *rest in cells]
+
+
 def table(rows: list[Row]) -> str:
     """A Markdown table."""
     lines = ["| model | layers | generic because | result |", "|---|---|---|---|"]
@@ -141,5 +151,8 @@ and of the other {len(trained)}, {runs} run.
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(list(networks()), list(small_models())), encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Write docs/models.md.")
+    parser.add_argument("--small", action="store_true", help="keep the networks' rows")
+    large = networks_of_the_page() if parser.parse_args().small else list(networks())
+    PAGE.write_text(page(large, list(small_models())), encoding="utf-8")
     print(f"written to {PAGE}")
