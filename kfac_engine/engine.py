@@ -3,9 +3,8 @@
 Read ``Engine.step`` first; everything else sets up its parts.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +123,8 @@ class Engine:
             exps: Powers to precondition with; the first is used by ``step``.
             approximations: Kind of layer to approximation, in place of the defaults.
             schedule: When statistics and inverses move.
-            threads: Threads for BLAS and ONNX Runtime together; the processor's cores by default.
+            threads: Threads for BLAS and ONNX Runtime alike; by default both decide, which is one
+                a core unless the environment says otherwise.
             backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
             seed: Of sampled targets.
             sample_inputs: A batch to find shapes with, where none can be made up.
@@ -337,10 +337,13 @@ class Engine:
         return array
 
     def _threads(self) -> AbstractContextManager[object]:
-        """Bounds BLAS to the thread budget; ONNX Runtime got it with its sessions."""
-        limit = self._model.threads or os.cpu_count()
-        context: AbstractContextManager[object] = self._blas.limit(limits=limit, user_api="blas")
-        return context
+        """Bounds BLAS to the thread budget, if one was given; the sessions got it when made."""
+        if not self._model.threads:
+            return nullcontext()
+        limit: AbstractContextManager[object] = self._blas.limit(
+            limits=self._model.threads, user_api="blas"
+        )
+        return limit
 
 
 def precondition(

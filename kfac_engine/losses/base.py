@@ -24,6 +24,7 @@ from kfac_engine.losses.checks import (
     Named,
     read_input,
     read_targets,
+    require_class_axis,
     require_predictions,
     require_shape,
 )
@@ -94,6 +95,11 @@ class PredictiveDistribution(ABC):
         """Shape of the vectors that ``B`` multiplies, from the shapes of the inputs alone."""
         return shapes[self.inputs[0]]
 
+    def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        """Second derivative of ``value`` times v: equal to ``F v`` for natural parameters."""
+        assert self.ggn_equals_fisher, "a distribution of other parameters defines its own"
+        return self.fisher(values, v)
+
     # -- what follows from it -------------------------------------------------------------------
 
     def value(self, values: Values) -> float:
@@ -115,6 +121,7 @@ class PredictiveDistribution(ABC):
     def positions(self, values: Values) -> int:
         """Independent predictions per example: 1 for inputs of rank 2."""
         shape = read_input(values, self.inputs[0]).shape
+        require_class_axis(self.inputs[0], shape, self.class_axis)
         return prod(shape[1:]) // shape[self.class_axis] if len(shape) > 1 else 1
 
     # -- checks ---------------------------------------------------------------------------------

@@ -58,6 +58,25 @@ def read_targets(values: Named, name: str, output: str) -> Array:
         ) from missing
 
 
+def require_class_axis(name: str, shape: tuple[int, ...], class_axis: int) -> None:
+    """Check that a loss input has the axis its classes lie on.
+
+    Args:
+        name: Name of the value, for messages.
+        shape: Its shape.
+        class_axis: Axis of the classes or features, negative ones counted from the end.
+
+    Raises:
+        ShapeError: There is no such axis, or it is the batch axis.
+    """
+    rank = len(shape)
+    if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
+        raise ShapeError(
+            f"class_axis={class_axis} is not an axis of '{name}' with shape {shape} other than "
+            f"the batch axis 0; choose one of 1 to {rank - 1}, or -1."
+        )
+
+
 def require_predictions(name: str, array: Array, min_rank: int, class_axis: int) -> None:
     """Check that a loss input is a finite floating-point array with the axes a loss needs.
 
@@ -78,11 +97,7 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
             f"'{name}' has shape {array.shape}, but the loss needs at least {min_rank} non-empty "
             f"axes, the batch first; choose another output of the model."
         )
-    if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
-        raise ShapeError(
-            f"class_axis={class_axis} is not an axis of '{name}' with shape {array.shape} other "
-            f"than the batch axis 0; choose one of 1 to {rank - 1}, or -1."
-        )
+    require_class_axis(name, array.shape, class_axis)
     if array.dtype.kind != "f":
         raise InputError(
             f"'{name}' has element type {array.dtype}, but a loss needs floating-point numbers; "

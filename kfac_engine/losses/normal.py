@@ -1,5 +1,6 @@
 """Real numbers with Gaussian noise: squared error, with a fixed or a predicted variance."""
 
+from collections.abc import Mapping
 from math import isfinite, log, pi
 from typing import ClassVar
 
@@ -119,6 +120,16 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
     def information(self, values: Values) -> dict[str, Array]:
         s = values[self.variance]
         return {self.mean: 1 / s, self.variance: 0.5 / (s * s)}
+
+    def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        error, s = self._error_and_variance(values, values[self.require_target_name()])
+        mean, variance = v[self.mean], v[self.variance]
+        mixed = error / (s * s)
+        bent = (error * error / s - 0.5) / (s * s)
+        return {
+            self.mean: mean / s - mixed * variance,
+            self.variance: bent * variance - mixed * mean,
+        }
 
     def check_inputs(self, values: Values) -> None:
         """Check shapes and element types as for every loss, and that variances are positive.
