@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from kfac_engine.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
     from kfac_engine.blocks.named import ConvDiagonalFB as ConvDiagonalFB
     from kfac_engine.blocks.named import ConvKFCBasicFB as ConvKFCBasicFB
+    from kfac_engine.blocks.named import ConvKFCBasicMultiIndepFB as ConvKFCBasicMultiIndepFB
     from kfac_engine.blocks.named import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
     from kfac_engine.blocks.named import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
+    from kfac_engine.blocks.named import FullyConnectedMultiIndepFB as FullyConnectedMultiIndepFB
     from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.collection import LayerCollection as LayerCollection
@@ -94,6 +96,8 @@ _HOMES = {
     "FullyConnectedDiagonalFB": "blocks.named",
     "ConvKFCBasicFB": "blocks.named",
     "ConvDiagonalFB": "blocks.named",
+    "FullyConnectedMultiIndepFB": "blocks.named",
+    "ConvKFCBasicMultiIndepFB": "blocks.named",
     "FisherFactor": "factors.base",
     "DenseSquareMatrixFactor": "factors.dense",
     "DiagonalFactor": "factors.diagonal",

@@ -12,6 +12,7 @@ from kfac_engine.blocks.kronecker import (
     Side,
     patches_side,
 )
+from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.layers.forms import LayerForm
 
@@ -44,8 +45,22 @@ def _patches_kronecker(collection: FactorOwner, form: LayerForm) -> FisherBlock:
     return KroneckerProductFB(collection, form, input_side=patches_side(form))
 
 
+def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
+    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        return MultiUseKroneckerFB(
+            collection, form, form.num_uses, input_side=input_side, output_side=output_side
+        )
+
+    return build
+
+
+def _multi_patches(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+    return MultiUseKroneckerFB(collection, form, form.num_uses, input_side=patches_side(form))
+
+
 _KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
 _KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
+_USES = "Martens, Ba & Johnson 2018, section 3.2"
 _DIAGONAL = "mean of squared per-example gradients"
 
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
@@ -64,6 +79,15 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
     },
     "conv1d": {"kron": _PATCHES},
     "convolution": {"kron": _PATCHES},
+    "fully_connected_multi": {
+        "kron_indep": Approximation(_multi(DENSE, DENSE), "u · A ⊗ G", _USES),
+        "kron_indep_in_diag": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES),
+        "kron_indep_out_diag": Approximation(_multi(DENSE, DIAGONAL), "u · A ⊗ diag(G)", _USES),
+        "kron_indep_both_diag": Approximation(
+            _multi(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES
+        ),
+    },
+    "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
 }
 
 # Blocks of parameters without a layer: made from names, not from a layer's form.
@@ -74,6 +98,8 @@ DEFAULTS: Mapping[str, str] = {
     "conv2d": "kron",
     "conv1d": "kron",
     "convolution": "kron",
+    "fully_connected_multi": "kron_indep",
+    "conv2d_multi": "kron_indep",
     "generic": "diagonal",
 }
 

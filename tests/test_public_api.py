@@ -43,6 +43,8 @@ PUBLIC = (
     "FullyConnectedDiagonalFB",
     "ConvKFCBasicFB",
     "ConvDiagonalFB",
+    "FullyConnectedMultiIndepFB",
+    "ConvKFCBasicMultiIndepFB",
     "FisherFactor",
     "DenseSquareMatrixFactor",
     "DiagonalFactor",

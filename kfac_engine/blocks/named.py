@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kfac_engine._types import Array, Params
 from kfac_engine.blocks.base import FactorOwner
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, patches_side
+from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.single import LayerDiagonalFB
 from kfac_engine.layers.extraction import check_extraction
 from kfac_engine.layers.forms import convolution_form, dense_form
@@ -105,6 +106,83 @@ class ConvKFCBasicFB(KroneckerProductFB):
         )
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
         super().__init__(layer_collection, form, input_side=patches_side(form))
+
+
+class FullyConnectedMultiIndepFB(MultiUseKroneckerFB):
+    """``F ≈ u · A ⊗ G`` for a dense layer used several times (Martens, Ba & Johnson 2018).
+
+    Args:
+        layer_collection: Owner of the factors.
+        has_bias: Whether the layer has a bias.
+        num_uses: Uses; may be left out where a tower lists them.
+        diagonal_approx_for_input: Whether ``A`` is kept as its diagonal.
+        diagonal_approx_for_output: Whether ``G`` is.
+        weight_format: ``"IO"`` or ``"OI"``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        has_bias: bool = False,
+        num_uses: int | None = None,
+        diagonal_approx_for_input: bool = False,
+        diagonal_approx_for_output: bool = False,
+        weight_format: str = "IO",
+    ) -> None:
+        super().__init__(
+            layer_collection,
+            dense_form(weight_format, has_bias),
+            num_uses,
+            input_side=DIAGONAL if diagonal_approx_for_input else DENSE,
+            output_side=DIAGONAL if diagonal_approx_for_output else DENSE,
+        )
+
+
+class ConvKFCBasicMultiIndepFB(MultiUseKroneckerFB):
+    """``F ≈ u · #locations · A ⊗ G`` for a convolution used several times.
+
+    Args:
+        layer_collection: Owner of the factors; must know the filter's shape.
+        params: As in ``ConvKFCBasicFB``.
+        padding: As in ``ConvKFCBasicFB``.
+        strides: As in ``ConvKFCBasicFB``.
+        dilation_rate: As in ``ConvKFCBasicFB``.
+        data_format: As in ``ConvKFCBasicFB``.
+        extract_patches_fn: As in ``ConvKFCBasicFB``.
+        num_uses: Uses; may be left out where a tower lists them.
+        sub_sample_inputs: As in ``ConvKFCBasicFB``.
+        sub_sample_patches: As in ``ConvKFCBasicFB``.
+        weight_format: As in ``ConvKFCBasicFB``.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        layer_collection: FactorOwner,
+        params: Params,
+        padding: Padding,
+        strides: Sequence[int] | None = None,
+        dilation_rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+        extract_patches_fn: str | None = None,
+        num_uses: int | None = None,
+        sub_sample_inputs: bool | None = None,
+        sub_sample_patches: bool | None = None,
+        weight_format: str | None = None,
+    ) -> None:
+        form = convolution_form(
+            layer_collection.require_shape(params if isinstance(params, str) else params[0]),
+            has_bias=not isinstance(params, str),
+            padding=padding,
+            strides=strides,
+            dilations=dilation_rate,
+            data_format=data_format,
+            weight_format=weight_format,
+            sampling=choose_sampling(
+                layer_collection.config, sub_sample_inputs, sub_sample_patches
+            ),
+        )
+        check_extraction(extract_patches_fn, form, strides, dilation_rate)
+        super().__init__(layer_collection, form, num_uses, input_side=patches_side(form))
 
 
 class ConvDiagonalFB(LayerDiagonalFB):

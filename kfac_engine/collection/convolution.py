@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from kfac_engine._types import Array, Params
 from kfac_engine.collection.registry import BlockRegistry, canonical_key, names_of
-from kfac_engine.errors import InputError
 from kfac_engine.layers.forms import convolution_form
 from kfac_engine.layers.sampling import choose_sampling
 from kfac_engine.layers.views import Padding
@@ -50,7 +49,7 @@ class ConvolutionLayers(BlockRegistry):
         """
         key = canonical_key(params)
         form = convolution_form(
-            self._filter_shape(key, (4,)),
+            self.require_filter(names_of(key)[0], (4,)),
             has_bias=not isinstance(key, str),
             padding=padding,
             strides=strides,
@@ -95,7 +94,7 @@ class ConvolutionLayers(BlockRegistry):
         """
         key = canonical_key(params)
         form = convolution_form(
-            self._filter_shape(key, (3,)),
+            self.require_filter(names_of(key)[0], (3,)),
             has_bias=not isinstance(key, str),
             padding=padding,
             strides=strides,
@@ -135,7 +134,7 @@ class ConvolutionLayers(BlockRegistry):
         """
         key = canonical_key(params)
         form = convolution_form(
-            self._filter_shape(key, (3, 4, 5)),
+            self.require_filter(names_of(key)[0], (3, 4, 5)),
             has_bias=not isinstance(key, str),
             padding=padding,
             strides=strides,
@@ -145,12 +144,3 @@ class ConvolutionLayers(BlockRegistry):
             sampling=choose_sampling(self.config),
         )
         self._register("convolution", key, form, (inputs, outputs), approx, reuse)
-
-    def _filter_shape(self, key: Params, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The declared shape of a layer's filter, if it has one of these ranks."""
-        name = names_of(key)[0]
-        shape = self.require_shape(name)
-        if len(shape) not in ranks:
-            wanted = " or ".join(str(rank) for rank in ranks)
-            raise InputError(f"filter '{name}' has shape {shape}; {wanted} axes are needed.")
-        return shape

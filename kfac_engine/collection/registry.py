@@ -11,7 +11,7 @@ from kfac_engine._types import Params
 from kfac_engine.approximations import APPROXIMATIONS, DEFAULTS, GENERIC, accepted
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.select import select
-from kfac_engine.blocks.base import FisherBlock, TowerNames
+from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
@@ -78,6 +78,25 @@ class BlockRegistry(LossCollection):
                 f"the shape of '{name}' is needed to register its layer: name it in "
                 f"LayerCollection(graph={{'{name}': (…), …}})."
             )
+        return shape
+
+    def require_filter(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The declared shape of a convolution's filter.
+
+        Args:
+            name: The parameter.
+            ranks: Numbers of axes it may have.
+
+        Returns:
+            One side an axis.
+
+        Raises:
+            InputError: It is not known or has another rank.
+        """
+        shape = self.require_shape(name)
+        if len(shape) not in ranks:
+            wanted = " or ".join(str(rank) for rank in ranks)
+            raise InputError(f"filter '{name}' has shape {shape}; {wanted} axes are needed.")
         return shape
 
     def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
@@ -226,7 +245,7 @@ class BlockRegistry(LossCollection):
             self.register_block(key, block, reuse)
             self._rows[key] = row
         self.fisher_blocks[key].register_additional_tower(*tensors)  # type: ignore[attr-defined] # layer blocks have it
-        self._count_uses(key, 1)
+        self._count_uses(key, max(len(uses(names)) for names in tensors))
 
     def _resolve(self, kind: str, approx: str | None) -> str:
         chosen = self._defaults[kind] if approx is None else approx

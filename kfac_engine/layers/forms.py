@@ -52,7 +52,6 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     weight_format: str | None = None,
     mask: Array | None = None,
     sampling: Sampling = EVERYTHING,
-    num_uses: int = 1,
 ) -> LayerForm:
     """The form of a convolution over one, two or three spatial axes.
 
@@ -66,7 +65,6 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
         weight_format: ``"HWIO"`` and its relatives (the default) or ``"OIHW"`` and its relatives.
         mask: Multiplies each patch, ``(*kernel, channels)``.
         sampling: The part of a batch that the input statistic looks at.
-        num_uses: As in ``LayerForm``.
 
     Returns:
         The form.
@@ -96,7 +94,7 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     view: View = patches
     if mask is not None:
         view = masked(patches, mask, channels=filter_shape[packing.axes[-2]])
-    return LayerForm(view, outputs, packing, num_uses, sampling)
+    return LayerForm(view, outputs, packing, sampling=sampling)
 
 
 def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str) -> tuple[int, ...]:
