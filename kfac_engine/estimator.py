@@ -1,6 +1,5 @@
 """The Fisher estimator: statistics of a trace into factors, products with the whole matrix."""
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -252,7 +251,7 @@ class FisherEstimator:
             shares = [found[name] / (self._batch_size or 1) for name in variables]
             stats = [a + b for a, b in zip(stats, shares, strict=True)] if stats else shares
             gradients = {name: found[value] for name, value in wanted.items()}
-            yield ChainMap(gradients, trace), stats  # type: ignore[arg-type] # only read
+            yield _Batch(gradients, trace), stats
 
     def _apply(
         self, pairs: Pairs, product: Callable[[FisherBlock, Vector], Vector]
@@ -282,3 +281,25 @@ class FisherEstimator:
             (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
             for _, key in pairs
         ]
+
+
+class _Batch(Mapping[str, Array]):
+    """A trace and the gradients of one source; of a trace only ``trace[name]`` is asked."""
+
+    def __init__(self, gradients: Mapping[str, Array], trace: Trace) -> None:
+        self._gradients, self._trace = gradients, trace
+
+    def __getitem__(self, name: str) -> Array:
+        return self._gradients[name] if name in self._gradients else self._trace[name]
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, str) and self[name] is not None
+        except KeyError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)
