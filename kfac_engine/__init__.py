@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kfac_engine.collection import LayerCollection as LayerCollection
     from kfac_engine.config import CollectionConfig as CollectionConfig
     from kfac_engine.config import Schedule as Schedule
+    from kfac_engine.curvature_products import (
+        CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
+    )
     from kfac_engine.engine import Engine as Engine
     from kfac_engine.engine import precondition as precondition
     from kfac_engine.errors import BackendError as BackendError
@@ -88,6 +91,7 @@ _HOMES = {
     "load_model": "autodiff.model",
     "LayerCollection": "collection",
     "FisherEstimator": "estimator",
+    "CurvatureMatrixVectorProductComputer": "curvature_products",
     "FisherBlock": "blocks.base",
     "KroneckerProductFB": "blocks.kronecker",
     "NaiveFullFB": "blocks.single",

@@ -35,6 +35,7 @@ PUBLIC = (
     "load_model",
     "LayerCollection",
     "FisherEstimator",
+    "CurvatureMatrixVectorProductComputer",
     "FisherBlock",
     "KroneckerProductFB",
     "NaiveFullFB",
