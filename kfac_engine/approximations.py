@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kfac_engine.blocks.base import FactorOwner, FisherBlock
-from kfac_engine.blocks.kronecker import (
-    DENSE,
-    DIAGONAL,
-    KroneckerProductFB,
-    Side,
-    patches_side,
-)
+from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
+from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.layers.forms import LayerForm
@@ -45,6 +40,11 @@ def _patches_kronecker(collection: FactorOwner, form: LayerForm) -> FisherBlock:
     return KroneckerProductFB(collection, form, input_side=patches_side(form))
 
 
+def _uncorrelated(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+    side = uncorrelated_side(form, collection.config)
+    return KroneckerProductFB(collection, form, input_side=side)
+
+
 def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
         return MultiUseKroneckerFB(
@@ -60,6 +60,7 @@ def _multi_patches(collection: FactorOwner, form: LayerForm) -> FisherBlock:
 
 _KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
 _KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
+_SUA = "Grosse & Martens 2016, arXiv:1602.01407, theorem 4"
 _USES = "Martens, Ba & Johnson 2018, section 3.2"
 _DIAGONAL = "mean of squared per-example gradients"
 
@@ -76,6 +77,7 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
     "conv2d": {
         "kron": _PATCHES,
         "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
+        "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
     },
     "conv1d": {"kron": _PATCHES},
     "convolution": {"kron": _PATCHES},

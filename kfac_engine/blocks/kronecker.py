@@ -11,7 +11,6 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from kfac_engine.errors import NotReadyError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
-from kfac_engine.factors.sampled import SampledFactor, SampledMoment
 from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment, Tensors
 from kfac_engine.layers.forms import LayerForm
 from kfac_engine.layers.uses import rows_per_example
@@ -53,13 +51,6 @@ class Side:
 
 DENSE = Side(KroneckerMoment, DenseSquareMatrixFactor)
 DIAGONAL = Side(KroneckerDiagonal, DiagonalFactor, _line)
-
-
-def patches_side(form: LayerForm) -> Side:
-    """A convolution's input side: dense, of the part of a batch that the form names."""
-    if not form.sampling.active:
-        return DENSE
-    return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
 
 
 class KroneckerProductFB(FisherBlock):

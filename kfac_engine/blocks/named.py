@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from kfac_engine._types import Array, Params
 from kfac_engine.blocks.base import FactorOwner
-from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, patches_side
+from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
+from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.single import LayerDiagonalFB
 from kfac_engine.layers.extraction import check_extraction
@@ -73,6 +74,8 @@ class ConvKFCBasicFB(KroneckerProductFB):
         sub_sample_inputs: Whether ``A`` sees a random part of the examples; the configuration's
             choice when left out.
         sub_sample_patches: Whether ``A`` sees a random part of the patches; likewise.
+        use_sua_approx_for_input_factor: Whether pixels count as uncorrelated between places, so
+            that ``A`` is known from single ones.
         patch_mask: Multiplies each patch, ``(*kernel, channels)``.
         weight_format: ``"HWIO"`` (the default for two axes) or ``"OIHW"`` and their relatives.
     """
@@ -88,6 +91,7 @@ class ConvKFCBasicFB(KroneckerProductFB):
         extract_patches_fn: str | None = None,
         sub_sample_inputs: bool | None = None,
         sub_sample_patches: bool | None = None,
+        use_sua_approx_for_input_factor: bool = False,
         patch_mask: Array | None = None,
         weight_format: str | None = None,
     ) -> None:
@@ -105,7 +109,12 @@ class ConvKFCBasicFB(KroneckerProductFB):
             ),
         )
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
-        super().__init__(layer_collection, form, input_side=patches_side(form))
+        side = (
+            uncorrelated_side(form, layer_collection.config)
+            if use_sua_approx_for_input_factor
+            else patches_side(form)
+        )
+        super().__init__(layer_collection, form, input_side=side)
 
 
 class FullyConnectedMultiIndepFB(MultiUseKroneckerFB):
