@@ -10,7 +10,7 @@ from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
-from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.base import FisherFactor, take
 
 # One gradient source: loss input to cotangent.
 Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
@@ -41,7 +41,8 @@ class FisherEstimator:
         compute_cholesky: Whether products with the Cholesky factor are wanted.
         compute_cholesky_inverse: Whether products with its inverse are.
         compute_params_stats: Whether ``params_stats`` is computed.
-        batch_size: Size of a mini-batch; needed for ``params_stats``.
+        batch_size: Size of a mini-batch over all towers, which every update is checked against;
+            needed for ``params_stats``.
         seed: Of sampled targets and random signs.
 
     Attributes:
@@ -85,7 +86,8 @@ class FisherEstimator:
         self._collection = layer_collection
         self._mode = MODES[estimation_mode]
         self._losses = layer_collection.registered_losses
-        self._batch_size = batch_size if compute_params_stats else None
+        self._batch_size = batch_size
+        self._with_stats = compute_params_stats
         self._gradients: dict[str, str] = {}
         layer_collection.check_registration(self.variables)
         for block in self.blocks:
@@ -123,6 +125,10 @@ class FisherEstimator:
             draws: Fixes the randomness, by loss name.
             scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by
                 ``w``.
+
+        Raises:
+            KfacError: The batch does not fit the losses or factors, or holds NaN or infinity; the
+                estimator is as before, its random generator included.
         """
         self._update(self.factors, trace, draws, scales)
 
@@ -211,47 +217,69 @@ class FisherEstimator:
         draws: Draws | None = None,
         scales: Mapping[str, float] | None = None,
     ) -> None:
-        reads = {name for factor in factors for name in factor.statistic.names()}
-        wanted = {name: value for name, value in self._gradients.items() if name in reads}
-        sources = self._sources(trace, draws, scales or {}, wanted)
+        generator = self.rng.bit_generator.state
+        sources = self._sources(factors, trace, draws, scales or {})
+        try:
+            self.params_stats = self._take_in(factors, sources)
+        except BaseException:  # whatever it was: these draws were not used
+            self.rng.bit_generator.state = generator
+            raise
+
+    def _take_in(
+        self, factors: Sequence[FisherFactor], sources: Iterator[tuple[Values, list[Array]]]
+    ) -> list[Array]:
+        """Check every source, then average their sum; returns the sums of parameter gradients."""
         values, stats = next(sources)
         for factor in factors:
-            factor.check(values)
+            self._check(factor, values)
         following = next(sources, None)
-        if following is None:
+        if following is None:  # one source goes into the averages without a copy
             for factor in factors:
                 factor.update(values, self.cov_ema_decay)
-        else:
-            pending = {id(factor): factor.accumulate(None, values) for factor in factors}
-            moving = [f for f in factors if wanted.keys() & set(f.statistic.names())]
-            while following is not None:
-                values, stats = following
-                for factor in moving:
-                    factor.check(values)
-                    factor.accumulate(pending[id(factor)], values)
-                following = next(sources, None)
-            for factor in factors:
-                factor.commit(pending[id(factor)], self.cov_ema_decay)
-        self.params_stats = stats
+            return stats
+        pending = {id(factor): factor.accumulate(None, values) for factor in factors}
+        moving = [f for f in factors if self._gradients.keys() & set(f.statistic.names())]
+        while following is not None:
+            values, stats = following
+            for factor in moving:
+                factor.check(values)
+                pending[id(factor)] = factor.accumulate(pending[id(factor)], values)
+            following = next(sources, None)
+        for factor in factors:
+            factor.commit(pending[id(factor)], values, self.cov_ema_decay)
+        return stats
+
+    def _check(self, factor: FisherFactor, values: Values) -> None:
+        factor.check(values)
+        size = factor.statistic.batch_size(values)
+        if self._batch_size not in (None, size):
+            raise InputError(
+                f"Batch size {size} for factor {factor.name} did not match value "
+                f"{self._batch_size}, the batch_size of {self.name}."
+            )
 
     def _sources(
         self,
+        factors: Sequence[FisherFactor],
         trace: Trace,
         draws: Draws | None,
         scales: Mapping[str, float],
-        wanted: Mapping[str, str],
     ) -> Iterator[tuple[Values, list[Array]]]:
         """For each source: the batch's values with its gradients, and the parameter sums so far."""
-        stats: list[Array] = []
-        variables = self.variables if self._batch_size else ()
+        statistics = [factor.statistic for factor in factors]
+        reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
+        wanted = {name: value for name, value in self._gradients.items() if name in reads}
+        backend = self._collection.backend
+        forward = take(trace, (name for name in reads if name not in wanted), backend)
+        variables = self.variables if self._with_stats else ()
         wrt = tuple(dict.fromkeys((*wanted.values(), *variables)))
+        stats: list[Array] = []
         for source in self._mode(self._losses, trace, self.rng, draws):
             cotangents = {name: scales.get(name, 1.0) * array for name, array in source.items()}
-            found = trace.vjp(cotangents, wrt) if wrt else {}
+            found = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             shares = [found[name] / (self._batch_size or 1) for name in variables]
             stats = [a + b for a, b in zip(stats, shares, strict=True)] if stats else shares
-            gradients = {name: found[value] for name, value in wanted.items()}
-            yield _Batch(gradients, trace), stats
+            yield forward | {name: found[value] for name, value in wanted.items()}, stats
 
     def _apply(
         self, pairs: Pairs, product: Callable[[FisherBlock, Vector], Vector]
@@ -281,25 +309,3 @@ class FisherEstimator:
             (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
             for _, key in pairs
         ]
-
-
-class _Batch(Mapping[str, Array]):
-    """A trace and the gradients of one source; of a trace only ``trace[name]`` is asked."""
-
-    def __init__(self, gradients: Mapping[str, Array], trace: Trace) -> None:
-        self._gradients, self._trace = gradients, trace
-
-    def __getitem__(self, name: str) -> Array:
-        return self._gradients[name] if name in self._gradients else self._trace[name]
-
-    def __contains__(self, name: object) -> bool:
-        try:
-            return isinstance(name, str) and self[name] is not None
-        except KeyError:
-            return False
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._gradients)
-
-    def __len__(self) -> int:
-        return len(self._gradients)

@@ -1,6 +1,7 @@
 """Moving averages of statistics, kept in place."""
 
 from dataclasses import dataclass
+from math import inf
 
 from kfac_engine._types import Array
 from kfac_engine.config import CollectionConfig
@@ -39,9 +40,9 @@ class MovingAverage:
             ``(beta, alpha)`` in ``value ← beta·value + alpha·x``.
 
         Raises:
-            InputError: ``decay`` is outside [0, 1] or the weight is not positive.
+            InputError: ``decay`` is outside [0, 1] or the weight is not a positive number.
         """
-        if not 0.0 <= decay <= 1.0 or weight <= 0.0:
+        if not (0.0 <= decay <= 1.0 and 0.0 < weight < inf):
             raise InputError(
                 f"a moving average needs a decay in [0, 1] and a positive weight, got {decay} and "
                 f"{weight}."

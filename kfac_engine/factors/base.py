@@ -6,7 +6,7 @@ read. The estimator drives the same steps through ``update`` and ``refresh``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,9 +15,18 @@ from kfac_engine._types import Array, DType, Thunk, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.config import CollectionConfig
-from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
+from kfac_engine.errors import (
+    InputError,
+    NonFiniteError,
+    NotReadyError,
+    ShapeError,
+    UnknownNameError,
+)
 from kfac_engine.factors.average import MovingAverage
 from kfac_engine.factors.statistics import Statistic
+from kfac_engine.losses.checks import Named
+
+_WIDE = np.dtype(np.float64)
 
 # A callable giving the current damping; read at refresh time. A hashable attribute ``func_id``
 # lets two callables mean the same registration.
@@ -74,78 +83,100 @@ class FisherFactor(ABC):
     def check(self, values: Values) -> None:
         """Refuse a batch that would poison the average or does not fit it.
 
-        Numbers whose squares overflow float32 are taken: the average becomes float64.
+        What passes can be measured: an update after it does not stop half way. Numbers whose
+        squares overflow float32 are taken: from this batch on the average is float64.
+
+        Args:
+            values: As made by ``take``; holds every tensor of the statistic.
 
         Raises:
-            NonFiniteError: A tensor holds NaN or infinity.
-            ShapeError: The measurement has another shape than the average.
+            NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares overflow float64.
+            ShapeError: The tensors do not fit each other, or the measurement has another shape than
+                the average.
+            InputError: The towers differ in size, or there is no example.
         """
         for name in self.statistic.names():
-            x = self.backend.asarray(values[name])
-            if self.backend.all_finite(x):
-                continue
-            if not bool(self.backend.xp.isfinite(x).all()):
-                raise NonFiniteError(
-                    f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
-                    f"Lower the learning rate or check the data."
-                )
-            self._widen()
+            if not self.backend.all_finite(values[name]):
+                self._check_large(name, values[name])
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
+        if not self.statistic.batch_size(values):
+            raise InputError(f"the batch for {self.name} holds no example.")
 
     def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
         """Average one batch in, all its sources at once, in place.
 
         Args:
-            values: Value name to array; holds every tensor of the statistic.
+            values: Checked values.
             decay: Of the old average, in [0, 1].
             weight: Of the new measurement.
         """
-        self._remember(values)
         beta, alpha = self.average.coefficients(decay, weight, self.config)
         self.statistic.add_to(self._room(values), values, self.backend, alpha, beta)
+        self._remember(values)
 
     def accumulate(self, pending: Array | None, values: Values) -> Array:
-        """Add one source's measurement to ``pending``; None starts it. The average stays as is."""
+        """Add one source's measurement to a sum; the factor stays as it is until ``commit``.
+
+        Args:
+            pending: The sum so far, changed; None starts one.
+            values: Checked values.
+
+        Returns:
+            The sum.
+        """
         if pending is None:
-            self._remember(values)
             pending = self._empty(values)
             self.statistic.add_to(pending, values, self.backend, 1.0, 0.0)
-        else:
-            self.statistic.add_to(pending, values, self.backend, 1.0, 1.0)
+            return pending
+        pending = self._widened(pending)
+        self.statistic.add_to(pending, values, self.backend, 1.0, 1.0)
         return pending
 
-    def commit(self, pending: Array, decay: float, weight: float = 1.0) -> None:
-        """Average a sum made by ``accumulate`` in."""
+    def commit(self, pending: Array, values: Values, decay: float, weight: float = 1.0) -> None:
+        """Average a sum made by ``accumulate`` from ``values`` in."""
         beta, alpha = self.average.coefficients(decay, weight, self.config)
-        if self.average.value is None:
-            self.average.value = self._initial(pending)
-        value = self.average.value
+        value = self._room(values)
         value *= beta
         pending *= alpha
         value += pending
+        self._remember(values)
 
     def _remember(self, values: Values) -> None:
+        """After a batch was averaged in."""
         self.repeats = self.statistic.repeats(values)
 
+    def _check_large(self, name: str, x: Array) -> None:
+        """Tell numbers with a large square, which float64 can hold, from those that are none."""
+        if not bool(self.backend.xp.isfinite(x).all()):
+            raise NonFiniteError(
+                f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
+                f"Lower the learning rate or check the data."
+            )
+        if x.dtype.itemsize >= _WIDE.itemsize:
+            raise NonFiniteError(
+                f"'{name}' holds numbers up to {float(abs(x).max()):.3g}, whose squares overflow; "
+                f"the batch was not taken into {self.name}."
+            )
+        self._narrowest = _WIDE
+
     def _empty(self, values: Values) -> Array:
-        dtype = np.result_type(values[self.statistic.names()[0]].dtype, self._narrowest)
-        if dtype.kind != "f":  # statistics of integer identifiers
-            dtype = self._narrowest
+        # Integers are identifiers or counts: they do not say how exact the statistic should be.
+        dtypes = [values[name].dtype for name in self.statistic.names()]
+        dtype = np.result_type(self._narrowest, *(d for d in dtypes if d.kind == "f"))
         room: Array = self.backend.xp.empty(self.statistic.shape(values), dtype)
         return room
 
-    def _widen(self) -> None:
-        """Go on in float64."""
-        self._narrowest = np.dtype(np.float64)
-        if self.average.value is not None:
-            self.average.value = self.average.value.astype(np.float64)
+    def _widened(self, array: Array) -> Array:
+        """``array``, in float64 once a batch needed it."""
+        return array.astype(np.result_type(array.dtype, self._narrowest), copy=False)
 
     def _room(self, values: Values) -> Array:
         """The average's own array, made at the first batch."""
         if self.average.value is None:
             self.average.value = self._initial(self._empty(values))
+        self.average.value = self._widened(self.average.value)
         return self.average.value
 
     def _initial(self, like: Array) -> Array:
@@ -210,8 +241,10 @@ class FisherFactor(ABC):
             raise NotReadyError(f"call instantiate_cov_variables of {self.name} first.")
 
         def update(values: Values) -> Array:
-            self.check(values)
-            self.update(values, ema_decay, ema_weight)
+            lengths = (name for name in self.statistic.lengths() if name in values)
+            read = take(values, (*self.statistic.names(), *lengths), self.backend)
+            self.check(read)
+            self.update(read, ema_decay, ema_weight)
             return self.cov
 
         return update
@@ -279,6 +312,31 @@ class FisherFactor(ABC):
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
         """``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
+
+
+def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
+    """Some values of a batch, as arrays of the backend.
+
+    Args:
+        values: Value name to array, of any library.
+        names: Which.
+        backend: Array library.
+
+    Returns:
+        Name to array; the caller's own memory where possible.
+
+    Raises:
+        UnknownNameError: A value is missing.
+    """
+    found: dict[str, Array] = {}
+    for name in names:
+        try:
+            found[name] = backend.asarray(values[name])
+        except KeyError as missing:
+            raise UnknownNameError(
+                f"the statistics read '{name}', but the batch has no value of that name."
+            ) from missing
+    return found
 
 
 def damping_id(damping_func: Damping) -> Hashable:

@@ -1,6 +1,6 @@
 """Second moments of a random part of a convolution's patches."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,7 +9,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.factors.statistics import KroneckerMoment, Uses, at_least, scale
+from kfac_engine.factors.statistics import KroneckerMoment, at_least, scale
 from kfac_engine.layers.sampling import EVERYTHING, Sampling
 
 
@@ -19,35 +19,34 @@ class SampledMoment(KroneckerMoment):
 
     Attributes:
         sampling: What is drawn.
-        rng: Draws; set for each batch by the factor.
+        seed: Of the draws; set for each batch by the factor.
     """
 
     sampling: Sampling = EVERYTHING
-    rng: np.random.Generator = field(
-        default_factory=np.random.default_rng, compare=False, repr=False
-    )
+    seed: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
+        rng = np.random.default_rng(self.seed)
         for towers, uses in self._towers():
-            pieces = self._drawn(uses, values, backend)
+            pieces = self._drawn(self._arrays(uses, values, backend), values, rng)
             # ÷ what was kept: the mean of a sample estimates the mean of all.
             total = sum(self._size(piece) for piece in pieces)
             for array, rows in pieces:
                 self._add_piece(out, array, rows, backend, alpha / (total * towers))
 
     def _drawn(
-        self, uses: Uses, values: Values, backend: Backend
+        self, tensors: Sequence[Array], values: Values, rng: np.random.Generator
     ) -> list[tuple[Array, Array | None]]:
         """The images kept in each tensor of a tower, and the rows kept of them (None: all)."""
         arrays = []
-        for x in self._arrays(uses, values, backend):
-            kept = self.sampling.examples(len(x), self.rng)
+        for x in tensors:
+            kept = self.sampling.examples(len(x), rng)
             arrays.append(x if kept is None else x[kept])
         counts = [self.view.count(x.shape) for x in arrays]
-        rows = self.sampling.patches(counts, self.features(values), self.rng)
+        rows = self.sampling.patches(counts, self.features(values), rng)
         if rows is None:
             return [(x, None) for x in arrays]
         return list(zip(arrays, rows, strict=True))
@@ -97,17 +96,20 @@ class SampledFactor(DenseSquareMatrixFactor):
     ) -> None:
         super().__init__(statistic, backend=backend, config=config)
         self._moment = statistic
-        self._batches = 0
+        self._go_on_from(0)
 
     def arrays(self) -> dict[str, Array]:
         return super().arrays() | {"batches": np.array(self._batches)}
 
     def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
         super().restore(arrays, weight, repeats)
-        self._batches = int(arrays["batches"])
+        self._go_on_from(int(arrays["batches"]))
 
     def _remember(self, values: Values) -> None:
         super()._remember(values)
-        rng = np.random.default_rng((self.config.seed, self._batches))
-        self.statistic = replace(self._moment, rng=rng)
-        self._batches += 1
+        self._go_on_from(self._batches + 1)
+
+    def _go_on_from(self, batches: int) -> None:
+        """Have the next batch drawn from as the one after so many."""
+        self._batches = batches
+        self.statistic = replace(self._moment, seed=(self.config.seed, batches))

@@ -5,13 +5,14 @@ uses, and adds its measurement to a matrix in place. Sources are summed, towers 
 a frozen value: two layers that measure the same thing get equal statistics, hence one factor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from math import prod
+from typing import Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
 from kfac_engine.layers.views import View
 
@@ -19,6 +20,10 @@ from kfac_engine.layers.views import View
 Uses: TypeAlias = tuple[str, ...]
 # [source][tower] of names over uses.
 Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
+
+
+Name = TypeVar("Name", str, Uses)
+Measure = TypeVar("Measure", int, tuple[int, ...])
 
 
 class Statistic(Protocol):
@@ -31,11 +36,14 @@ class Statistic(Protocol):
     def names(self) -> tuple[str, ...]:
         """Every value the measurement reads."""
 
+    def lengths(self) -> tuple[str, ...]:
+        """Values of which only the length of the first axis is read."""
+
     def shape(self, values: Values) -> tuple[int, ...]:
-        """Shape of the measurement."""
+        """Shape of the measurement; a ShapeError where the tensors do not fit each other."""
 
     def batch_size(self, values: Values) -> int:
-        """Examples behind it, over all towers."""
+        """Examples behind it, over all towers; an InputError where the towers differ in size."""
 
     def repeats(self, values: Values) -> int:
         """Rows for each example: uses × positions."""
@@ -68,17 +76,29 @@ class KroneckerMoment:
     def names(self) -> tuple[str, ...]:
         return tuple(name for source in self.tensors for tower in source for name in tower)
 
+    def lengths(self) -> tuple[str, ...]:
+        return () if self.batch is None else (self.batch,)
+
     def shape(self, values: Values) -> tuple[int, ...]:
         d = self.features(values) + self.homogeneous
         return d, d
 
     def features(self, values: Values) -> int:
         """Features of a row, without the one."""
-        tower = self.tensors[0][0]
-        folded = self.num_uses if len(tower) == 1 else 1
-        return self.view.width(folded_shape(values[tower[0]].shape, self.view, folded))
+        widths = {}
+        for _, tower in self._towers():
+            folded = self.num_uses if len(tower) == 1 else 1
+            for name in tower:
+                shape = folded_shape(values[name].shape, self.view, folded)
+                widths[name] = self.view.width(shape)
+        return _the_same("features", widths)
 
     def batch_size(self, values: Values) -> int:
+        own = {
+            tower[0]: examples([values[name].shape for name in tower], self.view, self.num_uses)
+            for _, tower in self._towers()
+        }
+        _the_same("examples", own)
         batch = self._batch(values)
         return sum(
             examples([values[name].shape for name in tower], self.view, self.num_uses, batch)
@@ -171,12 +191,21 @@ class LayerSquare:
         outputs = (n for source in self.tensors for tower in source for n in tower)
         return (*(n for tower in self.inputs for n in tower), *outputs)
 
+    def lengths(self) -> tuple[str, ...]:
+        return ()
+
     def shape(self, values: Values) -> tuple[int, ...]:
-        d_in = self.input_view.width(values[self.inputs[0][0]].shape) + self.homogeneous
-        return d_in, self.output_view.width(values[self.tensors[0][0][0]].shape)
+        d_in: dict[str, int] = {}
+        d_out: dict[str, int] = {}
+        for _, a, ds in self._pairs():
+            x, g = values[a].shape, values[ds].shape
+            d_in[a], d_out[ds] = self.input_view.width(x), self.output_view.width(g)
+            _the_same("rows", {a: self.input_view.count(x), ds: self.output_view.count(g)})
+        return _the_same("features", d_in) + self.homogeneous, _the_same("features", d_out)
 
     def batch_size(self, values: Values) -> int:
-        return sum(len(values[tower[0]]) for tower in self.inputs)
+        own = {name: len(values[name]) for _, *pair in self._pairs() for name in pair}
+        return _the_same("examples", own) * len(self.inputs)
 
     def repeats(self, values: Values) -> int:
         name = self.tensors[0][0][0]
@@ -186,14 +215,16 @@ class LayerSquare:
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
+        for towers, *names in self._pairs():
+            # Products are taken in the average's type: half precision would overflow in them.
+            a, ds = (backend.asarray(values[n]).astype(out.dtype, copy=False) for n in names)
+            self._add_tower(out, a, ds, backend, alpha / (len(ds) * towers))
+
+    def _pairs(self) -> Iterator[tuple[int, str, str]]:
+        """Input and gradient of every tower of every source, with the number of towers."""
         for source in self.tensors:
-            for (a_name, *_), (ds_name, *_) in zip(self.inputs, source, strict=True):
-                a, ds = (
-                    at_least(out.dtype, backend.asarray(values[name])) for name in (a_name, ds_name)
-                )
-                if len(a) != len(ds):
-                    raise ShapeError(f"'{a_name}' has {len(a)} examples, '{ds_name}' {len(ds)}.")
-                self._add_tower(out, a, ds, backend, alpha / (len(ds) * len(source)))
+            for (a, *_), (ds, *_) in zip(self.inputs, source, strict=True):
+                yield len(source), a, ds
 
     def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         xp = backend.xp
@@ -228,13 +259,19 @@ class GradientSquare:
     def names(self) -> tuple[str, ...]:
         return tuple(name for source in self.tensors for name in source[0])
 
+    def lengths(self) -> tuple[str, ...]:
+        return tuple(batch for batch in self.batch if isinstance(batch, str))
+
     def shape(self, values: Values) -> tuple[int, ...]:
         if len(self.tensors[0][0]) != 1:
             raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
-        return values[self.names()[0]].shape
+        return _the_same("sides", {name: values[name].shape for name in self.names()})
 
     def batch_size(self, values: Values) -> int:
-        return sum(n if isinstance(n, int) else len(values[n]) for n in self.batch)
+        missing = [name for name in self.lengths() if name not in values]
+        if missing:
+            raise UnknownNameError(f"the batch size is read from {missing}, which are missing.")
+        return sum(len(values[n]) if isinstance(n, str) else n for n in self.batch)
 
     def repeats(self, values: Values) -> int:
         del values
@@ -254,7 +291,10 @@ class GradientOuter(GradientSquare):
     """Outer product of the batch-summed gradient over the batch size: the naive full block."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        size = sum(values[name].size for name in self.tensors[0][0])
+        sizes = {
+            names: sum(prod(values[name].shape) for name in names) for names, *_ in self.tensors
+        }
+        size = _the_same("entries", sizes)
         return size, size
 
     def add_to(
@@ -267,6 +307,15 @@ class GradientOuter(GradientSquare):
             scale = alpha / self.batch_size(values)
             backend.second_moment(g[None], out, alpha=scale, beta=beta)
             beta = 1.0
+
+
+def _the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
+    """What all tensors agree on; a ShapeError where they do not."""
+    found = list(measured.values())
+    if any(measure != found[0] for measure in found):
+        listed = ", ".join(f"{measure} in {name!r}" for name, measure in measured.items())
+        raise ShapeError(f"tensors of one statistic differ in their {what}: {listed}.")
+    return found[0]
 
 
 def at_least(dtype: DType, x: Array) -> Array:
