@@ -1,16 +1,19 @@
 """Puts the parts of an engine together: layers found and registered, refreshes priced."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kfac_engine._types import Params
+from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.blocks.base import uses
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.layers.discover import Found, discover
+from kfac_engine.layers.discover import discover
+from kfac_engine.layers.matchers import Found
 from kfac_engine.objective import Objective
 from kfac_engine.scheduler import Work
 
@@ -31,10 +34,16 @@ def register_layers(
         for name in model.parameters
         if name not in reached
     ]
-    layers = (*discover(model.graph, tuple(reached), shapes), *unreached)
+    # A use that the loss does not depend on is none.
+    graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
+    layers = (*discover(graph, tuple(reached), shapes), *unreached)
     register = {
         "fully_connected": collection.register_fully_connected,
+        "fully_connected_multi": collection.register_fully_connected_multi,
+        "conv1d": collection.register_conv1d,
         "conv2d": collection.register_conv2d,
+        "conv2d_multi": collection.register_conv2d_multi,
+        "convolution": collection.register_convolution,
     }
     for layer in layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]

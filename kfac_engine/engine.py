@@ -31,7 +31,7 @@ from kfac_engine.inspection import (
     memory_report,
     require_memory,
 )
-from kfac_engine.layers.discover import Found
+from kfac_engine.layers.matchers import Found
 from kfac_engine.objective import (
     LossChoice,
     Objective,
@@ -161,7 +161,8 @@ class Engine:
             estimation_mode=estimation_mode,
             seed=seed,
         )
-        onnx_model.want([*objective.inputs, *(layer.inputs for layer in layers if layer.inputs)])
+        read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
+        onnx_model.want([*objective.inputs, *read])
         onnx_model.backward(objective.inputs, estimator.differentiated)
         return cls(
             onnx_model, objective, layers, collection, estimator, schedule or Schedule(), exps

@@ -12,7 +12,7 @@ from kfac_engine.approximations import formula
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import MemoryLimitError
-from kfac_engine.layers.discover import Found
+from kfac_engine.layers.matchers import Found, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class LayerReport:
         parameters: Names of its parameters.
         approximation: Row of the table of approximations.
         formula: The block in a few symbols.
-        inputs: Name of the layer's input; empty if generic.
-        outputs: Name of its output; empty if generic.
+        inputs: Name of the layer's input, or names over its uses; empty if generic.
+        outputs: Name of its output, likewise; empty if generic.
         factor_shapes: Shapes of the factors' averages.
         factor_bytes: Bytes of averages and stored powers together.
         inverse_flops: Cost of one refresh.
@@ -36,8 +36,8 @@ class LayerReport:
     parameters: tuple[str, ...]
     approximation: str
     formula: str
-    inputs: str
-    outputs: str
+    inputs: Tensors
+    outputs: Tensors
     factor_shapes: tuple[tuple[int, ...], ...]
     factor_bytes: int
     inverse_flops: float

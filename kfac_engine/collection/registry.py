@@ -5,10 +5,12 @@ as a mapping from names to arrays.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from kfac_engine._types import Params
 from kfac_engine.approximations import APPROXIMATIONS, DEFAULTS, GENERIC, accepted
+from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.select import select
 from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
@@ -217,7 +219,11 @@ class BlockRegistry(LossCollection):
             f"{name} is registered, but not listed" for name in self._uses if name not in variables
         ]
         if isinstance(self.graph, OnnxModel):
-            consumers = self.graph.graph.consumers
+            graph = self.graph.graph
+            if self.losses:  # uses that no loss depends on are none
+                ends = [name for loss in self.losses for name in loss.inputs]
+                graph = replace(graph, nodes=needed(graph.nodes, ends))
+            consumers = graph.consumers
             wrong += [
                 f"{name} is registered with {uses:g} use(s), the graph has {len(consumers[name])}"
                 for name, uses in self._uses.items()

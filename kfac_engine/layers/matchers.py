@@ -1,0 +1,203 @@
+"""What layer an operator is, told from the operator and its operands: a table of matchers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.layers.views import Padding
+
+# Name of a tensor, or names over the uses of a layer.
+Tensors: TypeAlias = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layer, or a parameter without one.
+
+    Attributes:
+        kind: A kind of the table of approximations; ``"generic"`` for a parameter without a layer.
+        parameters: The weight and the bias if there is one; a single parameter if generic.
+        inputs: Name of the layer's input, or names over its uses; empty if generic.
+        outputs: Name of its output before any nonlinearity, likewise; empty if generic.
+        options: Keyword arguments of the registration: formats, strides, padding.
+        reason: Why a parameter is generic; empty for layers.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    inputs: Tensors = ""
+    outputs: Tensors = ""
+    options: Mapping[str, object] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a matcher looks at.
+
+    Attributes:
+        graph: The canonical graph.
+        trainable: Names of the parameters.
+        shapes: Shape of every value in a sample run.
+    """
+
+    graph: Graph
+    trainable: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def is_weight(self, name: str, rank: int) -> bool:
+        """Whether ``name`` is a parameter with so many axes."""
+        return name in self.trainable and len(self.shapes[name]) == rank
+
+    def is_bias(self, name: str, weight: str, d_out: int, channel_axes: int = 0) -> bool:
+        """Whether a parameter adds one number a feature wherever ``weight`` is used.
+
+        Args:
+            name: The bias in question.
+            weight: The weight whose result it is added to.
+            d_out: Features of that result.
+            channel_axes: How many axes come after the features.
+
+        Returns:
+            The answer.
+        """
+        consumers = self.graph.consumers
+        if name not in self.trainable or len(consumers[name]) != len(consumers[weight]):
+            return False
+        shape = self.shapes[name]
+        position = len(shape) - 1 - channel_axes
+        return position >= 0 and all(
+            side == (d_out if axis == position else 1) for axis, side in enumerate(shape)
+        )
+
+
+# A matcher returns the layer a node is, or the reason why its weight makes none.
+Matcher: TypeAlias = Callable[[Scene, Node, int], Found | str]
+
+
+def match(scene: Scene, node: Node, index: int) -> Found | str:
+    """The layer that a parameter makes as operand ``index`` of ``node``, or why it makes none."""
+    operand = node.qualified_op, index
+    if operand in _MATCHERS:
+        return _MATCHERS[operand](scene, node, index)
+    return _ROLES.get(operand, f"operand {index} of {node.qualified_op}")
+
+
+# -- dense -----------------------------------------------------------------------------------------
+
+
+def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
+    x, weight = node.inputs[0], node.inputs[index]
+    scaled = {"alpha", "beta", "transA"}.intersection(
+        key
+        for key, neutral in (("alpha", 1), ("beta", 1), ("transA", 0))
+        if node.attributes.get(key, neutral) != neutral
+    )
+    if scaled:
+        return f"Gemm with {', '.join(sorted(scaled))}"
+    transposed = bool(node.attributes.get("transB", 0))
+    d_out = scene.shapes[weight][0 if transposed else 1]
+    bias = node.inputs[2] if len(node.inputs) > 2 else ""
+    return Found(
+        "fully_connected",
+        (weight, bias) if scene.is_bias(bias, weight, d_out) else (weight,),
+        x,
+        node.outputs[0],
+        {"weight_format": "OI" if transposed else "IO"},
+    )
+
+
+def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
+    weight, x = node.inputs[index], node.inputs[1 - index]
+    if not scene.is_weight(weight, 2) or len(scene.shapes[x]) < 2:
+        return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
+    left = index == 0  # s = W·x: features are the last axis but one
+    d_out = scene.shapes[weight][0 if left else 1]
+    outputs, bias = _with_bias(scene, node.outputs[0], weight, d_out, channel_axes=int(left))
+    options: dict[str, object] = {"weight_format": "OI" if left else "IO"}
+    if left:
+        options["feature_axis"] = -2
+    return Found("fully_connected", (weight, *bias), x, outputs, options)
+
+
+# -- convolutions ----------------------------------------------------------------------------------
+
+
+def _conv(scene: Scene, node: Node, index: int) -> Found | str:
+    x, weight = node.inputs[0], node.inputs[index]
+    shape = scene.shapes[weight]
+    groups = node.attributes.get("group", 1)
+    axes = len(shape) - 2
+    if axes not in _CONVOLUTIONS or groups != 1:
+        return f"convolution over {axes} axes in {groups} group(s)"
+    kind, dilations, data_format, weight_format = _CONVOLUTIONS[axes]
+    bias: tuple[str, ...] = ()
+    outputs = node.outputs[0]
+    if len(node.inputs) > 2 and scene.is_bias(node.inputs[2], weight, shape[0]):
+        bias = (node.inputs[2],)
+    elif len(node.inputs) < 3 or not node.inputs[2]:
+        outputs, bias = _with_bias(scene, outputs, weight, shape[0], channel_axes=axes)
+    options = {
+        "strides": node.attributes.get("strides", (1,) * axes),
+        dilations: node.attributes.get("dilations", (1,) * axes),
+        "padding": _padding(node, axes),
+        "data_format": data_format,
+        "weight_format": weight_format,
+    }
+    return Found(kind, (weight, *bias), x, outputs, options)
+
+
+# Spatial axes to kind, the registration's name for dilations, and formats.
+_CONVOLUTIONS = {
+    1: ("conv1d", "dilations", "NCW", "OIW"),
+    2: ("conv2d", "dilations", "NCHW", "OIHW"),
+    3: ("convolution", "dilation_rate", "NCDHW", "OIDHW"),
+}
+
+
+def _padding(node: Node, axes: int) -> Padding:
+    automatic = node.attributes.get("auto_pad", "NOTSET")
+    if automatic != "NOTSET":
+        return {"SAME_UPPER": "SAME"}.get(str(automatic), str(automatic))
+    pads = cast("tuple[int, ...]", node.attributes.get("pads", (0,) * 2 * axes))
+    return tuple(zip(pads[:axes], pads[axes:], strict=True))
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def _with_bias(
+    scene: Scene, value: str, weight: str, d_out: int, channel_axes: int
+) -> tuple[str, tuple[str, ...]]:
+    """The pre-activation and its bias, where ``value`` goes straight into an Add with one."""
+    users = scene.graph.consumers.get(value, ())
+    if len(users) == 1 and users[0][0].op == "Add" and value not in scene.graph.outputs:
+        add, position = users[0]
+        bias = add.inputs[1 - position]
+        fits = scene.is_bias(bias, weight, d_out, channel_axes)
+        if fits and len(scene.shapes[bias]) <= len(scene.shapes[value]):
+            return add.outputs[0], (bias,)
+    return value, ()
+
+
+_MATCHERS: Mapping[tuple[str, int], Matcher] = {
+    ("Gemm", 1): _gemm,
+    ("MatMul", 0): _matmul,
+    ("MatMul", 1): _matmul,
+    ("Conv", 1): _conv,
+}
+
+# What a parameter without a layer is, by the operand it is.
+_ROLES: Mapping[tuple[str, int], str] = {
+    ("LayerNormalization", 1): "scale of LayerNormalization",
+    ("LayerNormalization", 2): "shift of LayerNormalization",
+    ("BatchNormalization", 1): "scale of BatchNormalization",
+    ("BatchNormalization", 2): "shift of BatchNormalization",
+    ("InstanceNormalization", 1): "scale of InstanceNormalization",
+    ("InstanceNormalization", 2): "shift of InstanceNormalization",
+    ("Gather", 0): "table of Gather (an embedding)",
+    ("Gemm", 2): "added by Gemm, but not one number a column",
+    ("Conv", 2): "bias of Conv, but not one number a channel",
+    ("ConvTranspose", 1): "filter of a transposed convolution",
+}

@@ -1,0 +1,172 @@
+"""Weights used several times: what is registered, and that the block is the one of all uses."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+
+# float32 sums of a few dozen terms, relative to the largest entry.
+SINGLE = 2e-5
+
+
+def made(build, inputs, outputs=("batch", 3)):
+    net = models.Net()
+    build(net)
+    return net.model({"input": list(inputs)}, {"output": list(outputs)})
+
+
+def layers_of(model):
+    return ke.Engine.from_onnx(model, loss="normal").layers
+
+
+def dense_twice(net):
+    """One weight and bias, by Gemm with the weight transposed."""
+    w, b = net.weight("w", 3, 3), net.weight("b", 3)
+    x = net.op("Tanh", net.op("Gemm", "input", w, b, to="s0", transB=1), to="a1")
+    net.op("Gemm", x, w, b, to="output", transB=1)
+
+
+def bias_outside(net):
+    """The same weight with a bias of its own in each use."""
+    w = net.weight("w", 3, 3)
+    x = net.op("Add", net.op("MatMul", "input", w, to="p0"), net.weight("b0", 3), to="s0")
+    x = net.op("MatMul", net.op("Tanh", x, to="a1"), w, to="p1")
+    net.op("Add", x, net.weight("b1", 3), to="output")
+
+
+def tokens_and_summary(net):
+    """A weight on every token, then on their mean."""
+    w = net.weight("w", 3, 3)
+    x = net.op("Tanh", net.op("MatMul", "input", w, to="s0"), to="act")
+    mean = net.op("ReduceMean", x, net.constant("axis", np.array([1])), to="a1", keepdims=0)
+    net.op("MatMul", mean, w, to="output")
+
+
+def conv_twice(net):
+    w, b = net.weight("w", 2, 2, 3, 3, spread=0.3), net.weight("b", 2)
+    x = net.op("Tanh", net.op("Conv", "input", w, b, to="s0", pads=[1] * 4), to="a1")
+    net.op("Conv", x, w, b, to="output", pads=[1] * 4)
+
+
+_FLAT, _TOKENS, _IMAGE = ("batch", 3), ("batch", 4, 3), ("batch", 2, 4, 5)
+CASES = {
+    "dense": (dense_twice, _FLAT, _FLAT, "fully_connected_multi", ("w", "b"), ("s0", "output")),
+    "bias_outside": (bias_outside, _FLAT, _FLAT, "fully_connected_multi", ("w",),
+                     ("p0", "p1")),
+    "tokens": (tokens_and_summary, _TOKENS, _FLAT, "fully_connected_multi", ("w",),
+               ("s0", "output")),
+    "conv": (conv_twice, _IMAGE, _IMAGE, "conv2d_multi", ("w", "b"), ("s0", "output")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_weight_used_twice_is_one_layer_of_two_uses(name):
+    build, inputs, outputs, kind, parameters, values = CASES[name]
+    layer, *rest = layers_of(made(build, inputs, outputs))
+    assert (layer.kind, layer.parameters, layer.outputs) == (kind, parameters, values)
+    assert layer.inputs == ("input", "a1")
+    assert {other.kind for other in rest} <= {"generic"}
+
+
+def rows(x, features):
+    """``(rows, features)`` of a dense layer's tensor."""
+    return np.moveaxis(x, features, -1).reshape(-1, x.shape[features]).astype("float64")
+
+
+def patches(x):
+    """Rows of 3×3 patches of images padded by one, tap-major, by loops."""
+    n, _, height, width = x.shape
+    padded = np.pad(x.astype("float64"), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    found = [
+        padded[i, :, r : r + 3, c : c + 3].transpose(1, 2, 0).ravel()
+        for i in range(n)
+        for r in range(height)
+        for c in range(width)
+    ]
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_block_is_uses_and_positions_times_the_means_over_all_rows(name):
+    build, inputs, outputs, _, parameters, values = CASES[name]
+    proto = made(build, inputs, outputs)
+    feeds = models.random_inputs(proto, 4)
+    engine = ke.Engine.from_onnx(
+        proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
+    )
+    trace = ke.load_model(proto).run(feeds)
+    targets = np.random.default_rng(1).standard_normal(trace["output"].shape).astype("float32")
+    engine.observe(feeds, targets)
+    ds = trace.vjp({"output": 2 * (trace["output"] - targets)}, list(values))  # squared error
+    image = name == "conv"
+    a = np.concatenate(
+        [patches(trace[n]) if image else rows(trace[n], -1) for n in ("input", "a1")]
+    )
+    g = np.concatenate([rows(ds[n], 1 if image else -1) for n in values])
+    if len(parameters) == 2:
+        a = np.hstack([a, np.ones((len(a), 1))])
+    A, G = a.T @ a / len(a), g.T @ g / len(g)
+    expected = len(a) / 4 * np.kron(A, G)
+    found = engine.collection.get_blocks()[0].full_fisher_block()
+    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+def test_a_step_preconditions_a_weight_used_twice():
+    proto = models.tied()
+    engine = ke.Engine.from_onnx(proto, loss="normal")
+    result = engine.step(models.random_inputs(proto, 5), np.zeros((5, 4), np.float32))
+    assert result.natural_gradients["shared.weight"].shape == (4, 4)
+    engine.collection.check_registration(["shared.weight"])
+
+
+def test_uses_that_the_loss_does_not_depend_on_do_not_count():
+    net = models.Net()
+    w = net.weight("w", 3, 3)
+    net.op("MatMul", "input", w, to="output")
+    net.op("MatMul", net.op("Tanh", "output", to="act"), w, to="aside")
+    sides = ["batch", 3]
+    proto = net.model({"input": sides}, {"output": sides, "aside": sides})
+    (layer,) = ke.Engine.from_onnx(proto, loss="normal", output="output").layers
+    assert (layer.kind, layer.inputs, layer.outputs) == ("fully_connected", "input", "output")
+
+
+# -- several uses without a layer ------------------------------------------------------------------
+
+
+def in_two_roles(net):
+    w = net.weight("w", 3, 3)
+    x = net.op("MatMul", "input", w, to="s0")
+    net.op("MatMul", x, net.op("Transpose", w, to="turned", perm=[1, 0]), to="output")
+
+
+def transposed_once(net):
+    w = net.weight("w", 3, 3)
+    net.op("Gemm", net.op("MatMul", "input", w, to="s0"), w, to="output", transB=1)
+
+
+def twice_from_the_left(net):
+    w = net.weight("w", 4, 4)
+    net.op("MatMul", w, net.op("MatMul", w, "input", to="s0"), to="output")
+
+
+def line_twice(net):
+    w = net.weight("w", 2, 2, 3)
+    net.op("Conv", net.op("Conv", "input", w, to="s0"), w, to="output")
+
+
+REASONS = {
+    "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, Transpose"),
+    "layouts": (transposed_once, _FLAT, _FLAT, "used 2 times, by Gemm, MatMul, not all alike"),
+    "inner_axis": (twice_from_the_left, _TOKENS, _TOKENS,
+                   "used 2 times, by MatMul with its features on an inner axis"),
+    "line": (line_twice, ("batch", 2, 8), ("batch", 2, 4),
+             "used 2 times, by Conv: no approximation covers several uses as conv1d"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_uses_that_make_no_layer_are_generic_with_the_reason(name):
+    build, inputs, outputs, reason = REASONS[name]
+    (layer,) = layers_of(made(build, inputs, outputs))
+    assert (layer.kind, layer.reason) == ("generic", reason)
