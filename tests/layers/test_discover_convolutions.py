@@ -1,0 +1,63 @@
+"""Convolutions of every kind: their registration, and that their blocks have the right rows."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models, oracle
+
+# float32 sums of a few hundred terms, relative to the largest entry.
+SINGLE = 5e-5
+BATCH = 4
+
+# Name to spatial sides, kernel, attributes, kind.
+CASES = {
+    "line": ((9,), (3,), {"strides": [2], "pads": [1, 0]}, "conv1d"),
+    "line_dilated": ((9,), (3,), {"dilations": [3]}, "conv1d"),
+    "line_bare": ((6,), (2,), {}, "conv1d"),
+    "image": ((6, 5), (3, 2), {"strides": [2, 1], "dilations": [1, 2], "pads": [1, 0, 0, 2]},
+              "conv2d"),
+    "volume": ((4, 3, 4), (2, 3, 1), {"strides": [1, 2, 1], "pads": [1, 0, 0, 0, 1, 0]},
+               "convolution"),
+}  # fmt: skip
+
+
+def convolution(sides, kernel, attributes):
+    net = models.Net()
+    w, b = net.weight("w", 3, 2, *kernel), net.weight("b", 3)
+    net.op("Conv", "input", w, b, to="output", **attributes)
+    return net.model(
+        {"input": ["batch", 2, *sides]}, {"output": ["batch", 3, *[None] * len(sides)]}
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_convolution_is_registered_with_its_geometry(name):
+    sides, kernel, attributes, kind = CASES[name]
+    proto = convolution(sides, kernel, attributes)
+    feeds = models.random_inputs(proto, BATCH)
+    engine = ke.Engine.from_onnx(
+        proto, loss="normal", class_axis=1, estimation_mode="empirical", reduction="batch_mean"
+    )
+    (layer,) = engine.layers
+    assert (layer.kind, layer.parameters) == (kind, ("w", "b"))
+    trace = ke.load_model(proto).run(feeds)
+    targets = np.zeros_like(trace["output"])
+    engine.observe(feeds, targets)
+    ones, none = [1] * len(sides), [0] * len(sides)
+    pads = attributes.get("pads", none * 2)
+    a = oracle.conv_patches(
+        feeds["input"].astype("float64"),
+        kernel,
+        attributes.get("strides", ones),
+        attributes.get("dilations", ones),
+        pads[: len(sides)],
+        pads[len(sides) :],
+    )
+    positions = a.shape[1]
+    a = a.reshape(BATCH * positions, -1)
+    a = np.hstack([a, np.ones((len(a), 1))])
+    g = np.moveaxis(2.0 * trace["output"], 1, -1).reshape(-1, 3)  # of the squared error
+    expected = positions * np.kron(a.T @ a / len(a), g.T @ g / len(g))
+    found = engine.collection.get_blocks()[0].full_fisher_block()
+    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
