@@ -160,8 +160,8 @@ class KroneckerDiagonal(KroneckerMoment):
             arrays = self._arrays(uses, values, backend)
             rows = sum(self.view.count(x.shape) for x in arrays)
             for array in arrays:
-                x = self.view.rows(array, backend)
-                squares = backend.xp.einsum("ntd,ntd->d", x, x, dtype=out.dtype)
+                x = self.view.rows(array, backend).astype(out.dtype, copy=False)
+                squares = backend.xp.einsum("ntd,ntd->d", x, x)
                 out[: squares.size] += squares * (alpha / (rows * tower))
             if self.homogeneous:
                 out[-1] += alpha / tower

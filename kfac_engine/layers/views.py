@@ -98,6 +98,11 @@ class Rows:
         if len(shape) < 2 or (self.rank is not None and len(shape) != self.rank):
             wanted = "at least 2" if self.rank is None else str(self.rank)
             raise ShapeError(f"a layer's tensor has shape {shape}; {wanted} axes are needed.")
+        if not -len(shape) < self.feature_axis < len(shape) or self.feature_axis == 0:
+            raise ShapeError(
+                f"a layer's tensor has shape {shape}; axis {self.feature_axis} is none of features "
+                f"(axis 0 is the batch)."
+            )
 
 
 @dataclass(frozen=True, slots=True)
