@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kfac_engine.blocks.named import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
     from kfac_engine.blocks.named import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
     from kfac_engine.blocks.named import FullyConnectedMultiIndepFB as FullyConnectedMultiIndepFB
+    from kfac_engine.blocks.scale_shift import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
+    from kfac_engine.blocks.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
     from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.collection import LayerCollection as LayerCollection
@@ -47,6 +49,10 @@ if TYPE_CHECKING:
     from kfac_engine.factors.base import FisherFactor as FisherFactor
     from kfac_engine.factors.dense import DenseSquareMatrixFactor as DenseSquareMatrixFactor
     from kfac_engine.factors.diagonal import DiagonalFactor as DiagonalFactor
+    from kfac_engine.factors.scale_shift import (
+        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
+    )
+    from kfac_engine.factors.scale_shift import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
     from kfac_engine.inspection import LayerReport as LayerReport
     from kfac_engine.inspection import MemoryReport as MemoryReport
     from kfac_engine.losses import (
@@ -102,9 +108,13 @@ _HOMES = {
     "ConvDiagonalFB": "blocks.named",
     "FullyConnectedMultiIndepFB": "blocks.named",
     "ConvKFCBasicMultiIndepFB": "blocks.named",
+    "ScaleAndShiftFullFB": "blocks.scale_shift",
+    "ScaleAndShiftDiagonalFB": "blocks.scale_shift",
     "FisherFactor": "factors.base",
     "DenseSquareMatrixFactor": "factors.dense",
     "DiagonalFactor": "factors.diagonal",
+    "ScaleAndShiftFullFactor": "factors.scale_shift",
+    "ScaleAndShiftDiagonalFactor": "factors.scale_shift",
     "LossFunction": "losses",
     "CategoricalLogitsNegativeLogProbLoss": "losses",
     "OnehotCategoricalLogitsNegativeLogProbLoss": "losses",

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from kfac_engine.blocks.base import FactorOwner, FisherBlock
 from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
+from kfac_engine.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
+from kfac_engine.factors.diagonal import DiagonalFactor
+from kfac_engine.factors.scale_shift import ScaleShiftSquare
 from kfac_engine.layers.forms import LayerForm
 
-LayerRecipe: TypeAlias = Callable[[FactorOwner, LayerForm], FisherBlock]
+# Takes the collection and the form of the kind's layers.
+LayerRecipe: TypeAlias = Callable[..., FisherBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ _SUA = "Grosse & Martens 2016, arXiv:1602.01407, theorem 4"
 _USES = "Martens, Ba & Johnson 2018, section 3.2"
 _DIAGONAL = "mean of squared per-example gradients"
 
+_SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 
 APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
@@ -90,6 +96,10 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
         ),
     },
     "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
+    "scale_and_shift": {
+        "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
+        "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
+    },
 }
 
 # Blocks of parameters without a layer: made from names, not from a layer's form.
@@ -102,6 +112,7 @@ DEFAULTS: Mapping[str, str] = {
     "convolution": "kron",
     "fully_connected_multi": "kron_indep",
     "conv2d_multi": "kron_indep",
+    "scale_and_shift": "full",
     "generic": "diagonal",
 }
 

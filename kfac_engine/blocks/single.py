@@ -163,17 +163,11 @@ class NaiveDiagonalFB(NaiveFullFB):
         return tuple(shapes)
 
 
-class LayerDiagonalFB(SingleFactorFB):
-    """The diagonal of a layer's block: mean of squared per-example gradients.
+class SingleLayerFB(SingleFactorFB):
+    """A block with a single factor, of a layer with one input and one output."""
 
-    Args:
-        collection: Owner of the factors.
-        form: How the layer's tensors and parameters are laid out.
-    """
-
-    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
+    def __init__(self, collection: FactorOwner) -> None:
         super().__init__(collection)
-        self.form = form
         self._towers = Towers()
 
     @property
@@ -186,6 +180,19 @@ class LayerDiagonalFB(SingleFactorFB):
 
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
         return tuple(names[0] for names in self._towers.outputs)
+
+
+class LayerDiagonalFB(SingleLayerFB):
+    """The diagonal of a layer's block: mean of squared per-example gradients.
+
+    Args:
+        collection: Owner of the factors.
+        form: How the layer's tensors and parameters are laid out.
+    """
+
+    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
+        super().__init__(collection)
+        self.form = form
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return (self.form.packing.matrix_shape(shapes[0]),)

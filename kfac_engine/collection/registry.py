@@ -4,7 +4,7 @@
 as a mapping from names to arrays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.layers.forms import LayerForm
 from kfac_engine.losses.collection import LossCollection, Reuse
 
 Factor = TypeVar("Factor", bound=FisherFactor)
@@ -238,7 +237,7 @@ class BlockRegistry(LossCollection):
         self,
         kind: str,
         key: Params,
-        form: LayerForm,
+        form: Hashable,
         tensors: tuple[TowerNames, TowerNames],
         approx: str | None,
         reuse: Reuse,

@@ -5,7 +5,7 @@ uses, and adds its measurement to a matrix in place. Sources are summed, towers 
 a frozen value: two layers that measure the same thing get equal statistics, hence one factor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, TypeAlias, TypeVar
@@ -91,14 +91,14 @@ class KroneckerMoment:
             for name in tower:
                 shape = folded_shape(values[name].shape, self.view, folded)
                 widths[name] = self.view.width(shape)
-        return _the_same("features", widths)
+        return the_same("features", widths)
 
     def batch_size(self, values: Values) -> int:
         own = {
             tower[0]: examples([values[name].shape for name in tower], self.view, self.num_uses)
             for _, tower in self._towers()
         }
-        _the_same("examples", own)
+        the_same("examples", own)
         batch = self._batch(values)
         return sum(
             examples([values[name].shape for name in tower], self.view, self.num_uses, batch)
@@ -168,7 +168,37 @@ class KroneckerDiagonal(KroneckerMoment):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSquare:
+class LayerPairs:
+    """What statistics of a layer's input and output gradient together have in common.
+
+    Attributes:
+        inputs: Names of the layer's input, ``[tower]``.
+        tensors: Names of output gradients, ``[source][tower]``.
+    """
+
+    inputs: tuple[Uses, ...]
+    tensors: Tensors
+
+    def names(self) -> tuple[str, ...]:
+        outputs = (n for source in self.tensors for tower in source for n in tower)
+        return (*(n for tower in self.inputs for n in tower), *outputs)
+
+    def lengths(self) -> tuple[str, ...]:
+        return ()
+
+    def batch_size(self, values: Values) -> int:
+        own = {name: len(values[name]) for _, *pair in self.pairs() for name in pair}
+        return the_same("examples", own) * len(self.inputs)
+
+    def pairs(self) -> Iterator[tuple[int, str, str]]:
+        """Input and gradient of every tower of every source, with the number of towers."""
+        for source in self.tensors:
+            for (a, *_), (ds, *_) in zip(self.inputs, source, strict=True):
+                yield len(source), a, ds
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSquare(LayerPairs):
     """Mean over examples of the squared per-example gradient of a layer, packed ``(d_in, d_out)``.
 
     An example's gradient is the sum over positions of ``a dsᵀ``.
@@ -181,31 +211,18 @@ class LayerSquare:
         homogeneous: Whether the layer has a bias.
     """
 
-    inputs: tuple[Uses, ...]
-    tensors: Tensors
     input_view: View
     output_view: View
     homogeneous: bool
 
-    def names(self) -> tuple[str, ...]:
-        outputs = (n for source in self.tensors for tower in source for n in tower)
-        return (*(n for tower in self.inputs for n in tower), *outputs)
-
-    def lengths(self) -> tuple[str, ...]:
-        return ()
-
     def shape(self, values: Values) -> tuple[int, ...]:
         d_in: dict[str, int] = {}
         d_out: dict[str, int] = {}
-        for _, a, ds in self._pairs():
+        for _, a, ds in self.pairs():
             x, g = values[a].shape, values[ds].shape
             d_in[a], d_out[ds] = self.input_view.width(x), self.output_view.width(g)
-            _the_same("rows", {a: self.input_view.count(x), ds: self.output_view.count(g)})
-        return _the_same("features", d_in) + self.homogeneous, _the_same("features", d_out)
-
-    def batch_size(self, values: Values) -> int:
-        own = {name: len(values[name]) for _, *pair in self._pairs() for name in pair}
-        return _the_same("examples", own) * len(self.inputs)
+            the_same("rows", {a: self.input_view.count(x), ds: self.output_view.count(g)})
+        return the_same("features", d_in) + self.homogeneous, the_same("features", d_out)
 
     def repeats(self, values: Values) -> int:
         name = self.tensors[0][0][0]
@@ -215,16 +232,10 @@ class LayerSquare:
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for towers, *names in self._pairs():
+        for towers, *names in self.pairs():
             # Products are taken in the average's type: half precision would overflow in them.
             a, ds = (backend.asarray(values[n]).astype(out.dtype, copy=False) for n in names)
             self._add_tower(out, a, ds, backend, alpha / (len(ds) * towers))
-
-    def _pairs(self) -> Iterator[tuple[int, str, str]]:
-        """Input and gradient of every tower of every source, with the number of towers."""
-        for source in self.tensors:
-            for (a, *_), (ds, *_) in zip(self.inputs, source, strict=True):
-                yield len(source), a, ds
 
     def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         xp = backend.xp
@@ -265,7 +276,7 @@ class GradientSquare:
     def shape(self, values: Values) -> tuple[int, ...]:
         if len(self.tensors[0][0]) != 1:
             raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
-        return _the_same("sides", {name: values[name].shape for name in self.names()})
+        return the_same("sides", {name: values[name].shape for name in self.names()})
 
     def batch_size(self, values: Values) -> int:
         missing = [name for name in self.lengths() if name not in values]
@@ -294,7 +305,7 @@ class GradientOuter(GradientSquare):
         sizes = {
             names: sum(prod(values[name].shape) for name in names) for names, *_ in self.tensors
         }
-        size = _the_same("entries", sizes)
+        size = the_same("entries", sizes)
         return size, size
 
     def add_to(
@@ -309,13 +320,18 @@ class GradientOuter(GradientSquare):
             beta = 1.0
 
 
-def _the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
+def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
     """What all tensors agree on; a ShapeError where they do not."""
     found = list(measured.values())
     if any(measure != found[0] for measure in found):
         listed = ", ".join(f"{measure} in {name!r}" for name, measure in measured.items())
         raise ShapeError(f"tensors of one statistic differ in their {what}: {listed}.")
     return found[0]
+
+
+def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
+    """Names of the towers of a layer used once."""
+    return tuple((name,) for name in names)
 
 
 def at_least(dtype: DType, x: Array) -> Array:

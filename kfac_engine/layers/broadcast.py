@@ -1,0 +1,89 @@
+"""Parameters that are broadcast against the data: which axes of a gradient are summed for them."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError, ShapeError
+
+
+class Reduction(Protocol):
+    """The axes that a parameter does not have, or has with one entry only."""
+
+    def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Axes of data of this shape, the batch first, that are summed for each example."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummedAxes:
+    """Axes named by the caller.
+
+    Attributes:
+        axes: Counted from the batch axis, which is 0 and cannot be among them; empty sums nothing.
+    """
+
+    axes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check the axes.
+
+        Raises:
+            InputError: One is the batch axis or counted from the end, or one comes twice.
+        """
+        if len(set(self.axes)) < len(self.axes) or any(axis < 1 for axis in self.axes):
+            raise InputError(
+                f"broadcast axes {self.axes} must be different and positive: axis 0 is the batch."
+            )
+
+    def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.axes and max(self.axes) >= len(shape):
+            raise ShapeError(f"broadcast axes {self.axes} do not exist in data of shape {shape}.")
+        return self.axes
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastShape:
+    """The axes along which a parameter of some shape is broadcast.
+
+    Attributes:
+        shape: Of the parameter.
+        feature_axis: Axis of the data that the parameter's last axis lies along.
+    """
+
+    shape: tuple[int, ...]
+    feature_axis: int = -1
+
+    def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        rank = len(shape)
+        if not -rank <= self.feature_axis < rank:
+            raise ShapeError(f"data of shape {shape} has no axis {self.feature_axis}.")
+        trailing = rank - 1 - self.feature_axis % rank
+        missing = rank - trailing - len(self.shape)
+        aligned = (1,) * missing + self.shape + (1,) * trailing
+        if missing < 0:
+            raise ShapeError(
+                f"a parameter of shape {self.shape} has too many axes for data of shape {shape}."
+            )
+        if aligned[0] != 1:
+            raise ShapeError(
+                f"a parameter of shape {self.shape} differs from example to example of data of "
+                f"shape {shape}; along the batch axis it must have one entry."
+            )
+        if any(own not in (1, side) for own, side in zip(aligned, shape, strict=True)):
+            raise ShapeError(
+                f"a parameter of shape {self.shape} cannot be broadcast to data of shape {shape}."
+            )
+        return tuple(axis for axis in range(1, rank) if aligned[axis] == 1)
+
+
+def per_example(gradient: Array, reduction: Reduction) -> Array:
+    """Gradients over the data summed to the parameter's entries: ``(n, entries)``."""
+    rows: Array = gradient.sum(axis=reduction.summed(gradient.shape))
+    return rows.reshape(len(gradient), -1)
+
+
+def entries(shape: tuple[int, ...], reduction: Reduction) -> int:
+    """Entries of the parameter, from the shape of the data."""
+    summed = reduction.summed(shape)
+    return prod(side for axis, side in enumerate(shape) if axis > 0 and axis not in summed)
