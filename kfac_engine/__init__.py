@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kfac_engine.blocks.named import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
     from kfac_engine.blocks.named import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
     from kfac_engine.blocks.named import FullyConnectedMultiIndepFB as FullyConnectedMultiIndepFB
+    from kfac_engine.blocks.named import FullyConnectedSeriesFB as FullyConnectedSeriesFB
     from kfac_engine.blocks.scale_shift import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
     from kfac_engine.blocks.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
     from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
@@ -107,6 +108,7 @@ _HOMES = {
     "ConvKFCBasicFB": "blocks.named",
     "ConvDiagonalFB": "blocks.named",
     "FullyConnectedMultiIndepFB": "blocks.named",
+    "FullyConnectedSeriesFB": "blocks.named",
     "ConvKFCBasicMultiIndepFB": "blocks.named",
     "ScaleAndShiftFullFB": "blocks.scale_shift",
     "ScaleAndShiftDiagonalFB": "blocks.scale_shift",

@@ -10,6 +10,7 @@ from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.scale_shift import ScaleShiftFB
+from kfac_engine.blocks.series import USES, SeriesFB
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.scale_shift import ScaleShiftSquare
@@ -59,6 +60,13 @@ def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
     return build
 
 
+def _series(option: int) -> LayerRecipe:
+    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        return SeriesFB(collection, form, form.num_uses, option)
+
+    return build
+
+
 def _multi_patches(collection: FactorOwner, form: LayerForm) -> FisherBlock:
     return MultiUseKroneckerFB(collection, form, form.num_uses, input_side=patches_side(form))
 
@@ -67,6 +75,7 @@ _KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
 _KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
 _SUA = "Grosse & Martens 2016, arXiv:1602.01407, theorem 4"
 _USES = "Martens, Ba & Johnson 2018, section 3.2"
+_SERIES = "Martens, Ba & Johnson 2018, section 3.5"
 _DIAGONAL = "mean of squared per-example gradients"
 
 _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
@@ -88,12 +97,14 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
     "conv1d": {"kron": _PATCHES},
     "convolution": {"kron": _PATCHES},
     "fully_connected_multi": {
-        "kron_indep": Approximation(_multi(DENSE, DENSE), "u · A ⊗ G", _USES),
-        "kron_indep_in_diag": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES),
-        "kron_indep_out_diag": Approximation(_multi(DENSE, DIAGONAL), "u · A ⊗ diag(G)", _USES),
+        "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
+        "kron_indep_in_diag": Approximation(_multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES),
+        "kron_indep_out_diag": Approximation(_multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES),
         "kron_indep_both_diag": Approximation(
             _multi(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES
         ),
+        "kron_series_1": Approximation(_series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES),
+        "kron_series_2": Approximation(_series(2), "Σ_d u · A_d ⊗ G_d", _SERIES),
     },
     "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
     "scale_and_shift": {

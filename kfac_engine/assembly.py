@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def refreshes(
     for key, block in collection.fisher_blocks.items():
         shapes = block.factor_shapes([model.parameters[name].shape for name in uses(key)])
         for factor, shape in zip(block.factors, shapes, strict=True):
-            costs[id(factor)] = float(shape[0]) ** 3
+            costs[id(factor)] = float(prod(shape)) * shape[-1]
     return {
         str(index): (factor, Work(str(index), costs[id(factor)]))
         for index, factor in enumerate(collection.get_factors())

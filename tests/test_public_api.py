@@ -45,6 +45,7 @@ PUBLIC = (
     "ConvKFCBasicFB",
     "ConvDiagonalFB",
     "FullyConnectedMultiIndepFB",
+    "FullyConnectedSeriesFB",
     "ConvKFCBasicMultiIndepFB",
     "ScaleAndShiftFullFB",
     "ScaleAndShiftDiagonalFB",

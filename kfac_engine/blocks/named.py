@@ -7,6 +7,7 @@ from kfac_engine.blocks.base import FactorOwner
 from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
+from kfac_engine.blocks.series import USES, SeriesFB
 from kfac_engine.blocks.single import LayerDiagonalFB
 from kfac_engine.layers.extraction import check_extraction
 from kfac_engine.layers.forms import convolution_form, dense_form
@@ -142,9 +143,31 @@ class FullyConnectedMultiIndepFB(MultiUseKroneckerFB):
             layer_collection,
             dense_form(weight_format, has_bias),
             num_uses,
-            input_side=DIAGONAL if diagonal_approx_for_input else DENSE,
-            output_side=DIAGONAL if diagonal_approx_for_output else DENSE,
+            input_side=DIAGONAL if diagonal_approx_for_input else USES,
+            output_side=DIAGONAL if diagonal_approx_for_output else USES,
         )
+
+
+class FullyConnectedSeriesFB(SeriesFB):
+    """The sum over lags between the uses of a dense layer (Martens, Ba & Johnson 2018).
+
+    Args:
+        layer_collection: Owner of the factors.
+        has_bias: Whether the layer has a bias.
+        num_uses: Uses; may be left out where a tower lists them.
+        option: 1 or 2; see ``SeriesFB``.
+        weight_format: ``"IO"`` or ``"OI"``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        has_bias: bool = False,
+        num_uses: int | None = None,
+        option: int = 2,
+        weight_format: str = "IO",
+    ) -> None:
+        super().__init__(layer_collection, dense_form(weight_format, has_bias), num_uses, option)
 
 
 class ConvKFCBasicMultiIndepFB(MultiUseKroneckerFB):

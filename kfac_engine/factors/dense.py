@@ -46,10 +46,10 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     @property
     def side(self) -> int:
-        return len(self.average.read(self.name))
+        return len(self._matrix())
 
     def trace(self) -> float:
-        return float(self.backend.xp.trace(self.average.read(self.name)))
+        return float(self.backend.xp.trace(self._matrix()))
 
     def get_cov(self) -> Array:
         return self.cov
@@ -65,7 +65,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         self._register(_CHOLESKY_INVERSE, damping_func)
 
     def refresh(self) -> None:
-        cov = self.average.read(self.name)
+        cov = self._matrix()
         if not bool(self.backend.xp.isfinite(cov).all()):
             raise NonFiniteError(f"the average of {self.name} holds NaN or infinity.")
         dampings = {key: float(damping()) for key, damping in self._registered.items()}
@@ -77,7 +77,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=0)
         if exp == 1:
-            fresh: Array = self.average.read(self.name) @ x + damping_func() * x
+            fresh: Array = self._matrix() @ x + damping_func() * x
             return fresh
         product: Array = self._read(float(exp), damping_func) @ x
         return product
@@ -85,7 +85,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=-1)
         if exp == 1:
-            fresh: Array = x @ self.average.read(self.name) + damping_func() * x
+            fresh: Array = x @ self._matrix() + damping_func() * x
             return fresh
         product: Array = x @ self._read(float(exp), damping_func)
         return product
@@ -118,6 +118,10 @@ class DenseSquareMatrixFactor(FisherFactor):
             for index, key in enumerate(self._registered)
             if f"power/{index}" in arrays
         }
+
+    def _matrix(self) -> Array:
+        """The matrix within the average, as it is stored."""
+        return self.average.read(self.name)
 
     def _identity(self, like: Array) -> Array:
         eye: Array = self.backend.xp.eye(len(like), dtype=like.dtype)
