@@ -1,7 +1,7 @@
 """Factors that are a diagonal matrix, kept as one number for each parameter."""
 
 from kfac_engine._types import Array
-from kfac_engine.errors import ShapeError
+from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.factors.base import Damping, FisherFactor
 
 
@@ -46,7 +46,7 @@ class DiagonalFactor(FisherFactor):
                 f"{self.name} has {diagonal.size} entries; it cannot multiply an array of shape "
                 f"{x.shape} from the left."
             )
-        damped = (diagonal + damping_func()) ** exp
+        damped = self._power(diagonal, exp, damping_func)
         if damped.size == x.size:
             return damped.reshape(x.shape) * x
         return damped.reshape(-1, *(1,) * (x.ndim - 1)) * x
@@ -58,7 +58,7 @@ class DiagonalFactor(FisherFactor):
                 f"{self.name} has {diagonal.size} entries; it cannot multiply an array of shape "
                 f"{x.shape} from the right."
             )
-        return x * (diagonal.reshape(-1) + damping_func()) ** exp
+        return x * self._power(diagonal.reshape(-1), exp, damping_func)
 
     def left_multiply_cholesky(
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
@@ -71,6 +71,16 @@ class DiagonalFactor(FisherFactor):
     ) -> Array:
         del transpose
         return self.right_multiply_matpower(x, -0.5 if inverse else 0.5, damping_func)
+
+    def _power(self, diagonal: Array, exp: float, damping_func: Damping) -> Array:
+        damped = diagonal + damping_func()
+        if exp < 0 and not bool((damped > 0).all()):
+            raise InputError(
+                f"{self.name} has a damped entry of {float(damped.min())}, which has no power "
+                f"{exp}; use a positive damping."
+            )
+        power: Array = damped**exp
+        return power
 
     def _identity(self, like: Array) -> Array:
         ones: Array = self.backend.xp.ones_like(like)
