@@ -1,0 +1,120 @@
+"""Weights and biases as one matrix: every entry followed by hand."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.layers.packing import Packing
+
+SIDES = {"I": 3, "O": 4, "H": 2, "W": 5, "D": 2}
+FORMATS = ["IO", "OI", "WIO", "OIW", "HWIO", "OIHW", "DHWIO", "OIDHW"]
+
+
+def weight_of(weight_format, dtype=np.float64):
+    """A weight whose every entry is different."""
+    shape = tuple(SIDES[axis] for axis in weight_format)
+    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
+
+
+def entry(weight_format, weight, where):
+    """The entry of a weight at a place given axis by axis."""
+    return weight[tuple(where[axis] for axis in weight_format)]
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["weight", "weight and bias"])
+def test_rows_are_taps_then_inputs_then_the_bias_and_columns_are_outputs(weight_format, has_bias):
+    packing = Packing(weight_format, has_bias)
+    weight, bias = weight_of(weight_format), -1.0 - np.arange(4.0)
+    matrix = packing.pack((weight, bias) if has_bias else weight, "w", np)
+    spatial = [axis for axis in "DHW" if axis in weight_format]
+    row = 0
+    for place in np.ndindex(*(SIDES[axis] for axis in [*spatial, "I"])):
+        for o in range(4):
+            where = dict(zip([*spatial, "I"], place, strict=True)) | {"O": o}
+            assert matrix[row, o] == entry(weight_format, weight, where)
+        row += 1
+    if has_bias:
+        np.testing.assert_array_equal(matrix[row], bias)
+    assert matrix.shape == (row + has_bias, 4) == packing.matrix_shape(weight.shape)
+    assert packing.kernel(weight.shape) == tuple(SIDES[axis] for axis in spatial)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("form", ["array", "tuple of one", "list of one", "tuple", "list"])
+def test_unpacking_gives_back_what_was_packed_in_its_form(weight_format, form):
+    weight, bias = weight_of(weight_format), -1.0 - np.arange(4.0)
+    vector = {
+        "array": weight,
+        "tuple of one": (weight,),
+        "list of one": [weight],
+        "tuple": (weight, bias),
+        "list": [weight, bias],
+    }[form]
+    packing = Packing(weight_format, has_bias=form in ("tuple", "list"))
+    back = packing.unpack(packing.pack(vector, "w", np), vector)
+    if form == "array":
+        np.testing.assert_array_equal(back, weight)
+        return
+    assert isinstance(back, tuple)
+    assert len(back) == len(vector)
+    for found, given in zip(back, vector, strict=True):
+        np.testing.assert_array_equal(found, given)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1, 1), (1, 4)])
+def test_a_bias_keeps_its_axes_of_one(shape):
+    packing, vector = Packing("OIHW", True), (weight_of("OIHW"), np.arange(4.0).reshape(shape))
+    back = packing.unpack(packing.pack(vector, "w", np), vector)
+    assert back[1].shape == shape
+    np.testing.assert_array_equal(back[1], vector[1])
+
+
+@pytest.mark.parametrize("weight_format", ["IO", "OI"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packing_and_unpacking_copy(weight_format, has_bias):
+    packing = Packing(weight_format, has_bias)
+    weight, bias = weight_of(weight_format), np.ones(4)
+    vector = (weight, bias) if has_bias else (weight,)
+    matrix = packing.pack(vector, "w", np)
+    back = packing.unpack(matrix, vector)
+    kept = weight.copy(), matrix.copy()
+    for array in back:
+        array[...] = np.nan
+    np.testing.assert_array_equal(matrix, kept[1])
+    matrix[...] = np.nan
+    np.testing.assert_array_equal(weight, kept[0])
+
+
+def test_unpacked_arrays_have_the_types_of_what_was_given():
+    packing = Packing("IO", True)
+    vector = weight_of("IO", np.float32), np.ones(4)
+    matrix = packing.pack(vector, "w", np)
+    assert matrix.dtype == np.float64
+    assert [array.dtype for array in packing.unpack(matrix, vector)] == [np.float32, np.float64]
+
+
+def test_the_packed_matrix_of_a_pair_flattens_to_weight_then_bias():
+    vector = weight_of("HWIO"), np.full(4, -7.0)
+    flat = Packing("HWIO", True).pack(vector, "w", np).ravel()
+    np.testing.assert_array_equal(flat, np.concatenate([part.ravel() for part in vector]))
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "has_bias", "vector", "error", "says"),
+    [
+        ("IO", True, np.ones((3, 4)), ke.InputError, r"takes 2 array\(s\), got 1"),
+        ("IO", False, (np.ones((3, 4)), np.ones(4)), ke.InputError, r"takes 1 array\(s\), got 2"),
+        ("HWIO", False, np.ones((3, 4)), ke.ShapeError, r"HWIO, 4 axes; got shape \(3, 4\)"),
+        ("IO", True, (np.ones((3, 4)), np.ones(3)), ke.ShapeError, r"bias of .* shape \(3,\)"),
+    ],
+    ids=["no bias", "a bias too many", "rank", "bias"],
+)
+def test_arrays_of_another_layer_are_refused(weight_format, has_bias, vector, error, says):
+    with pytest.raises(error, match=says):
+        Packing(weight_format, has_bias).pack(vector, "w", np)
+
+
+def test_an_unknown_format_lists_the_known_ones():
+    with pytest.raises(ke.InputError, match="unknown weight_format 'OHWI'; choose one of: IO, OI"):
+        Packing("OHWI", False)

@@ -1,0 +1,164 @@
+"""How tensors become rows: counted and gathered one by one."""
+
+from math import prod
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.layers.views import Patches, Rows
+from tests.backend.truths import patches
+
+EXACT = 1e-12  # float64, sums of a hundred products of size one
+BACKEND = NumpyBackend()
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def moment(view, x, homogeneous=False):
+    d = view.width(x.shape) + homogeneous
+    out = np.full((d, d), np.nan)
+    view.second_moment(x, out, BACKEND, homogeneous=homogeneous, alpha=1.0, beta=0.0)
+    return out
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((5, 3), -1), ((4, 2, 3), -1), ((4, 3, 2), 1), ((4, 3, 2), -2), ((2, 3, 2, 2), 1)],
+)
+def test_every_axis_but_the_features_counts_rows(shape, axis):
+    view, x = Rows(axis), draw(*shape)
+    assert view.width(shape) == shape[axis]
+    assert view.count(shape) == prod(shape) // shape[axis]
+    found = view.rows(x, BACKEND)
+    assert found.shape == (shape[0], view.count(shape) // shape[0], shape[axis])
+    moved = np.moveaxis(x, axis, -1)
+    places = list(np.ndindex(moved.shape[:-1]))
+    for place, row in zip(places, found.reshape(-1, shape[axis]), strict=True):
+        np.testing.assert_array_equal(row, moved[place])
+    total = sum(np.outer(moved[place], moved[place]) for place in places)
+    np.testing.assert_allclose(moment(view, x), total, atol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("view", "shape", "says"),
+    [
+        (Rows(), (4,), "at least 2 axes"),
+        (Rows(1, rank=4), (4, 3), "4 axes"),
+        (Rows(-2), (3, 4), "axis 0 is the batch"),
+        (Rows(0), (3, 4), "axis 0 is the batch"),
+        (Rows(2), (3, 4), "axis 2 is none of features"),
+    ],
+)
+def test_a_tensor_without_batch_and_features_is_refused(view, shape, says):
+    for read in (
+        lambda: view.width(shape),
+        lambda: view.count(shape),
+        lambda: view.rows(np.ones(shape), BACKEND),
+        lambda: moment(view, np.ones(shape)),
+    ):
+        with pytest.raises(ke.ShapeError, match=says):
+            read()
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+CASES = {
+    # kernel, strides, dilations, padding, sides, begins, ends: the last two by hand
+    "valid": ((2, 3), (1, 1), (1, 1), "VALID", (4, 5), (0, 0), (0, 0)),
+    "same": ((2, 3), (1, 1), (1, 1), "SAME", (4, 5), (0, 1), (1, 1)),
+    "same lower": ((2, 3), (1, 1), (1, 1), "SAME_LOWER", (4, 5), (1, 1), (0, 1)),
+    # ceil(5/2) = 3 outputs need (3 - 1)·2 + 3 = 7 pixels: two more; ceil(6/4) = 2 need 4 + 2 = 6.
+    "same strided": ((3, 2), (2, 4), (1, 1), "SAME", (5, 6), (1, 0), (1, 0)),
+    # Fewer pixels needed than there are: nothing is cut off, (2 - 1)·3 + 1 = 4 of 5.
+    "same sparse": ((1, 1), (3, 3), (1, 1), "SAME", (5, 6), (0, 0), (0, 0)),
+    # Taps 2 apart reach over 3 pixels: two more.
+    "same dilated": ((2, 2), (1, 1), (2, 3), "SAME", (4, 5), (1, 1), (1, 2)),
+    "explicit": ((2, 2), (2, 1), (1, 2), ((1, 0), (0, 3)), (4, 5), (1, 0), (0, 3)),
+    "crop": ((2, 2), (1, 1), (1, 1), ((-1, 0), (0, -2)), (4, 5), (-1, 0), (0, -2)),
+    "line": ((3,), (2,), (2,), "SAME", (7,), (2,), (2,)),
+    "volume": ((2, 1, 2), (1, 2, 1), (1, 1, 1), "SAME", (3, 4, 2), (0, 0, 0), (1, 0, 1)),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+either_layout = pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+
+
+def layout(x, first):
+    """Images with channels first, as they are or with channels last."""
+    return x if first else np.moveaxis(x, 1, -1)
+
+
+@every_case
+@either_layout
+def test_patches_see_the_pixels_that_the_padding_says(case, first):
+    kernel, strides, dilations, padding, sides, begins, ends = case
+    x = draw(2, 3, *sides)
+    view = Patches(kernel, strides, dilations, padding, channels_first=first)
+    expected = patches(x, kernel, strides, dilations, begins, ends)
+    given = layout(x, first)
+    np.testing.assert_array_equal(view.rows(given, BACKEND), expected)
+    assert view.count(given.shape) == expected.shape[0] * expected.shape[1]
+    assert view.width(given.shape) == expected.shape[2]
+    assert view.rank == len(sides) + 2
+    flat = expected.reshape(-1, expected.shape[2])
+    flat = np.concatenate([flat, np.ones((len(flat), 1))], axis=1)
+    found = moment(view, given, homogeneous=True)
+    np.testing.assert_allclose(found, flat.T @ flat, atol=EXACT)
+
+
+@pytest.mark.parametrize("side", range(1, 9))
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_same_gives_an_output_for_every_stride_begun(side, stride):
+    view = Patches((3,), (stride,), (1,), "SAME", channels_first=True)
+    assert view.count((1, 1, side)) == -(-side // stride)
+
+
+def test_patches_of_views_with_any_strides_are_those_of_a_copy():
+    view = Patches((2, 2), (1, 1), (1, 1), "SAME", channels_first=False)
+    x = draw(3, 8, 10, 4)[:, ::2, ::-2, 1:3]
+    np.testing.assert_array_equal(view.rows(x, BACKEND), view.rows(x.copy(), BACKEND))
+
+
+def test_equal_geometries_are_one():
+    def view(**changes):
+        options = {"strides": (1, 1), "dilations": (1, 1), "padding": ((1, 1), (0, 0))}
+        return Patches((2, 2), **(options | changes), channels_first=True)
+
+    assert view() == view()
+    assert hash(view()) == hash(view())
+    assert view() != view(padding="SAME")
+    assert view() != view(strides=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strides": (1,)},
+        {"dilations": (1, 1, 1)},
+        {"padding": ((0, 0),)},
+        {"padding": "FULL"},
+    ],
+    ids=["strides", "dilations", "pads", "name"],
+)
+def test_a_geometry_that_contradicts_itself_is_refused(options):
+    good = {"strides": (1, 1), "dilations": (1, 1), "padding": "SAME"}
+    with pytest.raises(ke.InputError, match="padding"):
+        Patches((2, 2), **(good | options), channels_first=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [((2, 3, 5), "2 spatial axes"), ((2, 3, 1, 5), "smaller than the window")],
+)
+def test_images_that_do_not_fit_the_filter_are_refused(shape, says):
+    view = Patches((2, 2), (1, 1), (1, 1), "VALID", channels_first=True)
+    with pytest.raises(ke.ShapeError, match=says):
+        view.count(shape)
+    with pytest.raises(ke.ShapeError, match=says):
+        view.rows(np.ones(shape), BACKEND)
