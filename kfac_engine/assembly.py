@@ -14,7 +14,7 @@ from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.layers.discover import discover
-from kfac_engine.layers.matchers import Found
+from kfac_engine.layers.found import Found
 from kfac_engine.objective import Objective
 from kfac_engine.scheduler import Work
 
@@ -37,7 +37,8 @@ def register_layers(
     ]
     # A use that the loss does not depend on is none.
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
-    layers = (*discover(graph, tuple(reached), shapes), *unreached)
+    batch = shapes[objective.inputs[0]][0]
+    layers = (*discover(graph, tuple(reached), shapes, batch), *unreached)
     register = {
         "fully_connected": collection.register_fully_connected,
         "fully_connected_multi": collection.register_fully_connected_multi,
@@ -45,12 +46,15 @@ def register_layers(
         "conv2d": collection.register_conv2d,
         "conv2d_multi": collection.register_conv2d_multi,
         "convolution": collection.register_convolution,
+        "scale_and_shift": collection.register_scale_and_shift,
     }
     for layer in layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
             collection.register_generic(key, objective.inputs[0])
         else:
+            if layer.computed:
+                model.define(layer.computed.node, layer.computed.constants, layer.computed.like)
             register[layer.kind](  # type: ignore[operator] # each takes its own options
                 key, inputs=layer.inputs, outputs=layer.outputs, **layer.options
             )

@@ -31,7 +31,7 @@ from kfac_engine.inspection import (
     memory_report,
     require_memory,
 )
-from kfac_engine.layers.matchers import Found
+from kfac_engine.layers.found import Found
 from kfac_engine.objective import (
     LossChoice,
     Objective,

@@ -12,7 +12,7 @@ from kfac_engine.approximations import formula
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import MemoryLimitError
-from kfac_engine.layers.matchers import Found, Tensors
+from kfac_engine.layers.found import Found, Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class OnnxModel:
         graph: The canonical graph.
         parameters: Name to current value; change values through ``set_parameters``.
         facts: Element type and shape of every value in the sample run.
+        defined: Names of values added to those of the graph; add some through ``define``.
 
     Raises:
         ModelError: The model has no trainable parameter, or cannot be run on made-up inputs.
@@ -64,9 +65,10 @@ class OnnxModel:
             name: np.array(self.graph.constants[name])
             for name in trainable_parameters(self.graph, trainable)
         }
-        self.facts: Mapping[str, Fact] = sample_facts(self.graph, sample_inputs)
+        self.facts: dict[str, Fact] = sample_facts(self.graph, sample_inputs)
         self._wanted: dict[str, None] = {}
         self._forward: Session | None = None
+        self.defined: set[str] = set()
         self._appended: dict[str, Node] = {}
         self._appended_constants: dict[str, Array] = {}
         self._backwards: dict[tuple[object, ...], Backward] = {}
@@ -139,6 +141,19 @@ class OnnxModel:
         if missing:
             self._wanted.update(dict.fromkeys(missing))
             self._forward = None
+
+    def define(self, node: Node, constants: Mapping[str, Array], like: str) -> None:
+        """Add a value that the file does not name; traces know it from now on.
+
+        Args:
+            node: Computes it as its first result, from values of the graph.
+            constants: Further operands, by name.
+            like: A value of the graph with its element type and shape.
+        """
+        self._appended[node.name] = node
+        self._appended_constants |= constants
+        self.facts[node.outputs[0]] = self.facts[like]
+        self.defined.add(node.outputs[0])
 
     def fetch(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """One forward pass over checked feeds: all wanted values."""

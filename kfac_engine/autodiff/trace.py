@@ -31,7 +31,7 @@ class Trace(Mapping[str, Array]):
         self._model = model
         self._feeds = feeds
         self._values: dict[str, Array] = {**model.graph.constants, **feeds, **extra}
-        self._known = set(model.graph.values())
+        self._known = {*model.graph.values(), *model.defined}
         self._values |= model.fetch(feeds)
 
     def __getitem__(self, name: str) -> Array:
@@ -47,7 +47,7 @@ class Trace(Mapping[str, Array]):
         return name in self._values or name in self._known
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._values, *self._model.graph.values())))
+        return iter(dict.fromkeys((*self._values, *self._known)))
 
     def __len__(self) -> int:
         return len(self._known | self._values.keys())

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kfac_engine.graph.structure import Graph
-from kfac_engine.layers.matchers import Found, Scene, Tensors, match
+from kfac_engine.layers.found import Found, Scene, Tensors
+from kfac_engine.layers.matchers import match
 
 # Kind of a layer used once to the kind that takes several uses.
 _SEVERAL_USES = {"fully_connected": "fully_connected_multi", "conv2d": "conv2d_multi"}
@@ -14,7 +15,7 @@ _ONE_USE_ONLY = {"feature_axis": "with its features on an inner axis"}
 
 
 def discover(
-    graph: Graph, trainable: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    graph: Graph, trainable: Sequence[str], shapes: Mapping[str, tuple[int, ...]], batch: int
 ) -> tuple[Found, ...]:
     """All layers of a graph, then the parameters without one.
 
@@ -22,12 +23,13 @@ def discover(
         graph: The canonical graph: the part of the model that the loss depends on.
         trainable: Names of the trainable parameters.
         shapes: Shape of every value in a sample run.
+        batch: Length of the batch axis in that run.
 
     Returns:
         Layers in the order of their first use, generic parameters after them; each parameter is in
         exactly one.
     """
-    scene = Scene(graph, frozenset(trainable), shapes)
+    scene = Scene(graph, frozenset(trainable), shapes, batch)
     layers: list[Found] = []
     reasons: dict[str, str] = {}
     first_uses = dict.fromkeys(

@@ -1,76 +1,12 @@
 """What layer an operator is, told from the operator and its operands: a table of matchers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.structure import Node
+from kfac_engine.layers.found import Found, Scene
+from kfac_engine.layers.scales import scale_of_normalization, scale_of_product
 from kfac_engine.layers.views import Padding
-
-# Name of a tensor, or names over the uses of a layer.
-Tensors: TypeAlias = str | tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A layer, or a parameter without one.
-
-    Attributes:
-        kind: A kind of the table of approximations; ``"generic"`` for a parameter without a layer.
-        parameters: The weight and the bias if there is one; a single parameter if generic.
-        inputs: Name of the layer's input, or names over its uses; empty if generic.
-        outputs: Name of its output before any nonlinearity, likewise; empty if generic.
-        options: Keyword arguments of the registration: formats, strides, padding.
-        reason: Why a parameter is generic; empty for layers.
-    """
-
-    kind: str
-    parameters: tuple[str, ...]
-    inputs: Tensors = ""
-    outputs: Tensors = ""
-    options: Mapping[str, object] = field(default_factory=dict)
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What a matcher looks at.
-
-    Attributes:
-        graph: The canonical graph.
-        trainable: Names of the parameters.
-        shapes: Shape of every value in a sample run.
-    """
-
-    graph: Graph
-    trainable: frozenset[str]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def is_weight(self, name: str, rank: int) -> bool:
-        """Whether ``name`` is a parameter with so many axes."""
-        return name in self.trainable and len(self.shapes[name]) == rank
-
-    def is_bias(self, name: str, weight: str, d_out: int, channel_axes: int = 0) -> bool:
-        """Whether a parameter adds one number a feature wherever ``weight`` is used.
-
-        Args:
-            name: The bias in question.
-            weight: The weight whose result it is added to.
-            d_out: Features of that result.
-            channel_axes: How many axes come after the features.
-
-        Returns:
-            The answer.
-        """
-        consumers = self.graph.consumers
-        if name not in self.trainable or len(consumers[name]) != len(consumers[weight]):
-            return False
-        shape = self.shapes[name]
-        position = len(shape) - 1 - channel_axes
-        return position >= 0 and all(
-            side == (d_out if axis == position else 1) for axis, side in enumerate(shape)
-        )
-
 
 # A matcher returns the layer a node is, or the reason why its weight makes none.
 Matcher: TypeAlias = Callable[[Scene, Node, int], Found | str]
@@ -80,6 +16,8 @@ def match(scene: Scene, node: Node, index: int) -> Found | str:
     """The layer that a parameter makes as operand ``index`` of ``node``, or why it makes none."""
     operand = node.qualified_op, index
     if operand in _MATCHERS:
+        if scene.data.isdisjoint(node.inputs):
+            return f"operand {index} of {node.qualified_op}, which does not depend on the data"
         return _MATCHERS[operand](scene, node, index)
     return _ROLES.get(operand, f"operand {index} of {node.qualified_op}")
 
@@ -186,16 +124,20 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("MatMul", 0): _matmul,
     ("MatMul", 1): _matmul,
     ("Conv", 1): _conv,
+    ("Mul", 0): scale_of_product,
+    ("Mul", 1): scale_of_product,
+    ("LayerNormalization", 1): scale_of_normalization,
+    ("BatchNormalization", 1): scale_of_normalization,
+    ("InstanceNormalization", 1): scale_of_normalization,
+    ("GroupNormalization", 1): scale_of_normalization,
 }
 
 # What a parameter without a layer is, by the operand it is.
 _ROLES: Mapping[tuple[str, int], str] = {
-    ("LayerNormalization", 1): "scale of LayerNormalization",
     ("LayerNormalization", 2): "shift of LayerNormalization",
-    ("BatchNormalization", 1): "scale of BatchNormalization",
     ("BatchNormalization", 2): "shift of BatchNormalization",
-    ("InstanceNormalization", 1): "scale of InstanceNormalization",
     ("InstanceNormalization", 2): "shift of InstanceNormalization",
+    ("GroupNormalization", 2): "shift of GroupNormalization",
     ("Gather", 0): "table of Gather (an embedding)",
     ("Gemm", 2): "added by Gemm, but not one number a column",
     ("Conv", 2): "bias of Conv, but not one number a channel",

@@ -8,7 +8,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model
-from tests.models import layer_norm, resnet_block
+from tests.models import Net, layer_norm, resnet_block
 
 
 @pytest.fixture
@@ -42,8 +42,17 @@ def test_memory_adds_up_and_grows_with_the_batch_where_activations_are(report):
     assert ten["factors"] == one["factors"]
 
 
+def with_positions():
+    """A table of positions, added to the tokens, then a dense layer: the table has no layer."""
+    net = Net()
+    x = net.op("Add", "input", net.weight("positions.weight", 4, 5), to="placed")
+    x = net.op("MatMul", x, net.weight("fc.weight", 5, 3), to="product")
+    net.op("Add", x, net.weight("fc.bias", 3), to="output")
+    return net.model({"input": ["batch", 4, 5]}, {"output": ["batch", 4, 3]})
+
+
 def test_every_parameter_is_claimed_once_and_a_generic_one_has_a_reason(report):
-    model = layer_norm()
+    model = with_positions()
     layers = report(model)["layers"]
     claimed = [name for layer in layers for name in layer["parameters"]]
     assert sorted(claimed) == sorted(set(claimed))

@@ -1,0 +1,101 @@
+"""What discovery says of a parameter, and what it looks at: shared by all matchers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+from kfac_engine._types import Array
+from kfac_engine.graph.structure import Graph, Node
+
+# Name of a tensor, or names over the uses of a layer.
+Tensors: TypeAlias = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewValue:
+    """A value that a layer needs and the graph lacks.
+
+    Attributes:
+        node: Computes it as its first result, from values of the graph.
+        constants: Further operands, by name.
+        like: A value of the graph with its type and shape.
+    """
+
+    node: Node
+    constants: Mapping[str, Array]
+    like: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layer, or a parameter without one.
+
+    Attributes:
+        kind: A kind of the table of approximations; ``"generic"`` for a parameter without a layer.
+        parameters: The weight and the bias if there is one; a single parameter if generic.
+        inputs: Name of the layer's input, or names over its uses; empty if generic.
+        outputs: Name of its output before any nonlinearity, likewise; empty if generic.
+        options: Keyword arguments of the registration: formats, strides, padding.
+        reason: Why a parameter is generic; empty for layers.
+        computed: Computes the input, where the graph does not.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    inputs: Tensors = ""
+    outputs: Tensors = ""
+    options: Mapping[str, object] = field(default_factory=dict)
+    reason: str = ""
+    computed: NewValue | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a matcher looks at.
+
+    Attributes:
+        graph: The canonical graph.
+        trainable: Names of the parameters.
+        shapes: Shape of every value in a sample run.
+        batch: Length of the batch axis in that run.
+    """
+
+    graph: Graph
+    trainable: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    batch: int
+
+    @cached_property
+    def data(self) -> frozenset[str]:
+        """Values that depend on the data inputs."""
+        found = {entry.name for entry in self.graph.inputs}
+        for node in self.graph.nodes:
+            if found.intersection(node.inputs) or found.intersection(node.captures):
+                found.update(node.outputs)
+        return frozenset(found)
+
+    def is_weight(self, name: str, rank: int) -> bool:
+        """Whether ``name`` is a parameter with so many axes."""
+        return name in self.trainable and len(self.shapes[name]) == rank
+
+    def is_bias(self, name: str, weight: str, d_out: int, channel_axes: int = 0) -> bool:
+        """Whether a parameter adds one number a feature wherever ``weight`` is used.
+
+        Args:
+            name: The bias in question.
+            weight: The weight whose result it is added to.
+            d_out: Features of that result.
+            channel_axes: How many axes come after the features.
+
+        Returns:
+            The answer.
+        """
+        consumers = self.graph.consumers
+        if name not in self.trainable or len(consumers[name]) != len(consumers[weight]):
+            return False
+        shape = self.shapes[name]
+        position = len(shape) - 1 - channel_axes
+        return position >= 0 and all(
+            side == (d_out if axis == position else 1) for axis, side in enumerate(shape)
+        )

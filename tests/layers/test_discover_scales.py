@@ -1,0 +1,244 @@
+"""Scales and shifts: of normalizations, and of a product with a sum."""
+
+import numpy as np
+import pytest
+from onnx import helper
+
+import kfac_engine as ke
+from kfac_engine.graph.structure import Graph, Input, Node
+from kfac_engine.layers.discover import discover
+from tests import models
+
+# float32 sums of a few dozen terms, relative to the largest entry.
+SINGLE = 1e-4
+BATCH = 5
+EPSILON = 0.1
+
+
+def standardised(x, axes):
+    x = x.astype("float64")
+    centred = x - x.mean(axes, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(axes, keepdims=True) + EPSILON)
+
+
+def layer_normalization(net):
+    scale, shift = net.positive("scale", 3), net.weight("shift", 3)
+    net.op("LayerNormalization", "input", scale, shift, to="y", epsilon=EPSILON)
+    return lambda x: standardised(x, -1)
+
+
+def layer_normalization_over_two_axes(net):
+    scale = net.positive("scale", 4, 3)
+    net.op("LayerNormalization", "input", scale, to="y", epsilon=EPSILON, axis=-2)
+    return lambda x: standardised(x, (-2, -1))
+
+
+def instance_normalization(net):
+    scale, shift = net.positive("scale", 4), net.weight("shift", 4)
+    net.op("InstanceNormalization", "input", scale, shift, to="y", epsilon=EPSILON)
+    return lambda x: standardised(x, 2)
+
+
+def batch_normalization(net):
+    operands = net.positive("scale", 4), net.weight("shift", 4)
+    mean, variance = net.weight("running_mean", 4), net.positive("running_var", 4)
+    net.op("BatchNormalization", "input", *operands, mean, variance, to="y", epsilon=EPSILON)
+
+    def normalised(x):
+        m, v = (net._constants[n].astype("float64")[:, None] for n in (mean, variance))
+        return (x - m) / np.sqrt(v + EPSILON)
+
+    return normalised
+
+
+def product_and_sum(net):
+    x = net.op("Mul", net.positive("scale", 3), "input", to="scaled")
+    net.op("Add", x, net.weight("shift", 4, 1), to="y")
+    return lambda x: x
+
+
+def product_alone(net):
+    net.op("Mul", "input", net.positive("scale", 4, 1), to="y")
+    return lambda x: x
+
+
+def single_number(net):
+    net.op("Mul", "input", net.positive("scale", 1, 1), to="y")
+    return lambda x: x
+
+
+def shared_sum(net):
+    """The shift is used elsewhere as well: it is no part of the layer."""
+    shift = net.weight("shift", 3)
+    scaled = net.op("Mul", "input", net.positive("scale", 3), to="y")
+    net.op("Mul", net.op("Add", scaled, shift, to="y1"), shift, to="y2")
+    return lambda x: x
+
+
+# Name to builder, parameters, and the axes of ``(n, 4, 3)`` that scale and shift are summed over.
+CASES = {
+    "LayerNormalization": (layer_normalization, ("scale", "shift"), (1,), (1,)),
+    "LayerNormalization_two_axes": (layer_normalization_over_two_axes, ("scale",), (), None),
+    "InstanceNormalization": (instance_normalization, ("scale", "shift"), (2,), (2,)),
+    "BatchNormalization": (batch_normalization, ("scale", "shift"), (2,), (2,)),
+    "product_and_sum": (product_and_sum, ("scale", "shift"), (1,), (2,)),
+    "product": (product_alone, ("scale",), (2,), None),
+    "single_number": (single_number, ("scale",), (1, 2), None),
+    "shared_sum": (shared_sum, ("scale",), (1,), None),
+}
+
+
+def finished(build):
+    """The model of a case, and what its layer scales as a function of the input."""
+    net = models.Net()
+    scaled = build(net)
+    # Through a Tanh gradients differ from position to position.
+    net.op("Tanh", net._nodes[-1].output[0], to="output")
+    sides = ["batch", 4, 3]
+    return net.model({"input": sides}, {"output": sides}), scaled
+
+
+def proto_names(proto):
+    return {entry.name for entry in proto.graph.initializer}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_block_is_the_mean_outer_product_of_gradients(name):
+    build, parameters, over_scale, over_shift = CASES[name]
+    proto, scaled = finished(build)
+    feeds = models.random_inputs(proto, BATCH)
+    engine = ke.Engine.from_onnx(
+        proto,
+        loss="normal",
+        estimation_mode="empirical",
+        reduction="batch_mean",
+        trainable=sorted(proto_names(proto) & {"scale", "shift"}),
+    )
+    (layer,) = [entry for entry in engine.layers if "scale" in entry.parameters]
+    assert (layer.kind, layer.parameters, layer.reason) == ("scale_and_shift", parameters, "")
+    trace = ke.load_model(proto, trainable=["scale"]).run(feeds)
+    targets = np.zeros((BATCH, 4, 3), np.float32)
+    engine.observe(feeds, targets)
+    assert layer.outputs == "y"
+    ds = trace.vjp({"output": 2 * trace["output"]}, [layer.outputs])[layer.outputs]
+    v = [(scaled(feeds["input"]) * ds).sum(over_scale).reshape(BATCH, -1)]
+    if over_shift is not None:
+        v.append(ds.sum(over_shift).reshape(BATCH, -1))
+    v = np.hstack(v)
+    expected = v.T @ v / BATCH
+    key = parameters if len(parameters) > 1 else parameters[0]
+    found = engine.collection.fisher_blocks[key].full_fisher_block()
+    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+def test_normalization_by_the_statistics_of_the_batch_is_a_layer():
+    net = models.Net()
+    operands = net.positive("scale", 3), net.weight("shift", 3)
+    running = net.weight("running_mean", 3), net.positive("running_var", 3)
+    net._nodes.append(_in_training(*operands, *running))
+    net.op("Tanh", "y", to="output")
+    proto = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
+    feeds = models.random_inputs(proto, BATCH)
+    engine = ke.Engine.from_onnx(proto, loss="normal", estimation_mode="empirical")
+    engine.observe(feeds, np.zeros((BATCH, 3), np.float32))
+    trace = ke.load_model(proto).run(feeds)
+    ds = trace.vjp({"output": 2 * trace["output"]}, ["y"])["y"]
+    v = np.hstack([standardised(feeds["input"], 0) * ds, ds])
+    expected = v.T @ v / BATCH
+    found = engine.collection.fisher_blocks["scale", "shift"].full_fisher_block()
+    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+def _in_training(scale, shift, mean, variance):
+    return helper.make_node(
+        "BatchNormalization", ["input", scale, shift, mean, variance], ["y", "mean", "variance"],
+        training_mode=1, epsilon=EPSILON,
+    )  # fmt: skip
+
+
+def test_a_step_preconditions_scales_and_shifts():
+    proto = models.layer_norm()
+    engine = ke.Engine.from_onnx(proto, loss="categorical")
+    result = engine.step(models.random_inputs(proto, BATCH), np.array([0, 1, 2, 0, 1]))
+    assert all(np.isfinite(g).all() for g in result.natural_gradients.values())
+    assert result.natural_gradients["norm.weight"].any()
+
+
+# -- generic with a reason -------------------------------------------------------------------------
+
+
+def reason(build, sides):
+    net = models.Net()
+    build(net)
+    proto = net.model({"input": sides}, {"output": sides})
+    (layer,) = [
+        entry
+        for entry in ke.Engine.from_onnx(proto, loss="normal").layers
+        if "scale" in entry.parameters
+    ]
+    assert layer.kind == "generic"
+    return layer.reason
+
+
+def test_a_scale_of_parameters_alone_is_no_layer():
+    def build(net):
+        w = net.op("Mul", net.weight("w", 3, 3), net.positive("scale", 3), to="scaled")
+        net.op("MatMul", "input", w, to="output")
+
+    found = reason(build, ["batch", 3])
+    assert found == "operand 1 of Mul, which does not depend on the data"
+
+
+def test_a_scale_that_stretches_the_data_is_no_layer():
+    def build(net):
+        mean = net.op("ReduceMean", "input", net.constant("axis", np.array([1])), to="mean")
+        net.op("Mul", mean, net.positive("scale", 3), to="output")
+
+    assert reason(build, ["batch", 3]) == "shape (3,) with data of shape (2, 1)"
+
+
+def test_a_scale_of_examples_merged_with_positions_is_no_layer():
+    def build(net):
+        rows = net.op("Reshape", "input", net.constant("rows", np.array([-1, 3])), to="merged")
+        scaled = net.op("Mul", rows, net.positive("scale", 3), to="scaled")
+        net.op("Reshape", scaled, net.constant("back", np.array([-1, 4, 3])), to="output")
+
+    found = reason(build, ["batch", 4, 3])
+    assert found == "with more rows than examples on the first axis of the data"
+
+
+@pytest.mark.parametrize(("opset", "kind"), [(20, "generic"), (21, "scale_and_shift")])
+def test_scales_of_a_group_normalization_are_a_layer_where_there_is_one_a_channel(opset, kind):
+    entries = 2 if opset < 21 else 4
+    node = Node("GroupNormalization", ("x", "scale", "shift"), ("y",), {"num_groups": 2}, "made")
+    constants = {name: np.ones(entries, np.float32) for name in ("scale", "shift")}
+    x = Input("x", np.dtype("float32"), ("batch", 4, 3))
+    shapes = {"x": (2, 4, 3), "y": (2, 4, 3), "scale": (entries,), "shift": (entries,)}
+    graph = Graph((node,), (x,), ("y",), constants, opset)
+    found, *rest = discover(graph, ("scale", "shift"), shapes, 2)
+    assert found.kind == kind
+    if kind == "generic":
+        assert found.reason == "scale of GroupNormalization that is not one number a channel"
+    else:
+        assert (found.parameters, found.options) == (("scale", "shift"), {"feature_axis": 1})
+        assert not rest
+
+
+def test_a_scale_used_twice_is_no_layer():
+    def build(net):
+        scale = net.positive("scale", 3)
+        net.op("Mul", net.op("Mul", "input", scale, to="once"), scale, to="output")
+
+    assert "used 2 times, by Mul" in reason(build, ["batch", 3])
+
+
+def test_a_weight_times_a_weight_is_no_layer():
+    net = models.Net()
+    w = net.op("MatMul", net.weight("a", 3, 2), net.weight("b", 2, 3), to="product")
+    net.op("MatMul", "input", w, to="output")
+    proto = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
+    reasons = {e.parameters: e.reason for e in ke.Engine.from_onnx(proto, loss="normal").layers}
+    assert reasons == {
+        ("a",): "operand 0 of MatMul, which does not depend on the data",
+        ("b",): "operand 1 of MatMul, which does not depend on the data",
+    }
