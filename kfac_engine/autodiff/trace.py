@@ -31,7 +31,7 @@ class Trace(Mapping[str, Array]):
         self._model = model
         self._feeds = feeds
         self._values: dict[str, Array] = {**model.graph.constants, **feeds, **extra}
-        self._known = {*model.graph.values(), *model.defined}
+        self._known = dict.fromkeys((*model.graph.values(), *model.defined))
         self._values |= model.fetch(feeds)
 
     def __getitem__(self, name: str) -> Array:
@@ -50,7 +50,7 @@ class Trace(Mapping[str, Array]):
         return iter(dict.fromkeys((*self._values, *self._known)))
 
     def __len__(self) -> int:
-        return len(self._known | self._values.keys())
+        return len(self._known.keys() | self._values.keys())
 
     def vjp(
         self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool = False
