@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
     )
     from kfac_engine.factors.scale_shift import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
+    from kfac_engine.gradient_model import differentiate as differentiate
     from kfac_engine.inspection import LayerReport as LayerReport
     from kfac_engine.inspection import MemoryReport as MemoryReport
     from kfac_engine.losses import (
@@ -90,6 +91,7 @@ _HOMES = {
     "Schedule": "config",
     "Engine": "engine",
     "precondition": "engine",
+    "differentiate": "gradient_model",
     "Result": "result",
     "LayerReport": "inspection",
     "MemoryReport": "inspection",

@@ -27,6 +27,7 @@ PUBLIC = (
     "Schedule",
     "Engine",
     "precondition",
+    "differentiate",
     "Result",
     "LayerReport",
     "MemoryReport",

@@ -8,6 +8,7 @@ import click
 from kfac_engine import __version__
 from kfac_engine.cli.bench import bench
 from kfac_engine.cli.demo import demo
+from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.options import Invocation, debug_option
@@ -27,7 +28,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (demo, precondition, inspect, bench, doctor):
+for command in (demo, precondition, inspect, differentiate, bench, doctor):
     app.add_command(command)
 
 

@@ -59,6 +59,15 @@ class LoadedModel:
     graph: Graph
     template: onnx.ModelProto
 
+    @property
+    def output_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
+        """Shapes of outputs as the file declares them, where it does."""
+        return {
+            entry.name: tuple(_side(side) for side in entry.type.tensor_type.shape.dim)
+            for entry in self.template.graph.output
+            if entry.type.tensor_type.HasField("shape")
+        }
+
 
 def load_graph(source: ModelSource) -> Graph:
     """The canonical graph of a model; see ``load_model``."""

@@ -4,6 +4,7 @@ The inverse of ``graph.load``: ``Node``, ``Input`` and NumPy arrays become a ``M
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -13,6 +14,9 @@ from onnx import AttributeProto, defs, helper, numpy_helper
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
+
+# A model as protobuf: what other packages may pass on, but not look into.
+ModelProto: TypeAlias = onnx.ModelProto
 
 # Protobuf cannot serialize a larger message.
 MAX_BYTES = 2**31 - 1

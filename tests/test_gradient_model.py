@@ -1,0 +1,165 @@
+"""Gradient models against finite differences, run by ONNX Runtime and by the reference."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+import kfac_engine as ke
+from tests import models, oracle
+
+LOSSES = {
+    "mlp": "categorical",
+    "token_mlp": "categorical",
+    "cnn": "categorical",
+    "layer_norm": "multi_bernoulli",
+    "tied": "normal",
+    "embedding": "categorical",
+    "resnet_block": "normal",
+}
+# Relative to the largest gradient: float32 passes of small networks.
+TOLERANCE = 2e-5
+
+
+def run(model, feeds):
+    onnx.checker.check_model(model, full_check=True)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    names = [entry.name for entry in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+def targets_for(model, inputs, loss):
+    (z,) = oracle.evaluate(model, inputs, "output")
+    rng = np.random.default_rng(1)
+    if loss == "categorical":
+        return rng.integers(0, z.shape[-1], z.shape[:-1])
+    return rng.integers(0, 2, z.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients_equal_finite_differences_at_any_batch_size(name):
+    model, loss = models.MODELS[name](), LOSSES[name]
+    gradient = ke.differentiate(model, loss)
+    parameters = list(ke.load_model(model).parameters)
+    for batch in (3, 1):
+        inputs = models.random_inputs(model, batch=batch)
+        targets = targets_for(model, inputs, loss)
+        found = run(gradient, {**inputs, "targets": targets})
+        value, expected = oracle.loss_and_gradient(
+            model, inputs, "output", parameters, loss, targets
+        )
+        assert found["loss"] == pytest.approx(value, rel=1e-5)
+        scale = max(np.abs(array).max() for array in expected.values())
+        assert sorted(found) == sorted(["loss", *(f"gradient/{p}" for p in parameters)])
+        for parameter in parameters:
+            np.testing.assert_allclose(
+                found[f"gradient/{parameter}"], expected[parameter], atol=TOLERANCE * scale
+            )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+def test_reductions_and_runtimes_agree_in_float64(reduction):
+    model = models.token_mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=3)
+    targets = targets_for(model, inputs, "categorical")
+    gradient = ke.differentiate(model, "categorical", reduction=reduction)
+    value, expected = oracle.loss_and_gradient(
+        model, inputs, "output", ["fc0.weight"], "categorical", targets, reduction=reduction
+    )
+    feeds = {**inputs, "targets": targets}
+    names = ["loss", "gradient/fc0.weight"]
+    reference = dict(zip(names, ReferenceEvaluator(gradient).run(names, feeds), strict=True))
+    for found in (run(gradient, feeds), reference):
+        assert float(found["loss"]) == pytest.approx(value, rel=1e-10)
+        np.testing.assert_allclose(found["gradient/fc0.weight"], expected["fc0.weight"], atol=1e-8)
+
+
+def test_classes_may_lie_on_another_axis():
+    net = models.Net()
+    net.op("Conv", "input", net.weight("w", 3, 2, 1, 1), to="output")
+    model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
+    inputs = models.random_inputs(model, batch=2)
+    targets = np.random.default_rng(0).integers(0, 3, (2, 4, 4))
+    gradient = ke.differentiate(model, "categorical", class_axis=1)
+    engine = ke.Engine.from_onnx(model, loss="categorical", class_axis=1)
+    expected = engine.gradients(inputs, targets)
+    found = run(gradient, {**inputs, "targets": targets})
+    assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    np.testing.assert_allclose(found["gradient/w"], expected.gradients["w"], atol=1e-6)
+
+
+def test_gradient_with_respect_to_the_input_takes_a_cotangent():
+    model = models.mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=4)
+    gradient = ke.differentiate(model, wrt=["input"])
+    cotangent = np.random.default_rng(0).standard_normal((4, 3))
+    found = run(gradient, {**inputs, "cotangent": cotangent})
+    x = inputs["input"]
+
+    def inner(moved):
+        (y,) = oracle.evaluate(model, {"input": moved}, "output")
+        return np.array((cotangent * y).sum())
+
+    expected = np.array(
+        [oracle.derivative(inner, x, index) for index in np.ndindex(x.shape)]
+    ).reshape(x.shape)
+    np.testing.assert_allclose(found["gradient/input"], expected, atol=1e-9)
+
+
+def test_gradient_model_can_be_differentiated_again():
+    """Force matching: the loss is on the gradient with respect to the input."""
+    model = models.mlp(widths=(3, 4, 1), dtype="float64")
+    inputs = models.random_inputs(model, batch=2)
+    forces = ke.differentiate(model, wrt=["input"])
+    matching = ke.differentiate(forces, "normal", output="gradient/input", wrt=["fc0.*"])
+    ones = np.ones((2, 1))
+    rng = np.random.default_rng(0)
+    targets = rng.standard_normal((2, 3))
+    found = run(matching, {**inputs, "cotangent": ones, "targets": targets})
+
+    def loss(weight):
+        changed = onnx.ModelProto()
+        changed.CopyFrom(forces)
+        for entry in changed.graph.initializer:
+            if entry.name == "fc0.weight":
+                entry.CopyFrom(onnx.numpy_helper.from_array(weight, entry.name))
+        force = run(changed, {**inputs, "cotangent": ones})["gradient/input"]
+        return np.array(((force - targets) ** 2 + 0.5 * np.log(np.pi)).sum() / 2)
+
+    weight = ke.load_model(model).parameters["fc0.weight"]
+    assert found["loss"] == pytest.approx(float(loss(weight)), rel=1e-12)
+    expected = np.array(
+        [oracle.derivative(loss, weight, index) for index in np.ndindex(weight.shape)]
+    ).reshape(weight.shape)
+    np.testing.assert_allclose(found["gradient/fc0.weight"], expected, atol=1e-8)
+
+
+def test_parameters_without_influence_have_zero_gradients():
+    model = models.two_outputs()
+    gradient = ke.differentiate(model, "categorical", "logits")
+    inputs = models.random_inputs(model, batch=2)
+    found = run(gradient, {**inputs, "targets": np.array([0, 2])})
+    np.testing.assert_array_equal(found["gradient/mean.weight"], np.zeros((2, 4)))
+    assert found["gradient/logits.weight"].any()
+
+
+BAD = {
+    "several outputs": (models.two_outputs, {}, "logits, mean"),
+    "unknown output": (models.mlp, {"output": "nowhere"}, "nowhere"),
+    "unknown loss": (models.mlp, {"loss": "hinge"}, "hinge"),
+    "unknown pattern": (models.mlp, {"wrt": ["head.*"]}, "head"),
+    "no path": (models.two_outputs, {"output": "logits", "wrt": ["mean.*"]}, "depends on none"),
+    "no rule": (models.odd_ops, {}, "Det"),
+    "bad axis": (models.mlp, {"loss": "normal", "class_axis": 5}, "class_axis=5"),
+    "bad reduction": (models.mlp, {"loss": "normal", "reduction": "median"}, "median"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_request_is_named(name):
+    make, options, message = BAD[name]
+    with pytest.raises(ke.KfacError, match=message):
+        ke.differentiate(make(), **options)
