@@ -5,7 +5,7 @@ from typing import TypeAlias, cast
 
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.found import Found, Scene
-from kfac_engine.layers.scales import scale_of_normalization, scale_of_product
+from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, scale_of_view
 from kfac_engine.layers.views import Padding
 
 # A matcher returns the layer a node is, or the reason why its weight makes none.
@@ -16,8 +16,6 @@ def match(scene: Scene, node: Node, index: int) -> Found | str:
     """The layer that a parameter makes as operand ``index`` of ``node``, or why it makes none."""
     operand = node.qualified_op, index
     if operand in _MATCHERS:
-        if scene.data.isdisjoint(node.inputs):
-            return f"operand {index} of {node.qualified_op}, which does not depend on the data"
         return _MATCHERS[operand](scene, node, index)
     return _ROLES.get(operand, f"operand {index} of {node.qualified_op}")
 
@@ -27,6 +25,8 @@ def match(scene: Scene, node: Node, index: int) -> Found | str:
 
 def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
     x, weight = node.inputs[0], node.inputs[index]
+    if x not in scene.data:
+        return _aside(node, index)
     scaled = {"alpha", "beta", "transA"}.intersection(
         key
         for key, neutral in (("alpha", 1), ("beta", 1), ("transA", 0))
@@ -48,6 +48,8 @@ def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
 
 def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
     weight, x = node.inputs[index], node.inputs[1 - index]
+    if x not in scene.data:
+        return _aside(node, index)
     if not scene.is_weight(weight, 2) or len(scene.shapes[x]) < 2:
         return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
     left = index == 0  # s = W·x: features are the last axis but one
@@ -65,6 +67,8 @@ def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
 def _conv(scene: Scene, node: Node, index: int) -> Found | str:
     x, weight = node.inputs[0], node.inputs[index]
     shape = scene.shapes[weight]
+    if x not in scene.data:
+        return _aside(node, index)
     groups = node.attributes.get("group", 1)
     axes = len(shape) - 2
     if axes not in _CONVOLUTIONS or groups != 1:
@@ -119,6 +123,10 @@ def _with_bias(
     return value, ()
 
 
+def _aside(node: Node, index: int) -> str:
+    return f"operand {index} of {node.op}, which does not depend on the data"
+
+
 _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("Gemm", 1): _gemm,
     ("MatMul", 0): _matmul,
@@ -126,6 +134,8 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("Conv", 1): _conv,
     ("Mul", 0): scale_of_product,
     ("Mul", 1): scale_of_product,
+    ("Reshape", 0): scale_of_view,
+    ("Unsqueeze", 0): scale_of_view,
     ("LayerNormalization", 1): scale_of_normalization,
     ("BatchNormalization", 1): scale_of_normalization,
     ("InstanceNormalization", 1): scale_of_normalization,

@@ -5,7 +5,7 @@ is added to the graph, as the same normalization with scale one and shift zero.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,24 +15,71 @@ from kfac_engine.layers.found import Found, NewValue, Scene
 _SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
 
 
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A parameter on its way to the data.
+
+    Attributes:
+        parameter: Its name.
+        value: What is broadcast against the data: the parameter, or a view of it with more axes.
+        axis: Axis of the data, counted from its end, that the parameter's last axis lies along.
+    """
+
+    parameter: str
+    value: str
+    axis: int = -1
+
+
+def scale_of_view(scene: Scene, node: Node, index: int) -> Found | str:
+    """The scale that a parameter is once it has more axes."""
+    users = scene.graph.consumers.get(node.outputs[0], ())
+    if len(users) == 1 and users[0][0].op == "Mul":
+        return scale_of_product(scene, *users[0])
+    return f"operand {index} of {node.op}"
+
+
 def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
     """The scale of ``x ∘ scale``, with a shift if that goes straight into a sum with one."""
-    scale, x = node.inputs[index], node.inputs[1 - index]
-    outputs = node.outputs[0]
-    reason = _misfit(scene, scale, x, outputs, -1)
+    x, y = node.inputs[1 - index], node.outputs[0]
+    scale = _carried(scene, node.inputs[index])
+    if scale is None or x not in scene.data:
+        return f"operand {index} of Mul, which does not depend on the data"
+    reason = _misfit(scene, scale.value, x, y)
     if reason:
         return reason
-    users = scene.graph.consumers.get(outputs, ())
-    if len(users) == 1 and users[0][0].op == "Add" and outputs not in scene.graph.outputs:
+    options = {"feature_axis": scale.axis} if scale.axis != -1 else {}
+    users = scene.graph.consumers.get(y, ())
+    if len(users) == 1 and users[0][0].op == "Add" and y not in scene.graph.outputs:
         add, position = users[0]
-        shift = add.inputs[1 - position]
-        if _is_own(scene, shift) and not _misfit(scene, shift, outputs, add.outputs[0], -1):
-            return Found("scale_and_shift", (scale, shift), x, add.outputs[0])
-    return Found("scale_and_shift", (scale,), x, outputs)
+        shift = _carried(scene, add.inputs[1 - position])
+        # Both lie along one axis of the data, or each is as wide as it is.
+        fits = shift is not None and shift.axis == scale.axis
+        if shift and fits and not _misfit(scene, shift.value, y, add.outputs[0]):
+            names = scale.parameter, shift.parameter
+            return Found("scale_and_shift", names, x, add.outputs[0], options)
+    return Found("scale_and_shift", (scale.parameter,), x, y, options)
+
+
+def _carried(scene: Scene, value: str) -> _Carried | None:
+    """The parameter behind a value that is used once; None where there is none."""
+    if _is_own(scene, value):
+        return _Carried(value, value)
+    view = scene.graph.producers.get(value)
+    if view is None or view.op not in ("Reshape", "Unsqueeze"):
+        return None
+    parameter = view.inputs[0]
+    wide = [i for i, side in enumerate(scene.shapes[value]) if side != 1]
+    alone = len(scene.graph.consumers[value]) == 1 and _is_own(scene, parameter)
+    if not alone or len(scene.shapes[parameter]) != 1 or len(wide) > 1:
+        return None
+    axis = wide[0] - len(scene.shapes[value]) if wide else -1
+    return _Carried(parameter, value, axis)
 
 
 def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
     """The scale of a normalization, and its shift if that is a parameter."""
+    if node.inputs[0] not in scene.data:
+        return f"scale of {node.op}, which does not depend on the data"
     scale, x, y = node.inputs[index], node.inputs[0], node.outputs[0]
     axis = _FEATURE_AXES[node.op](scene, node)
     if axis is None:
@@ -64,9 +111,9 @@ _FEATURE_AXES: Mapping[str, Callable[[Scene, Node], int | None]] = {
 }
 
 
-def _misfit(scene: Scene, parameter: str, x: str, y: str, axis: int) -> str:
-    """Why a parameter does not scale or shift each example of ``x`` alike; empty where it does."""
-    shape, data, result = scene.shapes[parameter], scene.shapes[x], scene.shapes[y]
+def _misfit(scene: Scene, value: str, x: str, y: str, axis: int = -1) -> str:
+    """Why a value does not scale or shift each example of ``x`` alike; empty where it does."""
+    shape, data, result = scene.shapes[value], scene.shapes[x], scene.shapes[y]
     if len(data) < 2 or data != result:
         return f"shape {shape} with data of shape {data}"
     if data[0] > scene.batch:

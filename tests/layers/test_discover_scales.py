@@ -67,6 +67,15 @@ def single_number(net):
     return lambda x: x
 
 
+def views(net):
+    """Numbers of channels, brought to the shape of the data by operators."""
+    axis, sides = net.constant("axis", np.array([1])), net.constant("sides", np.array([1, 4, 1]))
+    scale = net.op("Unsqueeze", net.positive("scale", 4), axis, to="wide_scale")
+    shift = net.op("Reshape", net.weight("shift", 4), sides, to="wide_shift")
+    net.op("Add", shift, net.op("Mul", "input", scale, to="scaled"), to="y")
+    return lambda x: x
+
+
 def shared_sum(net):
     """The shift is used elsewhere as well: it is no part of the layer."""
     shift = net.weight("shift", 3)
@@ -83,6 +92,7 @@ CASES = {
     "BatchNormalization": (batch_normalization, ("scale", "shift"), (2,), (2,)),
     "product_and_sum": (product_and_sum, ("scale", "shift"), (1,), (2,)),
     "product": (product_alone, ("scale",), (2,), None),
+    "views": (views, ("scale", "shift"), (2,), (2,)),
     "single_number": (single_number, ("scale",), (1, 2), None),
     "shared_sum": (shared_sum, ("scale",), (1,), None),
 }
