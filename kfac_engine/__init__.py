@@ -50,6 +50,29 @@ if TYPE_CHECKING:
     from kfac_engine.factors.base import FisherFactor as FisherFactor
     from kfac_engine.factors.dense import DenseSquareMatrixFactor as DenseSquareMatrixFactor
     from kfac_engine.factors.diagonal import DiagonalFactor as DiagonalFactor
+    from kfac_engine.factors.named import DiagonalKroneckerFactor as DiagonalKroneckerFactor
+    from kfac_engine.factors.named import DiagonalMultiKF as DiagonalMultiKF
+    from kfac_engine.factors.named import (
+        FullyConnectedDiagonalFactor as FullyConnectedDiagonalFactor,
+    )
+    from kfac_engine.factors.named import (
+        FullyConnectedKroneckerFactor as FullyConnectedKroneckerFactor,
+    )
+    from kfac_engine.factors.named import FullyConnectedMultiKF as FullyConnectedMultiKF
+    from kfac_engine.factors.named import NaiveDiagonalFactor as NaiveDiagonalFactor
+    from kfac_engine.factors.named import NaiveFullFactor as NaiveFullFactor
+    from kfac_engine.factors.named_convolution import ConvDiagonalFactor as ConvDiagonalFactor
+    from kfac_engine.factors.named_convolution import (
+        ConvInputKroneckerFactor as ConvInputKroneckerFactor,
+    )
+    from kfac_engine.factors.named_convolution import ConvInputMultiKF as ConvInputMultiKF
+    from kfac_engine.factors.named_convolution import (
+        ConvInputSUAKroneckerFactor as ConvInputSUAKroneckerFactor,
+    )
+    from kfac_engine.factors.named_convolution import (
+        ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
+    )
+    from kfac_engine.factors.named_convolution import ConvOutputMultiKF as ConvOutputMultiKF
     from kfac_engine.factors.scale_shift import (
         ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
     )
@@ -117,6 +140,19 @@ _HOMES = {
     "FisherFactor": "factors.base",
     "DenseSquareMatrixFactor": "factors.dense",
     "DiagonalFactor": "factors.diagonal",
+    "DiagonalKroneckerFactor": "factors.named",
+    "DiagonalMultiKF": "factors.named",
+    "FullyConnectedDiagonalFactor": "factors.named",
+    "FullyConnectedKroneckerFactor": "factors.named",
+    "FullyConnectedMultiKF": "factors.named",
+    "NaiveDiagonalFactor": "factors.named",
+    "NaiveFullFactor": "factors.named",
+    "ConvDiagonalFactor": "factors.named_convolution",
+    "ConvInputKroneckerFactor": "factors.named_convolution",
+    "ConvInputMultiKF": "factors.named_convolution",
+    "ConvInputSUAKroneckerFactor": "factors.named_convolution",
+    "ConvOutputKroneckerFactor": "factors.named_convolution",
+    "ConvOutputMultiKF": "factors.named_convolution",
     "ScaleAndShiftFullFactor": "factors.scale_shift",
     "ScaleAndShiftDiagonalFactor": "factors.scale_shift",
     "LossFunction": "losses",

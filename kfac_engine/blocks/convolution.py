@@ -44,15 +44,14 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
         tensors: Tensors, view: View, *, homogeneous: bool, num_uses: int, batch: str | None
     ) -> PixelCovariance:
         del view  # of patches: never extracted
-        return PixelCovariance(
-            tensors,
-            pixels,
+        return PixelCovariance.configured(
+            config,
+            tensors=tensors,
+            view=pixels,
             homogeneous=homogeneous,
+            taps=taps,
             num_uses=num_uses,
             batch=batch,
-            taps=taps,
-            centred=modelled or config.subtract_mean_contrib_from_cov,
-            with_mean=modelled,
         )
 
     def shape(d: int) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ from kfac_engine.errors import (
     UnsupportedError,
 )
 from kfac_engine.factors.base import Damping, FisherFactor, damping_id
-from kfac_engine.factors.statistics import KroneckerMoment, scale
+from kfac_engine.factors.statistics import KroneckerMoment, Tensors, scale
+from kfac_engine.layers.views import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,36 @@ class PixelCovariance(KroneckerMoment):
     taps: int = 1
     centred: bool = True
     with_mean: bool = True
+
+    @classmethod
+    def configured(
+        cls,
+        config: CollectionConfig,
+        *,
+        tensors: Tensors,
+        view: View,
+        homogeneous: bool,
+        taps: int,
+        num_uses: int = 1,
+        batch: str | None = None,
+    ) -> "PixelCovariance":
+        """The statistic as a configuration wants it.
+
+        Args:
+            config: Says whether pixels have a mean, and what becomes of it.
+            tensors: As in ``KroneckerMoment``.
+            view: Reads images as rows of channels.
+            homogeneous: Whether patches end with a one.
+            taps: Pixels in a patch.
+            num_uses: As in ``KroneckerMoment``.
+            batch: As in ``KroneckerMoment``.
+
+        Returns:
+            The statistic.
+        """
+        modelled = not config.assume_zero_mean_activations
+        centred = modelled or config.subtract_mean_contrib_from_cov
+        return cls(tensors, view, homogeneous, num_uses, batch, taps, centred, modelled)
 
     def shape(self, values: Values) -> tuple[int, ...]:
         channels = self.features(values)
