@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Vector
@@ -9,7 +10,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.factors.statistics import Uses
+from kfac_engine.factors.statistics import Tensors, Uses
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
@@ -76,12 +77,13 @@ class FisherBlock(ABC):
             damping: λ; ``λ·I`` is approximately added to the block. A callable is read at refresh.
 
         Raises:
-            InputError: The damping is negative.
+            InputError: The damping is negative or not finite.
+            NotReadyError: No tower was registered.
         """
+        if not self.num_registered_towers:
+            raise NotReadyError(f"register a tower of the block of {self.params} first.")
         if not callable(damping):
-            if not damping >= 0:
-                raise InputError(f"damping must not be negative, got {damping}.")
-            fixed = float(damping)
+            fixed = self._checked_damping(damping)
             damping = lambda: fixed  # noqa: E731 (a closure over a number, nothing to name)
         self._damping = damping
         self._make_factors(grads_list)
@@ -107,10 +109,11 @@ class FisherBlock(ABC):
 
         Raises:
             NotReadyError: The factors were not instantiated.
+            InputError: The damping has become negative or is not finite.
         """
         if self._damping is None:
             raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
-        return self._damping()
+        return self._checked_damping(self._damping())
 
     @abstractmethod
     def register_matpower(self, exp: float) -> None:
@@ -162,6 +165,24 @@ class FisherBlock(ABC):
     def full_fisher_block(self) -> Array:
         """The undamped block as a dense matrix, in the order of the packed parameters."""
 
+    # -- private ----------------------------------------------------------------------------------
+
+    def _operand(self, vector: Vector) -> Vector:
+        """A vector, from any library, as floating-point arrays of the backend."""
+        arrays = tuple(self._collection.backend.asarray(part) for part in parts(vector))
+        # A product in whole numbers would be cut off.
+        arrays = tuple(a.astype("float64") if a.dtype.kind in "biu" else a for a in arrays)
+        return arrays if isinstance(vector, tuple | list) else arrays[0]
+
+    def _checked_damping(self, damping: float) -> float:
+        value = float(damping)
+        if not (isfinite(value) and value >= 0):
+            raise InputError(
+                f"the damping of the block of {self.params} must not be negative and must be "
+                f"finite, got {value}."
+            )
+        return value
+
 
 class Towers:
     """Names of inputs and outputs of one layer, tower by tower."""
@@ -183,6 +204,25 @@ class Towers:
             )
         self.inputs.append(x)
         self.outputs.append(s)
+
+    def gradients(self, grads_list: GradsList) -> Tensors:
+        """Names of output gradients, ``[source][tower]``, each a tuple over uses.
+
+        Args:
+            grads_list: As ``FisherBlock.instantiate_factors`` takes it.
+
+        Returns:
+            The same, in tuples.
+
+        Raises:
+            InputError: There is no source, or one has not one entry a tower.
+        """
+        if not grads_list or any(isinstance(s, str) or len(s) != len(self) for s in grads_list):
+            raise InputError(
+                f"grads_list needs, for each source, a list of {len(self)} entries, one a tower; "
+                f"got {grads_list!r}."
+            )
+        return tuple(tuple(uses(tower) for tower in source) for source in grads_list)
 
     def __len__(self) -> int:
         return len(self.inputs)

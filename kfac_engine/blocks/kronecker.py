@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kfac_engine._types import Array, Vector
-from kfac_engine.blocks.base import FactorOwner, FisherBlock, GradsList, TowerNames, Towers, uses
+from kfac_engine.blocks.base import FactorOwner, FisherBlock, GradsList, TowerNames, Towers
 from kfac_engine.errors import NotReadyError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
-from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment, Tensors
+from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment
 from kfac_engine.layers.forms import LayerForm
 from kfac_engine.layers.uses import rows_per_example
 from kfac_engine.linalg.damping import pi_correction
@@ -97,7 +97,7 @@ class KroneckerProductFB(FisherBlock):
         return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        gradients: Tensors = tuple(tuple(uses(tower) for tower in source) for source in grads_list)
+        gradients = self._towers.gradients(grads_list)
         form, collection = self.form, self._collection
         input_side, output_side = self._sides
         a = input_side.statistic(
@@ -192,6 +192,7 @@ class KroneckerProductFB(FisherBlock):
     # -- products -------------------------------------------------------------------------------
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
+        vector = self._operand(vector)
         (A, damping_a), (G, damping_g) = self._damped()
         V = self._pack(vector)
         V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
@@ -213,6 +214,7 @@ class KroneckerProductFB(FisherBlock):
 
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
         """``√c·L_A V L_Gᵀ`` and its three relatives: the right side is transposed by default."""
+        vector = self._operand(vector)
         (A, damping_a), (G, damping_g) = self._damped()
         V = self._pack(vector)
         V = A.left_multiply_cholesky(V, damping_a, transpose=transpose, inverse=inverse)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from kfac_engine.blocks.base import FactorOwner, GradsList, uses
+from kfac_engine.blocks.base import FactorOwner, GradsList
 from kfac_engine.blocks.single import SingleLayerFB
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
@@ -51,7 +51,7 @@ class ScaleShiftFB(SingleLayerFB):
     def _make_factors(self, grads_list: GradsList) -> None:
         statistic = self._statistic(
             tuple(self._towers.inputs),
-            tuple(tuple(uses(tower) for tower in source) for source in grads_list),
+            self._towers.gradients(grads_list),
             self.form.scale,
             self.form.shift,
         )

@@ -88,6 +88,7 @@ class SeriesFB(MultiUseKroneckerFB):
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         self._check_power(exp)
+        vector = self._operand(vector)
         V = self._pack(vector)
         product = self._multiplied(V, *self.split_damping()) if exp == 1 else self._solved(V)
         return self.form.packing.unpack(product, vector)

@@ -13,7 +13,7 @@ from kfac_engine.blocks.base import (
     parts,
     uses,
 )
-from kfac_engine.errors import InputError, NotReadyError, RegistrationError
+from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
@@ -53,6 +53,7 @@ class SingleFactorFB(FisherBlock):
         self.factor.register_cholesky_inverse(self._current_damping)
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
+        vector = self._operand(vector)
         column = self._to_column(vector)
         product = self.factor.left_multiply_matpower(column, exp, self._current_damping)
         return self._from_column(product, vector)
@@ -67,6 +68,7 @@ class SingleFactorFB(FisherBlock):
         return self.factor.get_cov()
 
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
+        vector = self._operand(vector)
         product = self.factor.left_multiply_cholesky(
             self._to_column(vector), self._current_damping, transpose=transpose, inverse=inverse
         )
@@ -76,14 +78,29 @@ class SingleFactorFB(FisherBlock):
         return self.damping
 
     def _to_column(self, vector: Vector) -> Array:
+        arrays = parts(vector)
+        self._check_declared([part.shape for part in arrays])
         xp = self._collection.backend.xp
-        column: Array = xp.concatenate([part.reshape(-1, 1) for part in parts(vector)])
+        column: Array = xp.concatenate([part.reshape(-1, 1) for part in arrays])
         if column.size != self.factor.side:
-            raise InputError(
-                f"the block of {self.params} has {self.factor.side} parameters, the vector "
+            raise ShapeError(
+                f"the block of {self.params} has {self.factor.side} entries, the vector "
                 f"{column.size}."
             )
         return column
+
+    def _check_declared(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse arrays of other shapes than the parameters, where those are known."""
+        names = () if self.params is None else uses(self.params)
+        if names and len(names) != len(shapes):
+            raise InputError(
+                f"the block of {self.params} takes {len(names)} array(s), got {len(shapes)}."
+            )
+        for name, shape in zip(names, shapes, strict=bool(names)):
+            if self._collection.shape_of(name) not in (None, shape):
+                raise ShapeError(
+                    f"'{name}' has shape {self._collection.shape_of(name)}, the vector {shape}."
+                )
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
         if not isinstance(like, tuple | list):
@@ -129,7 +146,7 @@ class NaiveFullFB(SingleFactorFB):
 
     def _make_factors(self, grads_list: GradsList) -> None:
         tensors = tuple((uses(source),) for source in grads_list)  # type: ignore[arg-type]
-        if any(len(source[0]) != len(self._params) for source in tensors):
+        if not tensors or any(len(source[0]) != len(self._params) for source in tensors):
             raise InputError(
                 f"the block of {self._params} takes one gradient a parameter in each source."
             )
@@ -175,7 +192,20 @@ class SingleLayerFB(SingleFactorFB):
         return len(self._towers)
 
     def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a mini-batch shard: names of the layer's input and output."""
+        """Add a mini-batch shard.
+
+        Args:
+            inputs: Name of the layer's input.
+            outputs: Name of its output.
+
+        Raises:
+            RegistrationError: Several uses are listed.
+        """
+        if len(uses(inputs)) != 1 or len(uses(outputs)) != 1:
+            raise RegistrationError(
+                f"the block of {self.params} takes one use of its layer, got {inputs} and "
+                f"{outputs}."
+            )
         self._towers.add(inputs, outputs)
 
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
@@ -200,15 +230,43 @@ class LayerDiagonalFB(SingleLayerFB):
     def _make_factors(self, grads_list: GradsList) -> None:
         statistic = LayerSquare(
             tuple(self._towers.inputs),
-            tuple(tuple(uses(tower) for tower in source) for source in grads_list),
+            self._towers.gradients(grads_list),
             self.form.input_view,
             self.form.output_view,
             self.form.packing.has_bias,
         )
         self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
 
+    @property
+    def damping(self) -> float:
+        """``λ·c / c**p``: the multiple of the identity that a Kronecker block would add.
+
+        c is the number of positions, p the configuration's ``normalize_damping_power``; λ itself
+        for p = 1.
+
+        Raises:
+            NotReadyError: p is not 1, and no batch was seen.
+        """
+        power = self._collection.config.normalize_damping_power
+        if power == 1:
+            return super().damping
+        if self.factor.repeats is None:
+            raise NotReadyError(
+                f"the number of positions in the layer of {self.params} is known after the first "
+                f"update of its statistics."
+            )
+        excess: float = float(self.factor.repeats) ** (1 - power)
+        return super().damping * excess
+
     def _to_column(self, vector: Vector) -> Array:
-        return self.form.packing.pack(vector, self.params, self._collection.backend.xp)
+        packed = self.form.packing.pack(vector, self.params, self._collection.backend.xp)
+        expected = self.factor.average.read(self.factor.name).shape
+        if packed.shape != expected:
+            raise ShapeError(
+                f"the layer of {self.params} has a packed matrix of shape {expected}, the vector "
+                f"one of {packed.shape}."
+            )
+        return packed
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
         return self.form.packing.unpack(column, like)

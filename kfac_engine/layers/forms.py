@@ -58,7 +58,7 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     Args:
         filter_shape: Shape of the filter, in ``weight_format``.
         has_bias: Whether the layer has a bias.
-        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
+        padding: ``"SAME"``, ``"VALID"`` (in any case) or ``((begin, end), …)``.
         strides: One a spatial axis, or one a data axis (batch and channels then being one).
         dilations: Likewise.
         data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
@@ -87,7 +87,7 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
         kernel=packing.kernel(filter_shape),
         strides=_spatial_entries("strides", strides, data_format),
         dilations=_spatial_entries("dilations", dilations, data_format),
-        padding=padding if isinstance(padding, str) else tuple((b, e) for b, e in padding),
+        padding=padding.upper() if isinstance(padding, str) else tuple((b, e) for b, e in padding),
         channels_first=data_format == first,
     )
     outputs = Rows(1 if data_format == first else -1, rank=len(data_format))
