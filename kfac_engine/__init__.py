@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from kfac_engine._types import Rows as Rows
     from kfac_engine.autodiff.model import OnnxModel as OnnxModel
     from kfac_engine.autodiff.model import load_model as load_model
     from kfac_engine.autodiff.trace import Trace as Trace
     from kfac_engine.blocks.base import FisherBlock as FisherBlock
+    from kfac_engine.blocks.embedding import EmbeddingKFACFB as EmbeddingKFACFB
+    from kfac_engine.blocks.embedding import EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB
     from kfac_engine.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
     from kfac_engine.blocks.named import ConvDiagonalFB as ConvDiagonalFB
     from kfac_engine.blocks.named import ConvKFCBasicFB as ConvKFCBasicFB
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
     from kfac_engine.factors.base import FisherFactor as FisherFactor
     from kfac_engine.factors.dense import DenseSquareMatrixFactor as DenseSquareMatrixFactor
     from kfac_engine.factors.diagonal import DiagonalFactor as DiagonalFactor
+    from kfac_engine.factors.embedding import (
+        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
+    )
     from kfac_engine.factors.named import DiagonalKroneckerFactor as DiagonalKroneckerFactor
     from kfac_engine.factors.named import DiagonalMultiKF as DiagonalMultiKF
     from kfac_engine.factors.named import (
@@ -121,6 +127,7 @@ _HOMES = {
     "OnnxModel": "autodiff.model",
     "Trace": "autodiff.trace",
     "load_model": "autodiff.model",
+    "Rows": "_types",
     "LayerCollection": "collection",
     "FisherEstimator": "estimator",
     "CurvatureMatrixVectorProductComputer": "curvature_products",
@@ -137,6 +144,8 @@ _HOMES = {
     "ConvKFCBasicMultiIndepFB": "blocks.named",
     "ScaleAndShiftFullFB": "blocks.scale_shift",
     "ScaleAndShiftDiagonalFB": "blocks.scale_shift",
+    "EmbeddingKFACFB": "blocks.embedding",
+    "EmbeddingKFACMultiIndepFB": "blocks.embedding",
     "FisherFactor": "factors.base",
     "DenseSquareMatrixFactor": "factors.dense",
     "DiagonalFactor": "factors.diagonal",
@@ -155,6 +164,7 @@ _HOMES = {
     "ConvOutputMultiKF": "factors.named_convolution",
     "ScaleAndShiftFullFactor": "factors.scale_shift",
     "ScaleAndShiftDiagonalFactor": "factors.scale_shift",
+    "EmbeddingInputKroneckerFactor": "factors.embedding",
     "LossFunction": "losses",
     "CategoricalLogitsNegativeLogProbLoss": "losses",
     "OnehotCategoricalLogitsNegativeLogProbLoss": "losses",

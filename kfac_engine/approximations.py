@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from kfac_engine.blocks.base import FactorOwner, FisherBlock
 from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
+from kfac_engine.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.scale_shift import ScaleShiftFB
@@ -15,6 +16,7 @@ from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFul
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.scale_shift import ScaleShiftSquare
 from kfac_engine.layers.forms import LayerForm
+from kfac_engine.layers.ids import Ids
 
 # Takes the collection and the form of the kind's layers.
 LayerRecipe: TypeAlias = Callable[..., FisherBlock]
@@ -37,6 +39,8 @@ class Approximation:
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        if isinstance(form.input_view, Ids):
+            return EmbeddingKroneckerFB(collection, form, output_side=output_side)
         return KroneckerProductFB(collection, form, input_side=input_side, output_side=output_side)
 
     return build
@@ -53,6 +57,8 @@ def _uncorrelated(collection: FactorOwner, form: LayerForm) -> FisherBlock:
 
 def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        if isinstance(form.input_view, Ids):
+            return EmbeddingKroneckerFB(collection, form, form.num_uses, output_side=output_side)
         return MultiUseKroneckerFB(
             collection, form, form.num_uses, input_side=input_side, output_side=output_side
         )
@@ -107,6 +113,10 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
         "kron_series_2": Approximation(_series(2), "Σ_d u · A_d ⊗ G_d", _SERIES),
     },
     "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
+    "embedding": {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)},
+    "embedding_multi": {
+        "kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES)
+    },
     "scale_and_shift": {
         "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
         "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
@@ -123,6 +133,8 @@ DEFAULTS: Mapping[str, str] = {
     "convolution": "kron",
     "fully_connected_multi": "kron_indep",
     "conv2d_multi": "kron_indep",
+    "embedding": "kron",
+    "embedding_multi": "kron_indep",
     "scale_and_shift": "full",
     "generic": "diagonal",
 }

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from kfac_engine._types import Array, Params, Values, Vector
+from kfac_engine._types import Array, Params, Rows, Values, Vector
 from kfac_engine.blocks.base import FisherBlock, GradsList, parts, uses
 from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.collection import LayerCollection
@@ -284,9 +284,10 @@ class FisherEstimator:
     def _apply(
         self, pairs: Pairs, product: Callable[[FisherBlock, Vector], Vector]
     ) -> list[tuple[Vector, Params]]:
-        given: dict[str, Array] = {}
+        given: dict[str, Any] = {}  # arrays, or rows for an embedding
         for vector, key in pairs:
-            names, arrays = uses(key), parts(vector)
+            names = uses(key)
+            arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
             if len(arrays) != len(names):
                 raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
             given.update(zip(names, arrays, strict=True))
@@ -300,11 +301,12 @@ class FisherEstimator:
                 f"products take every registered parameter once; missing: {missing}, not "
                 f"registered: {extra}."
             )
-        results: dict[str, Array] = {}
+        results: dict[str, Any] = {}
         for key, block in self._collection.fisher_blocks.items():
             vector = given[key] if isinstance(key, str) else tuple(given[name] for name in key)
             result = product(block, vector)
-            results.update(zip(uses(key), parts(result), strict=True))
+            found = (result,) if isinstance(result, Rows) else parts(result)
+            results.update(zip(uses(key), found, strict=True))
         return [
             (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
             for _, key in pairs

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Protocol, TypeAlias, TypeVar
 
-from kfac_engine._types import Array, Params, Vector
+from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
-from kfac_engine.errors import InputError, NotReadyError, RegistrationError
+from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.statistics import Tensors, Uses
 
@@ -229,7 +229,9 @@ class Towers:
 
 
 def parts(vector: Vector) -> tuple[Array, ...]:
-    """A vector over a block as a tuple, one array a parameter."""
+    """A vector over a block as a tuple, one array a parameter; an UnsupportedError for rows."""
+    if isinstance(vector, Rows):
+        raise UnsupportedError("this block multiplies whole arrays, not rows of them.")
     return tuple(vector) if isinstance(vector, tuple | list) else (vector,)
 
 

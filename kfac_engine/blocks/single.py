@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from kfac_engine._types import Array, Vector
+from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.blocks.base import (
     FactorOwner,
     FisherBlock,
@@ -103,6 +103,7 @@ class SingleFactorFB(FisherBlock):
                 )
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
+        assert not isinstance(like, Rows)  # they were refused by parts
         if not isinstance(like, tuple | list):
             return column.reshape(like.shape).astype(like.dtype)
         pieces, start = [], 0

@@ -3,18 +3,22 @@
 ``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
 as a mapping from names to arrays. The specification asks for one class with fifty methods; they
 lie in a file for each topic: ``registry`` (blocks and factors), ``dense``, ``convolution``,
-``multi`` (layers used several times), ``norm`` (scales and shifts) and ``losses.collection``.
+``multi`` (layers used several times), ``embedding``, ``norm`` (scales and shifts) and
+``losses.collection``.
 """
 
 from kfac_engine.collection.convolution import ConvolutionLayers
 from kfac_engine.collection.dense import DenseLayers
+from kfac_engine.collection.embedding import EmbeddingLayers
 from kfac_engine.collection.multi import MultiUseLayers
 from kfac_engine.collection.norm import ScaleAndShiftLayers
 
 __all__ = ["LayerCollection"]
 
 
-class LayerCollection(DenseLayers, ConvolutionLayers, MultiUseLayers, ScaleAndShiftLayers):
+class LayerCollection(
+    DenseLayers, ConvolutionLayers, MultiUseLayers, EmbeddingLayers, ScaleAndShiftLayers
+):
     """Layers, losses and the factors they share; one for each estimator.
 
     Args:

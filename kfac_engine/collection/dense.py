@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from kfac_engine._types import Params
 from kfac_engine.collection.registry import BlockRegistry, canonical_key
-from kfac_engine.layers.forms import dense_form
+from kfac_engine.errors import InputError
+from kfac_engine.layers.forms import dense_form, embedding_form
 from kfac_engine.losses.collection import Reuse
 
 
 class DenseLayers(BlockRegistry):
     """The part of ``LayerCollection`` that registers dense layers."""
 
-    def register_fully_connected(
+    def register_fully_connected(  # noqa: PLR0913 (the specification's signature)
         self,
         params: Params | Sequence[str],
         inputs: str,
@@ -20,6 +21,7 @@ class DenseLayers(BlockRegistry):
         reuse: Reuse = "VARIABLE_SCOPE",
         weight_format: str = "IO",
         feature_axis: int = -1,
+        dense_inputs: bool = True,
     ) -> None:
         """Register a dense layer.
 
@@ -31,7 +33,26 @@ class DenseLayers(BlockRegistry):
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
             feature_axis: Axis of the features in inputs and outputs; -2 for ``weight · inputs``.
+            dense_inputs: False where ``inputs`` are identifiers ``(n,)`` that pick rows of the
+                weight, ``(vocabulary, d_out)`` and alone; the input factor is then diagonal.
         """
         key = canonical_key(params)
-        form = dense_form(weight_format, not isinstance(key, str), feature_axis=feature_axis)
+        if dense_inputs:
+            form = dense_form(weight_format, not isinstance(key, str), feature_axis=feature_axis)
+        else:
+            require_diagonal_input(self._resolve("fully_connected", approx))
+            form = embedding_form(self.require_vocabulary(key), rank=1)
         self._register("fully_connected", key, form, (inputs, outputs), approx, reuse)
+
+
+def require_diagonal_input(approx: str) -> None:
+    """Refuse approximations that need inputs written out as rows.
+
+    Raises:
+        InputError: The input factor is not diagonal.
+    """
+    if not approx.endswith(("_in_diag", "_both_diag")):
+        raise InputError(
+            f"Bad value '{approx}' for approx with dense_inputs=False: identifiers have a diagonal "
+            f"input factor; choose one that ends with 'in_diag' or 'both_diag'."
+        )

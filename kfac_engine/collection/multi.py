@@ -6,8 +6,9 @@ from dataclasses import replace
 from kfac_engine._types import Params
 from kfac_engine.blocks.base import TowerNames
 from kfac_engine.blocks.multi import count_uses
+from kfac_engine.collection.dense import require_diagonal_input
 from kfac_engine.collection.registry import BlockRegistry, canonical_key, names_of
-from kfac_engine.layers.forms import convolution_form, dense_form
+from kfac_engine.layers.forms import convolution_form, dense_form, embedding_form
 from kfac_engine.layers.sampling import choose_sampling
 from kfac_engine.layers.views import Padding
 from kfac_engine.losses.collection import Reuse
@@ -16,7 +17,7 @@ from kfac_engine.losses.collection import Reuse
 class MultiUseLayers(BlockRegistry):
     """The part of ``LayerCollection`` that registers layers used several times."""
 
-    def register_fully_connected_multi(
+    def register_fully_connected_multi(  # noqa: PLR0913 (the specification's signature)
         self,
         params: Params | Sequence[str],
         inputs: TowerNames,
@@ -25,6 +26,7 @@ class MultiUseLayers(BlockRegistry):
         approx: str | None = None,
         reuse: Reuse = "VARIABLE_SCOPE",
         weight_format: str = "IO",
+        dense_inputs: bool = True,
     ) -> None:
         """Register a dense layer that is used several times.
 
@@ -37,13 +39,16 @@ class MultiUseLayers(BlockRegistry):
             approx: A row of the table of approximations; the default when left out.
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
+            dense_inputs: As in ``register_fully_connected``; a single tensor of identifiers is
+                ``(num_uses·n,)`` or ``(num_uses, n)``.
         """
         key = canonical_key(params)
-        form = dense_form(
-            weight_format,
-            not isinstance(key, str),
-            num_uses=count_uses(num_uses, inputs, outputs),
-        )
+        if dense_inputs:
+            form = dense_form(weight_format, not isinstance(key, str))
+        else:
+            require_diagonal_input(self._resolve("fully_connected_multi", approx))
+            form = embedding_form(self.require_vocabulary(key), rank=1)
+        form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("fully_connected_multi", key, form, (inputs, outputs), approx, reuse)
 
     def register_conv2d_multi(  # noqa: PLR0913 (the specification's signature)

@@ -100,6 +100,25 @@ class BlockRegistry(LossCollection):
             raise InputError(f"filter '{name}' has shape {shape}; {wanted} axes are needed.")
         return shape
 
+    def require_vocabulary(self, key: Params) -> int:
+        """Rows of the table of a layer whose inputs are identifiers.
+
+        Args:
+            key: Its parameters.
+
+        Returns:
+            The first side of the table.
+
+        Raises:
+            InputError: There is a bias, or the table is unknown or has not two axes.
+        """
+        if not isinstance(key, str):
+            raise InputError(f"Bias not supported: identifiers pick rows of one table, got {key}.")
+        shape = self.require_shape(key)
+        if len(shape) != 2:
+            raise InputError(f"table '{key}' has shape {shape}; (vocabulary, d) is needed.")
+        return shape[0]
+
     def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
         """The factor ``cls(*args)``: layers that measure the same thing share it.
 

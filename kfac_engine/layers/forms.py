@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
+from kfac_engine.layers.ids import Ids
 from kfac_engine.layers.masked import masked
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.sampling import EVERYTHING, Sampling
@@ -39,6 +40,24 @@ def dense_form(
     """The form of a dense layer: axes besides the batch and the features are positions."""
     view = Rows(feature_axis)
     return LayerForm(view, view, Packing(weight_format, has_bias), num_uses)
+
+
+def embedding_form(
+    vocabulary: int, *, positions: bool = False, count_repeats: bool = False, rank: int = 2
+) -> LayerForm:
+    """The form of a table ``(vocabulary, d_out)`` whose rows are picked by identifiers.
+
+    Args:
+        vocabulary: Rows of the table.
+        positions: As in ``Ids``.
+        count_repeats: As in ``Ids``.
+        rank: As in ``Ids``.
+
+    Returns:
+        The form.
+    """
+    view = Ids(vocabulary, rank, positions, count_repeats)
+    return LayerForm(view, Rows(-1, None if positions else 2), Packing("IO", has_bias=False))
 
 
 def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)

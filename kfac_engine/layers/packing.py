@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from types import ModuleType
 
-from kfac_engine._types import Array, Vector
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine._types import Array, Rows, Vector
+from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
 # Axes that bring a weight, as its format stores it, to (*spatial, in, out).
 _AXES: dict[str, tuple[int, ...]] = {
@@ -71,7 +71,10 @@ class Packing:
         Raises:
             InputError: One array was given for a pair or a pair for one parameter.
             ShapeError: The weight has another rank than its format, or the bias another size.
+            UnsupportedError: Rows were given.
         """
+        if isinstance(vector, Rows):
+            raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")
         parts = vector if isinstance(vector, tuple | list) else (vector,)
         if len(parts) != 1 + self.has_bias:
             raise InputError(
@@ -96,6 +99,7 @@ class Packing:
 
     def unpack(self, matrix: Array, like: Vector) -> Vector:
         """The inverse of ``pack``: arrays in the shapes and types of ``like``, new."""
+        assert not isinstance(like, Rows)  # they were refused by pack
         parts = like if isinstance(like, tuple | list) else (like,)
         permuted = tuple(parts[0].shape[axis] for axis in self.axes)
         back = sorted(range(len(self.axes)), key=self.axes.__getitem__)
