@@ -8,7 +8,11 @@ derivative rules serves all three products.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, differentiate, needed
+from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 
 
@@ -58,10 +62,14 @@ def differentiate_twice(
     joint = joint_graph(graph, backward)
     variables = (*backward.cotangents.values(), *wrt)
     second = differentiate(joint, facts, joint.outputs, variables, independent=True)
-    outer, inner = _parted(second.forward_nodes, backward)
-    gradients = second.gradients.values()
-    nodes = needed((*backward.nodes, *inner, *second.nodes), gradients)
-    constants = {**backward.constants, **second.constants}
+    shapes = _shapes((*backward.nodes, *second.forward_nodes), facts)
+    outer, inner = _parted(
+        second.forward_nodes, {*_made(backward.nodes), *backward.dtypes, *shapes}
+    )
+    every = (*backward.nodes, *inner, *second.nodes)
+    rest = [node for node in every if shapes.keys().isdisjoint(node.outputs)]
+    nodes = needed(rest, second.gradients.values())
+    constants = {**backward.constants, **second.constants, **shapes}
     return Backward(
         nodes=nodes,
         constants=constants,
@@ -73,9 +81,19 @@ def differentiate_twice(
     )
 
 
-def _parted(nodes: Sequence[Node], backward: Backward) -> tuple[list[Node], list[Node]]:
-    """Nodes that read forward values alone, and those that read values of ``backward``."""
-    behind = {name for node in backward.nodes for name in node.outputs} | set(backward.dtypes)
+def _shapes(nodes: Sequence[Node], facts: Mapping[str, Fact]) -> dict[str, Array]:
+    """What the Shape nodes among ``nodes`` give: without them no value is computed for its size."""
+    known = (node for node in nodes if node.op == "Shape" and node.inputs[0] in facts)
+    return {node.outputs[0]: _sides(node, facts[node.inputs[0]].shape) for node in known}
+
+
+def _sides(node: Node, shape: tuple[int, ...]) -> Array:
+    start, end = integer(node, "start", 0), integer(node, "end", len(shape))
+    return np.array(shape[start:end], np.int64)
+
+
+def _parted(nodes: Sequence[Node], behind: set[str]) -> tuple[list[Node], list[Node]]:
+    """Nodes that read forward values alone, and those that read ``behind`` or each other."""
     outer: list[Node] = []
     inner: list[Node] = []
     for node in nodes:
@@ -87,7 +105,11 @@ def _parted(nodes: Sequence[Node], backward: Backward) -> tuple[list[Node], list
     return outer, inner
 
 
+def _made(nodes: Sequence[Node]) -> set[str]:
+    return {name for node in nodes for name in node.outputs}
+
+
 def _read_from_outside(nodes: Sequence[Node], given: set[str]) -> tuple[str, ...]:
-    made = {name for node in nodes for name in node.outputs}
+    made = _made(nodes)
     reads = dict.fromkeys(name for node in nodes for name in node.inputs if name)
     return tuple(name for name in reads if name not in made and name not in given)
