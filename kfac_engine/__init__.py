@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.collection import LayerCollection as LayerCollection
+    from kfac_engine.collection import get_default_layer_collection as get_default_layer_collection
+    from kfac_engine.collection import set_default_layer_collection as set_default_layer_collection
     from kfac_engine.config import CollectionConfig as CollectionConfig
     from kfac_engine.config import Schedule as Schedule
     from kfac_engine.curvature_products import (
@@ -129,6 +131,8 @@ _HOMES = {
     "load_model": "autodiff.model",
     "Rows": "_types",
     "LayerCollection": "collection",
+    "get_default_layer_collection": "collection",
+    "set_default_layer_collection": "collection",
     "FisherEstimator": "estimator",
     "CurvatureMatrixVectorProductComputer": "curvature_products",
     "FisherBlock": "blocks.base",

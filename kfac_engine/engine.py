@@ -149,7 +149,7 @@ class Engine:
         for kind, approximation in (approximations or {}).items():
             collection.set_default_approximation(kind, approximation)
         for index, found in enumerate(choose_losses(onnx_model.graph, loss, output, class_axis)):
-            collection.register_loss_function(found, f"loss_{index}")
+            collection.register_loss_function(found, found.inputs[0], f"loss_{index}")
         objective = Objective(collection.registered_losses, reduction)
         layers = register_layers(onnx_model, objective, collection)
         estimator = FisherEstimator(

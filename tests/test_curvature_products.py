@@ -185,7 +185,7 @@ def mean_and_variance():
 
 def predicted_variance(lc):
     loss = ke.NormalMeanVarianceNegativeLogProbLoss("mean", "variance", "t")
-    lc.register_loss_function(loss, "normal")
+    lc.register_loss_function(loss, "mean", "normal")
 
 
 _RNG = np.random.default_rng(8)

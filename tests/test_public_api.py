@@ -36,6 +36,8 @@ PUBLIC = (
     "load_model",
     "Rows",
     "LayerCollection",
+    "get_default_layer_collection",
+    "set_default_layer_collection",
     "FisherEstimator",
     "CurvatureMatrixVectorProductComputer",
     "FisherBlock",

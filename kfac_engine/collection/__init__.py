@@ -7,13 +7,20 @@ lie in a file for each topic: ``registry`` (blocks and factors), ``dense``, ``co
 ``losses.collection``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kfac_engine.collection.convolution import ConvolutionLayers
+from kfac_engine.collection.default import (
+    get_default_layer_collection,
+    set_default_layer_collection,
+)
 from kfac_engine.collection.dense import DenseLayers
 from kfac_engine.collection.embedding import EmbeddingLayers
 from kfac_engine.collection.multi import MultiUseLayers
 from kfac_engine.collection.norm import ScaleAndShiftLayers
 
-__all__ = ["LayerCollection"]
+__all__ = ["LayerCollection", "get_default_layer_collection", "set_default_layer_collection"]
 
 
 class LayerCollection(
@@ -31,3 +38,12 @@ class LayerCollection(
         fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
         fisher_factors: (class, arguments) to factor, in the order of creation.
     """
+
+    @contextmanager
+    def as_default(self) -> Iterator["LayerCollection"]:
+        """A context in which this is the collection of ``get_default_layer_collection``."""
+        set_default_layer_collection(self)
+        try:
+            yield self
+        finally:
+            set_default_layer_collection(None)

@@ -40,7 +40,7 @@ class DenseLayers(BlockRegistry):
         if dense_inputs:
             form = dense_form(weight_format, not isinstance(key, str), feature_axis=feature_axis)
         else:
-            require_diagonal_input(self._resolve("fully_connected", approx))
+            require_diagonal_input(self._resolve("fully_connected", approx, key))
             form = embedding_form(self.require_vocabulary(key), rank=1)
         self._register("fully_connected", key, form, (inputs, outputs), approx, reuse)
 

@@ -46,7 +46,7 @@ class MultiUseLayers(BlockRegistry):
         if dense_inputs:
             form = dense_form(weight_format, not isinstance(key, str))
         else:
-            require_diagonal_input(self._resolve("fully_connected_multi", approx))
+            require_diagonal_input(self._resolve("fully_connected_multi", approx, key))
             form = embedding_form(self.require_vocabulary(key), rank=1)
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("fully_connected_multi", key, form, (inputs, outputs), approx, reuse)

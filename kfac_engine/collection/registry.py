@@ -5,24 +5,24 @@ as a mapping from names to arrays.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from math import inf
 from typing import TypeVar
 
 from kfac_engine._types import Params
-from kfac_engine.approximations import APPROXIMATIONS, DEFAULTS, GENERIC, accepted
-from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.approximations import APPROXIMATIONS, GENERIC
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.select import select
 from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
+from kfac_engine.collection.choices import ApproximationChoices
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.losses.collection import LossCollection, Reuse
+from kfac_engine.losses.collection import Reuse
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
 
-class BlockRegistry(LossCollection):
+class BlockRegistry(ApproximationChoices):
     """Registered blocks; see ``LayerCollection``, the public class."""
 
     def __init__(
@@ -32,16 +32,12 @@ class BlockRegistry(LossCollection):
         config: CollectionConfig | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        self.graph = graph
+        super().__init__(graph)
         self.name = name
         self.config = config or CollectionConfig()
         self.backend = select(backend)
-        self.fisher_blocks: dict[Params, FisherBlock] = {}
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self._rows: dict[Params, tuple[object, ...]] = {}
-        self._uses: dict[str, float] = {}
-        self._defaults = dict(DEFAULTS)
 
     # -- what is registered -----------------------------------------------------------------------
 
@@ -136,30 +132,6 @@ class BlockRegistry(LossCollection):
         assert isinstance(factor, cls)
         return factor
 
-    # -- defaults ---------------------------------------------------------------------------------
-
-    def default_approximation(self, kind: str) -> str:
-        """The approximation used for a kind of layer unless one is named."""
-        return self._defaults[kind]
-
-    def set_default_approximation(self, kind: str, value: str) -> None:
-        """Choose the approximation of a kind of layer.
-
-        Raises:
-            UnknownNameError: There is no such kind.
-            InputError: The kind does not accept the approximation.
-        """
-        if kind not in self._defaults:
-            raise UnknownNameError(
-                f"unknown kind of layer '{kind}'; choose one of: {', '.join(self._defaults)}."
-            )
-        if value not in accepted(kind):
-            raise InputError(
-                f"'{value}' is not a valid approximation for {kind}; choose one of: "
-                f"{', '.join(accepted(kind))}."
-            )
-        self._defaults[kind] = value
-
     # -- layers -----------------------------------------------------------------------------------
 
     def register_generic(
@@ -178,14 +150,12 @@ class BlockRegistry(LossCollection):
             reuse: Whether this is a further tower.
         """
         key = canonical_key(params)
-        approx = self._resolve("generic", approx)
-        if self._is_new(key, reuse, ("generic", approx)):
-            self.register_block(key, GENERIC[approx](self, key), reuse)
-            self._rows[key] = ("generic", approx)
-        block = self.fisher_blocks[key]
-        assert isinstance(block, GENERIC["full"])
-        block.register_additional_tower(batch_size)
-        self._count_uses(key, float("inf"))
+        approx = self._resolve("generic", approx, key)
+        block = GENERIC[approx](self, key)
+        found = self._find_or_use(key, block, reuse, ("generic", approx), exact=True)
+        assert isinstance(found, GENERIC["full"])  # as `block` is
+        found.register_additional_tower(batch_size)
+        self._enter(key, found, ("generic", approx), inf)
 
     def register_block(
         self,
@@ -209,46 +179,15 @@ class BlockRegistry(LossCollection):
             UnknownNameError: ``reuse`` is True and the key is unknown.
         """
         key = canonical_key(layer_key)
-        if self._is_new(key, reuse, self._rows.get(key, ())):
-            fisher_block.params = key
-            self.fisher_blocks[key] = fisher_block
-            for name in names_of(key):
-                self._uses.setdefault(name, 0)
-        return self.fisher_blocks[key]
+        known = key in self.fisher_blocks
+        found = self._find_or_use(key, fisher_block, reuse, self._rows.get(key, ()), exact=True)
+        if not known:  # whoever makes a block knows how often its parameters are used
+            self._enter(key, found, (), inf)
+        return found
 
     def approximation_of(self, params: Params) -> str:
         """The row of the table of approximations that a registered layer has."""
         return str(self._rows[params][1])
-
-    def check_registration(self, variables: Sequence[str]) -> None:
-        """Check that blocks cover exactly these parameters, with as many uses as the graph shows.
-
-        Uses are compared only where the collection knows the model.
-
-        Args:
-            variables: All parameters that should have a block.
-
-        Raises:
-            RegistrationError: One is not covered, a covered one is not listed, or uses differ; the
-                message lists all.
-        """
-        wrong = [f"{name} is not registered" for name in variables if name not in self._uses]
-        wrong += [
-            f"{name} is registered, but not listed" for name in self._uses if name not in variables
-        ]
-        if isinstance(self.graph, OnnxModel):
-            graph = self.graph.graph
-            if self.losses:  # uses that no loss depends on are none
-                ends = [name for loss in self.losses for name in loss.inputs]
-                graph = replace(graph, nodes=needed(graph.nodes, ends))
-            consumers = graph.consumers
-            wrong += [
-                f"{name} is registered with {uses:g} use(s), the graph has {len(consumers[name])}"
-                for name, uses in self._uses.items()
-                if uses != float("inf") and name in consumers and uses != len(consumers[name])
-            ]
-        if wrong:
-            raise RegistrationError(f"the registration is not complete: {'; '.join(wrong)}.")
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -262,45 +201,67 @@ class BlockRegistry(LossCollection):
         reuse: Reuse,
     ) -> None:
         """Register a layer, or a further tower of one."""
-        approx = self._resolve(kind, approx)
+        approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
-        if self._is_new(key, reuse, row):
-            block = APPROXIMATIONS[kind][approx].build(self, form)
-            self.register_block(key, block, reuse)
-            self._rows[key] = row
-        self.fisher_blocks[key].register_additional_tower(*tensors)  # type: ignore[attr-defined] # layer blocks have it
-        self._count_uses(key, max(len(uses(names)) for names in tensors))
+        block = self._find_or_use(key, APPROXIMATIONS[kind][approx].build(self, form), reuse, row)
+        block.register_additional_tower(*tensors)  # type: ignore[attr-defined] # layer blocks have it
+        self._enter(key, block, row, max(len(uses(names)) for names in tensors))
 
-    def _resolve(self, kind: str, approx: str | None) -> str:
-        chosen = self._defaults[kind] if approx is None else approx
-        if chosen not in accepted(kind):
-            raise InputError(
-                f"Bad value '{chosen}' for approx of {kind}; choose one of: "
-                f"{', '.join(accepted(kind))}."
-            )
-        return chosen
+    def _find_or_use(
+        self,
+        key: Params,
+        block: FisherBlock,
+        reuse: Reuse,
+        row: tuple[object, ...],
+        *,
+        exact: bool = False,
+    ) -> FisherBlock:
+        """The registered block of a key, else ``block``; refuses what cannot be registered.
 
-    def _is_new(self, key: Params, reuse: Reuse, row: tuple[object, ...]) -> bool:
-        """Whether the key is to be registered (else: it gets a tower); refuses what cannot be."""
-        known = key in self.fisher_blocks
-        if reuse is True and not known:
+        A caller's own block is taken for the table's where it is of the same type; a named class
+        counts as the general one it is made of, unless ``exact``.
+
+        Returns:
+            The block that is to have the tower.
+
+        Raises:
+            UnknownNameError: ``reuse`` is True and the key is unknown.
+            RegistrationError: The key or one of its parameters is taken by something else.
+        """
+        self._require_open(f"a layer of {key}")
+        known = self.fisher_blocks.get(key)
+        if reuse is True and known is None:
             raise UnknownNameError(f"reuse=True, but no layer is registered for {key}.")
-        if reuse is False and known:
+        if reuse is False and known is not None:
             raise RegistrationError(f"FisherBlock for {key} is already in LayerCollection.")
-        if known and self._rows.get(key, row) != row:
+        if known is None:
+            self._require_free(key)
+            return block
+        same = type(known) is type(block) or (not exact and isinstance(known, type(block)))
+        if not same or self._rows.get(key, row) != row:
+            kind = self._rows.get(key, (type(known).__name__,))[:2]
             raise RegistrationError(
-                f"{key} is registered as {self._rows[key][:2]}; a tower must be the same layer."
+                f"{key} is registered as {' '.join(map(str, kind))}; a tower must be the same "
+                f"layer, with the same approximation."
             )
+        return known
+
+    def _require_free(self, key: Params) -> None:
         taken = set(self.registered_variables).intersection(names_of(key))
-        if not known and taken:
+        if taken:
             raise RegistrationError(
                 f"{', '.join(sorted(taken))} of {key} belong(s) to another registered layer."
             )
-        return not known
 
-    def _count_uses(self, key: Params, uses: float) -> None:
-        for name in names_of(key):
-            self._uses[name] = self._uses.get(name, 0) + uses
+    def _enter(
+        self, key: Params, block: FisherBlock, row: tuple[object, ...], count: float
+    ) -> None:
+        """Put a block that has its tower under its key; ``count`` uses are accounted for."""
+        block.params = key
+        self.fisher_blocks[key] = block
+        if row:
+            self._rows[key] = row
+        self._count_uses(names_of(key), count)
 
 
 def canonical_key(params: Params | Sequence[str]) -> Params:

@@ -31,6 +31,8 @@ class LossCollection:
 
     def __init__(self) -> None:
         self._losses: dict[str, RegisteredLoss] = {}
+        self._colocation_ops: dict[LossFunction, str | None] = {}
+        self._finalized = False
 
     @property
     def losses(self) -> tuple[LossFunction, ...]:
@@ -49,9 +51,13 @@ class LossCollection:
         Raises:
             InputError: There is none.
         """
-        if not self._losses:
-            raise InputError("Must have at least one registered loss.")
+        self._require_losses()
         return tuple(self._losses.values())
+
+    @property
+    def loss_colocation_ops(self) -> dict[LossFunction, str | None]:
+        """For each loss of each tower, the value it was registered beside."""
+        return dict(self._colocation_ops)
 
     @property
     def batch_value(self) -> str | None:
@@ -61,6 +67,7 @@ class LossCollection:
     def register_loss_function(
         self,
         loss: LossFunction,
+        colocation_op: str | None,
         base_name: str,
         name: str | None = None,
         coeff: float = 1.0,
@@ -70,6 +77,8 @@ class LossCollection:
 
         Args:
             loss: The loss of one tower.
+            colocation_op: The value that the loss is computed beside, usually its input. It is
+                kept for ``loss_colocation_ops``; losses are computed where their inputs are.
             base_name: What to derive a name from when none is given.
             name: Unique name.
             coeff: Weight in the total.
@@ -81,10 +90,16 @@ class LossCollection:
 
         Raises:
             UnknownNameError: ``reuse`` is True and the name is unknown, or False and it is taken.
-            RegistrationError: ``reuse`` is True without a name, or the coefficient differs.
+            RegistrationError: ``reuse`` is True without a name or with a seed (only the first
+                tower of a loss may have one), the coefficient differs, or the collection is closed.
         """
+        self._require_open("a loss")
         if reuse is True and name is None:
             raise RegistrationError("reuse=True needs the name of the loss that gets a tower.")
+        if reuse is True and loss.seed is not None:
+            raise RegistrationError(
+                f"the tower of loss '{name}' has a seed of its own; give one to the first only."
+            )
         name = name or self._unique(base_name)
         known = self._losses.get(name)
         if reuse is True and known is None:
@@ -98,6 +113,7 @@ class LossCollection:
                 f"loss '{name}' has coefficient {known.coefficient}, its new tower {coeff}."
             )
         self._losses[name] = RegisteredLoss(name, (*(known.towers if known else ()), loss), coeff)
+        self._colocation_ops[loss] = colocation_op
         return name
 
     def register_categorical_predictive_distribution(
@@ -112,7 +128,7 @@ class LossCollection:
         """Register a softmax output: logits ``(n, …, classes)``, integer targets ``(n, …)``."""
         loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
         base = "categorical_predictive_distribution"
-        return self.register_loss_function(loss, base, name, coeff, reuse)
+        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
 
     def register_normal_predictive_distribution(
         self,
@@ -127,7 +143,7 @@ class LossCollection:
         """Register a Gaussian output of fixed variance; ``var=0.5`` is the squared error."""
         loss = NormalMeanNegativeLogProbLoss(mean, var, targets, seed)
         base = "normal_predictive_distribution"
-        return self.register_loss_function(loss, base, name, coeff, reuse)
+        return self.register_loss_function(loss, mean, base, name, coeff, reuse)
 
     def register_multi_bernoulli_predictive_distribution(
         self,
@@ -141,7 +157,49 @@ class LossCollection:
         """Register independent binary outputs: logits and targets of one shape."""
         loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
         base = "multi_bernoulli_predictive_distribution"
-        return self.register_loss_function(loss, base, name, coeff, reuse)
+        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
+
+    def register_softmax_cross_entropy_loss(
+        self,
+        logits: str,
+        seed: int | None = None,
+        targets: str | None = None,
+        name: str | None = None,
+        coeff: float = 1.0,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> str:
+        """``register_categorical_predictive_distribution`` under its other name."""
+        loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
+        base = "sparse_softmax_cross_entropy_loss"
+        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
+
+    def register_squared_error_loss(
+        self,
+        prediction: str,
+        seed: int | None = None,
+        targets: str | None = None,
+        name: str | None = None,
+        coeff: float = 1.0,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> str:
+        """``register_normal_predictive_distribution`` with variance ½, under its other name."""
+        loss = NormalMeanNegativeLogProbLoss(prediction, 0.5, targets, seed)
+        base = "squared_error_loss"
+        return self.register_loss_function(loss, prediction, base, name, coeff, reuse)
+
+    def register_sigmoid_cross_entropy_loss(
+        self,
+        logits: str,
+        seed: int | None = None,
+        targets: str | None = None,
+        name: str | None = None,
+        coeff: float = 1.0,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> str:
+        """``register_multi_bernoulli_predictive_distribution`` under its other name."""
+        loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
+        base = "sigmoid_cross_entropy_loss"
+        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
 
     def eval_losses(
         self, target_mode: TargetMode = "data", coeff_mode: CoefficientMode = "regular"
@@ -163,12 +221,15 @@ class LossCollection:
                 f"target_mode is 'data' or 'sample', coeff_mode one of {', '.join(_COEFFICIENT)}; "
                 f"got '{target_mode}' and '{coeff_mode}'."
             )
-        weighted = []
+        weighted: list[Thunk[float]] = []
         for loss in self._losses.values():
             k = _COEFFICIENT[coeff_mode](loss.coefficient)
             for tower in loss.towers:
-                evaluate = tower.evaluate() if target_mode == "data" else tower.evaluate_on_sample()
-                weighted.append(_times(k, evaluate))
+                # Towers and losses that have no seed of their own draw independently.
+                seed = len(weighted) if tower.seed is None else tower.seed
+                sampled = target_mode == "sample"
+                thunk = tower.evaluate_on_sample(seed) if sampled else tower.evaluate()
+                weighted.append(_times(k, thunk))
         return weighted
 
     def eval_losses_on_samples(self) -> list[Thunk[float]]:
@@ -177,13 +238,24 @@ class LossCollection:
 
     def total_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
         """The sum of all losses on the data."""
-        assert self.registered_losses  # refuses an empty collection
+        self._require_losses()
         return _sum(self.eval_losses("data", coeff_mode))
 
     def total_sampled_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
         """The sum of all losses on sampled targets."""
-        assert self.registered_losses  # refuses an empty collection
+        self._require_losses()
         return _sum(self.eval_losses("sample", coeff_mode))
+
+    def _require_losses(self) -> None:
+        if not self._losses:
+            raise InputError("Must have at least one registered loss.")
+
+    def _require_open(self, what: str) -> None:
+        """Refuse to add to a collection that an estimator was built on."""
+        if self._finalized:
+            raise RegistrationError(
+                f"{what} cannot be added: the collection belongs to an estimator; make a new one."
+            )
 
     def _unique(self, base: str) -> str:
         if base not in self._losses:

@@ -1,0 +1,46 @@
+"""The part of a graph that some of its values are computed from."""
+
+from collections.abc import Iterable
+
+from kfac_engine.graph.structure import Graph, Node
+
+# Operators that hand their operand on unchanged: whoever reads the result reads the operand.
+_RELAYS = frozenset({"Identity"})
+
+
+class SubGraph:
+    """All ancestors of some values, these included.
+
+    Args:
+        graph: The whole.
+        ends: Names of the values.
+
+    Attributes:
+        nodes: The nodes it is made of, in topological order.
+    """
+
+    def __init__(self, graph: Graph, ends: Iterable[str]) -> None:
+        members = set(ends)
+        nodes: list[Node] = []
+        for node in reversed(graph.nodes):
+            if members.intersection(node.outputs):
+                members.update(name for name in (*node.inputs, *node.captures) if name)
+                nodes.append(node)
+        self.nodes = tuple(reversed(nodes))
+        self._members = frozenset(members)
+
+    def is_member(self, name: str) -> bool:
+        """Whether a value is an ancestor, or one of the values themselves."""
+        return name in self._members
+
+    def filter_list(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of ``names`` that are members, in their order."""
+        return tuple(name for name in names if self.is_member(name))
+
+    def variable_uses(self, name: str) -> int:
+        """Number of nodes that read a value; a node that only hands it on counts as its readers."""
+        readers = [node for node in self.nodes if name in (*node.inputs, *node.captures)]
+        return sum(
+            self.variable_uses(node.outputs[0]) if node.qualified_op in _RELAYS else 1
+            for node in readers
+        )
