@@ -42,6 +42,8 @@ def register_layers(
     register = {
         "fully_connected": collection.register_fully_connected,
         "fully_connected_multi": collection.register_fully_connected_multi,
+        "embedding": collection.register_embedding,
+        "embedding_multi": collection.register_embedding_multi,
         "conv1d": collection.register_conv1d,
         "conv2d": collection.register_conv2d,
         "conv2d_multi": collection.register_conv2d_multi,

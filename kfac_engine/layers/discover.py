@@ -8,7 +8,11 @@ from kfac_engine.layers.found import Found, Scene, Tensors
 from kfac_engine.layers.matchers import match
 
 # Kind of a layer used once to the kind that takes several uses.
-_SEVERAL_USES = {"fully_connected": "fully_connected_multi", "conv2d": "conv2d_multi"}
+_SEVERAL_USES = {
+    "fully_connected": "fully_connected_multi",
+    "conv2d": "conv2d_multi",
+    "embedding": "embedding_multi",
+}
 
 # Options that the registration of several uses does not have.
 _ONE_USE_ONLY = {"feature_axis": "with its features on an inner axis"}

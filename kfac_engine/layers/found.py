@@ -68,10 +68,12 @@ class Scene:
 
     @cached_property
     def data(self) -> frozenset[str]:
-        """Values that depend on the data inputs."""
+        """Values that depend on the data inputs, by more than their shape."""
         found = {entry.name for entry in self.graph.inputs}
         for node in self.graph.nodes:
-            if found.intersection(node.inputs) or found.intersection(node.captures):
+            if node.op not in ("Shape", "Size") and found.intersection(
+                (*node.inputs, *node.captures)
+            ):
                 found.update(node.outputs)
         return frozenset(found)
 

@@ -106,6 +106,22 @@ def _padding(node: Node, axes: int) -> Padding:
     return tuple(zip(pads[:axes], pads[axes:], strict=True))
 
 
+# -- embeddings ------------------------------------------------------------------------------------
+
+
+def _gather(scene: Scene, node: Node, index: int) -> Found | str:
+    table, ids = node.inputs
+    shape = scene.shapes[ids]
+    if node.attributes.get("axis", 0) != 0 or not scene.is_weight(table, 2):
+        return f"table of Gather, shape {scene.shapes[table]}"
+    if ids not in scene.data or not shape:
+        return "table of Gather whose indices do not depend on the data"
+    if shape[0] > scene.batch:
+        return "table of Gather, with more indices than examples on their first axis"
+    options = {"positions": True} if len(shape) > 1 else {}
+    return Found("embedding", (table,), ids, node.outputs[0], options)
+
+
 # -- pieces ----------------------------------------------------------------------------------------
 
 
@@ -132,6 +148,7 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("MatMul", 0): _matmul,
     ("MatMul", 1): _matmul,
     ("Conv", 1): _conv,
+    ("Gather", 0): _gather,
     ("Mul", 0): scale_of_product,
     ("Mul", 1): scale_of_product,
     ("Reshape", 0): scale_of_view,
@@ -148,7 +165,6 @@ _ROLES: Mapping[tuple[str, int], str] = {
     ("BatchNormalization", 2): "shift of BatchNormalization",
     ("InstanceNormalization", 2): "shift of InstanceNormalization",
     ("GroupNormalization", 2): "shift of GroupNormalization",
-    ("Gather", 0): "table of Gather (an embedding)",
     ("Gemm", 2): "added by Gemm, but not one number a column",
     ("Conv", 2): "bias of Conv, but not one number a channel",
     ("ConvTranspose", 1): "filter of a transposed convolution",

@@ -123,7 +123,13 @@ def test_positions_merged_into_the_batch_axis_are_counted():
 
 
 def test_reasons_name_what_a_generic_parameter_is():
-    assert reason_of(models.embedding(), "table") == "table of Gather (an embedding)"
+    def build(n):
+        x = n.op("PRelu", "input", n.weight("slope", 4), to="act")
+        x = n.op("Add", x, n.weight("offset", 4), to="moved")
+        n.op("MatMul", x, n.weight("w", 4, 3), to="output")
+
+    assert reason_of(net(build), "slope") == "operand 1 of PRelu"
+    assert reason_of(net(build), "offset") == "operand 1 of Add"
 
 
 def test_scaled_gemm_and_grouped_convolution_are_generic_with_a_reason():

@@ -1,0 +1,119 @@
+"""Tables whose rows are picked by identifiers."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+
+# float32 sums of a few dozen terms, relative to the largest entry.
+SINGLE = 2e-5
+BATCH, VOCABULARY, WIDTH = 5, models.VOCABULARY, 3
+
+
+def vector_of_ids(net):
+    net.op("Gather", net.weight("table", VOCABULARY, WIDTH), "input", to="y")
+    return ["y"]
+
+
+def sentences(net):
+    net.op("Gather", net.weight("table", VOCABULARY, WIDTH), "input", to="y")
+    return ["y"]
+
+
+def two_uses(net):
+    """The ids, and one more than the ids."""
+    table = net.weight("table", VOCABULARY + 1, WIDTH)
+    first = net.op("Gather", table, "input", to="y0")
+    following = net.op("Add", "input", net.constant("one", np.array(1)), to="following")
+    net.op("Mul", first, net.op("Gather", table, following, to="y1"), to="y")
+    return ["y0", "y1"]
+
+
+# Name to builder, sides of the ids, kind, and the rows of each use as ids.
+CASES = {
+    "vector": (vector_of_ids, ("batch",), "embedding"),
+    "sentences": (sentences, ("batch", 4), "embedding"),
+    "two_uses": (two_uses, ("batch", 4), "embedding_multi"),
+    "two_uses_of_a_vector": (two_uses, ("batch",), "embedding_multi"),
+}
+
+
+def finished(build, sides):
+    net = models.Net()
+    outputs = build(net)
+    net.op("Tanh", net._nodes[-1].output[0], to="output")
+    return net.model({"input": list(sides)}, {"output": [*sides, WIDTH]}, "int64"), outputs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_block_is_the_share_of_each_id_times_the_moment_of_gradients(name):
+    build, sides, kind = CASES[name]
+    proto, values = finished(build, sides)
+    feeds = models.random_inputs(proto, BATCH)
+    engine = ke.Engine.from_onnx(
+        proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
+    )
+    (layer,) = engine.layers
+    assert (layer.kind, layer.parameters) == (kind, ("table",))
+    trace = ke.load_model(proto).run(feeds)
+    engine.observe(feeds, np.zeros_like(trace["output"]))
+    ds = trace.vjp({"output": 2 * trace["output"]}, values)
+    ids = np.concatenate([(feeds["input"] + k).ravel() for k in range(len(values))])
+    g = np.concatenate([ds[value].reshape(-1, WIDTH) for value in values]).astype("float64")
+    one_hot = np.eye(engine.parameters["table"].shape[0])[ids]
+    A, G = np.diag(np.mean(one_hot, axis=0)), g.T @ g / len(g)
+    expected = len(ids) / BATCH * np.kron(A, G)
+    found = engine.collection.fisher_blocks["table"].full_fisher_block()
+    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+def test_a_step_preconditions_a_table():
+    proto = models.embedding()
+    engine = ke.Engine.from_onnx(proto, loss="categorical")
+    result = engine.step(models.random_inputs(proto, BATCH), np.array([0, 1, 2, 0, 1]))
+    assert result.natural_gradients["table"].any()
+    kinds = {layer.parameters: layer.kind for layer in engine.layers}
+    assert kinds["table",] == "embedding"
+
+
+# -- generic with a reason -------------------------------------------------------------------------
+
+
+def reason(build):
+    net = models.Net()
+    build(net)
+    proto = net.model({"input": ["batch", 4, WIDTH]}, {"output": ["batch", 4, WIDTH]})
+    (layer,) = ke.Engine.from_onnx(proto, loss="normal").layers
+    assert layer.kind == "generic"
+    return layer.reason
+
+
+def test_a_table_of_positions_is_no_layer():
+    def build(net):
+        ids = net.constant("ids", np.arange(4))
+        rows = net.op("Gather", net.weight("table", 6, WIDTH), ids, to="rows")
+        net.op("Add", "input", rows, to="output")
+
+    assert reason(build) == "table of Gather whose indices do not depend on the data"
+
+
+def test_positions_counted_by_the_shape_of_the_data_are_no_identifiers():
+    def build(net):
+        length = net.op("Shape", "input", to="length", start=1, end=2)
+        length = net.op("Squeeze", length, to="number")
+        zero, one = net.constant("zero", np.array(0)), net.constant("one", np.array(1))
+        ids = net.op("Range", zero, length, one, to="ids")
+        rows = net.op("Gather", net.weight("table", 6, WIDTH), ids, to="rows")
+        net.op("Add", "input", rows, to="output")
+
+    assert reason(build) == "table of Gather whose indices do not depend on the data"
+
+
+def test_columns_picked_from_a_parameter_are_no_embedding():
+    def build(net):
+        at = net.constant("at", np.array([2, 0, 1]))
+        w = net.op("Gather", net.weight("table", 4, WIDTH), at, to="turned", axis=1)
+        net.op("Mul", "input", w, to="output")
+
+    assert reason(build) == "table of Gather, shape (4, 3)"
