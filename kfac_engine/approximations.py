@@ -102,6 +102,7 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
     },
     "conv1d": {"kron": _PATCHES},
     "convolution": {"kron": _PATCHES},
+    "conv_transpose": {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)},
     "fully_connected_multi": {
         "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
         "kron_indep_in_diag": Approximation(_multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES),
@@ -131,6 +132,7 @@ DEFAULTS: Mapping[str, str] = {
     "conv2d": "kron",
     "conv1d": "kron",
     "convolution": "kron",
+    "conv_transpose": "kron",
     "fully_connected_multi": "kron_indep",
     "conv2d_multi": "kron_indep",
     "embedding": "kron",

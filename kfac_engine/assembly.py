@@ -48,6 +48,7 @@ def register_layers(
         "conv2d": collection.register_conv2d,
         "conv2d_multi": collection.register_conv2d_multi,
         "convolution": collection.register_convolution,
+        "conv_transpose": collection.register_conv_transpose,
         "scale_and_shift": collection.register_scale_and_shift,
     }
     for layer in layers:

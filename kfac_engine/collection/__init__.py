@@ -3,28 +3,34 @@
 ``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
 as a mapping from names to arrays. The specification asks for one class with fifty methods; they
 lie in a file for each topic: ``registry`` (blocks and factors), ``dense``, ``convolution``,
-``multi`` (layers used several times), ``embedding``, ``norm`` (scales and shifts) and
-``losses.collection``.
+``transposed``, ``multi`` (layers used several times), ``embedding``, ``norm`` (scales and shifts)
+and ``losses.collection``.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kfac_engine.collection.convolution import ConvolutionLayers
 from kfac_engine.collection.default import (
     get_default_layer_collection,
     set_default_layer_collection,
 )
 from kfac_engine.collection.dense import DenseLayers
 from kfac_engine.collection.embedding import EmbeddingLayers
+from kfac_engine.collection.grouped import GroupedConvolutionLayers
 from kfac_engine.collection.multi import MultiUseLayers
 from kfac_engine.collection.norm import ScaleAndShiftLayers
+from kfac_engine.collection.transposed import TransposedConvolutionLayers
 
 __all__ = ["LayerCollection", "get_default_layer_collection", "set_default_layer_collection"]
 
 
 class LayerCollection(
-    DenseLayers, ConvolutionLayers, MultiUseLayers, EmbeddingLayers, ScaleAndShiftLayers
+    DenseLayers,
+    GroupedConvolutionLayers,
+    TransposedConvolutionLayers,
+    MultiUseLayers,
+    EmbeddingLayers,
+    ScaleAndShiftLayers,
 ):
     """Layers, losses and the factors they share; one for each estimator.
 

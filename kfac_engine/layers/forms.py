@@ -116,6 +116,53 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     return LayerForm(view, outputs, packing, sampling=sampling)
 
 
+def transposed_form(
+    filter_shape: tuple[int, ...],
+    *,
+    padding: Padding,
+    strides: Sequence[int] | None = None,
+    dilations: Sequence[int] | None = None,
+    data_format: str | None = None,
+    weight_format: str | None = None,
+) -> LayerForm:
+    """The form of a transposed convolution, its bias apart.
+
+    It is the adjoint of a convolution, and its views are the other way round: a row is an input
+    location, its features are the input's channels and the patch of the output that it is spread
+    over.
+
+    Args:
+        filter_shape: Shape of the filter, in ``weight_format``.
+        padding: What is cut off the output: ``"VALID"`` or ``((begin, end), …)``.
+        strides: As in ``convolution_form``.
+        dilations: As in ``convolution_form``.
+        data_format: As in ``convolution_form``.
+        weight_format: ``"HWOI"`` and its relatives (the default) or ``"IOHW"`` and its relatives.
+
+    Returns:
+        The form.
+
+    Raises:
+        InputError: A format is unknown, or strides or dilations have a wrong number of entries.
+    """
+    spatial = _SPATIAL.get(len(filter_shape) - 2, "")
+    last, first = f"{spatial}OI", f"IO{spatial}"
+    weight_format = weight_format or last
+    if weight_format not in (last, first):
+        raise InputError(f"weight_format is '{weight_format}'; choose '{last}' or '{first}'.")
+    adjoint = convolution_form(
+        filter_shape,
+        has_bias=False,
+        padding=padding,
+        strides=strides,
+        dilations=dilations,
+        data_format=data_format,
+        weight_format=f"{spatial}IO" if weight_format == last else f"OI{spatial}",
+    )
+    packing = Packing(weight_format, has_bias=False)
+    return LayerForm(adjoint.output_view, adjoint.input_view, packing)
+
+
 def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str) -> tuple[int, ...]:
     """One entry a spatial axis, from either spelling."""
     axes = len(data_format) - 2

@@ -90,6 +90,24 @@ def _conv(scene: Scene, node: Node, index: int) -> Found | str:
     return Found(kind, (weight, *bias), x, outputs, options)
 
 
+def _conv_transpose(scene: Scene, node: Node, index: int) -> Found | str:
+    x, weight = node.inputs[0], node.inputs[index]
+    axes, groups = len(scene.shapes[weight]) - 2, node.attributes.get("group", 1)
+    if x not in scene.data:
+        return _aside(node, index)
+    if axes not in _CONVOLUTIONS or groups != 1:
+        return f"transposed convolution over {axes} axes in {groups} group(s)"
+    spatial = _CONVOLUTIONS[axes][2][2:]
+    options = {
+        "strides": node.attributes.get("strides", (1,) * axes),
+        "dilations": node.attributes.get("dilations", (1,) * axes),
+        "padding": _padding(node, axes),
+        "data_format": f"NC{spatial}",
+        "weight_format": f"IO{spatial}",
+    }
+    return Found("conv_transpose", (weight,), x, node.outputs[0], options)
+
+
 # Spatial axes to kind, the registration's name for dilations, and formats.
 _CONVOLUTIONS = {
     1: ("conv1d", "dilations", "NCW", "OIW"),
@@ -148,6 +166,7 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("MatMul", 0): _matmul,
     ("MatMul", 1): _matmul,
     ("Conv", 1): _conv,
+    ("ConvTranspose", 1): _conv_transpose,
     ("Gather", 0): _gather,
     ("Mul", 0): scale_of_product,
     ("Mul", 1): scale_of_product,
@@ -167,5 +186,5 @@ _ROLES: Mapping[tuple[str, int], str] = {
     ("GroupNormalization", 2): "shift of GroupNormalization",
     ("Gemm", 2): "added by Gemm, but not one number a column",
     ("Conv", 2): "bias of Conv, but not one number a channel",
-    ("ConvTranspose", 1): "filter of a transposed convolution",
+    ("ConvTranspose", 2): "bias of ConvTranspose, added to pixels that the filter does not count",
 }

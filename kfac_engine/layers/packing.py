@@ -18,6 +18,16 @@ _AXES: dict[str, tuple[int, ...]] = {
     "DHWIO": (0, 1, 2, 3, 4),
     "OIDHW": (2, 3, 4, 1, 0),
 }
+# The same for transposed convolutions, to (in, *spatial, out): rows are input channels alone.
+_TRANSPOSED_AXES: dict[str, tuple[int, ...]] = {
+    "WOI": (2, 0, 1),
+    "IOW": (0, 2, 1),
+    "HWOI": (3, 0, 1, 2),
+    "IOHW": (0, 2, 3, 1),
+    "DHWOI": (4, 0, 1, 2, 3),
+    "IODHW": (0, 2, 3, 4, 1),
+}
+_ALL_AXES = _AXES | _TRANSPOSED_AXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +35,8 @@ class Packing:
     """The map between a weight (with a bias) and the packed matrix ``V``, ``(d_in (+ 1), d_out)``.
 
     Attributes:
-        weight_format: Axes of the weight as stored: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, ….
+        weight_format: Axes of the weight as stored: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, …;
+            ``"HWOI"``, ``"IOHW"``, … for a transposed convolution.
         has_bias: Whether a bias is the last row.
     """
 
@@ -38,15 +49,21 @@ class Packing:
         Raises:
             InputError: It is unknown.
         """
-        if self.weight_format not in _AXES:
+        if self.weight_format not in _ALL_AXES:
             raise InputError(
-                f"unknown weight_format '{self.weight_format}'; choose one of: {', '.join(_AXES)}."
+                f"unknown weight_format '{self.weight_format}'; choose one of: "
+                f"{', '.join(_ALL_AXES)}."
             )
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The permutation that brings the weight to ``(*spatial, in, out)``."""
-        return _AXES[self.weight_format]
+        """The permutation that brings the weight to ``(*rows, *columns)``."""
+        return _ALL_AXES[self.weight_format]
+
+    @property
+    def row_axes(self) -> int:
+        """How many permuted axes make rows: all but one, or one for transposed convolutions."""
+        return 1 if self.weight_format in _TRANSPOSED_AXES else len(self.axes) - 1
 
     def kernel(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Spatial sides of a filter; empty for a dense weight."""
@@ -55,7 +72,8 @@ class Packing:
     def matrix_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, int]:
         """Shape of the packed matrix, the bias row included."""
         permuted = [weight_shape[axis] for axis in self.axes]
-        return prod(permuted[:-1]) + self.has_bias, permuted[-1]
+        rows = prod(permuted[: self.row_axes]) + self.has_bias
+        return rows, prod(permuted[self.row_axes :])
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """The packed matrix of a weight or a ``(weight, bias)`` pair.
@@ -86,9 +104,8 @@ class Packing:
                 f"the weight of {where} is {self.weight_format}, {len(self.axes)} axes; got shape "
                 f"{weight.shape}."
             )
-        rows = weight.transpose(self.axes)
-        d_out = rows.shape[-1]
-        matrix = rows.reshape(-1, d_out)
+        d_out = self.matrix_shape(weight.shape)[1]
+        matrix = weight.transpose(self.axes).reshape(-1, d_out)
         if not self.has_bias:
             return matrix.copy()
         if parts[1].size != d_out:
