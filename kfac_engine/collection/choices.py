@@ -47,8 +47,11 @@ class ApproximationChoices(Coverage):
 
         Raises:
             RegistrationError: One of them is linked already, or registered with other parameters.
+            InputError: There is none, or one is named twice.
         """
         group = frozenset(uses(params))
+        if not group or len(group) < len(uses(params)):
+            raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
         for key in self.fisher_blocks:
             if group.intersection(uses(key)) and group != set(uses(key)):
                 raise RegistrationError(

@@ -257,10 +257,11 @@ class BlockRegistry(ApproximationChoices):
         self, key: Params, block: FisherBlock, row: tuple[object, ...], count: float
     ) -> None:
         """Put a block that has its tower under its key; ``count`` uses are accounted for."""
-        block.params = key
-        self.fisher_blocks[key] = block
-        if row:
-            self._rows[key] = row
+        if key not in self.fisher_blocks:
+            block.params = key
+            self.fisher_blocks[key] = block
+            if row:
+                self._rows[key] = row
         self._count_uses(names_of(key), count)
 
 
