@@ -33,7 +33,7 @@ class FisherEstimator:
         variables: The parameters; must be those registered with the collection.
         cov_ema_decay: Decay of the moving averages, in [0, 1].
         damping: λ; a multiple of the identity added to the matrix. Can be changed later.
-        layer_collection: Layers and losses; used by one estimator only.
+        layer_collection: Layers and losses; closed by its one estimator.
         exps: Powers to be multiplied by, besides 1.
         estimation_mode: A row of ``MODES``.
         colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does.
@@ -50,8 +50,10 @@ class FisherEstimator:
         params_stats: Per variable, ``Σ_sources gradient / batch_size`` of the last update.
 
     Raises:
-        InputError: No loss is registered, the mode is unknown, or the batch size is missing.
-        RegistrationError: The variables are not the registered ones.
+        InputError: No loss is registered, the mode is unknown, the decay is outside [0, 1], or the
+            batch size is missing.
+        RegistrationError: The variables are not the registered ones, or the collection serves
+            another estimator.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)
@@ -76,6 +78,8 @@ class FisherEstimator:
             raise InputError(
                 f"unknown estimation_mode '{estimation_mode}'; choose one of: {', '.join(MODES)}."
             )
+        if not 0 <= cov_ema_decay <= 1:
+            raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
         self.variables = tuple(variables)
         self.damping = damping
         self.name = name
@@ -90,6 +94,7 @@ class FisherEstimator:
         self._with_stats = compute_params_stats
         self._gradients: dict[str, str] = {}
         layer_collection.check_registration(self.variables)
+        layer_collection.finalize()
         for block in self.blocks:
             self._instantiate(block, exps, compute_cholesky, compute_cholesky_inverse)
 
@@ -290,6 +295,8 @@ class FisherEstimator:
             arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
             if len(arrays) != len(names):
                 raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
+            if given.keys() & set(names):
+                raise InputError(f"products take every parameter once; {key} comes again.")
             given.update(zip(names, arrays, strict=True))
         registered = self._collection.registered_variables
         if set(given) != set(registered):
