@@ -8,7 +8,7 @@ from tests import models
 
 EXACT = 1e-10  # float64 sums of a few hundred terms
 SINGLE = 5e-5  # float32, relative to the largest entry
-BATCH, INS, OUTS = 4, 2, 3
+BATCH, INS, OUTS, DAMPING = 4, 2, 3, 0.1
 
 # Name to input sides, kernel, strides, dilations, pads (begins then ends), output padding.
 CASES = {
@@ -48,27 +48,21 @@ def rows(x, ds, sides, kernel, strides, dilations, pads):
     return np.array(inputs), np.array(patches)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["channels_first", "channels_last"])
-@pytest.mark.parametrize("name", CASES)
-def test_block_is_locations_times_moments_of_inputs_and_of_what_they_are_spread_over(name, first):
-    sides, kernel, strides, dilations, pads, _ = CASES[name]
-    axes = len(sides)
-    rng = np.random.default_rng(2)
-    x = rng.standard_normal((BATCH, *sides, INS))
-    ds = rng.standard_normal((BATCH, *output_sides(*CASES[name]), OUTS))
-    w = rng.standard_normal((INS, *kernel, OUTS))
-    a, g = rows(x, ds, sides, kernel, strides, dilations, pads)
-    locations = len(a) // BATCH
-    A, G = a.T @ a / len(a), g.T @ g / len(g)
+def image(array, first):
+    return np.moveaxis(array, -1, 1) if first else array
 
-    def image(array):
-        return np.moveaxis(array, -1, 1) if first else array
 
-    def stored(weight):
-        return np.moveaxis(weight, -1, 1) if first else np.moveaxis(weight, 0, -1)
+def stored(weight, first):
+    """A filter ``(in, *kernel, out)`` as it is registered."""
+    return np.moveaxis(weight, -1, 1) if first else np.moveaxis(weight, 0, -1)
 
+
+def observed(case, first, values, weight, damping):
+    """The block of a transposed convolution that saw one batch."""
+    _, _, strides, dilations, pads, _ = case
+    axes = len(strides)
     spatial = {1: "W", 2: "HW", 3: "DHW"}[axes]
-    lc = ke.LayerCollection(graph={"w": stored(w).shape})
+    lc = ke.LayerCollection(graph={"w": stored(weight, first).shape})
     lc.register_conv_transpose(
         "w",
         "x",
@@ -80,9 +74,8 @@ def test_block_is_locations_times_moments_of_inputs_and_of_what_they_are_spread_
         weight_format=f"IO{spatial}" if first else f"{spatial}OI",
     )
     block = lc.fisher_blocks["w"]
-    block.instantiate_factors([["ds"]], 0.1)
+    block.instantiate_factors([["ds"]], damping)
     block.register_inverse()
-    values = {"x": image(x), "ds": image(ds)}
     for factor in lc.get_factors():
         factor.instantiate_cov_variables()
         factor.make_covariance_update_op(0.9)(values)
@@ -90,18 +83,33 @@ def test_block_is_locations_times_moments_of_inputs_and_of_what_they_are_spread_
         factor.instantiate_inv_variables()
         for refresh in factor.make_inverse_update_ops():
             refresh()
+    return block
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("name", CASES)
+def test_block_is_locations_times_moments_of_inputs_and_of_what_they_are_spread_over(name, first):
+    sides, kernel, strides, dilations, pads, _ = CASES[name]
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((BATCH, *sides, INS))
+    ds = rng.standard_normal((BATCH, *output_sides(*CASES[name]), OUTS))
+    w = rng.standard_normal((INS, *kernel, OUTS))
+    values = {"x": image(x, first), "ds": image(ds, first)}
+    block = observed(CASES[name], first, values, w, DAMPING)
+    a, g = rows(x, ds, sides, kernel, strides, dilations, pads)
+    locations = len(a) // BATCH
+    A, G = a.T @ a / len(a), g.T @ g / len(g)
     F = locations * np.kron(A, G)
     np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT * np.abs(F).max())
     pi = np.sqrt(np.trace(A) / len(A) / (np.trace(G) / len(G)))
-    root = np.sqrt(0.1 / locations)
+    root = np.sqrt(DAMPING / locations)
     damped = locations * np.kron(A + root * pi * np.eye(len(A)), G + root / pi * np.eye(len(G)))
-    v = rng.standard_normal(w.shape)
     for product, matrix in (
         (block.multiply, damped),
         (block.multiply_inverse, np.linalg.inv(damped)),
     ):
-        expected = stored((matrix @ v.ravel()).reshape(w.shape))
-        np.testing.assert_allclose(product(stored(v)), expected, rtol=1e-8, atol=1e-8)
+        expected = stored((matrix @ w.ravel()).reshape(w.shape), first)
+        np.testing.assert_allclose(product(stored(w, first)), expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", CASES)
