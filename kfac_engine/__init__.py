@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kfac_engine.blocks.base import FisherBlock as FisherBlock
     from kfac_engine.blocks.embedding import EmbeddingKFACFB as EmbeddingKFACFB
     from kfac_engine.blocks.embedding import EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB
+    from kfac_engine.blocks.grouped import DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB
+    from kfac_engine.blocks.grouped import DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB
     from kfac_engine.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
     from kfac_engine.blocks.named import ConvDiagonalFB as ConvDiagonalFB
     from kfac_engine.blocks.named import ConvKFCBasicFB as ConvKFCBasicFB
@@ -150,6 +152,8 @@ _HOMES = {
     "ScaleAndShiftDiagonalFB": "blocks.scale_shift",
     "EmbeddingKFACFB": "blocks.embedding",
     "EmbeddingKFACMultiIndepFB": "blocks.embedding",
+    "DepthwiseConvKFCBasicFB": "blocks.grouped",
+    "DepthwiseConvDiagonalFB": "blocks.grouped",
     "FisherFactor": "factors.base",
     "DenseSquareMatrixFactor": "factors.dense",
     "DiagonalFactor": "factors.diagonal",

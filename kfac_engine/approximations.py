@@ -8,6 +8,7 @@ from typing import TypeAlias
 from kfac_engine.blocks.base import FactorOwner, FisherBlock
 from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
 from kfac_engine.blocks.embedding import EmbeddingKroneckerFB
+from kfac_engine.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
 from kfac_engine.blocks.scale_shift import ScaleShiftFB
@@ -85,6 +86,10 @@ _SERIES = "Martens, Ba & Johnson 2018, section 3.5"
 _DIAGONAL = "mean of squared per-example gradients"
 
 _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
+_GROUPS = {
+    "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
+    "diagonal": Approximation(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
+}
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 
 APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
@@ -114,6 +119,8 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
         "kron_series_2": Approximation(_series(2), "Σ_d u · A_d ⊗ G_d", _SERIES),
     },
     "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
+    "grouped_convolution": _GROUPS,
+    "depthwise_conv2d": _GROUPS,
     "embedding": {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)},
     "embedding_multi": {
         "kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES)
@@ -135,6 +142,8 @@ DEFAULTS: Mapping[str, str] = {
     "conv_transpose": "kron",
     "fully_connected_multi": "kron_indep",
     "conv2d_multi": "kron_indep",
+    "grouped_convolution": "kron",
+    "depthwise_conv2d": "diagonal",
     "embedding": "kron",
     "embedding_multi": "kron_indep",
     "scale_and_shift": "full",

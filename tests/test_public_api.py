@@ -55,6 +55,8 @@ PUBLIC = (
     "ScaleAndShiftDiagonalFB",
     "EmbeddingKFACFB",
     "EmbeddingKFACMultiIndepFB",
+    "DepthwiseConvKFCBasicFB",
+    "DepthwiseConvDiagonalFB",
     "FisherFactor",
     "DenseSquareMatrixFactor",
     "DiagonalFactor",

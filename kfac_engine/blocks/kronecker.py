@@ -17,7 +17,7 @@ import numpy as np
 from kfac_engine._types import Array, Vector
 from kfac_engine.blocks.base import FactorOwner, FisherBlock, GradsList, TowerNames, Towers
 from kfac_engine.errors import NotReadyError
-from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.base import FisherFactor, Level
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment
@@ -162,11 +162,11 @@ class KroneckerProductFB(FisherBlock):
         normalizer: float = float(self.repeats) ** power
         return super().damping / normalizer
 
-    def split_damping(self) -> tuple[float, float]:
+    def split_damping(self) -> tuple[Level, Level]:
         """Split ``damping`` between the sides, by the current undamped factors.
 
         Returns:
-            ``(λ_A, λ_G)`` with ``λ_A·λ_G`` = ``damping``.
+            ``(λ_A, λ_G)`` with ``λ_A·λ_G`` = ``damping``; where factors are stacks, for each group.
 
         Source: Martens & Grosse 2015, section 6.3.
         """
@@ -244,5 +244,5 @@ class _SideDamping:
     block: KroneckerProductFB
     side: int
 
-    def __call__(self) -> float:
+    def __call__(self) -> Level:
         return self.block.split_damping()[self.side]

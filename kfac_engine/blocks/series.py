@@ -90,7 +90,10 @@ class SeriesFB(MultiUseKroneckerFB):
         self._check_power(exp)
         vector = self._operand(vector)
         V = self._pack(vector)
-        product = self._multiplied(V, *self.split_damping()) if exp == 1 else self._solved(V)
+        if exp == 1:
+            product = self._multiplied(V, *map(float, self.split_damping()))
+        else:
+            product = self._solved(V)
         return self.form.packing.unpack(product, vector)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:

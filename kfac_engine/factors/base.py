@@ -30,7 +30,9 @@ _WIDE = np.dtype(np.float64)
 
 # A callable giving the current damping; read at refresh time. A hashable attribute ``func_id``
 # lets two callables mean the same registration.
-Damping: TypeAlias = Callable[[], float]
+Damping: TypeAlias = Callable[[], "Level"]
+# One number, or one for each matrix of a stack.
+Level: TypeAlias = float | Array
 
 
 class FisherFactor(ABC):

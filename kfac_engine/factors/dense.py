@@ -17,8 +17,8 @@ from kfac_engine.factors.statistics import Statistic
 from kfac_engine.linalg.spectral import eigh_power
 
 _INVERSE: Hashable = -1.0
-_CHOLESKY: Hashable = "cholesky"
-_CHOLESKY_INVERSE: Hashable = "cholesky_inverse"
+CHOLESKY: Hashable = "cholesky"
+CHOLESKY_INVERSE: Hashable = "cholesky_inverse"
 
 
 class DenseSquareMatrixFactor(FisherFactor):
@@ -59,10 +59,10 @@ class DenseSquareMatrixFactor(FisherFactor):
             self._register(float(exp), damping_func)
 
     def register_cholesky(self, damping_func: Damping) -> None:
-        self._register(_CHOLESKY, damping_func)
+        self._register(CHOLESKY, damping_func)
 
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
-        self._register(_CHOLESKY_INVERSE, damping_func)
+        self._register(CHOLESKY_INVERSE, damping_func)
 
     def refresh(self) -> None:
         cov = self._matrix()
@@ -94,7 +94,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
         self._check_operand(x, axis=0)
-        L = self._read(_CHOLESKY_INVERSE if inverse else _CHOLESKY, damping_func)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
         product: Array = (L.T if transpose else L) @ x
         return product
 
@@ -102,7 +102,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
         self._check_operand(x, axis=-1)
-        L = self._read(_CHOLESKY_INVERSE if inverse else _CHOLESKY, damping_func)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
         product: Array = x @ (L.T if transpose else L)
         return product
 
@@ -159,8 +159,8 @@ class DenseSquareMatrixFactor(FisherFactor):
                 results[op, damping] = backend.damped_inverse(cov, damping)
         for damping in {damping for op, damping in wanted if not isinstance(op, float)}:
             lower = backend.damped_cholesky(cov, damping)
-            results[_CHOLESKY, damping] = lower
-            results[_CHOLESKY_INVERSE, damping] = backend.triangular_inverse(lower)
+            results[CHOLESKY, damping] = lower
+            results[CHOLESKY_INVERSE, damping] = backend.triangular_inverse(lower)
         return results
 
     def _read(self, operation: Hashable, damping_func: Damping) -> Array:

@@ -1,0 +1,217 @@
+"""Stacks of small symmetric matrices, one for each group of channels, inverted together."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.factors.base import Damping
+from kfac_engine.factors.dense import CHOLESKY, CHOLESKY_INVERSE, DenseSquareMatrixFactor
+from kfac_engine.factors.statistics import KroneckerMoment, LayerSquare, scale
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMoment(KroneckerMoment):
+    """Mean of ``x xᵀ`` over examples and positions, for each group: ``(groups, d, d)``.
+
+    Attributes:
+        groups: Number of groups, runs of neighbours among the channels.
+        taps: Kernel entries that features repeat the channels for; 1 for outputs.
+    """
+
+    groups: int = 1
+    taps: int = 1
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        d = group_width(self.features(values), self.groups, self.taps) + self.homogeneous
+        return self.groups, d, d
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        scale(out, beta)
+        for towers, uses in self._towers():
+            arrays = self._arrays(uses, values, backend)
+            rows = sum(self.view.count(x.shape) for x in arrays)
+            for x in arrays:
+                self._add(out, x, backend, alpha / (rows * towers))
+
+    def _add(self, out: Array, x: Array, backend: Backend, alpha: float) -> None:
+        per_example = self.view.count(x.shape) // len(x) * self.view.width(x.shape)
+        # Some examples at a time: patches are as large as the kernel, times the images.
+        step = max(1, backend.scratch_bytes // (per_example * out.itemsize))
+        for start in range(0, len(x), step):
+            rows = self.view.rows(x[start : start + step], backend).astype(out.dtype, copy=False)
+            flat = rows.reshape(1, -1, rows.shape[2])
+            groups = split_features(flat, self.groups, self.taps)[0]
+            d = groups.shape[2]
+            out[:, :d, :d] += alpha * (groups.swapaxes(1, 2) @ groups)
+            if self.homogeneous:
+                sums = alpha * groups.sum(axis=1)
+                out[:, :d, d] += sums
+                out[:, d, :d] += sums
+                out[:, d, d] += alpha * flat.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSquare(LayerSquare):
+    """Mean over examples of the squared gradient of each group: ``(groups, d_in, d_out)``.
+
+    Attributes:
+        groups: Number of groups.
+        taps: Entries of the kernel.
+    """
+
+    groups: int = 1
+    taps: int = 1
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        rows, outputs = LayerSquare.shape(self, values)
+        d_in = group_width(rows - self.homogeneous, self.groups, self.taps)
+        return self.groups, d_in + self.homogeneous, group_width(outputs, self.groups, 1)
+
+    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+        per_example = self.input_view.count(a.shape) // len(a) * self.input_view.width(a.shape)
+        step = max(1, backend.scratch_bytes // (max(out.size, per_example) * out.itemsize))
+        for start in range(0, len(ds), step):
+            rows = self.input_view.rows(a[start : start + step], backend)
+            x = split_features(rows, self.groups, self.taps)
+            g = self.output_view.rows(ds[start : start + step], backend)
+            g = split_features(g, self.groups, 1)
+            weights = x.swapaxes(2, 3) @ g
+            d = weights.shape[2]
+            out[:, :d] += scale * (weights**2).sum(axis=0)
+            if self.homogeneous:
+                out[:, d] += scale * (g.sum(axis=2) ** 2).sum(axis=0)
+
+
+class StackedSquareFactor(DenseSquareMatrixFactor):
+    """A block-diagonal matrix kept as ``(groups, d, d)``; its dampings have one number a group.
+
+    All groups are inverted by one batched eigendecomposition. Operands are stacks, too.
+    """
+
+    @property
+    def side(self) -> int:
+        groups, d, _ = self._matrix().shape
+        return int(groups) * int(d)
+
+    def trace(self) -> float:
+        return float(self.traces().sum())
+
+    def traces(self) -> Array:
+        """The trace of each group's matrix."""
+        traces: Array = self.backend.xp.trace(self._matrix(), axis1=1, axis2=2)
+        return traces
+
+    def get_cov(self) -> Array:
+        stack = self._matrix()
+        dense: Array = self.backend.xp.zeros((self.side, self.side), stack.dtype)
+        d = stack.shape[1]
+        for group, matrix in enumerate(stack):
+            where = slice(group * d, (group + 1) * d)
+            dense[where, where] = matrix
+        return dense
+
+    def refresh(self) -> None:
+        stack = self._matrix().astype(np.float64)
+        if not bool(self.backend.xp.isfinite(stack).all()):
+            raise NonFiniteError(f"the average of {self.name} holds NaN or infinity.")
+        values, vectors = self.backend.xp.linalg.eigh(stack)
+        values = self.backend.xp.maximum(values, self.config.eigenvalue_clipping_threshold)
+        dtype = self._matrix().dtype
+        self.stored = {
+            key: self._one(key[0], stack, values, vectors, damping).astype(dtype)
+            for key, damping in self._registered.items()
+        }
+
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        self._check_stack(x, axis=1)
+        if exp == 1:
+            fresh: Array = self._matrix() @ x + self._levels(damping_func) * x
+            return fresh
+        product: Array = self._read(float(exp), damping_func) @ x
+        return product
+
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        self._check_stack(x, axis=2)
+        if exp == 1:
+            fresh: Array = x @ self._matrix() + self._levels(damping_func) * x
+            return fresh
+        product: Array = x @ self._read(float(exp), damping_func)
+        return product
+
+    def left_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        self._check_stack(x, axis=1)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
+        product: Array = (L.swapaxes(1, 2) if transpose else L) @ x
+        return product
+
+    def right_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        self._check_stack(x, axis=2)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
+        product: Array = x @ (L.swapaxes(1, 2) if transpose else L)
+        return product
+
+    def _identity(self, like: Array) -> Array:
+        eye = self.backend.xp.eye(like.shape[1], dtype=like.dtype)
+        identity: Array = self.backend.xp.broadcast_to(eye, like.shape)
+        return identity
+
+    def _one(
+        self, operation: Hashable, stack: Array, values: Array, vectors: Array, damping: Damping
+    ) -> Array:
+        """One registered result for all groups, float64."""
+        levels = self._levels(damping)
+        if isinstance(operation, float):
+            damped = values + levels[:, :, 0]
+            if operation < 0 and not bool((damped > 0).all()):
+                raise InputError(
+                    f"{self.name} has a damped eigenvalue of {float(damped.min())}, which has no "
+                    f"power {operation}; use a positive damping."
+                )
+            power: Array = (vectors * damped[:, None, :] ** operation) @ vectors.swapaxes(1, 2)
+            return power
+        pairs = zip(stack, levels[:, 0, 0].tolist(), strict=True)
+        lower = [self.backend.damped_cholesky(matrix, level) for matrix, level in pairs]
+        if operation == CHOLESKY_INVERSE:
+            lower = [self.backend.triangular_inverse(L) for L in lower]
+        stacked: Array = self.backend.xp.stack(lower)
+        return stacked
+
+    def _levels(self, damping_func: Damping) -> Array:
+        """A damping as ``(groups, 1, 1)``."""
+        stack = self._matrix()
+        levels = self.backend.asarray(damping_func(), stack.dtype).reshape(-1, 1, 1)
+        every: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))
+        return every
+
+    def _check_stack(self, x: Array, axis: int) -> None:
+        groups, d, _ = self._matrix().shape
+        if x.ndim != 3 or x.shape[0] != groups or x.shape[axis] != d:
+            raise ShapeError(
+                f"{self.name} has {groups} matrices {d} × {d}; they cannot multiply an array of "
+                f"shape {x.shape} from the {'left' if axis == 1 else 'right'}."
+            )
+
+
+def split_features(rows: Array, groups: int, taps: int) -> Array:
+    """Rows ``(n, t, taps·channels)`` by group: ``(n, groups, t, taps·channels / groups)``."""
+    n, t, features = rows.shape
+    split = rows.reshape(n, t, taps, groups, -1).transpose(0, 3, 1, 2, 4)
+    parts: Array = split.reshape(n, groups, t, features // groups)
+    return parts
+
+
+def group_width(features: int, groups: int, taps: int) -> int:
+    """Features of one group; a ShapeError where the channels do not fall into so many groups."""
+    if features % (groups * taps):
+        raise ShapeError(f"{features // taps} channels cannot fall into {groups} groups.")
+    return features // groups

@@ -1,0 +1,167 @@
+"""Convolutions in groups: channels fall into groups, and each group has a filter of its own.
+
+A group sees ``channels / groups`` inputs and makes ``outputs / groups`` outputs, both a run of
+neighbours. A depthwise convolution has as many groups as channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from kfac_engine._types import Array, Vector
+from kfac_engine.errors import InputError
+from kfac_engine.layers.forms import LayerForm, convolution_form
+from kfac_engine.layers.packing import Packing
+from kfac_engine.layers.views import Padding
+
+_IMAGE_AXES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPacking(Packing):
+    """The map between a filter (with a bias) and matrices ``(groups, d_in (+ 1), d_out)``.
+
+    Attributes:
+        weight_format: As in ``Packing``; the input axis has the channels of one group.
+        has_bias: Whether a bias is the last row of each matrix.
+        groups: Number of groups.
+        multiplier_last: Whether the filter is ``(*kernel, groups, d_out)``, the layout of a
+            depthwise one, instead of ``(*kernel, d_in / taps, groups·d_out)``.
+    """
+
+    groups: int = 1
+    multiplier_last: bool = False
+
+    def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
+        rows = Packing.pack(self, vector, where, xp)
+        outputs = rows.shape[1] // (1 if self.multiplier_last else self.groups)
+        stack = rows.reshape(-1, self.groups, outputs).swapaxes(0, 1)
+        packed: Array = xp.ascontiguousarray(stack)
+        return packed
+
+    def unpack(self, matrix: Array, like: Vector) -> Vector:
+        columns = matrix.shape[2] * (1 if self.multiplier_last else self.groups)
+        return Packing.unpack(self, matrix.swapaxes(0, 1).reshape(-1, columns), like)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedForm:
+    """The layout of a convolution in groups.
+
+    Attributes:
+        layer: Views of inputs and outputs, all groups together; packs vectors group by group.
+        taps: Entries of the kernel.
+        shape: ``(groups, d_in (+ 1), d_out)`` of a packed vector.
+    """
+
+    layer: LayerForm
+    taps: int
+    shape: tuple[int, int, int]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+        return self.shape[0]
+
+
+def grouped_form(  # noqa: PLR0913 (a convolution has so many sides)
+    filter_shape: tuple[int, ...],
+    groups: int,
+    *,
+    has_bias: bool,
+    padding: Padding,
+    strides: Sequence[int] | None = None,
+    dilations: Sequence[int] | None = None,
+    data_format: str | None = None,
+    weight_format: str | None = None,
+) -> GroupedForm:
+    """The form of a convolution in groups, over one, two or three spatial axes.
+
+    Args:
+        filter_shape: ``(*kernel, channels / groups, outputs)``, or as ``weight_format`` says.
+        groups: Number of groups.
+        has_bias: Whether the layer has a bias.
+        padding: As in ``convolution_form``.
+        strides: As in ``convolution_form``.
+        dilations: As in ``convolution_form``.
+        data_format: As in ``convolution_form``.
+        weight_format: As in ``convolution_form``.
+
+    Returns:
+        The form.
+
+    Raises:
+        InputError: The outputs do not fall into so many groups.
+    """
+    plain = convolution_form(
+        filter_shape,
+        has_bias=has_bias,
+        padding=padding,
+        strides=strides,
+        dilations=dilations,
+        data_format=data_format,
+        weight_format=weight_format,
+    )
+    rows, outputs = plain.packing.matrix_shape(filter_shape)
+    if groups < 1 or outputs % groups:
+        raise InputError(f"{outputs} outputs cannot fall into {groups} groups of the same size.")
+    taps = (rows - has_bias) // filter_shape[plain.packing.axes[-2]]
+    packing = GroupedPacking(plain.packing.weight_format, has_bias, groups)
+    return GroupedForm(replace(plain, packing=packing), taps, (groups, rows, outputs // groups))
+
+
+def depthwise_form(
+    filter_shape: tuple[int, ...],
+    *,
+    padding: Padding,
+    strides: Sequence[int],
+    rate: Sequence[int] | None = None,
+    data_format: str | None = None,
+    weight_format: str | None = None,
+    channels: int | None = None,
+) -> GroupedForm:
+    """The form of a depthwise convolution over two spatial axes, without a bias.
+
+    Args:
+        filter_shape: ``(kh, kw, channels, multiplier)``, or ``(channels·multiplier, 1, kh, kw)``.
+        padding: As in ``convolution_form``.
+        strides: Four, one an axis of the data.
+        rate: Two dilations; ones when left out.
+        data_format: ``"NHWC"`` (the default) or ``"NCHW"``.
+        weight_format: ``"HWIO"`` (the default) or ``"OIHW"``.
+        channels: Of the images; needed for ``"OIHW"``.
+
+    Returns:
+        The form.
+
+    Raises:
+        InputError: The filter, the strides or the rate have a wrong number of entries.
+    """
+    if len(filter_shape) != _IMAGE_AXES or len(strides) != _IMAGE_AXES:
+        raise InputError(
+            f"a depthwise convolution has a filter of 4 axes and 4 strides, got shape "
+            f"{filter_shape} and strides {tuple(strides)}."
+        )
+    if rate is not None and len(rate) != 2:
+        raise InputError(f"rate needs one dilation a spatial axis, two, got {tuple(rate)}.")
+    last = weight_format in (None, "HWIO")
+    if last:
+        kh, kw, channels, multiplier = filter_shape
+        filter_shape = (kh, kw, 1, channels * multiplier)
+    if channels is None or (not last and filter_shape[1] != 1):
+        raise InputError(
+            f"a depthwise filter of shape {filter_shape} in format {weight_format} needs a second "
+            f"axis of one and the number of channels: declare the shape of the layer's inputs."
+        )
+    form = grouped_form(
+        filter_shape,
+        channels,
+        has_bias=False,
+        padding=padding,
+        strides=strides,
+        dilations=rate,
+        data_format=data_format,
+        weight_format=weight_format,
+    )
+    packing = GroupedPacking(form.layer.packing.weight_format, False, channels, last)
+    return replace(form, layer=replace(form.layer, packing=packing))
