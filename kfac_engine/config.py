@@ -1,6 +1,8 @@
 """Choices a user makes, as frozen records that check themselves."""
 
 from dataclasses import dataclass
+from math import inf, isfinite
+from numbers import Integral
 from typing import Literal
 
 from kfac_engine.errors import InputError
@@ -58,15 +60,21 @@ class CollectionConfig:
         """
         _one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
         _one_of("pi_type", self.pi_type, ("tracenorm", "off"))
+        for name in ("normalize_damping_power", "eigenvalue_clipping_threshold"):
+            if not isfinite(getattr(self, name)):
+                raise InputError(f"{name} must be finite, got {getattr(self, name)}.")
         if not 0 < self.inputs_to_extract_patches_factor <= 1:
             raise InputError(
                 f"inputs_to_extract_patches_factor must lie in (0, 1], got "
                 f"{self.inputs_to_extract_patches_factor}."
             )
-        if self.max_num_patches < 1 or self.max_num_patches_per_dimension <= 0:
+        _whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
+        _whole("max_num_patches", self.max_num_patches, least=1)
+        _whole("seed", self.seed, least=0)
+        if not 0 < self.max_num_patches_per_dimension < inf:
             raise InputError(
-                f"max_num_patches and max_num_patches_per_dimension must be positive, got "
-                f"{self.max_num_patches} and {self.max_num_patches_per_dimension}."
+                f"max_num_patches_per_dimension must be positive, got "
+                f"{self.max_num_patches_per_dimension}."
             )
 
 
@@ -91,14 +99,18 @@ class Schedule:
         """Check the values.
 
         Raises:
-            InputError: A period is below one or the policy unknown.
+            InputError: A period is no positive whole number or the policy unknown.
         """
-        for name in ("covariance_every", "refresh_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        _whole("covariance_every", self.covariance_every, least=1)
+        _whole("refresh_every", self.refresh_every, least=1)
         _one_of("policy", self.policy, ("all_at_once", "round_robin", "balanced"))
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(allowed)}; got '{value}'.")
+
+
+def _whole(name: str, value: int, *, least: int) -> None:
+    if not isinstance(value, Integral) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
