@@ -1,14 +1,15 @@
 """The Fisher estimator: statistics of a trace into factors, products with the whole matrix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from kfac_engine._types import Array, Params, Rows, Values, Vector
 from kfac_engine.blocks.base import FisherBlock, GradsList, parts, uses
 from kfac_engine.blocks.single import NaiveFullFB
-from kfac_engine.collection import LayerCollection
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.collection import LayerCollection, get_default_layer_collection
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
 from kfac_engine.factors.base import FisherFactor, take
 
@@ -33,10 +34,12 @@ class FisherEstimator:
         variables: The parameters; must be those registered with the collection.
         cov_ema_decay: Decay of the moving averages, in [0, 1].
         damping: λ; a multiple of the identity added to the matrix. Can be changed later.
-        layer_collection: Layers and losses; closed by its one estimator.
+        layer_collection: Layers and losses; closed by its one estimator. None takes the default
+            collection.
         exps: Powers to be multiplied by, besides 1.
         estimation_mode: A row of ``MODES``.
-        colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does.
+        colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does;
+            otherwise it runs on the CPU. ONNX Runtime runs both there, so the numbers are the same.
         name: For messages.
         compute_cholesky: Whether products with the Cholesky factor are wanted.
         compute_cholesky_inverse: Whether products with its inverse are.
@@ -61,7 +64,7 @@ class FisherEstimator:
         variables: Sequence[str],
         cov_ema_decay: float,
         damping: float,
-        layer_collection: LayerCollection,
+        layer_collection: LayerCollection | None,
         exps: Sequence[float] = (-1,),
         estimation_mode: str = "gradients",
         colocate_gradients_with_ops: bool = True,
@@ -80,6 +83,8 @@ class FisherEstimator:
             )
         if not 0 <= cov_ema_decay <= 1:
             raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
+        if layer_collection is None:
+            layer_collection = get_default_layer_collection()
         self.variables = tuple(variables)
         self.damping = damping
         self.name = name
@@ -93,6 +98,9 @@ class FisherEstimator:
         self._batch_size = batch_size
         self._with_stats = compute_params_stats
         self._gradients: dict[str, str] = {}
+        self._exps = (1.0, *map(float, exps))
+        self._roots = {False: compute_cholesky, True: compute_cholesky_inverse}
+        self._round: _Round | None = None
         layer_collection.check_registration(self.variables)
         layer_collection.finalize()
         for block in self.blocks:
@@ -121,7 +129,11 @@ class FisherEstimator:
     # -- statistics -----------------------------------------------------------------------------
 
     def update_covariances(
-        self, trace: Trace, draws: Draws | None = None, scales: Mapping[str, float] | None = None
+        self,
+        trace: Trace,
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
+        should_decay: bool = True,
     ) -> None:
         """Average one batch into every factor; all factors move or none does.
 
@@ -130,12 +142,14 @@ class FisherEstimator:
             draws: Fixes the randomness, by loss name.
             scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by
                 ``w``.
+            should_decay: False takes all batches so far alike: a plain mean.
 
         Raises:
             KfacError: The batch does not fit the losses or factors, or holds NaN or infinity; the
                 estimator is as before, its random generator included.
         """
-        self._update(self.factors, trace, draws, scales)
+        decay = self.cov_ema_decay if should_decay else 1.0
+        self._update(self.factors, trace, decay, draws, scales)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -143,14 +157,26 @@ class FisherEstimator:
             refresh()
 
     @property
-    def cov_update_thunks(self) -> list[Callable[[Trace], None]]:
-        """One callable a factor, in the order of creation; each samples for itself."""
-        return [partial(self._update, (factor,)) for factor in self.factors]
+    def cov_update_thunks(self) -> list[Callable[..., None]]:
+        """One callable a factor, in the order of creation; on one trace all see the same draws.
+
+        Each takes ``(trace, should_decay=True)``, as ``update_covariances`` does.
+        """
+        return [partial(self._update_one, factor) for factor in self.factors]
 
     @property
     def inv_update_thunks(self) -> list[Callable[[], None]]:
-        """One callable for each factor that stores powers, in the order of creation."""
-        return [factor.refresh for factor in self.factors if factor.has_inverses]
+        """One callable a factor, in the order of creation; some have nothing to do."""
+        return [factor.refresh for factor in self.factors]
+
+    def get_cov_vars(self) -> tuple[list[Array], ...]:
+        """For each factor, its current average; a NotReadyError before the first update."""
+        return tuple([factor.get_cov_var()] for factor in self.factors)
+
+    def get_inv_vars(self) -> tuple[list[Array], ...]:
+        """For each factor, what its last refresh stored: copies."""
+        stored = (factor.arrays().items() for factor in self.factors)
+        return tuple([array.copy() for name, array in s if name != "average"] for s in stored)
 
     # -- products -------------------------------------------------------------------------------
 
@@ -166,7 +192,12 @@ class FisherEstimator:
 
         Raises:
             InputError: A registered parameter is missing, or one is not registered.
+            UnknownNameError: The power is none of ``exps``.
         """
+        if float(exp) not in self._exps:
+            raise UnknownNameError(
+                f"power {exp} was not registered with {self.name}; add it to exps={self._exps[1:]}."
+            )
         return self._apply(vecs_and_vars, lambda block, v: block.multiply_matpower(v, exp))
 
     def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
@@ -181,12 +212,14 @@ class FisherEstimator:
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """A factor ``B`` of the damped matrix, or its transpose, times a vector."""
+        self._require_root(inverse=False)
         return self._apply(vecs_and_vars, lambda block, v: block.multiply_cholesky(v, transpose))
 
     def multiply_cholesky_inverse(
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """``B⁻¹``, or its transpose, times a vector."""
+        self._require_root(inverse=True)
         return self._apply(
             vecs_and_vars, lambda block, v: block.multiply_cholesky_inverse(v, transpose)
         )
@@ -210,37 +243,60 @@ class FisherEstimator:
         if inverse:
             block.register_cholesky_inverse()
 
+    def _require_root(self, *, inverse: bool) -> None:
+        if not self._roots[inverse]:
+            option = "compute_cholesky_inverse" if inverse else "compute_cholesky"
+            raise UnknownNameError(
+                f"the product was not registered with {self.name}; make it with {option}=True."
+            )
+
     def _gradient_name(self, value: str) -> str:
         name = f"∂{value}"
         self._gradients[name] = value
         return name
 
+    def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
+        now = self.rng.bit_generator.state
+        if self._round is None or not self._round.includes(trace, factor):
+            self._round = _Round(trace, now)
+        first = not self._round.done
+        self.rng.bit_generator.state = self._round.generator
+        try:
+            self._update((factor,), trace, self.cov_ema_decay if should_decay else 1.0)
+        finally:
+            if not first:  # these draws were counted
+                self.rng.bit_generator.state = now
+        self._round.done.add(id(factor))
+
     def _update(
         self,
         factors: Sequence[FisherFactor],
         trace: Trace,
+        decay: float,
         draws: Draws | None = None,
         scales: Mapping[str, float] | None = None,
     ) -> None:
         generator = self.rng.bit_generator.state
         sources = self._sources(factors, trace, draws, scales or {})
         try:
-            self.params_stats = self._take_in(factors, sources)
+            self.params_stats = self._take_in(factors, sources, decay)
         except BaseException:  # whatever it was: these draws were not used
             self.rng.bit_generator.state = generator
             raise
 
     def _take_in(
-        self, factors: Sequence[FisherFactor], sources: Iterator[tuple[Values, list[Array]]]
+        self,
+        factors: Sequence[FisherFactor],
+        sources: Iterator[tuple[Values, list[Array]]],
+        decay: float,
     ) -> list[Array]:
         """Check every source, then average their sum; returns the sums of parameter gradients."""
         values, stats = next(sources)
-        for factor in factors:
-            self._check(factor, values)
+        self._check(factors, values)
         following = next(sources, None)
         if following is None:  # one source goes into the averages without a copy
             for factor in factors:
-                factor.update(values, self.cov_ema_decay)
+                factor.update(values, decay)
             return stats
         pending = {id(factor): factor.accumulate(None, values) for factor in factors}
         moving = [f for f in factors if self._gradients.keys() & set(f.statistic.names())]
@@ -251,17 +307,21 @@ class FisherEstimator:
                 pending[id(factor)] = factor.accumulate(pending[id(factor)], values)
             following = next(sources, None)
         for factor in factors:
-            factor.commit(pending[id(factor)], values, self.cov_ema_decay)
+            factor.commit(pending[id(factor)], values, decay)
         return stats
 
-    def _check(self, factor: FisherFactor, values: Values) -> None:
-        factor.check(values)
-        size = factor.statistic.batch_size(values)
-        if self._batch_size not in (None, size):
-            raise InputError(
-                f"Batch size {size} for factor {factor.name} did not match value "
-                f"{self._batch_size}, the batch_size of {self.name}."
-            )
+    def _check(self, factors: Sequence[FisherFactor], values: Values) -> None:
+        expected, whose = self._batch_size, f"the batch_size of {self.name}"
+        for factor in factors:
+            factor.check(values)
+            size = factor.statistic.batch_size(values)
+            if expected is None:
+                expected, whose = size, f"that of {factor.name}"
+            if size != expected:
+                raise InputError(
+                    f"Batch size {size} for factor {factor.name} did not match value {expected}, "
+                    f"{whose}."
+                )
 
     def _sources(
         self,
@@ -300,10 +360,8 @@ class FisherEstimator:
             given.update(zip(names, arrays, strict=True))
         registered = self._collection.registered_variables
         if set(given) != set(registered):
-            missing, extra = (
-                sorted(set(registered) - set(given)),
-                sorted(set(given) - set(registered)),
-            )
+            missing = sorted(set(registered) - set(given))
+            extra = sorted(set(given) - set(registered))
             raise InputError(
                 f"products take every registered parameter once; missing: {missing}, not "
                 f"registered: {extra}."
@@ -318,3 +376,22 @@ class FisherEstimator:
             (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
             for _, key in pairs
         ]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One pass of the covariance thunks over a batch.
+
+    Attributes:
+        trace: The batch.
+        generator: State of the random generator that each thunk draws from.
+        done: Identities of the factors that have it; changed by their thunks.
+    """
+
+    trace: Trace
+    generator: Mapping[str, object]
+    done: set[int] = field(default_factory=set)
+
+    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
+        """Whether a factor's update belongs to this pass; a second one begins another."""
+        return trace is self.trace and id(factor) not in self.done
