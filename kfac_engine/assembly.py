@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from kfac_engine.blocks.base import uses
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.factors.base import FisherFactor
+from kfac_engine.inspection import refresh_cost
 from kfac_engine.layers.discover import discover
 from kfac_engine.layers.found import Found
 from kfac_engine.objective import Objective
@@ -48,6 +48,7 @@ def register_layers(
         "conv2d": collection.register_conv2d,
         "conv2d_multi": collection.register_conv2d_multi,
         "convolution": collection.register_convolution,
+        "grouped_convolution": collection.register_grouped_convolution,
         "conv_transpose": collection.register_conv_transpose,
         "scale_and_shift": collection.register_scale_and_shift,
     }
@@ -72,7 +73,7 @@ def refreshes(
     for key, block in collection.fisher_blocks.items():
         shapes = block.factor_shapes([model.parameters[name].shape for name in uses(key)])
         for factor, shape in zip(block.factors, shapes, strict=True):
-            costs[id(factor)] = float(prod(shape)) * shape[-1]
+            costs[id(factor)] = refresh_cost(shape)
     return {
         str(index): (factor, Work(str(index), costs[id(factor)]))
         for index, factor in enumerate(collection.get_factors())

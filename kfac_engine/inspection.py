@@ -137,6 +137,11 @@ def available_memory() -> int:
     return sys.maxsize
 
 
+def refresh_cost(shape: tuple[int, ...]) -> float:
+    """Multiplications of the refresh of a factor: cubic in the side, for each matrix of a stack."""
+    return float(prod(shape)) * shape[-1]
+
+
 def _report(
     layer: Found, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
 ) -> LayerReport:
@@ -157,8 +162,6 @@ def _report(
         factor_bytes=sum(
             item * prod(shape) * (1 + n) for shape, n in zip(shapes, stored, strict=True)
         ),
-        inverse_flops=sum(
-            float(shape[0]) ** 3 for shape, n in zip(shapes, stored, strict=True) if n
-        ),
+        inverse_flops=sum(refresh_cost(s) for s, n in zip(shapes, stored, strict=True) if n),
         reason=layer.reason,
     )

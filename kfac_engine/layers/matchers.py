@@ -69,11 +69,13 @@ def _conv(scene: Scene, node: Node, index: int) -> Found | str:
     shape = scene.shapes[weight]
     if x not in scene.data:
         return _aside(node, index)
-    groups = node.attributes.get("group", 1)
-    axes = len(shape) - 2
-    if axes not in _CONVOLUTIONS or groups != 1:
-        return f"convolution over {axes} axes in {groups} group(s)"
+    axes, groups = len(shape) - 2, node.attributes.get("group", 1)
+    if axes not in _CONVOLUTIONS:
+        return f"convolution over {axes} axes"
     kind, dilations, data_format, weight_format = _CONVOLUTIONS[axes]
+    grouped: dict[str, object] = {}
+    if groups != 1:
+        kind, dilations, grouped = "grouped_convolution", "dilation_rate", {"groups": groups}
     bias: tuple[str, ...] = ()
     outputs = node.outputs[0]
     if len(node.inputs) > 2 and scene.is_bias(node.inputs[2], weight, shape[0]):
@@ -86,6 +88,7 @@ def _conv(scene: Scene, node: Node, index: int) -> Found | str:
         "padding": _padding(node, axes),
         "data_format": data_format,
         "weight_format": weight_format,
+        **grouped,
     }
     return Found(kind, (weight, *bias), x, outputs, options)
 

@@ -132,17 +132,11 @@ def test_reasons_name_what_a_generic_parameter_is():
     assert reason_of(net(build), "offset") == "operand 1 of Add"
 
 
-def test_scaled_gemm_and_grouped_convolution_are_generic_with_a_reason():
+def test_scaled_gemm_is_generic_with_a_reason():
     def scaled(n):
         n.op("Gemm", "input", n.weight("w", 4, 3), to="output", alpha=0.5)
 
     assert reason_of(net(scaled), "w") == "Gemm with alpha"
-
-    def grouped(n):
-        n.op("Conv", "input", n.weight("w", 4, 1, 1, 1), to="output", group=2)
-
-    model = net(grouped, inputs=("batch", 2, 3, 3), outputs=("batch", 4, 3, 3))
-    assert "2 group(s)" in reason_of(model, "w")
 
 
 def test_parameter_the_loss_does_not_depend_on_is_said_so():

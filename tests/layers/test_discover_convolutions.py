@@ -61,3 +61,43 @@ def test_a_convolution_is_registered_with_its_geometry(name):
     expected = positions * np.kron(a.T @ a / len(a), g.T @ g / len(g))
     found = engine.collection.get_blocks()[0].full_fisher_block()
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+# Name to channels in, channels out, groups, bias.
+GROUPED = {"groups": (4, 6, 2, True), "depthwise": (3, 3, 3, True), "multiplied": (2, 4, 2, False)}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_convolution_in_groups_has_a_pair_of_factors_for_each(name):
+    ins, outs, groups, has_bias = GROUPED[name]
+    net = models.Net()
+    parameters = [net.weight("w", outs, ins // groups, 3, 2)]
+    parameters += [net.weight("b", outs)] if has_bias else []
+    net.op("Conv", "input", *parameters, to="output", group=groups, strides=[2, 1],
+           pads=[1, 0, 0, 1])  # fmt: skip
+    proto = net.model({"input": ["batch", ins, 6, 5]}, {"output": ["batch", outs, None, None]})
+    feeds = models.random_inputs(proto, BATCH)
+    engine = ke.Engine.from_onnx(
+        proto, loss="normal", class_axis=1, estimation_mode="empirical", reduction="batch_mean"
+    )
+    (layer,) = engine.layers
+    assert (layer.kind, layer.parameters) == ("grouped_convolution", tuple(parameters))
+    trace = ke.load_model(proto).run(feeds)
+    engine.observe(feeds, np.zeros_like(trace["output"]))
+    block = engine.collection.get_blocks()[0].full_fisher_block()
+    side = len(block) // groups
+    for group in range(groups):
+        seen = slice(group * ins // groups, (group + 1) * ins // groups)
+        x = feeds["input"][:, seen].astype("float64")
+        a = oracle.conv_patches(x, (3, 2), (2, 1), (1, 1), (1, 0), (0, 1))
+        positions = a.shape[1]
+        a = a.reshape(-1, a.shape[-1])
+        a = np.hstack([a, np.ones((len(a), 1))]) if has_bias else a
+        made = slice(group * outs // groups, (group + 1) * outs // groups)
+        g = np.moveaxis(2.0 * trace["output"][:, made], 1, -1).reshape(-1, outs // groups)
+        expected = positions * np.kron(a.T @ a / len(a), g.T @ g / len(g))
+        where = slice(group * side, (group + 1) * side)
+        found = block[where, where].copy()
+        np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+        block[where, where] = 0
+    assert not block.any()
