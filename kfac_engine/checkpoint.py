@@ -7,10 +7,13 @@ recomputing them at load would not give the stale ones back.
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -51,10 +54,11 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         "format": str(FORMAT_VERSION),
         "counter": str(state.counter),
         "generator": json.dumps(state.generator),
-        "factors": json.dumps(
-            [{"name": f.name, "weight": f.average.weight, "repeats": f.repeats} for f in factors]
-        ),
+        "factors": json.dumps([_description(factor) for factor in factors]),
     }
+    # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
+    tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    header["checksum"] = _checksum(header, tensors)
     write_atomically(path, save(tensors, header))
 
 
@@ -72,36 +76,21 @@ def load_state(
         The rest.
 
     Raises:
-        InputError: The file is missing or no checkpoint, or does not fit; every difference is
-            listed.
+        InputError: The file is missing, damaged or no checkpoint, or does not fit; every difference
+            is listed.
     """
     header, tensors = _read(path)
     saved = json.loads(header["factors"])
-    differences = [
-        f"factor {index} is {new.name} here and {old['name']} there"
-        for index, (new, old) in enumerate(zip(factors, saved, strict=False))
-        if new.name != old["name"]
-    ]
-    if len(saved) != len(factors):
-        differences.append(f"{len(factors)} factors here and {len(saved)} there")
-    values = {
-        key.removeprefix("parameter/"): value
-        for key, value in tensors.items()
-        if key.startswith("parameter/")
-    }
-    differences += [
-        f"parameter '{name}' is {getattr(values.get(name), 'shape', 'absent')} there"
-        for name, value in parameters.items()
-        if name not in values or values[name].shape != value.shape
-    ]
+    arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
+    values = _below("parameter/", tensors)
+    differences = _factor_differences(factors, saved, arrays)
+    differences += _parameter_differences(parameters, values)
     if differences:
         raise InputError(
             f"state '{path}' belongs to another model or options: {'; '.join(differences)}."
         )
-    for index, (factor, old) in enumerate(zip(factors, saved, strict=True)):
-        prefix = f"factor/{index}/"
-        arrays = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        factor.restore(arrays, old["weight"], old["repeats"])
+    for factor, old, its_arrays in zip(factors, saved, arrays, strict=True):
+        factor.restore(its_arrays, old["weight"], old["repeats"])
     return State(int(header["counter"]), json.loads(header["generator"]), values)
 
 
@@ -120,8 +109,10 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             os.fsync(file.fileno())
         beside.replace(target)
     except OSError as failure:
-        beside.unlink(missing_ok=True)
         raise InputError(f"cannot write '{path}': {failure.strerror}.") from failure
+    finally:
+        with suppress(OSError):  # gone already, once it was renamed
+            beside.unlink()
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
@@ -133,6 +124,68 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
                     f"'{path}' is not an engine state of format {FORMAT_VERSION}; another program "
                     f"or version wrote it."
                 )
-            return header, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as failure:
         raise InputError(f"cannot read the state '{path}': {failure}") from failure
+    if header.pop("checksum", None) != _checksum(header, tensors):
+        raise InputError(f"the state '{path}' is damaged: its checksum is wrong; use another.")
+    return header, tensors
+
+
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, Array]) -> str:
+    """CRC-32 of everything: the file format finds missing bytes, not changed ones."""
+    crc = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        array = tensors[name]
+        crc = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), crc)
+        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
+    return f"{crc:08x}"
+
+
+def _description(factor: FisherFactor) -> dict[str, object]:
+    return {
+        "name": factor.name,
+        "operations": factor.operations,
+        "weight": factor.average.weight,
+        "repeats": factor.repeats,
+    }
+
+
+def _below(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _factor_differences(
+    factors: Sequence[FisherFactor],
+    saved: Sequence[Mapping[str, object]],
+    arrays: Sequence[Mapping[str, Array]],
+) -> list[str]:
+    found = []
+    if len(saved) != len(factors):
+        found.append(f"{len(factors)} factors here and {len(saved)} there")
+    for factor, old, its_arrays in zip(factors, saved, arrays, strict=False):
+        if factor.name != old["name"]:
+            found.append(f"a factor is {factor.name} here and {old['name']} there")
+        elif list(factor.operations) != old["operations"]:
+            found.append(
+                f"{factor.name} is refreshed to {list(factor.operations)} here and "
+                f"{old['operations']} there"
+            )
+        here, there = factor.average.value, its_arrays.get("average")
+        if here is not None and there is not None and here.shape != there.shape:
+            found.append(f"{factor.name} has shape {here.shape} here and {there.shape} there")
+    return found
+
+
+def _parameter_differences(here: Mapping[str, Array], there: Mapping[str, Array]) -> list[str]:
+    """Parameters that differ in presence, shape or type."""
+    found = []
+    for name in dict.fromkeys((*here, *there)):
+        one, other = (_form(arrays.get(name)) for arrays in (here, there))
+        if one != other:
+            found.append(f"parameter '{name}' is {one} here and {other} there")
+    return found
+
+
+def _form(array: Array | None) -> str:
+    return "absent" if array is None else f"{array.dtype} {array.shape}"

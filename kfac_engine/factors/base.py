@@ -188,6 +188,11 @@ class FisherFactor(ABC):
             start[...] = self._identity(like)
         return start
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """What each refresh computes, in the order that ``arrays`` numbers it."""
+        return ()
+
     def arrays(self) -> dict[str, Array]:
         """Everything a checkpoint must hold, by name, as host arrays."""
         value = self.average.value

@@ -106,6 +106,10 @@ class DenseSquareMatrixFactor(FisherFactor):
         product: Array = x @ (L.T if transpose else L)
         return product
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return tuple(str(operation) for operation, _ in self._registered)
+
     def arrays(self) -> dict[str, Array]:
         order = {key: index for index, key in enumerate(self._registered)}
         stored = {f"power/{order[key]}": array for key, array in self.stored.items()}

@@ -226,6 +226,10 @@ class LaggedFactor(DenseSquareMatrixFactor):
 
     # -- state --------------------------------------------------------------------------------
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return (*super().operations, *(f"series {option}" for option, _ in self._series))
+
     def arrays(self) -> dict[str, Array]:
         series = {
             f"series/{index}/{field.name}": self.backend.to_numpy(getattr(side, field.name))

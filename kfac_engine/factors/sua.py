@@ -235,6 +235,10 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
 
     # -- state --------------------------------------------------------------------------------
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return ("-1.0",) * len(self._registered)
+
     def arrays(self) -> dict[str, Array]:
         inverses = {
             f"inverse/{index}/{part}": self.backend.to_numpy(getattr(self.stored[key], part))
