@@ -52,6 +52,37 @@ def test_bias_may_be_added_after_matmul_from_either_side(shape, swapped):
     assert summary(layer) == ("fully_connected", ("w", "b"), "input", "output")
 
 
+def turned_gemm(n):
+    w = n.op("Transpose", n.weight("w", 3, 4), to="turned")
+    n.op("Gemm", "input", w, n.weight("b", 3), to="output")
+
+
+def turned_twice(n):
+    w = n.op("Transpose", n.weight("w", 4, 3), to="turned", perm=[1, 0])
+    n.op("Gemm", "input", w, n.weight("b", 3), to="output", transB=1)
+
+
+def turned_matmul(n):
+    w = n.op("Transpose", n.weight("w", 3, 4), to="turned")
+    n.op("Add", n.op("MatMul", "input", w, to="product"), n.weight("b", 3), to="output")
+
+
+@pytest.mark.parametrize("build", [turned_gemm, turned_twice, turned_matmul])
+def test_weight_may_be_transposed_by_an_operator_of_its_own(build):
+    model = net(build)
+    engine = ke.Engine.from_onnx(model, loss="normal", estimation_mode="exact")
+    (layer,) = engine.layers
+    assert summary(layer) == ("fully_connected", ("w", "b"), "input", "output")
+    inputs = models.random_inputs(model, batch=4)
+    engine.observe(inputs)
+    # Squared error on a linear layer: G = 2·I, so that the natural gradient is A⁻¹ V / 2.
+    x = np.hstack([inputs["input"], np.ones((4, 1), np.float32)]).astype("float64")
+    block = engine.collection.fisher_blocks["w", "b"].full_fisher_block()
+    np.testing.assert_allclose(block, np.kron(x.T @ x / 4, 2 * np.eye(3)), rtol=1e-4, atol=1e-5)
+    result = engine.step(inputs, np.zeros((4, 3), np.float32))
+    assert result.natural_gradients["w"].shape == engine.parameters["w"].shape
+
+
 def test_bias_of_a_convolution_may_be_added_after_it():
     def build(n):
         x = n.op("Conv", "input", n.weight("w", 3, 2, 1, 1), to="conv")
