@@ -1,0 +1,27 @@
+"""The examples run, and the two that do the same give the same numbers."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXACT = 1e-10  # float64 through one damped inverse of condition about a thousand
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_runs_and_says_something(path, capsys):
+    runpy.run_path(str(path))
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("result", ["gradients", "natural", "rooted", "sample"])
+def test_the_specifications_api_gives_the_same_with_and_without_onnx(result):
+    plain = runpy.run_path(str(EXAMPLES / "specification_api.py"))
+    through_onnx = runpy.run_path(str(EXAMPLES / "specification_api_onnx.py"))
+    assert plain["loss"] == pytest.approx(through_onnx["loss"], rel=EXACT)
+    assert plain[result].keys() == through_onnx[result].keys()
+    for name, expected in plain[result].items():
+        found = through_onnx[result][name]
+        np.testing.assert_allclose(found, expected, rtol=EXACT, atol=EXACT * abs(expected).max())
