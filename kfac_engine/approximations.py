@@ -7,10 +7,12 @@ from typing import TypeAlias
 
 from kfac_engine.blocks.base import FactorOwner, FisherBlock
 from kfac_engine.blocks.convolution import patches_side, uncorrelated_side
+from kfac_engine.blocks.eigenbasis import EigenbasisFB
 from kfac_engine.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
 from kfac_engine.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.blocks.multi import MultiUseKroneckerFB
+from kfac_engine.blocks.reduced import ReducedKroneckerFB
 from kfac_engine.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.blocks.series import USES, SeriesFB
 from kfac_engine.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
@@ -90,6 +92,10 @@ _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
     "diagonal": Approximation(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
 }
+_REDUCE = Approximation(
+    ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
+)
+_EKFAC = Approximation(EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884")
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 
 APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
@@ -98,10 +104,14 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
         "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
         "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
         "kron_both_diag": Approximation(_kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC),
+        "kron_reduce": _REDUCE,
+        "ekfac": _EKFAC,
         "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
     },
     "conv2d": {
         "kron": _PATCHES,
+        "kron_reduce": _REDUCE,
+        "ekfac": _EKFAC,
         "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
         "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
     },
