@@ -201,6 +201,10 @@ class BlockRegistry(ApproximationChoices):
         reuse: Reuse,
     ) -> None:
         """Register a layer, or a further tower of one."""
+        if not isinstance(key, str) and len(key) != 2:
+            raise RegistrationError(
+                f"a layer has one parameter, given by its name, or a pair of them; got {key}."
+            )
         approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
         block = self._find_or_use(key, APPROXIMATIONS[kind][approx].build(self, form), reuse, row)
@@ -266,8 +270,26 @@ class BlockRegistry(ApproximationChoices):
 
 
 def canonical_key(params: Params | Sequence[str]) -> Params:
-    """A name, or a tuple of names."""
-    return params if isinstance(params, str) else tuple(params)
+    """The key of a block.
+
+    Args:
+        params: A name, or several in any sequence.
+
+    Returns:
+        A name, or a tuple of names.
+
+    Raises:
+        RegistrationError: There is none, one comes twice, or one is no name.
+    """
+    key = params if isinstance(params, str) else tuple(params)
+    names = names_of(key)
+    if (
+        not all(isinstance(name, str) for name in names)
+        or not names
+        or len(set(names)) < len(names)
+    ):
+        raise RegistrationError(f"params must be distinct names of parameters, got {params!r}.")
+    return key
 
 
 def names_of(key: Params) -> tuple[str, ...]:
