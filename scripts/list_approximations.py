@@ -1,0 +1,45 @@
+"""Writes docs/approximations.md from the table of approximations.
+
+Run it after changing `kfac_engine/approximations.py`; a test compares the page with the table.
+"""
+
+from pathlib import Path
+
+from kfac_engine.approximations import APPROXIMATIONS, DEFAULTS, GENERIC, accepted, formula
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
+
+HEAD = """# Approximations
+
+What each kind of layer can be given as its block of the Fisher matrix: by `approx=` of the
+registration that is named after the kind, by `approximations={kind: name}` of the engine, or by
+`--approx KIND=NAME`. Written by `scripts/list_approximations.py` from the table in the code.
+
+`A` second moment of inputs, `G` of output gradients, both means over uses, examples and positions;
+`t` positions, `u` uses, `d` a lag between uses; `C`, `m` covariance and mean of a pixel's channels;
+`g` a batch gradient; `U`, `s` eigenbasis of the factors and variances in it. Damping and powers:
+[conventions](conventions.md).
+
+| kind of layer | approximation | block | source |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page, as it should be."""
+    rows = []
+    for kind in [*APPROXIMATIONS, "generic"]:
+        for name in accepted(kind):
+            default = " (default)" if DEFAULTS[kind] == name else ""
+            source = (
+                (GENERIC[name].__doc__ or "").splitlines()[0].rstrip(".").lower()
+                if kind == "generic"
+                else APPROXIMATIONS[kind][name].source
+            )
+            symbols = formula(kind, name).replace("|", "\\|")
+            rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {source} |")
+    return HEAD + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
