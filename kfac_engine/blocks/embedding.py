@@ -40,6 +40,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         if not isinstance(vector, Rows):
             return super().multiply_matpower(vector, exp)
+        vector = self._rows(vector)
         (A, damping_a), (G, damping_g) = self._damped()
         assert isinstance(A, VocabularyFactor)  # by the input side
         rows = A.left_multiply_matpower(vector, exp, damping_a)
@@ -50,6 +51,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
         if not isinstance(vector, Rows):
             return super()._multiply_root(vector, transpose=transpose, inverse=inverse)
         exp = -0.5 if inverse else 0.5
+        vector = self._rows(vector)
         (A, damping_a), (G, damping_g) = self._damped()
         assert isinstance(A, VocabularyFactor)  # by the input side
         rows = A.left_multiply_matpower(vector, exp, damping_a)
@@ -57,6 +59,12 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
             rows.values, damping_g, transpose=not transpose, inverse=inverse
         )
         return self._scaled(vector, values, exp)
+
+    def _rows(self, rows: Rows) -> Rows:
+        """Rows as floating-point numbers: a product in whole numbers would be cut off."""
+        if rows.values.dtype.kind == "f":
+            return rows
+        return Rows(rows.indices, rows.values.astype("float64"), rows.num_rows)
 
     def _scaled(self, vector: Rows, values: Array, exp: float) -> Rows:
         scaled = float(self.repeats) ** exp * values

@@ -18,7 +18,7 @@ from kfac_engine.errors import NonFiniteError, NotReadyError, ShapeError
 from kfac_engine.factors.base import Damping
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
-from kfac_engine.factors.statistics import LayerSquare
+from kfac_engine.factors.statistics import LayerSquare, summed_squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ class RotatedSquare(LayerSquare):
     bases: Bases | None = field(default=None, compare=False, repr=False)
 
     def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
-        xp = backend.xp
         assert self.bases is not None  # the factor has one before it measures
         u_in, u_out = self.bases.input, self.bases.output
         positions = self.input_view.count(a.shape) // len(a)
@@ -69,11 +68,7 @@ class RotatedSquare(LayerSquare):
             if self.homogeneous:
                 x += u_in[-1]
             g = self.output_view.rows(ds[start : start + step], backend) @ u_out
-            if positions == 1:  # (x gᵀ)² needs no gradient of its own
-                out += scale * ((x[:, 0] ** 2).T @ g[:, 0] ** 2)
-            else:
-                per_example = xp.matmul(x.swapaxes(1, 2), g)
-                out += scale * xp.einsum("nio,nio->io", per_example, per_example)
+            out += scale * summed_squares(x, g, backend)
 
 
 class EigenbasisFactor(DiagonalFactor):

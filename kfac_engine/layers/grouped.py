@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from kfac_engine._types import Array, Vector
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.forms import LayerForm, convolution_form
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.views import Padding
@@ -34,6 +34,11 @@ class GroupedPacking(Packing):
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         rows = Packing.pack(self, vector, where, xp)
+        if rows.shape[0 if self.multiplier_last else 1] % self.groups:
+            raise ShapeError(
+                f"the filter of {where} has a packed matrix of shape {rows.shape}, which does not "
+                f"fall into {self.groups} groups."
+            )
         outputs = rows.shape[1] // (1 if self.multiplier_last else self.groups)
         stack = rows.reshape(-1, self.groups, outputs).swapaxes(0, 1)
         packed: Array = xp.ascontiguousarray(stack)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests import models
 from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
@@ -280,3 +281,33 @@ def test_rows_of_another_table_are_refused():
     block = observe(registered(), [["ds"]], [batch(IDS)])
     with pytest.raises(ke.ShapeError, match="rows are of 7"):
         block.multiply(ke.Rows(np.array([1]), np.ones((1, WIDTH)), 7))
+
+
+def test_whole_numbers_in_rows_give_no_whole_products():
+    block = observe(registered(), [["ds"]], [batch(IDS)], damping=DAMPING)
+    values = np.arange(2 * WIDTH).reshape(2, WIDTH)
+    found, expected = (
+        block.multiply(ke.Rows(np.array([0, 3]), values.astype(dtype), VOCABULARY)).values
+        for dtype in (np.int64, np.float64)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_an_estimator_multiplies_rows():
+    model = models.embedding()
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    engine.observe(models.random_inputs(model, batch=3))
+    rng = np.random.default_rng(5)
+    vectors = {
+        name: rng.normal(size=value.shape).astype(np.float32)
+        for name, value in engine.parameters.items()
+    }
+    table = vectors["table"]
+    table[1:] = 0
+    whole = engine.estimator.multiply_inverse([(v, name) for name, v in vectors.items()])
+    vectors["table"] = ke.Rows(np.array([0]), table[:1], len(table))
+    rows = engine.estimator.multiply_inverse([(v, name) for name, v in vectors.items()])
+    for (expected, name), (found, _) in zip(whole, rows, strict=True):
+        if name == "table":
+            expected, found = expected[:1], found.values
+        np.testing.assert_allclose(found, expected, rtol=1e-6)  # float32 rounding

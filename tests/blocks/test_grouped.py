@@ -262,3 +262,13 @@ def test_images_with_other_channels_are_refused():
     values = {"x": np.ones((1, 2, 2, 5)), "ds": np.ones((1, 2, 2, 4))}
     with pytest.raises(ke.ShapeError, match="5 channels cannot fall into 2 groups"):
         observe(collection, [["ds"]], [values])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 5), (1, 1, 3, 4), (1, 2, 4)])
+def test_vectors_of_another_shape_are_refused(shape):
+    collection = ke.LayerCollection(graph={"w": (1, 1, 2, 4)})
+    collection.register_grouped_convolution("w", "x", "s", "VALID", 2)
+    values = {"x": np.ones((1, 2, 2, 4)), "ds": np.ones((1, 2, 2, 4))}
+    block = observe(collection, [["ds"]], [values])
+    with pytest.raises(ke.ShapeError):
+        block.multiply(np.ones(shape))
