@@ -165,7 +165,7 @@ class ApproximationChoices(Coverage):
     def _resolve(self, kind: str, approx: str | None, key: Params) -> str:
         """The row of the table for a layer: as named, as linked, or by default."""
         linked = self._linked.get(frozenset(uses(key)))
-        chosen = approx or linked or self._defaults[kind]
+        chosen = (linked or self._defaults[kind]) if approx is None else approx
         if chosen not in accepted(kind):
             raise InputError(
                 f"Bad value '{chosen}' for approx of {kind}; choose one of: "

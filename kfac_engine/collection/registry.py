@@ -17,7 +17,7 @@ from kfac_engine.collection.choices import ApproximationChoices
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.losses.collection import Reuse
+from kfac_engine.losses.collection import Reuse, check_reuse
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
@@ -230,9 +230,11 @@ class BlockRegistry(ApproximationChoices):
 
         Raises:
             UnknownNameError: ``reuse`` is True and the key is unknown.
+            InputError: ``reuse`` is none of its three values.
             RegistrationError: The key or one of its parameters is taken by something else.
         """
         self._require_open(f"a layer of {key}")
+        check_reuse(reuse)
         known = self.fisher_blocks.get(key)
         if reuse is True and known is None:
             raise UnknownNameError(f"reuse=True, but no layer is registered for {key}.")

@@ -91,9 +91,12 @@ class LossCollection:
         Raises:
             UnknownNameError: ``reuse`` is True and the name is unknown, or False and it is taken.
             RegistrationError: ``reuse`` is True without a name or with a seed (only the first
-                tower of a loss may have one), the coefficient differs, or the collection is closed.
+                tower of a loss may have one), distribution or coefficient differ, or the
+                collection is closed.
+            InputError: ``reuse`` is none of its three values.
         """
         self._require_open("a loss")
+        check_reuse(reuse)
         if reuse is True and name is None:
             raise RegistrationError("reuse=True needs the name of the loss that gets a tower.")
         if reuse is True and loss.seed is not None:
@@ -111,6 +114,11 @@ class LossCollection:
         if known is not None and known.coefficient != coeff:
             raise RegistrationError(
                 f"loss '{name}' has coefficient {known.coefficient}, its new tower {coeff}."
+            )
+        if known is not None and _distribution(known.towers[0]) != _distribution(loss):
+            raise RegistrationError(
+                f"loss '{name}' is a {type(known.towers[0]).__name__}; its new tower must be of "
+                f"the same distribution, with the same variance and class axis."
             )
         self._losses[name] = RegisteredLoss(name, (*(known.towers if known else ()), loss), coeff)
         self._colocation_ops[loss] = colocation_op
@@ -262,6 +270,24 @@ class LossCollection:
             return base
         names = (f"{base}_{index}" for index in count(1))
         return next(name for name in names if name not in self._losses)
+
+
+def check_reuse(reuse: object) -> None:
+    """Refuse what is no way to reuse.
+
+    Args:
+        reuse: To be True, False or ``"VARIABLE_SCOPE"``.
+
+    Raises:
+        InputError: It is not.
+    """
+    if not isinstance(reuse, bool) and reuse != "VARIABLE_SCOPE":
+        raise InputError(f"reuse is True, False or 'VARIABLE_SCOPE', got {reuse!r}.")
+
+
+def _distribution(loss: LossFunction) -> tuple[object, ...]:
+    """What the towers of one loss have in common: everything but the names of their values."""
+    return type(loss), loss.class_axis, getattr(loss, "var", None)
 
 
 def _times(k: float, evaluate: Thunk[float]) -> Thunk[float]:
