@@ -25,11 +25,8 @@ from tests.lifecycle import as_matrix, observe, plain_packing, second_moment
 # -- the published example -------------------------------------------------------------------------
 
 
-def test_the_published_steps_give_the_published_products():
-    rng = np.random.default_rng(0)
-    vw, vb = rng.normal(size=(4, 3)), rng.normal(size=3)
-    batches = [{"x": rng.normal(size=(8, 4)), "ds": rng.normal(size=(8, 3))} for _ in range(3)]
-
+def published_steps(batches):
+    """The documented life cycle, step by step; the block at its end."""
     shapes = {"w": (4, 3), "b": (3,), "x": (8, 4), "s": (8, 3), "ds": (8, 3)}
     lc = ke.LayerCollection(graph=shapes)
     lc.register_fully_connected(params=("w", "b"), inputs="x", outputs="s", approx="kron")
@@ -51,6 +48,14 @@ def test_the_published_steps_give_the_published_products():
             op(values)
     for op in refreshes:
         op()
+    return block
+
+
+def test_the_published_steps_give_the_published_products():
+    rng = np.random.default_rng(0)
+    vw, vb = rng.normal(size=(4, 3)), rng.normal(size=3)
+    batches = [{"x": rng.normal(size=(8, 4)), "ds": rng.normal(size=(8, 3))} for _ in range(3)]
+    block = published_steps(batches)
     found = [
         block.multiply((vw, vb)),
         block.multiply_inverse((vw, vb)),
