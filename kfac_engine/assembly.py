@@ -1,6 +1,6 @@
 """Puts the parts of an engine together: layers found and registered, refreshes priced."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +18,29 @@ from kfac_engine.layers.found import Found
 from kfac_engine.objective import Objective
 from kfac_engine.scheduler import Work
 
+# A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
+# normalization would cost as much as the largest layer of a ResNet-50. Above this side (256
+# channels with scale and shift) the diagonal is taken, unless the approximation was chosen.
+LARGEST_FULL_SIDE = 512
+
 
 def register_layers(
-    model: OnnxModel, objective: Objective, collection: LayerCollection
+    model: OnnxModel, objective: Objective, collection: LayerCollection, chosen: Container[str]
 ) -> tuple[Found, ...]:
-    """Find layers and register them by the functions a user would call."""
+    """Find layers and register them by the functions a user would call.
+
+    Args:
+        model: The model.
+        objective: What its parameters are to change.
+        collection: Where the layers go.
+        chosen: Kinds of layers whose approximation the user chose.
+
+    Returns:
+        Layers, then parameters without one.
+
+    Raises:
+        ModelError: The loss depends on no trainable parameter.
+    """
     reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
     if not reached:
         raise ModelError(
@@ -60,9 +78,20 @@ def register_layers(
             if layer.computed:
                 model.define(layer.computed.node, layer.computed.constants, layer.computed.like)
             register[layer.kind](  # type: ignore[operator] # each takes its own options
-                key, inputs=layer.inputs, outputs=layer.outputs, **layer.options
+                key,
+                inputs=layer.inputs,
+                outputs=layer.outputs,
+                approx=_frugal(layer, model) if layer.kind not in chosen else None,
+                **layer.options,
             )
     return layers
+
+
+def _frugal(layer: Found, model: OnnxModel) -> str | None:
+    """The diagonal for scales and shifts of many channels; None leaves the default."""
+    side = sum(model.parameters[name].size for name in layer.parameters)
+    large = layer.kind == "scale_and_shift" and side > LARGEST_FULL_SIDE
+    return "diagonal" if large else None
 
 
 def refreshes(

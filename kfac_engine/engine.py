@@ -151,7 +151,7 @@ class Engine:
         for index, found in enumerate(choose_losses(onnx_model.graph, loss, output, class_axis)):
             collection.register_loss_function(found, found.inputs[0], f"loss_{index}")
         objective = Objective(collection.registered_losses, reduction)
-        layers = register_layers(onnx_model, objective, collection)
+        layers = register_layers(onnx_model, objective, collection, approximations or {})
         estimator = FisherEstimator(
             tuple(onnx_model.parameters),
             ema_decay,

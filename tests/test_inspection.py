@@ -33,3 +33,22 @@ def test_reports_carry_block_sizes_and_costs():
     # One average and two stored powers of each side, four bytes a number.
     assert last.factor_bytes == 3 * 4 * (36 + 9)
     assert (first.approximation, first.formula) == ("kron", "t · A ⊗ G")
+
+
+def normalized(channels):
+    net = models.Net()
+    scale, shift = net.positive("norm.weight", channels), net.weight("norm.bias", channels)
+    x = net.op("LayerNormalization", "input", scale, shift, to="norm", axis=-1)
+    net.op("ReduceMean", x, net.constant("axes", np.array([1])), to="output", keepdims=1)
+    return net.model({"input": ["batch", channels]}, {"output": ["batch", 1]})
+
+
+def test_scales_of_many_channels_are_diagonal_unless_chosen_otherwise():
+    def approximation(channels, **options):
+        engine = ke.Engine.from_onnx(normalized(channels), loss="normal", **options)
+        return [(layer.kind, layer.approximation) for layer in engine.layers]
+
+    assert approximation(256) == [("scale_and_shift", "full")]
+    assert approximation(257) == [("scale_and_shift", "diagonal")]
+    chosen = {"approximations": {"scale_and_shift": "full"}}
+    assert approximation(257, **chosen) == [("scale_and_shift", "full")]
