@@ -2,9 +2,9 @@
 
 ``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
 as a mapping from names to arrays. The specification asks for one class with fifty methods; they
-lie in a file for each topic: ``registry`` (blocks and factors), ``dense``, ``convolution``,
-``transposed``, ``multi`` (layers used several times), ``embedding``, ``norm`` (scales and shifts)
-and ``losses.collection``.
+lie in a file for each topic: ``losses.collection``, ``coverage`` (uses beside those of the graph),
+``choices`` (defaults and linked groups), ``registry`` (blocks and factors), and a file for each
+family of layers.
 """
 
 from collections.abc import Iterator
