@@ -92,7 +92,8 @@ class FisherFactor(ABC):
             values: As made by ``take``; holds every tensor of the statistic.
 
         Raises:
-            NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares overflow float64.
+            NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares, or the squares
+                of whose products, overflow float64.
             ShapeError: The tensors do not fit each other, or the measurement has another shape than
                 the average.
             InputError: The towers differ in size, or there is no example.
@@ -105,6 +106,8 @@ class FisherFactor(ABC):
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
         if not self.statistic.batch_size(values):
             raise InputError(f"the batch for {self.name} holds no example.")
+        for pair in self.statistic.products():
+            self._check_product(pair, values)
 
     def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
         """Average one batch in, all its sources at once, in place.
@@ -163,10 +166,28 @@ class FisherFactor(ABC):
             )
         self._narrowest = _WIDE
 
+    def _check_product(self, pair: tuple[str, str], values: Values) -> None:
+        """Numbers in range may have products whose squares are not: widen, or refuse."""
+        bound = 1.0
+        for name in pair:
+            x = values[name]
+            # An example's sum of products is at most the product of its norms (Cauchy-Schwarz).
+            bound *= max(float(abs(x).max()), 1.0) * (x.size / len(x)) ** 0.5
+        bound *= len(x) ** 0.5  # squares are summed over the examples
+        kept = np.result_type(self._narrowest, *(values[n].dtype for n in pair if _real(values[n])))
+        if bound < float(np.finfo(kept).max) ** 0.5:
+            return
+        if bound >= float(np.finfo(_WIDE).max) ** 0.5:
+            raise NonFiniteError(
+                f"the products of '{pair[0]}' and '{pair[1]}' are so large that their squares "
+                f"overflow; the batch was not taken into {self.name}."
+            )
+        self._narrowest = _WIDE
+
     def _empty(self, values: Values) -> Array:
         # Integers are identifiers or counts: they do not say how exact the statistic should be.
-        dtypes = [values[name].dtype for name in self.statistic.names()]
-        dtype = np.result_type(self._narrowest, *(d for d in dtypes if d.kind == "f"))
+        arrays = (values[name] for name in self.statistic.names())
+        dtype = np.result_type(self._narrowest, *(x.dtype for x in arrays if _real(x)))
         room: Array = self.backend.xp.empty(self.statistic.shape(values), dtype)
         return room
 
@@ -319,6 +340,10 @@ class FisherFactor(ABC):
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
         """``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
+
+
+def _real(array: Array) -> bool:
+    return bool(array.dtype.kind == "f")
 
 
 def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:

@@ -39,6 +39,9 @@ class Statistic(Protocol):
     def lengths(self) -> tuple[str, ...]:
         """Values of which only the length of the first axis is read."""
 
+    def products(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of tensors that are multiplied with each other before they are squared."""
+
     def shape(self, values: Values) -> tuple[int, ...]:
         """Shape of the measurement; a ShapeError where the tensors do not fit each other."""
 
@@ -78,6 +81,9 @@ class KroneckerMoment:
 
     def lengths(self) -> tuple[str, ...]:
         return () if self.batch is None else (self.batch,)
+
+    def products(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
     def shape(self, values: Values) -> tuple[int, ...]:
         d = self.features(values) + self.homogeneous
@@ -186,6 +192,9 @@ class LayerPairs:
     def lengths(self) -> tuple[str, ...]:
         return ()
 
+    def products(self) -> tuple[tuple[str, str], ...]:
+        return tuple((a, ds) for _, a, ds in self.pairs())
+
     def batch_size(self, values: Values) -> int:
         own = {name: len(values[name]) for _, *pair in self.pairs() for name in pair}
         return the_same("examples", own) * len(self.inputs)
@@ -269,6 +278,9 @@ class GradientSquare:
 
     def lengths(self) -> tuple[str, ...]:
         return tuple(batch for batch in self.batch if isinstance(batch, str))
+
+    def products(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
     def shape(self, values: Values) -> tuple[int, ...]:
         if len(self.tensors[0][0]) != 1:

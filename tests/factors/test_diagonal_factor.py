@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.factors.diagonal import DiagonalFactor
-from kfac_engine.factors.statistics import GradientSquare, KroneckerDiagonal
+from kfac_engine.factors.statistics import GradientSquare, KroneckerDiagonal, LayerSquare
 from kfac_engine.layers.views import Rows
 
 ROUNDING = 1e-13  # relative: a few float64 operations
@@ -139,3 +139,25 @@ def test_a_batch_with_nan_is_refused_and_leaves_the_average_as_it_was():
         observe(factor, {"g": np.array([[np.nan, 1, 1], [1, 1, 1]])})
     np.testing.assert_array_equal(factor.cov, before)
     assert factor.average.weight == 1.0
+
+
+def layer():
+    return DiagonalFactor(LayerSquare((("x",),), ((("ds",),),), Rows(), Rows(), False))
+
+
+def test_products_whose_squares_overflow_single_precision_make_the_average_double():
+    values = {"x": np.full((N, 2), 1e12, np.float32), "ds": np.full((N, 3), 1e12, np.float32)}
+    factor = observe(layer(), {name: array * 1e-12 for name, array in values.items()})
+    assert factor.cov.dtype == np.float32
+    observe(factor, values, decay=1.0)
+    assert factor.cov.dtype == np.float64
+    np.testing.assert_allclose(factor.cov, np.full((2, 3), 0.5e48), rtol=1e-6)  # float32 data
+
+
+def test_products_whose_squares_overflow_double_precision_are_refused():
+    values = {"x": np.full((N, 2), 1e100), "ds": np.full((N, 3), 1e100)}
+    factor = observe(layer(), {name: array * 1e-100 for name, array in values.items()})
+    before = factor.cov
+    with pytest.raises(ke.NonFiniteError, match="products of 'x' and 'ds'"):
+        observe(factor, values)
+    np.testing.assert_array_equal(factor.cov, before)
