@@ -57,19 +57,6 @@ def register_layers(
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
     batch = shapes[objective.inputs[0]][0]
     layers = (*discover(graph, tuple(reached), shapes, batch), *unreached)
-    register = {
-        "fully_connected": collection.register_fully_connected,
-        "fully_connected_multi": collection.register_fully_connected_multi,
-        "embedding": collection.register_embedding,
-        "embedding_multi": collection.register_embedding_multi,
-        "conv1d": collection.register_conv1d,
-        "conv2d": collection.register_conv2d,
-        "conv2d_multi": collection.register_conv2d_multi,
-        "convolution": collection.register_convolution,
-        "grouped_convolution": collection.register_grouped_convolution,
-        "conv_transpose": collection.register_conv_transpose,
-        "scale_and_shift": collection.register_scale_and_shift,
-    }
     for layer in layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
@@ -77,7 +64,8 @@ def register_layers(
         else:
             if layer.computed:
                 model.define(layer.computed.node, layer.computed.constants, layer.computed.like)
-            register[layer.kind](  # type: ignore[operator] # each takes its own options
+            # The method is named after the kind; each takes options of its own.
+            getattr(collection, f"register_{layer.kind}")(
                 key,
                 inputs=layer.inputs,
                 outputs=layer.outputs,

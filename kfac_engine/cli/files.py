@@ -173,5 +173,5 @@ def write_result(
     arrays = {GRADIENT + name: array for name, array in gradients.items()}
     arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
     # A view's strides would be ignored: the format stores C order.
-    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    data = save({name: np.asarray(array, order="C") for name, array in arrays.items()})
     write_atomically(path, data)
