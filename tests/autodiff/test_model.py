@@ -120,3 +120,23 @@ def test_model_that_cannot_be_run_on_made_up_inputs_asks_for_real_ones():
         ke.load_model(proto)
     sample = {"input": np.ones((2, 5), np.float32)}
     assert ke.load_model(proto, sample_inputs=sample).run(sample)["output"].shape == (2, 2)
+
+
+@pytest.mark.parametrize(("op", "kernel", "stride"), [("AveragePool", 4, 2), ("MaxPool", 4, 4)])
+def test_window_larger_than_the_image_is_refused_not_differentiated_by_wrong_weights(
+    op, kernel, stride
+):
+    def pooled(side):
+        net = models.Net()
+        x = net.op("Mul", "input", net.weight("w", 1, 2, 1, 1), to="scaled")
+        net.op(op, x, to="output", kernel_shape=[kernel] * 2, strides=[stride] * 2)
+        shape = ["batch", 2, side, side]
+        return net.model({"input": shape}, {"output": ["batch", 2, "rows", "columns"]})
+
+    trace = ke.load_model(pooled(3)).run(models.random_inputs(pooled(3)))
+    assert trace["output"].shape == (3, 2, 1, 1)  # the runtime makes an output of three pixels
+    with pytest.raises(ke.UnsupportedOpError, match=rf"{op} at node 'node_output'.*\(3, 3\)"):
+        trace.vjp({"output": np.ones((3, 2, 1, 1), np.float32)}, ["w"])
+    fitting = ke.load_model(pooled(4)).run(models.random_inputs(pooled(4)))
+    found = fitting.vjp({"output": np.ones_like(fitting["output"])}, ["w"])
+    assert found["w"].any()

@@ -31,6 +31,7 @@ def _by_index(b: Builder, node: Node, g: str) -> str:
 
 def _compared(b: Builder, node: Node, g: str, window: Sliding) -> str:
     """Of tiles: a pixel won if it equals the maximum of its tile."""
+    _refuse_larger(b, node, window)
     # Asking MaxPool for indices makes it ten times slower. Measured with 2×2 tiles of 32 images of
     # 32·28·28 pixels, forward and backward together: 2.3 ms in this form, 4.6 ms with indices.
     x, y = node.inputs[0], node.outputs[0]
@@ -78,12 +79,26 @@ def _refuse_misplaced(node: Node, window: Sliding) -> None:
         )
 
 
+def _refuse_larger(b: Builder, node: Node, window: Sliding) -> None:
+    """Raise where an unpadded window is larger than the image of the sample run."""
+    # ONNX defines no output there; ONNX Runtime pools the few pixels that it finds, by weights of
+    # its own, if the stride is above one. (With a stride of one it fails, as it should.)
+    sides = b.sides(node.inputs[0])[2:]
+    if any(side <= reach for side, reach in zip(sides, window.reaches, strict=True)):
+        raise UnsupportedOpError(
+            f"{node.op} at node '{node.name}' has a window of {window.kernel} pixels on an image "
+            f"of {sides}, for which ONNX defines no output; pass sample_inputs of the real size, "
+            f"or larger images."
+        )
+
+
 def _weight_of_pixels(b: Builder, node: Node, window: Sliding) -> str:
     """What one pixel weighs in each average: one over the number of pixels that count."""
     # At the border it depends on count_include_pad, ceil_mode and the version of the operator; the
     # pool itself tells, when it averages an image of ones: pixels × weight.
     x, y = node.inputs[0], node.outputs[0]
     if not window.padded:
+        _refuse_larger(b, node, window)
         return b.scalar(1 / window.taps, x)
     sides = b.forward("Concat", b.constant([1, 1]), b.forward("Shape", x, start=2)[0], axis=0)[0]
     ones = b.forward("Expand", b.scalar(1, x), sides)[0]
