@@ -15,7 +15,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
-from kfac_engine.autodiff.feeds import sample_facts
+from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.errors import InputError, ModelError, ShapeError, UnknownNameError
 from kfac_engine.graph.load import ModelSource, load_model
@@ -63,10 +63,9 @@ def differentiate(
     """
     check_reduction(reduction)
     loaded = load_model(model)
-    graph = loaded.graph
+    names = _chosen(loaded.graph, wrt)
+    graph, facts = lowered(loaded.graph, names, sample_inputs)
     value = _only_output(graph, output)
-    names = _chosen(graph, wrt)
-    facts = sample_facts(graph, sample_inputs)
     sides = loaded.output_shapes.get(value, (None,) * len(facts[value].shape))
     if loss is None:
         backward = backward_graph(graph, facts, [value], names)

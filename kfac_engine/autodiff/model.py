@@ -14,14 +14,15 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward, differentiate
-from kfac_engine.autodiff.feeds import check_inputs, measured_facts, sample_facts
+from kfac_engine.autodiff.feeds import check_inputs, measured_facts
+from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
-from kfac_engine.graph.structure import Fact, Input, Node
+from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.write import build_model, serialize
 
@@ -40,7 +41,7 @@ class OnnxModel:
             the declared input shapes when left out.
 
     Attributes:
-        graph: The canonical graph.
+        graph: The canonical graph, in operators that have derivative rules.
         parameters: Name to current value; change values through ``set_parameters``.
         facts: Element type and shape of every value in the sample run.
         defined: Names of values added to those of the graph; add some through ``define``.
@@ -59,13 +60,12 @@ class OnnxModel:
         sample_inputs: Mapping[str, Array] | None = None,
     ) -> None:
         self.loaded = loaded
-        self.graph = loaded.graph
         self.threads = threads
         self.parameters: dict[str, Array] = {
-            name: np.array(self.graph.constants[name])
-            for name in trainable_parameters(self.graph, trainable)
+            name: np.array(loaded.graph.constants[name])
+            for name in trainable_parameters(loaded.graph, trainable)
         }
-        self.facts: dict[str, Fact] = sample_facts(self.graph, sample_inputs)
+        self.graph, self.facts = lowered(loaded.graph, self.parameters, sample_inputs)
         self._wanted: dict[str, None] = {}
         self._forward: Session | None = None
         self.defined: set[str] = set()

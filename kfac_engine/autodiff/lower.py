@@ -1,0 +1,84 @@
+"""Rewrites a graph until every operator that is to be differentiated has a derivative rule.
+
+What an operator becomes is in the table of ``lowering``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.feeds import sample_facts
+from kfac_engine.autodiff.lowering import load_lowerings
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
+from kfac_engine.graph.structure import Fact, Graph, Node
+
+# Bodies within bodies: far more rounds than any exporter nests.
+_MOST_ROUNDS = 16
+
+
+def lowered(
+    graph: Graph, wrt: Iterable[str], inputs: Mapping[str, Array] | None = None
+) -> tuple[Graph, dict[str, Fact]]:
+    """The same function in operators that have derivative rules, and facts about its values.
+
+    Args:
+        graph: Canonical graph.
+        wrt: What it will be differentiated with respect to; nodes that do not depend on it stay.
+        inputs: A batch for the sample run; made up when left out.
+
+    Returns:
+        The graph, the given one if nothing was to be rewritten, and type and shape of each value.
+
+    Raises:
+        UnsupportedOpError: An operator can be rewritten in some forms, but not in this one.
+        ModelError: The model runs on none of the inputs that were made up.
+    """
+    facts = sample_facts(graph, inputs)
+    wrt = tuple(wrt)
+    for _ in range(_MOST_ROUNDS):
+        rewritten = _rewritten(graph, facts, wrt)
+        if rewritten is graph:
+            break
+        graph, facts = rewritten, sample_facts(rewritten, inputs)
+    return graph, facts
+
+
+def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Graph:
+    table = load_lowerings()
+    dependent = _dependent(graph, wrt)
+    targets = [
+        node
+        for node in graph.nodes
+        if node.qualified_op in table and dependent.intersection((*node.inputs, *node.captures))
+    ]
+    if not targets:
+        return graph
+    taken = set(graph.values()) | {node.name for node in graph.nodes}
+    nodes: dict[str, Sequence[Node]] = {node.name: (node,) for node in graph.nodes}
+    constants = dict(graph.constants)
+    for node in targets:
+        pen = Pen(graph, facts, _free_prefix(node, taken))
+        table[node.qualified_op](pen, node)
+        nodes[node.name] = pen.nodes
+        constants |= pen.constants
+    flat = tuple(new for node in graph.nodes for new in nodes[node.name])
+    return replace(graph, nodes=flat, constants=constants)
+
+
+def _dependent(graph: Graph, wrt: Iterable[str]) -> frozenset[str]:
+    """Values that change with ``wrt``, other than in jumps."""
+    found = set(wrt)
+    for node in graph.nodes:
+        if node.qualified_op not in ZERO_DERIVATIVE and found.intersection(
+            (*node.inputs, *node.captures)
+        ):
+            found.update(node.outputs)
+    return frozenset(found - {""})
+
+
+def _free_prefix(node: Node, taken: Iterable[str]) -> str:
+    prefix = f"{node.name}/"
+    while any(name.startswith(prefix) for name in taken):
+        prefix = f"{prefix}_"
+    return prefix
