@@ -4,22 +4,8 @@ import numpy as np
 import pytest
 
 from kfac_engine.autodiff.rules import load_rules
-from tests.autodiff import (
-    rule_cases_backward,
-    rule_cases_elementwise,
-    rule_cases_layers,
-    rule_cases_linear,
-    rule_cases_structure,
-)
+from tests.autodiff.all_cases import CASES
 from tests.autodiff.harness import DTYPES, bench, draw, finite_differences
-
-CASES = (
-    *rule_cases_elementwise.CASES,
-    *rule_cases_linear.CASES,
-    *rule_cases_structure.CASES,
-    *rule_cases_layers.CASES,
-    *rule_cases_backward.CASES,
-)
 
 # Facts come from a batch of two; a size baked into the graph fails at another. One is an edge.
 SAMPLE_BATCH = 2

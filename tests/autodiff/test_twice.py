@@ -5,13 +5,7 @@ import pytest
 
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.graph.structure import Fact
-from tests.autodiff import (
-    rule_cases_backward,
-    rule_cases_elementwise,
-    rule_cases_layers,
-    rule_cases_linear,
-    rule_cases_structure,
-)
+from tests.autodiff.all_cases import CASES as ALL_CASES
 from tests.autodiff.harness import DTYPES, bench, compiled, draw
 
 # Where differences say nothing about second derivatives:
@@ -21,15 +15,7 @@ _EXCLUDED = {
     "ReduceProd-one_zero",
     "ReduceProd-two_zeros",
 }
-CASES = [
-    case
-    for module in (
-        rule_cases_elementwise, rule_cases_linear, rule_cases_structure, rule_cases_layers,
-        rule_cases_backward,
-    )
-    for case in module.CASES
-    if str(case) not in _EXCLUDED
-]  # fmt: skip
+CASES = [case for case in ALL_CASES if str(case) not in _EXCLUDED]
 BATCH = 3
 
 # Central differences along one direction err by step² times a third derivative, about 1e-9 where

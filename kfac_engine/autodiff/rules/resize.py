@@ -1,10 +1,16 @@
-"""Resizing of images."""
+"""Resizing of images.
 
+Resize works axis by axis, and along each axis it is a matrix. That matrix is what Resize itself
+makes of an identity, whatever the mode, the coordinates and the sizes; the cotangent is multiplied
+by its transpose. Nearest neighbours have shorter forms.
+"""
+
+from dataclasses import replace
 from math import prod
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
-from kfac_engine.autodiff.rules.attributes import text
+from kfac_engine.autodiff.rules.attributes import integers, text
 from kfac_engine.autodiff.rules.indexing import rearranged
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
@@ -15,22 +21,33 @@ _REPEATS = {
     ("half_pixel", "round_prefer_floor"),
     ("half_pixel", "round_prefer_ceil"),
 }
+# Coordinates under which an axis of scale one may change nevertheless.
+_MOVING = {"tf_crop_and_resize", "tf_half_pixel_for_nn"}
 
 
 @vjp_rule("Resize")
 def resize(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Nearest neighbours: what a pixel was copied to is added up."""
-    mode = text(node, "mode", "nearest")
-    if mode != "nearest" or _coordinates(node) == "tf_crop_and_resize":
+    """A product with the transposed matrix of each axis; copies of a pixel are added up."""
+    if wanted != {0}:
         raise UnsupportedOpError(
-            f"no derivative rule for Resize in mode '{mode}' with coordinates "
-            f"'{_coordinates(node)}' at node '{node.name}'; 'nearest' without cropping has one."
+            f"no derivative rule for Resize with respect to its region of interest or its scales "
+            f"at node '{node.name}'; only the image may depend on parameters."
         )
+    cropped = _coordinates(node) == "tf_crop_and_resize"
+    if text(node, "mode", "nearest") != "nearest" or cropped:
+        return {0: _by_matrices(b, node, g[0])}
     scales = _tiling(b, node)
     if not scales:
         return {0: rearranged(b, node, g[0], narrow=True)}
     mean = b.op("AveragePool", g[0], kernel_shape=scales, strides=scales)
     return {0: b.op("Mul", mean, b.scalar(prod(scales), node.inputs[0]))}
+
+
+def _coordinates(node: Node) -> str:
+    return text(node, "coordinate_transformation_mode", "half_pixel")
+
+
+# -- nearest neighbours ----------------------------------------------------------------------------
 
 
 def _tiling(b: Builder, node: Node) -> tuple[int, ...]:
@@ -40,6 +57,7 @@ def _tiling(b: Builder, node: Node) -> tuple[int, ...]:
     rounding = text(node, "nearest_mode", "round_prefer_floor")
     if (
         scales is None
+        or "axes" in node.attributes
         or not 3 <= scales.size <= 5
         or (_coordinates(node), rounding) not in _REPEATS
     ):
@@ -50,5 +68,110 @@ def _tiling(b: Builder, node: Node) -> tuple[int, ...]:
     return tuple(int(scale) for scale in whole[2:])
 
 
-def _coordinates(node: Node) -> str:
-    return text(node, "coordinate_transformation_mode", "half_pixel")
+# -- any mode --------------------------------------------------------------------------------------
+
+
+def _by_matrices(b: Builder, node: Node, g: str) -> str:
+    """Multiply by the transposed matrices, last axis first."""
+    x = node.inputs[0]
+    last = b.rank(x) - 1
+    for axis in sorted(_resized(b, node), reverse=True):
+        matrix = _matrix(b, node, axis)
+        if axis == last:
+            g = b.op("MatMul", g, b.forward("Transpose", matrix, perm=(1, 0))[0])
+        else:
+            # All later axes become one: their sizes do not matter, and products are large.
+            columns = b.op("Reshape", g, b.constant([0] * (axis + 1) + [-1]))
+            g = b.op("MatMul", matrix, columns)
+    return b.reshape_like(g, x)
+
+
+def _named_axes(b: Builder, node: Node) -> tuple[int, ...]:
+    """The axes that scales, sizes and region speak of, in their order."""
+    rank = b.rank(node.inputs[0])
+    return tuple(axis % rank for axis in integers(node, "axes", range(rank)))
+
+
+def _resized(b: Builder, node: Node) -> tuple[int, ...]:
+    """Axes that may change. One too many costs a product with the identity."""
+    x, y = node.inputs[0], node.outputs[0]
+    named = _named_axes(b, node)
+    scales = b.graph.constants.get(node.inputs[2] if len(node.inputs) > 2 else "")
+    if scales is not None and scales.size and _coordinates(node) not in _MOVING:
+        return tuple(axis for axis, scale in zip(named, scales, strict=True) if scale != 1)
+    if "axes" in node.attributes:
+        return named
+    # Batch and channels come first and stay, unless the sample run shows that they do not.
+    first = 2 if b.rank(x) > 2 else 0
+    sides = zip(b.sides(x), b.sides(y), strict=True)
+    return tuple(axis for axis, (old, new) in enumerate(sides) if axis >= first or old != new)
+
+
+def _matrix(b: Builder, node: Node, axis: int) -> str:
+    """The transposed matrix of one axis, ``(old side, new side)``."""
+    x, y = node.inputs[0], node.outputs[0]
+    at = b.constant([axis])
+    old, new = (b.forward("Gather", b.shape(name), at)[0] for name in (x, y))
+    square = b.forward("ConstantOfShape", b.forward("Concat", old, old, axis=0)[0])[0]
+    identity = b.forward("EyeLike", square, dtype=FLOAT_CODES[b.dtype(x).name])[0]
+    if text(node, "keep_aspect_ratio_policy", "stretch") != "stretch":
+        resized = _resized_whole(b, node, identity, axis)
+    else:
+        resized = _resized_alone(b, node, identity, axis)
+    return b.forward("Reshape", resized, b.forward("Concat", old, new, axis=0)[0])[0]
+
+
+def _resized_alone(b: Builder, node: Node, identity: str, axis: int) -> str:
+    """The identity as channels of images that are one pixel wide."""
+    x, roi, scales, _ = (*node.inputs, "", "", "")[:4]
+    place = b.constant([_named_axes(b, node).index(axis)])
+    one, whole = b.constant([1]), b.constant([1], "float32")
+    images = b.forward("Unsqueeze", identity, b.constant([0, 3]))[0]
+    region = target = size = ""
+    if roi and _coordinates(node) == "tf_crop_and_resize":
+        region = _region(b, node, roi, place)
+    if scales and b.sides(scales) != (0,):
+        scale = b.forward("Gather", scales, place)[0]
+        target = b.forward("Concat", whole, whole, scale, whole, axis=0)[0]
+    else:
+        at = b.constant([axis])
+        sides = (b.forward("Gather", b.shape(name), at)[0] for name in (x, node.outputs[0]))
+        size = b.forward("Concat", one, *sides, one, axis=0)[0]
+    return b.repeat(_of_images(node), images, region, target, size)[0]
+
+
+def _region(b: Builder, node: Node, roi: str, place: str) -> str:
+    """The region of interest of one axis among three that stay whole."""
+    ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))[0]
+    begin, end = (b.forward("Gather", roi, at)[0] for at in (place, ends))
+    zeros, ones = (b.constant([n, n], b.dtype(roi).name) for n in (0, 1))
+    zero, one = (b.constant([n], b.dtype(roi).name) for n in (0, 1))
+    return b.forward("Concat", zeros, begin, zero, ones, end, one, axis=0)[0]
+
+
+def _of_images(node: Node) -> Node:
+    """The same interpolation of images whose four axes are all named."""
+    whole = ("axes", "keep_aspect_ratio_policy")
+    kept = {name: value for name, value in node.attributes.items() if name not in whole}
+    # What lies outside gets a constant: its derivative is zero.
+    return replace(node, attributes=kept | {"extrapolation_value": 0.0})
+
+
+def _resized_whole(b: Builder, node: Node, identity: str, axis: int) -> str:
+    """The identity as images of full size: the scale follows from all sides together."""
+    x, rank, named = node.inputs[0], b.rank(node.inputs[0]), _named_axes(b, node)
+    if "axes" not in node.attributes or 0 in named:
+        raise UnsupportedOpError(
+            f"no derivative rule for Resize with keep_aspect_ratio_policy over the first axis at "
+            f"node '{node.name}'; name the spatial axes in its attribute 'axes'."
+        )
+    others = [a for a in range(1, rank) if a != axis]
+    line = b.forward("Unsqueeze", identity, b.constant(others))[0]
+    one = b.constant([1])
+    sides = [b.forward("Gather", b.shape(x), b.constant([axis]))[0]]
+    for a in range(1, rank):
+        sides += [b.forward("Gather", b.shape(x), b.constant([a]))[0] if a in named else one]
+    images = b.forward("Expand", line, b.forward("Concat", *sides, axis=0)[0])[0]
+    resized = b.repeat(node, images, *node.inputs[1:])[0]
+    ends = b.constant([0] * len(others)), b.constant([1] * len(others))
+    return b.forward("Slice", resized, *ends, b.constant(others))[0]
