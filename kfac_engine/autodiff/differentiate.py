@@ -6,9 +6,12 @@ add up the cotangents of each value, hand them to the rule of the node that made
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.lowering import load_lowerings
+from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
@@ -71,7 +74,7 @@ def differentiate(
             raise UnknownNameError(f"'{name}' is not a value of model '{graph.name}'.")
     builder = Builder(graph, facts)
     stops = frozenset(wrt) if independent else frozenset[str]()
-    sweep = _Sweep(graph, builder, _active(graph, facts, wrt), stops)
+    sweep = _Sweep(graph, facts, builder, _active(graph, facts, wrt), stops)
     cotangents = {name: f"cotangent_{index}_of_{name}" for index, name in enumerate(outputs)}
     for name, cotangent in cotangents.items():
         sweep.add(name, cotangent)
@@ -94,9 +97,15 @@ class _Sweep:
     """The cotangents found so far, by value."""
 
     def __init__(
-        self, graph: Graph, builder: Builder, active: frozenset[str], stops: frozenset[str]
+        self,
+        graph: Graph,
+        facts: Mapping[str, Fact],
+        builder: Builder,
+        active: frozenset[str],
+        stops: frozenset[str],
     ) -> None:
-        self._graph, self._builder, self._active, self._stops = graph, builder, active, stops
+        self._graph, self._facts, self._builder = graph, facts, builder
+        self._active, self._stops = active, stops
         self._rules = load_rules()
         self._parts: dict[str, list[str]] = {}
 
@@ -125,12 +134,19 @@ class _Sweep:
         if not g or not (wanted or captured) or node.qualified_op in ZERO_DERIVATIVE:
             return
         if captured or node.qualified_op not in self._rules:
-            raise _unsupported(node, self._graph, wrt)
+            self._refuse(node, wrt)
         for index, cotangent in self._rules[node.qualified_op](
             self._builder, node, g, wanted
         ).items():
             if index in wanted:
                 self.add(node.inputs[index], cotangent)
+
+    def _refuse(self, node: Node, wrt: Sequence[str]) -> NoReturn:
+        """Raise the reason why a node was not rewritten, or say that nobody knows how to."""
+        lowering = load_lowerings().get(node.qualified_op)
+        if lowering is not None:
+            lowering(Pen(self._graph, self._facts, f"{node.name}/"), node)
+        raise _unsupported(node, self._graph, wrt)
 
 
 def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> frozenset[str]:

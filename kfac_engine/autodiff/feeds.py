@@ -66,7 +66,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
             axes that are always one. Inputs are made up from their declared shapes when left out.
 
     Returns:
-        Value name to fact.
+        Value name to fact; sequences and optional values have none.
 
     Raises:
         ModelError: The model runs on none of the inputs that were made up.
@@ -86,6 +86,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
     )
     what = f"a sample run of '{graph.name}'"
     session = Session(serialize(model), threads=1, optimize=False, what=what)
+    computed = tuple(name for name in computed if name in session.output_dtypes)
     failures = []
     for feeds in _sample_feeds(graph, inputs):
         try:

@@ -11,6 +11,7 @@ from kfac_engine.autodiff.feeds import sample_facts
 from kfac_engine.autodiff.lowering import load_lowerings
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
+from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Bodies within bodies: far more rounds than any exporter nests.
@@ -25,13 +26,13 @@ def lowered(
     Args:
         graph: Canonical graph.
         wrt: What it will be differentiated with respect to; nodes that do not depend on it stay.
+            So do those that a lowering refuses: ``differentiate`` says why where it matters.
         inputs: A batch for the sample run; made up when left out.
 
     Returns:
         The graph, the given one if nothing was to be rewritten, and type and shape of each value.
 
     Raises:
-        UnsupportedOpError: An operator can be rewritten in some forms, but not in this one.
         ModelError: The model runs on none of the inputs that were made up.
     """
     facts = sample_facts(graph, inputs)
@@ -59,9 +60,16 @@ def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> G
     constants = dict(graph.constants)
     for node in targets:
         pen = Pen(graph, facts, _free_prefix(node, taken))
-        table[node.qualified_op](pen, node)
+        try:
+            table[node.qualified_op](pen, node)
+        except UnsupportedOpError:
+            # Another round may know more. What stays is refused by `differentiate`, if it is asked
+            # for a derivative there.
+            continue
         nodes[node.name] = pen.nodes
         constants |= pen.constants
+    if all(nodes[node.name] == (node,) for node in targets):
+        return graph
     flat = tuple(new for node in graph.nodes for new in nodes[node.name])
     return replace(graph, nodes=flat, constants=constants)
 
