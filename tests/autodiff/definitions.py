@@ -29,6 +29,8 @@ class ConvTranspose(OpRun):
         output_padding: list[int] | None = None,
         pads: list[int] | None = None,
         strides: list[int] | None = None,
+        auto_pad: str = "NOTSET",
+        output_shape: list[int] | None = None,
         **_: object,
     ) -> tuple[NDArray]:
         kernel, axes = weight.shape[2:], weight.ndim - 2
@@ -49,6 +51,18 @@ class ConvTranspose(OpRun):
             y[(slice(None), to, *pixel)] += (
                 x[(slice(None), from_, *position)] @ weight[(from_, slice(None), *tap)]
             )
+        if auto_pad.startswith("SAME"):
+            # ONNX Runtime returns what there is where less than a stride is reached.
+            whole = (n * s for n, s in zip(x.shape[2:], strides, strict=True))
+            output_shape = output_shape or list(map(min, whole, sides))
+        if output_shape:
+            total = [max(side - out, 0) for side, out in zip(sides, output_shape, strict=True)]
+            half = [n // 2 for n in total]
+            begin = half if auto_pad == "SAME_UPPER" else [n - n // 2 for n in total]
+            pads = [*begin, *(n - before for n, before in zip(total, begin, strict=True))]
+            further = [max(out - side, 0) for side, out in zip(sides, output_shape, strict=True)]
+            y = np.pad(y, [(0, 0), (0, 0), *((0, n) for n in further)])
+            sides = [side + n for side, n in zip(sides, further, strict=True)]
         crop = (slice(pads[i], sides[i] - pads[i + axes]) for i in range(axes))
         shift = 0 if bias is None else bias.reshape(-1, *[1] * axes)
         return (y[(slice(None), slice(None), *crop)] + shift,)

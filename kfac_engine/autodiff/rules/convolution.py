@@ -12,7 +12,6 @@ from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import Sliding, same_padding, sliding, spread
-from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 _LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero
@@ -39,33 +38,44 @@ def conv_transpose(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
     x, weight = node.inputs[:2]
     window = sliding(node, b.sides(weight)[2:])
     group = integer(node, "group", 1)
-    _refuse_open_sizes(node, window)
     gradients = {}
+    if 2 in wanted:
+        gradients[2] = b.op("ReduceSum", g[0], b.constant([0, *window.axes]), keepdims=0)
+    image = g[0]
+    if "output_shape" in node.attributes or _pads_itself(node):
+        none = (0,) * len(window.kernel)
+        window = replace(window, begins=none, ends=none, same="")
+        image = _uncropped(b, node, image, window)
     if 0 in wanted:
         gradients[0] = b.op(
-            "Conv", g[0], weight, group=group, pads=window.begins + window.ends,
+            "Conv", image, weight, group=group, pads=window.begins + window.ends,
             strides=window.strides, dilations=window.dilations,
         )  # fmt: skip
     if 1 in wanted:
-        adjoint = replace(node, inputs=(g[0], weight), outputs=(x,))
+        adjoint = replace(node, inputs=(image, weight), outputs=(x,))
         gradients[1] = _weight(b, adjoint, x, window, group)
-    if 2 in wanted:
-        gradients[2] = b.op("ReduceSum", g[0], b.constant([0, *window.axes]), keepdims=0)
     return gradients
 
 
-def _refuse_open_sizes(node: Node, window: Sliding) -> None:
-    """Raise where the padding follows from the size of the result, or leaves pixels unseen."""
+def _pads_itself(node: Node) -> bool:
+    return text(node, "auto_pad", "NOTSET").startswith("SAME")
+
+
+def _uncropped(b: Builder, node: Node, g: str, window: Sliding) -> str:
+    """The cotangent of all that the taps reach, where cropping follows from the result's size."""
+    x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
-    automatic = (
-        text(node, "auto_pad", "NOTSET").startswith("SAME") or "output_shape" in node.attributes
-    )
-    if automatic or any(a >= s for a, s in zip(added, window.strides, strict=True)):
-        raise UnsupportedOpError(
-            f"ConvTranspose at node '{node.name}' has output_shape, auto_pad SAME or an "
-            f"output_padding of a whole stride; export it with explicit pads and a smaller "
-            f"output_padding."
-        )
+    size = b.forward("Shape", y, start=2)[0]
+    steps = b.forward("Sub", b.forward("Shape", x, start=2)[0], b.constant([1]))[0]
+    reached = b.forward("Mul", steps, b.constant(window.strides))[0]
+    reached = b.forward("Add", reached, b.constant([reach + 1 for reach in window.reaches]))[0]
+    missing = b.forward("Sub", reached, size)[0]
+    total = b.forward("Max", b.forward("Add", missing, b.constant(added))[0], b.constant([0]))[0]
+    begin = b.forward("Div", total, b.constant([2]))[0]
+    if text(node, "auto_pad", "NOTSET") != "SAME_UPPER":
+        begin = b.forward("Sub", total, begin)[0]
+    pads = b.forward("Concat", begin, b.forward("Sub", missing, begin)[0], axis=0)[0]
+    return b.pad(g, pads, b.constant(window.axes), 2 + len(window.kernel))
 
 
 def _image(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
