@@ -150,6 +150,29 @@ class AveragePool(_Pool):
         return (np.reshape(list(found.values()), np.add(max(found), 1)),)
 
 
+class LpPool(_Pool):
+    """The reference goes through averages, with the padding among what it averages."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, **attributes: Any) -> tuple[NDArray]:
+        p = attributes["p"]
+        found = {}
+        for index, pixels, _ in self._windows(x, attributes):
+            found[index] = (np.abs(x[index[:2]][pixels]) ** p).sum() ** (1 / p)
+        return (np.reshape(list(found.values()), np.add(max(found), 1)),)
+
+
+class GlobalLpPool(OpRun):
+    """The reference has none."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, p: int) -> tuple[NDArray]:
+        sums = (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True)
+        return (sums ** (1 / p),)
+
+
 class GlobalMaxPool(OpRun):
     """The reference takes any image for two-dimensional."""
 
@@ -239,6 +262,6 @@ class Pad(OpRun):
 
 
 DEFINITIONS = (
-    AveragePool, ConvTranspose, MaxPool, GlobalMaxPool, GroupNormalization, LRN, GatherElements,
-    Pad,
+    AveragePool, ConvTranspose, MaxPool, GlobalLpPool, GlobalMaxPool, GroupNormalization, LRN,
+    LpPool, GatherElements, Pad,
 )  # fmt: skip

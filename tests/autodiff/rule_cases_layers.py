@@ -47,6 +47,23 @@ _POOLS = [
     case("AveragePool", "dilated", x(N, 2, 5, 6), kernel_shape=(2, 2), dilations=(2, 3),
          pads=(1, 0, 1, 1), opset=19),
     case("AveragePool", "exact_tiles", x(N, 2, 4, 3), kernel_shape=(2, 3), strides=(2, 3)),
+    case("MaxPool", "with_indices", x(N, 2, 4, 3, draw=distinct), kernel_shape=(2, 2),
+         strides=(2, 1), outputs=2),
+    case("MaxPool", "tiles_with_indices", x(N, 2, 4, 3, draw=distinct), kernel_shape=(2, 3),
+         strides=(2, 3), outputs=2),
+    *_pools("LpPool"),
+    *(
+        case("LpPool", f"power_{p}", x(N, 2, 4, 3, draw=distinct), kernel_shape=(2, 2), p=p)
+        for p in (1, 3)
+    ),
+    case("LpPool", "dilated", x(N, 2, 5, 6), kernel_shape=(2, 2), dilations=(2, 3),
+         pads=(1, 0, 1, 1)),
+    *(
+        # ONNX Runtime 1.31 has no kernel of the newer operator set.
+        case("GlobalLpPool", f"power_{p}_{len(sides)}d", x(N, 2, *sides, draw=distinct), p=p,
+             newest=21)
+        for p, sides in ((1, (2, 3)), (2, (2, 3)), (3, (2, 3)), (2, (4,)), (2, (2, 1, 2)))
+    ),
     *(
         case(op, f"{len(sides)}d", x(N, 2, *sides, draw=distinct))
         for op in ("GlobalAveragePool", "GlobalMaxPool")

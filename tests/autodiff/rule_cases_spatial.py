@@ -1,8 +1,10 @@
-"""Cases for resizing."""
+"""Cases for what puts pixels elsewhere: resizing, unpooling, patches."""
 
 from itertools import product
 
-from tests.autodiff.harness import N, case, k, x
+import numpy as np
+
+from tests.autodiff.harness import N, Operand, case, k, x
 
 
 def _scales(*scales: float) -> tuple:
@@ -60,4 +62,36 @@ _MATRICES = [
          mode="linear"),
 ]  # fmt: skip
 
-CASES = (*_MODES, *_FORMS, *_MATRICES)
+
+def _apart(rng: np.random.Generator, sides: tuple[int, ...]) -> np.ndarray:
+    """Places in an image of four times the size, each once."""
+    count = int(np.prod(sides))
+    return rng.permutation(4 * count)[:count].reshape(sides)
+
+
+def _crowded(rng: np.random.Generator, sides: tuple[int, ...]) -> np.ndarray:
+    """Places among the first few, some of them twice."""
+    return rng.integers(0, int(np.prod(sides)), sides)
+
+
+_UNPOOLED = [
+    case("MaxUnpool", label, x(N, 2, 2, 3), Operand((N, 2, 2, 3), draw, active=False),
+         kernel_shape=(2, 2), strides=(2, 2))
+    for label, draw in (("apart", _apart), ("crowded", _crowded))
+] + [
+    case("MaxUnpool", "padded", x(N, 1, 3), Operand((N, 1, 3), _crowded, active=False),
+         kernel_shape=(3,), strides=(2,), pads=(1, 0)),
+]  # fmt: skip
+
+_PATCHES = [
+    case("Col2Im", label, x(N, channels, positions), k(image), k(block), **geometry)
+    for label, channels, positions, image, block, geometry in (
+        ("plain", 8, 6, (3, 4), (2, 2), {}),
+        ("strided", 6, 4, (4, 5), (2, 3), {"strides": (2, 2)}),
+        ("padded", 4, 9, (3, 4), (2, 2), {"pads": (1, 0, 0, 0)}),
+        ("dilated", 4, 4, (4, 4), (2, 2), {"dilations": (2, 3), "pads": (0, 0, 0, 1)}),
+        ("line", 6, 3, (5,), (3,), {}),
+    )
+]
+
+CASES = (*_MODES, *_FORMS, *_MATRICES, *_UNPOOLED, *_PATCHES)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
-from kfac_engine.autodiff.rules.attributes import integers, text
+from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import Sliding, sliding, spread
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
@@ -59,12 +59,49 @@ def average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
     _refuse_misplaced(node, window)
-    share = b.op("Mul", g[0], _weight_of_pixels(b, node, window))
+    return {0: _shared(b, b.op("Mul", g[0], _weight_of_pixels(b, node, window)), x, y, window)}
+
+
+@vjp_rule("LpPool")
+def lp_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Each pixel's share of the norm of its windows."""
+    x, y = node.inputs[0], node.outputs[0]
+    window = sliding(node, integers(node, "kernel_shape", ()))
+    _refuse_misplaced(node, window)
+    if not window.padded:
+        _refuse_larger(b, node, window)
+    share = _shared(b, _over_norm(b, node, g[0]), x, y, window)
+    return {0: b.op("Mul", share, _signed_power(b, node))}
+
+
+@vjp_rule("GlobalLpPool")
+def global_lp_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Each pixel's share of the norm."""
+    return {0: b.op("Mul", _over_norm(b, node, g[0]), _signed_power(b, node))}
+
+
+def _over_norm(b: Builder, node: Node, g: str) -> str:
+    """``g · y^(1−p)``; zero where all pixels are zero, the kink of a norm."""
+    y = node.outputs[0]
+    some = b.op("Greater", y, b.scalar(0, y))
+    norm = b.op("Where", some, y, b.scalar(1, y))
+    share = b.op("Mul", g, b.op("Pow", norm, b.scalar(1 - integer(node, "p", 2), y)))
+    return b.op("Where", some, share, b.scalar(0, y))
+
+
+def _signed_power(b: Builder, node: Node) -> str:
+    """``sign(x) · |x|^(p−1)``."""
+    x = node.inputs[0]
+    power = b.op("Pow", b.op("Abs", x), b.scalar(integer(node, "p", 2) - 1, x))
+    return b.op("Mul", b.op("Sign", x), power)
+
+
+def _shared(b: Builder, g: str, x: str, y: str, window: Sliding) -> str:
+    """Each window of ``y`` gives its cotangent to all pixels of ``x`` that it saw."""
     # Channels become examples: one kernel of ones serves any number of them.
     positions = b.forward("Concat", b.constant([-1, 1]), b.forward("Shape", y, start=2)[0], axis=0)
-    images = b.op("Reshape", share, positions[0])
-    spread_out = spread(b, window, images, _kernel_of_ones(b, x, window), x, y)
-    return {0: b.reshape_like(spread_out, x)}
+    images = b.op("Reshape", g, positions[0])
+    return b.reshape_like(spread(b, window, images, _kernel_of_ones(b, x, window), x, y), x)
 
 
 def _refuse_misplaced(node: Node, window: Sliding) -> None:
@@ -146,3 +183,43 @@ def global_max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
     spatial = b.constant(range(2, b.rank(x)))
     share = b.op("Div", g[0], b.op("ReduceSum", winners, spatial, keepdims=1))
     return {0: b.op("Mul", winners, share)}
+
+
+# -- back to images --------------------------------------------------------------------------------
+
+
+@vjp_rule("MaxUnpool")
+def max_unpool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Each value gets the cotangent of its pixel, unless a later one was put there."""
+    x, indices, y = *node.inputs[:2], node.outputs[0]
+    everything = b.constant([-1])
+    places = b.forward("Reshape", indices, everything)[0]
+    count = b.forward("ReduceProd", b.shape(indices), keepdims=0)[0]
+    numbers = b.forward("Range", b.constant(0), count, b.constant(1))[0]
+    pixels = b.forward("ReduceProd", b.shape(y), keepdims=1)[0]
+    nobody = b.forward("Expand", b.constant([-1]), pixels)[0]
+    owners = b.forward("ScatterElements", nobody, places, numbers, axis=0)[0]
+    owns = b.forward("Equal", b.forward("GatherElements", owners, places, axis=0)[0], numbers)[0]
+    picked = b.op("GatherElements", b.op("Reshape", g[0], everything), places, axis=0)
+    return {0: b.reshape_like(b.op("Mul", picked, b.cast_like(owns, x)), x)}
+
+
+@vjp_rule("Col2Im")
+def col2im(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The patches of the cotangent: a convolution with one channel for each tap."""
+    x, _, block = node.inputs
+    if block not in b.graph.constants:
+        raise UnsupportedOpError(
+            f"no derivative rule for Col2Im with blocks of a computed shape at node "
+            f"'{node.name}'; make '{block}' a constant."
+        )
+    kernel = tuple(int(side) for side in b.graph.constants[block])
+    window = sliding(node, kernel)
+    taps = np.eye(window.taps, dtype=b.dtype(x)).reshape(window.taps, 1, *kernel)
+    pixels = b.forward("Shape", node.outputs[0], start=2)[0]
+    sides = b.forward("Concat", b.constant([-1, 1]), pixels, axis=0)[0]
+    patches = b.op(
+        "Conv", b.op("Reshape", g[0], sides), b.constant(taps),
+        pads=window.begins + window.ends, strides=window.strides, dilations=window.dilations,
+    )  # fmt: skip
+    return {0: b.reshape_like(patches, x)}

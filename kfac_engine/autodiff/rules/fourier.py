@@ -1,0 +1,98 @@
+"""The discrete Fourier transform.
+
+With a complex number as the pair of its parts, the adjoint of a complex matrix is its conjugate
+transpose: the transform goes back as the inverse one, times the number of points. One-sided
+transforms leave out the half of a spectrum that follows from the other half.
+"""
+
+import numpy as np
+
+from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.structure import Node
+
+
+@vjp_rule("DFT")
+def dft(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The transform in the other direction, cut or filled up to the length of the signal."""
+    axis = _axis(b, node)
+    onesided, inverse = (integer(node, name, 0) for name in ("onesided", "inverse"))
+    if onesided and inverse:
+        return {0: _real_result(b, node, g[0], axis)}
+    x, length = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else ""
+    spectrum, points = g[0], _side(b, x, axis)
+    if length:
+        points = b.forward("Reshape", length, b.constant([1]))[0]
+    if onesided:
+        spectrum = _fitted(b, spectrum, _side(b, node.outputs[0], axis), points, (axis, b.rank(x)))
+    back = _transformed(b, node, spectrum, axis, 1 - inverse)
+    signal = b.op("Div" if inverse else "Mul", back, _float(b, points, x))
+    if b.sides(x)[-1] == 1:
+        signal = b.op("Slice", signal, b.constant([0]), b.constant([1]), b.constant([-1]))
+    if length:
+        signal = _fitted(b, signal, points, _side(b, x, axis), (axis, b.rank(x)))
+    return {0: signal}
+
+
+def _real_result(b: Builder, node: Node, g: str, axis: int) -> str:
+    """Adjoint of half a spectrum to a real signal: all but its ends stand for two numbers."""
+    x, y = node.inputs[0], node.outputs[0]
+    if b.sides(x)[axis] > b.sides(y)[axis] // 2 + 1:
+        raise UnsupportedOpError(
+            f"DFT at node '{node.name}' makes {b.sides(y)[axis]} points of {b.sides(x)[axis]} "
+            f"frequencies, of which ONNX Runtime does not leave out the last; cut the spectrum "
+            f"with Slice."
+        )
+    one, two, points = b.constant([1]), b.constant([2]), _side(b, y, axis)
+    half = b.forward("Add", b.forward("Div", points, two)[0], one)[0]
+    last = b.forward("Reshape", half, b.constant([], "int64"))[0]
+    numbers = b.forward("Range", b.constant(0), last, b.constant(1))[0]
+    opposite = b.forward("Mod", b.forward("Sub", points, numbers)[0], points)[0]
+    alone = b.forward("Equal", numbers, opposite)[0]
+    counts = b.forward("Where", alone, one, two)[0]
+    weights = b.forward("Div", _float(b, counts, x), _float(b, points, x))[0]
+    sides = b.constant([-1] + [1] * (b.rank(x) - 1 - axis))
+    spectrum = _transformed(b, node, g, axis, 0)
+    weighted = b.op("Mul", spectrum, b.forward("Reshape", weights, sides)[0])
+    return _fitted(b, weighted, half, _side(b, x, axis), (axis, b.rank(x)))
+
+
+def _axis(b: Builder, node: Node) -> int:
+    """The axis of the signal, which became an operand with operator set 20."""
+    rank = b.rank(node.inputs[0])
+    if b.graph.opset < 20:
+        return integer(node, "axis", 1) % rank
+    name = node.inputs[2] if len(node.inputs) > 2 else ""
+    if name and name not in b.graph.constants:
+        raise UnsupportedOpError(
+            f"no derivative rule for DFT over an axis that is computed at node '{node.name}'; "
+            f"make '{name}' a constant."
+        )
+    return int(b.graph.constants[name]) % rank if name else rank - 2
+
+
+def _transformed(b: Builder, node: Node, signal: str, axis: int, inverse: int) -> str:
+    """The transform of all of ``signal``, one-sided where ``node`` makes reals of a spectrum."""
+    half = integer(node, "onesided", 0) * integer(node, "inverse", 0)
+    if b.graph.opset < 20:
+        return b.op("DFT", signal, axis=axis, inverse=inverse, onesided=half)
+    at = b.constant(np.array(axis))
+    return b.op("DFT", signal, "", at, inverse=inverse, onesided=half)
+
+
+def _side(b: Builder, name: str, axis: int) -> str:
+    return b.forward("Gather", b.shape(name), b.constant([axis]))[0]
+
+
+def _float(b: Builder, value: str, like: str) -> str:
+    return b.forward("Cast", value, to=FLOAT_CODES[b.dtype(like).name])[0]
+
+
+def _fitted(b: Builder, value: str, old: str, new: str, place: tuple[int, int]) -> str:
+    """``value`` with ``new`` instead of ``old`` entries along one axis of so many."""
+    axis, rank = place
+    more = b.forward("Sub", new, old)[0]
+    pads = b.forward("Concat", b.constant([0]), more, axis=0)[0]
+    return b.pad(value, pads, b.constant([axis]), rank)
