@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_info
 
-from kfac_engine.bench.timing import Spread  # type: ignore[import-not-found] # bench/, in the wheel
+from kfac_engine.bench.timing import Spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from kfac_engine.bench.cases import SUITES, Case  # type: ignore[import-not-found] # bench/
-from kfac_engine.bench.report import (  # type: ignore[import-not-found] # bench/
+from kfac_engine.bench.cases import SUITES, Case
+from kfac_engine.bench.report import (
     Row,
     machine,
     print_machine,
     print_suite,
     write_json,
 )
-from kfac_engine.bench.timing import time_in_turn  # type: ignore[import-not-found] # bench/
+from kfac_engine.bench.timing import time_in_turn
 from kfac_engine.errors import BackendError
 
 _ROUNDS = 9

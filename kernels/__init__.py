@@ -1,1 +1,1 @@
-"""The home of the CUDA sources of the CuPy backend: none yet, the NumPy backend needs none."""
+"""CUDA sources of the CuPy backend and what launches them; importing it needs no GPU."""

@@ -94,7 +94,7 @@ def test_imports_go_up_the_rank_table(path):
             continue
         target = unit(name)
         if target == "kernels":
-            assert identify(path) == "kfac_engine/backend/cupy_backend.py"
+            assert identify(path).startswith("kfac_engine/backend/cupy_")
             continue
         assert places()[target] < places()[own], f"{own} must not import {name}"
 
@@ -131,7 +131,8 @@ def top_level_imports(path: Path) -> Iterator[str]:
 def test_kernels_know_only_our_errors():
     for path in (ROOT / "kernels").rglob("*.py"):
         for name in imported_modules(executed(parse(path))):
-            assert not name.startswith("kfac_engine") or name.startswith("kfac_engine.errors")
+            known = "kfac_engine.errors", "kfac_engine.kernels"
+            assert not name.startswith("kfac_engine") or name.startswith(known)
 
 
 def test_the_oracle_imports_nothing_of_ours():

@@ -13,6 +13,6 @@ from kfac_engine.cli.options import debug_option, file_path
 @debug_option
 def bench(suite: tuple[str, ...], json_path: Path | None) -> None:
     """Time covariances and inverses beside their definition in plain NumPy."""
-    from kfac_engine.bench.run import run_suites  # type: ignore[import-not-found]  # bench/
+    from kfac_engine.bench.run import run_suites
 
     run_suites(suite, json_path)

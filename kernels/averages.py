@@ -1,0 +1,30 @@
+"""Moving averages of plain arrays, and counts of ids; see ``averages.cu``."""
+
+import numpy as np
+
+from kfac_engine.kernels.launch import (
+    BLOCK,
+    Array,
+    Device,
+    blocks_for,
+    float32,
+    int32,
+    source,
+)
+
+
+def update_average(
+    device: Device, average: Array, measured: Array, alpha: float, beta: float
+) -> None:
+    """``average ← beta·average + alpha·measured``, both contiguous float32 of one size."""
+    kernel = device.function(source("averages"), "update_average", ())
+    numbers = average.size
+    arguments = (average, measured, np.int64(numbers), float32(alpha), float32(beta))
+    kernel((blocks_for(numbers, device),), (BLOCK,), arguments)
+
+
+def count_ids(device: Device, ids: Array, counts: Array) -> None:
+    """Add to ``counts`` (int32) how often each row occurs in ``ids`` (int64, contiguous)."""
+    kernel = device.function(source("averages"), "count_ids", ())
+    arguments = (ids, counts, np.int64(ids.size), int32(counts.size))
+    kernel((blocks_for(ids.size, device),), (BLOCK,), arguments)

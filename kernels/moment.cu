@@ -1,0 +1,71 @@
+// From parts of a product to a symmetric matrix: sums in a fixed order, decay, both triangles.
+//
+//   out     (side, side), row-major; its first `features` rows and columns are written here, the
+//           homogeneous coordinate by border_moment
+//
+// Every number of `out` is written by one thread; beta = 0 overwrites, whatever was there.
+#ifndef TILE
+#define TILE 64
+#endif
+
+struct Sum {
+  int row, column;  // a tile of the lower triangle, in units of TILE
+  int begin, end;   // its entries in `sources`
+};
+
+__device__ __forceinline__ void blend(float* place, float value, float alpha, float beta) {
+  *place = alpha * value + (beta == 0.0f ? 0.0f : beta * *place);
+}
+
+// out <- beta out + alpha (sum of parts), and its mirror image. Block (32, 8); grid (sums,
+// (TILE/32)^2): a block does 32 x 32 numbers, so that both writes run along rows. A source is the
+// index of a part; ~index means that the part is taken off.
+extern "C" __global__ void __launch_bounds__(256)
+assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
+                const Sum* __restrict__ sums, const int* __restrict__ sources, int side,
+                int features, float alpha, float beta) {
+  __shared__ float turned[32][33];
+  const Sum sum = sums[blockIdx.x];
+  const int r0 = blockIdx.y / (TILE / 32) * 32, c0 = blockIdx.y % (TILE / 32) * 32;
+  const int row0 = sum.row * TILE + r0, column0 = sum.column * TILE + c0, x = threadIdx.x;
+  if (row0 + 31 < column0) return;  // of a tile on the diagonal: wholly above it
+  for (int y = threadIdx.y; y < 32; y += 8) {
+    const int row = row0 + y, column = column0 + x;
+    float total = 0.0f;
+    for (int s = sum.begin; s < sum.end; ++s) {
+      const int source = sources[s], part = source < 0 ? ~source : source;
+      const float found = parts[((long long)part * TILE + r0 + y) * TILE + c0 + x];
+      total += source < 0 ? -found : found;
+    }
+    float* place = out + (long long)row * side + column;
+    if (row < features && column <= row) {
+      blend(place, total, alpha, beta);
+      total = *place;
+    }
+    turned[x][y] = total;
+  }
+  __syncthreads();
+  for (int y = threadIdx.y; y < 32; y += 8) {
+    const int row = column0 + y, column = row0 + x;
+    if (column < features && row < column) out[(long long)row * side + column] = turned[y][x];
+  }
+}
+
+// The upper triangle <- the lower. Block (32, 8), one for each 32 x 32 tile of the lower triangle:
+// grid (tiles), counted row by row.
+extern "C" __global__ void __launch_bounds__(256) mirror(float* __restrict__ out, int side) {
+  __shared__ float turned[32][33];
+  int ti = (int)((sqrtf(8.0f * blockIdx.x + 1.0f) - 1.0f) * 0.5f);
+  while ((long long)(ti + 1) * (ti + 2) / 2 <= blockIdx.x) ++ti;  // the root is rounded
+  while ((long long)ti * (ti + 1) / 2 > blockIdx.x) --ti;
+  const int tj = blockIdx.x - (int)((long long)ti * (ti + 1) / 2), x = threadIdx.x;
+  for (int y = threadIdx.y; y < 32; y += 8) {
+    const int row = ti * 32 + y, column = tj * 32 + x;
+    if (row < side && column < side) turned[x][y] = out[(long long)row * side + column];
+  }
+  __syncthreads();
+  for (int y = threadIdx.y; y < 32; y += 8) {
+    const int row = tj * 32 + y, column = ti * 32 + x;
+    if (row < column && column < side) out[(long long)row * side + column] = turned[y][x];
+  }
+}

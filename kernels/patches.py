@@ -1,0 +1,17 @@
+"""Patches written out; see ``patches.cu``."""
+
+from math import prod
+
+from kfac_engine.kernels.geometry import Struct
+from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, blocks_for, source
+from kfac_engine.kernels.variants import options
+
+
+def write_patches(
+    device: Device, x: Array, found: Array, images: Struct, taps: Struct, grid: Struct
+) -> None:
+    """Fill ``found``, ``(n, positions, taps·channels)``, contiguous, in the type of ``x``."""
+    macros = options(INPUT=INPUTS[x.dtype.name])
+    kernel = device.function(source("patches"), "patches", macros)
+    blocks = blocks_for(prod(found.shape), device)
+    kernel((blocks,), (BLOCK,), (x, found, images, taps, grid))

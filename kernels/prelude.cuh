@@ -1,0 +1,73 @@
+// Comes first in every kernel source. No #include anywhere: the compiler at run time has no headers.
+//
+// INPUT says what `scalar` is: 0 float, 1 half, 2 bfloat16.
+#ifndef INPUT
+#define INPUT 0
+#endif
+
+#ifndef CUDA_ON_CPU
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+#endif
+
+__device__ __forceinline__ float bfloat_to_float(unsigned short bits) {
+  return __uint_as_float((unsigned)bits << 16);
+}
+
+#if INPUT == 0
+typedef float scalar;
+__device__ __forceinline__ float read(const scalar* x) { return *x; }
+#elif INPUT == 1
+typedef unsigned short scalar;
+__device__ __forceinline__ float read(const scalar* x) { return half_to_float(*x); }
+#elif INPUT == 2
+typedef unsigned short scalar;
+__device__ __forceinline__ float read(const scalar* x) { return bfloat_to_float(*x); }
+#endif
+
+// Sum over the threads of a warp, in the first of them; the order is fixed.
+__device__ __forceinline__ float warp_sum(float value) {
+  for (int distance = 16; distance; distance /= 2)
+    value += __shfl_down_sync(0xffffffffu, value, distance);
+  return value;
+}
+
+// Sum over a block of 256 threads, in the first of them; the order is fixed.
+__device__ __forceinline__ float block_sum(float value, float* warps) {
+  value = warp_sum(value);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0.0f;
+  if (threadIdx.x == 0)
+    for (int warp = 0; warp < (int)blockDim.x / 32; ++warp) total += warps[warp];
+  __syncthreads();
+  return total;
+}
+
+// -- geometry: three spatial axes; missing ones come first and have one pixel, one tap, one output --
+
+// Images of any strides, in elements.
+struct Images {
+  long long image_stride, channel_stride, pixel_strides[3];
+  int images, channels, sides[3];
+};
+struct Taps {
+  int kernel[3], strides[3], dilations[3];
+};
+// A box of output positions, counted image by image in row-major order. The first tap of output zero
+// sees pixel -begin.
+struct Grid {
+  int begins[3], outputs[3];
+};
+
+// The pixel that a tap sees from output zero, an axis.
+__device__ __forceinline__ void first_pixels(int tap, const Taps& t, const Grid& grid, int* pixels) {
+  #pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    pixels[axis] = tap % t.kernel[axis] * t.dilations[axis] - grid.begins[axis];
+    tap /= t.kernel[axis];
+  }
+}

@@ -1,0 +1,102 @@
+"""Second moments of patches by our own kernels, on any ``Device``: a CPU can check it."""
+
+from math import prod
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cupy_plan import HostPass, plan
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import ShapeError
+from kfac_engine.kernels.geometry import grid_struct, images_struct, taps_struct
+from kfac_engine.kernels.launch import Device
+from kfac_engine.kernels.moments import Pass, add_border, add_products
+
+# Positions are counted in 32 bits.
+_MOST_POSITIONS = 2**31 - 2**16
+
+
+class PatchMoments:
+    """Moments of patches on one device; plans are made and uploaded once for each geometry.
+
+    Args:
+        device: Where kernels run.
+        scratch_bytes: Bound for what the blocks of one pass find.
+        split: TF32 numbers a factor is split into on tensor cores: 3 keeps float32 accuracy, 1 does
+            not; 0 takes FP32 units.
+    """
+
+    def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:
+        self._device = device
+        self._scratch_bytes = scratch_bytes
+        self._split = split
+        self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
+
+    def add(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            window: Geometry.
+            out: ``(taps·channels (+ 1), same)``, C-contiguous float32; features tap-major.
+            homogeneous: Whether each patch ends with an implicit one.
+            alpha: Scale of the new moment.
+            beta: Scale of the old one; zero overwrites.
+
+        Raises:
+            ShapeError: The image does not fit the window, or ``out`` is not of this shape.
+        """
+        features = window.taps * x.shape[1]
+        if out.shape != (features + homogeneous,) * 2:
+            raise ShapeError(
+                f"a moment of {features} features{' and a one' if homogeneous else ''} does not "
+                f"fit a matrix of shape {out.shape}."
+            )
+        outputs = window.output_sides(x.shape[2:])
+        most = max(1, _MOST_POSITIONS // prod(outputs))
+        for start in range(0, len(x), most):
+            self._add(x[start : start + most], window, out, homogeneous, alpha, beta)
+            beta = 1.0
+
+    def _add(
+        self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
+    ) -> None:
+        device, sides = self._device, x.shape[2:]
+        images = images_struct(x.shape, x.strides, x.dtype.itemsize)
+        taps = taps_struct(window.kernel, window.strides, window.dilations)
+        add_products(
+            device,
+            x,
+            out,
+            self._passes(window, len(x), x.shape[1], sides),
+            images,
+            taps,
+            features=window.taps * x.shape[1],
+            split=self._split,
+            alpha=alpha,
+            beta=beta,
+        )
+        if homogeneous:
+            grid = grid_struct(window.begins, window.output_sides(sides))
+            add_border(device, x, out, images, taps, grid, alpha=alpha, beta=beta)
+
+    def _passes(
+        self, window: Window, images: int, channels: int, sides: tuple[int, ...]
+    ) -> tuple[Pass, ...]:
+        key = window, images, channels, sides
+        if key not in self._plans:
+            host = plan(*key, self._device.processors, self._scratch_bytes)
+            self._plans[key] = tuple(self._uploaded(found) for found in host)
+        return self._plans[key]
+
+    def _uploaded(self, found: HostPass) -> Pass:
+        upload = self._device.upload
+        arrays = (upload(a) for a in (found.grids, found.jobs, found.sums, found.sources))
+        return Pass(found.tile, found.aligned, *arrays)

@@ -1,0 +1,131 @@
+"""The shim that runs kernels on the CPU finds the mistakes that kernels tend to have."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.kernels.launch import Launch, source
+from tests.cuda_on_cpu.device import ShimDevice
+from tests.cuda_on_cpu.module import ORDERS, Module, compiler
+from tests.kernels.test_patch_moments import ALPHA, SCRATCH, UNTILED, truth
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+BARRIER = "__syncthreads();"
+
+
+class Broken(ShimDevice):
+    """A device whose compiler makes a mistake in one kernel.
+
+    Args:
+        name: The kernel's source.
+        mistake: Changes its text.
+        order: Of threads.
+    """
+
+    def __init__(self, name: str, mistake: object, order: str) -> None:
+        super().__init__(order)
+        self._wanted, self._mistake = source(name), mistake
+
+    def function(self, code: str, name: str, options: tuple[str, ...]) -> Launch:
+        return super().function(
+            self._mistake(code) if code == self._wanted else code, name, options
+        )
+
+
+def without(pattern: str, occurrence: int):
+    """Text without the n-th match of a pattern inside the kernel itself."""
+
+    def change(code: str) -> str:
+        found = list(re.finditer(pattern, code))[occurrence]
+        return code[: found.start()] + code[found.end() :]
+
+    return change
+
+
+# Occurrences are counted in the whole source: block_sum of the prelude has two barriers, then come
+# the two of the FP32 kernel, then those for tensor cores.
+MISTAKES = {
+    "no barrier before the product": (0, "patch_products", without(re.escape(BARRIER), 2)),
+    "no barrier after the product": (0, "patch_products", without(re.escape(BARRIER), 3)),
+    "no barrier before the product on tensor cores": (
+        3,
+        "patch_products",
+        without(re.escape(BARRIER), 4),
+    ),
+    "no barrier after the product on tensor cores": (
+        3,
+        "patch_products",
+        without(re.escape(BARRIER), 5),
+    ),
+    "no wait for the last copies": (3, "patch_products", without(r"wait_for_copies<0>\(\);", 0)),
+    "no wait for other copies": (3, "patch_products", without(r"wait_for_copies<1>\(\);", 0)),
+    "no barrier before the mirror image": (0, "moment", without(re.escape(BARRIER), 2)),
+    "a position too many": (
+        0,
+        "patch_products",
+        lambda code: code.replace("found.counts = p < end", "found.counts = p <= end"),
+    ),
+    "a pixel outside the image": (
+        0,
+        "patch_products",
+        lambda code: code.replace("(unsigned)pixel < (unsigned)g.sides", "pixel < g.sides"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_kernel_changes_its_result(mistake: str) -> None:
+    split, name, change = MISTAKES[mistake]
+    case = UNTILED[0]
+    x = case.images(seed=1).astype(np.float32)
+    wanted = ALPHA * truth(case, x, False)
+    errors = []
+    for order in ORDERS:
+        out = np.zeros(wanted.shape, np.float32)
+        moments = PatchMoments(Broken(name, change, order), SCRATCH, split)
+        moments.add(x, case.window, out, homogeneous=False, alpha=ALPHA, beta=0)
+        worst = np.abs(out - wanted).max() / np.abs(wanted).max()
+        errors.append(np.inf if np.isnan(worst) else worst)
+    assert max(errors) > 1e-3
+
+
+FATAL = {
+    "a barrier that some threads skip": "if (threadIdx.x < 8) { __syncthreads(); }",
+    "two barriers that meet": "if (threadIdx.x < 8) { __syncthreads(); }\n"
+    "else { __syncthreads(); }",
+}
+
+
+@pytest.mark.parametrize("body", FATAL.values(), ids=FATAL)
+def test_barriers_that_not_all_threads_reach_end_the_program(body: str) -> None:
+    code = f'extern "C" __global__ void kernel(float* x) {{ {body}\n x[threadIdx.x] = 1; }}'
+    program = (
+        "import numpy as np\nfrom tests.cuda_on_cpu.module import Module\n"
+        f"Module({code!r}).get_function('kernel')((1,), (16,), (np.zeros(16, np.float32),))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "cuda_on_cpu:" in done.stderr
+
+
+def test_shared_memory_holds_nothing_at_first() -> None:
+    code = """
+    extern "C" __global__ void kernel(float* x) {
+      __shared__ float fixed[4];
+      extern __shared__ float given[];
+      x[threadIdx.x] = fixed[threadIdx.x] + given[threadIdx.x];
+    }"""
+    x = np.zeros(4, np.float32)
+    Module(code).get_function("kernel")((1,), (4,), (x,), shared_mem=16)
+    assert np.isnan(x).all()
+
+
+def test_sums_of_floats_by_atomics_do_not_compile() -> None:
+    code = 'extern "C" __global__ void kernel(float* x) { atomicAdd(x, 1.0f); }'
+    with pytest.raises(AssertionError, match="not deterministic"):
+        Module(code)

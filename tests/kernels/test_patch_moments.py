@@ -1,0 +1,167 @@
+"""Patch moments by our kernels, thread by thread on the CPU, against the definition in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.cupy_plan import plan
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import ShapeError
+from tests.backend.geometries import CORNERS, STRIDE_ONE, STRIDED, Case
+from tests.backend.truths import moment, patches
+from tests.cuda_on_cpu.device import ShimDevice
+from tests.cuda_on_cpu.module import ORDERS, compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+SCRATCH = 4 << 20
+ALPHA, BETA = 0.1, 0.9
+
+# Float32 sums of products of standard normal numbers, relative to the largest entry. Two TF32
+# numbers hold 22 of float32's 24 bits; one holds 11.
+TOLERANCES = {0: 1e-6, 3: 2e-6, 1: 2e-3}
+
+
+def square(sides: int, kernel: int, pad: int, channels: int, n: int = 1, axes: int = 2) -> Case:
+    each = (1,) * axes
+    window = Window((kernel,) * axes, each, each, (pad,) * axes, (pad,) * axes)
+    return Case(window, n, channels, (sides,) * axes)
+
+
+# Channels that fill tiles: the plan takes the full grid and takes off the frame where that is less.
+TILED = [
+    square(6, 3, 1, 64, n=2),
+    square(4, 3, 0, 64),
+    square(3, 3, 2, 64),
+    square(5, 2, 1, 64, axes=1),
+    square(3, 2, 0, 128),
+    Case(Window((3, 2), (1, 1), (1, 2), (0, 1), (2, 1)), 1, 64, (5, 6)),
+]
+# Full tiles and a remainder; one tap, whose patches are the pixels.
+UNTILED = [square(4, 2, 1, 20, n=3), square(4, 1, 0, 70, n=2), square(3, 1, 0, 64, n=3)]
+RANDOM = [*STRIDED[::10], *STRIDE_ONE[::10], *CORNERS]
+
+
+def truth(case: Case, x: np.ndarray, homogeneous: bool) -> np.ndarray:
+    w = case.window
+    found = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+    return moment(found.reshape(-1, found.shape[2]), homogeneous)
+
+
+def check(
+    case: Case,
+    *,
+    split: int = 0,
+    order: str = "forward",
+    homogeneous: bool = True,
+    dtype: type = np.float32,
+    scratch: int = SCRATCH,
+    processors: int = 2,
+    beta: float = BETA,
+    strides: str = "contiguous",
+) -> ShimDevice:
+    x = case.images(seed=1).astype(dtype)
+    if strides == "channels last":
+        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    wanted = truth(case, x, homogeneous)
+    old = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
+    out = old + old.T
+    wanted = ALPHA * wanted + beta * out
+    if beta == 0:
+        out[...] = np.nan
+    device = ShimDevice(order, processors)
+    PatchMoments(device, scratch, split).add(
+        x, case.window, out, homogeneous=homogeneous, alpha=ALPHA, beta=beta
+    )
+    np.testing.assert_array_equal(out, out.T)
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCES[split] * np.abs(wanted).max())
+    return device
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("split", TOLERANCES)
+@pytest.mark.parametrize("case", [*UNTILED, *TILED[:1]], ids=str)
+def test_a_moment_does_not_depend_on_the_order_of_threads(
+    case: Case, split: int, order: str
+) -> None:
+    check(case, split=split, order=order)
+
+
+@pytest.mark.parametrize("case", [*TILED, *RANDOM], ids=str)
+@pytest.mark.parametrize("split", [0, 3])
+def test_a_moment_of_any_geometry_is_right(case: Case, split: int) -> None:
+    check(case, split=split)
+
+
+@pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("split", [0, 3])
+def test_half_precision_is_accumulated_in_float32(case: Case, dtype: type, split: int) -> None:
+    check(case, dtype=dtype, split=split)
+
+
+@pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
+def test_images_may_lie_anyhow_in_memory(case: Case) -> None:
+    check(case, strides="channels last", split=3)
+
+
+def test_a_beta_of_zero_overwrites_what_was_not_a_number() -> None:
+    check(UNTILED[0], beta=0)
+
+
+def test_a_moment_without_the_one_needs_no_border() -> None:
+    assert check(UNTILED[0], homogeneous=False).launched == ["patch_products", "assemble_moment"]
+
+
+@pytest.mark.parametrize("scratch", [1, 4 * 64 * 64 * 4])
+def test_little_scratch_memory_means_several_passes(scratch: int) -> None:
+    device = check(square(4, 3, 1, 20), scratch=scratch, homogeneous=False)
+    assert len(device.launched) > 2
+
+
+def test_many_positions_are_cut_in_pieces_for_many_processors() -> None:
+    case = square(40, 1, 0, 8, n=2)
+    pieces = passes(case, processors=2)[0].jobs["end"].tolist()
+    assert pieces == [512, 1024, 1536, 2048, 2560, 3072, 3200]
+    check(case, processors=2)
+
+
+def passes(case: Case, processors: int = 100, scratch: int = SCRATCH) -> tuple:
+    return plan(case.window, case.n, case.channels, case.sides, processors, scratch)
+
+
+def test_a_filter_of_three_by_three_needs_thirteen_products_of_its_full_grid() -> None:
+    (found,) = passes(square(56, 3, 1, 64))
+    products = {(row, column) for grid, row, column, *_ in found.jobs.tolist() if grid == 0}
+    assert len(products) == 13
+    assert len(found.sums) == 45
+
+
+def test_strides_above_one_and_channels_beside_the_tile_go_the_direct_way() -> None:
+    for case in (
+        Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 1, 64, (56, 56)),
+        square(56, 3, 1, 60),
+    ):
+        assert {len(found.grids) for found in passes(case)} == {1}
+
+
+def test_no_pass_takes_more_than_the_scratch_memory_where_a_tile_fits_it() -> None:
+    scratch = 60 * 64 * 64 * 4
+    for case in (square(14, 3, 1, 64), square(14, 3, 1, 60)):
+        for found in passes(case, scratch=scratch):
+            assert len(found.jobs) * found.tile**2 * 4 <= scratch
+
+
+def test_a_matrix_of_another_shape_is_refused() -> None:
+    case = UNTILED[0]
+    moments = PatchMoments(ShimDevice(), SCRATCH, 0)
+    with pytest.raises(ShapeError, match="80 features and a one"):
+        moments.add(
+            case.images().astype(np.float32),
+            case.window,
+            np.zeros((80, 80), np.float32),
+            homogeneous=True,
+            alpha=1,
+            beta=0,
+        )
