@@ -4,6 +4,7 @@ Arrays go in and come out without copies on the CPU: an ``OrtValue`` wraps the m
 array, and a result is viewed through DLPack (read-only, kept alive by the view).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -102,6 +103,8 @@ class Session:
 
 
 def _reason(failure: Exception) -> str:
-    """The readable part of ONNX Runtime's message, on one line."""
+    """The readable part of ONNX Runtime's message, on one line, and which node it speaks of."""
     text = str(failure).replace("\n", " ")
-    return text.split("Status Message: ")[-1].split(" : ", 3)[-1].strip()
+    said = text.split("Status Message: ")[-1].split(" : ", 3)[-1].strip()
+    node = re.search(r"while running \w+ node\. Name:'([^']+)'", text)
+    return f"at node '{node[1]}': {said}" if node else said

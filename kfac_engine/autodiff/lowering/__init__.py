@@ -27,7 +27,7 @@ from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.graph.structure import Node
 from kfac_engine.registry import Registry
 
-_FAMILIES = ("microsoft",)
+_FAMILIES = ("microsoft", "recurrent")
 
 Lowering: TypeAlias = Callable[[Pen, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")

@@ -1,0 +1,162 @@
+"""LSTM, GRU and RNN, unrolled over the length of the sample run.
+
+Every gate matrix is cut out of its parameter once, and then used once a step, as the weight of a
+dense layer. The batch stays dynamic. The length does not: the node that takes the steps apart fails
+on another one, and its name says why.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kfac_engine.autodiff.lowering import lowering
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.recurrent_activations import activations, clipping
+from kfac_engine.autodiff.lowering.recurrent_cells import KINDS, Kit, State, Weights
+from kfac_engine.autodiff.lowering.steps import taken_apart
+from kfac_engine.autodiff.rules.attributes import integer, text
+from kfac_engine.graph.structure import Node
+
+# The order in which each direction takes the steps.
+_DIRECTIONS = {"forward": (1,), "reverse": (-1,), "bidirectional": (1, -1)}
+_OPERANDS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
+
+
+@lowering("LSTM", "GRU", "RNN")
+def recurrent(pen: Pen, node: Node) -> None:
+    """Gemm and activations, step by step, for as many steps as the sample run has."""
+    _Unrolled(pen, node).write()
+
+
+class _Unrolled:
+    """The steps of one node.
+
+    Args:
+        pen: Writes them.
+        node: LSTM, GRU or RNN.
+    """
+
+    def __init__(self, pen: Pen, node: Node) -> None:
+        self._pen, self._node = pen, node
+        self._kind = KINDS[node.op]
+        self._operands = dict(zip(_OPERANDS, node.inputs, strict=False))
+        self._hidden = pen.facts[self._operands["R"]].shape[2]
+        self._signs = _DIRECTIONS[text(node, "direction", "forward")]
+        self._zero, self._one = pen.constant([0]), pen.constant([1])
+
+    def write(self) -> None:
+        """Write all steps in all directions, then the results that have names."""
+        pen, node = self._pen, self._node
+        weights, states, kits = self._weights(), self._initial_states(), self._kits()
+        inputs = taken_apart(pen, node, self._operands["X"], axis=0)
+        masks = self._masks(len(inputs))
+        sequences = []
+        for index, sign in enumerate(self._signs):
+            outputs = []
+            for x, mask in list(zip(inputs, masks, strict=True))[::sign]:
+                new = self._kind.cell(kits[index], weights[index], x, states[index])
+                states[index] = self._chosen(mask, new, states[index])
+                outputs.append(self._valid(mask, states[index][0]))
+            sequences.append(outputs[::sign])
+        sequence, *finals = node.outputs
+        if sequence:
+            self._write_sequence(sequences, sequence)
+        for name, parts in zip(finals, zip(*states, strict=True), strict=False):
+            if name:
+                rows = (pen.op("Unsqueeze", part, self._zero) for part in parts)
+                pen.op("Concat", *rows, to=name, axis=0)
+
+    # -- what a step is given ----------------------------------------------------------------------
+
+    def _weights(self) -> list[Weights]:
+        roles = (self._per_direction(role) for role in ("W", "R", "B", "P"))
+        return [self._weights_of(*operands) for operands in zip(*roles, strict=True)]
+
+    def _weights_of(self, W: str, R: str, B: str, P: str) -> Weights:
+        gates = self._kind.gates
+        bias_w, bias_r = self._cut(B, gates, gates)
+        resets = self._node.op == "GRU" and not integer(self._node, "linear_before_reset", 0)
+        blocks = (2, 1) if resets else (gates,)
+        return Weights(W, self._cut(R, *blocks), bias_w, self._cut(bias_r, *blocks),
+                       self._cut(P, 1, 1, 1))  # fmt: skip
+
+    def _initial_states(self) -> list[State]:
+        roles = ("initial_h", "initial_c")[: self._kind.states]
+        zeros = ""
+        if not all(self._operands.get(role) for role in roles):
+            x = self._operands["X"]
+            batch = self._pen.op("Shape", x, start=1, end=2)
+            sides = self._pen.op("Concat", batch, self._pen.constant([self._hidden]), axis=0)
+            zero = np.zeros(1, self._pen.facts[x].dtype)
+            zeros = self._pen.op("ConstantOfShape", sides, value=zero)
+        given = (self._per_direction(role) for role in roles)
+        return [tuple(name or zeros for name in state) for state in zip(*given, strict=True)]
+
+    def _kits(self) -> list[Kit]:
+        """One for each direction."""
+        pen, node, default = self._pen, self._node, self._kind.activations
+        names = node.attributes.get("activations") or default * len(self._signs)
+        assert isinstance(names, tuple)
+        count = len(default)
+        if len(names) != count * len(self._signs):
+            raise pen.refuse(node, f"it lists {len(names)} activations, {count} a direction needed")
+        functions = activations(pen, node, tuple(map(str, names)))
+        clip = clipping(pen, node)
+        return [
+            Kit(pen, node, self._hidden, functions[start : start + count], clip)
+            for start in range(0, len(names), count)
+        ]
+
+    def _per_direction(self, role: str) -> tuple[str, ...]:
+        """An operand without its axis of directions, once for each; ``""`` if it is left out."""
+        name, count = self._operands.get(role, ""), len(self._signs)
+        if not name:
+            return ("",) * count
+        if count == 1:
+            return (self._pen.op("Squeeze", name, self._zero),)
+        sizes = self._pen.constant([1] * count)
+        pieces = self._pen.multi("Split", [name, sizes], ("",) * count, axis=0)
+        return tuple(self._pen.op("Squeeze", piece, self._zero) for piece in pieces)
+
+    def _cut(self, value: str, *gates: int) -> tuple[str, ...]:
+        """Rows in pieces of so many gates each; ``""`` for each if there is nothing to cut."""
+        if not value or len(gates) == 1:
+            return (value,) * len(gates)
+        sizes = self._pen.constant([count * self._hidden for count in gates])
+        return self._pen.multi("Split", [value, sizes], ("",) * len(gates), axis=0)
+
+    # -- examples of several lengths ---------------------------------------------------------------
+
+    def _masks(self, length: int) -> list[str]:
+        """For each step the examples that are not over yet, ``(n, 1)``; ``""`` for all of them."""
+        lengths = self._operands.get("sequence_lens", "")
+        known = self._pen.graph.constants.get(lengths)
+        if not lengths or (known is not None and (known == length).all()):
+            return [""] * length
+        column = self._pen.op("Unsqueeze", lengths, self._one)
+        dtype = self._pen.facts[lengths].dtype.name
+        return [self._pen.op("Less", self._pen.constant(t, dtype), column) for t in range(length)]
+
+    def _chosen(self, mask: str, new: State, old: State) -> State:
+        """The new state of examples that are not over, the old one of the others."""
+        if not mask:
+            return new
+        pairs = zip(new, old, strict=True)
+        return tuple(self._pen.op("Where", mask, after, before) for after, before in pairs)
+
+    def _valid(self, mask: str, h: str) -> str:
+        """The output of a step: zero for examples that are over."""
+        if not mask:
+            return h
+        return self._pen.op("Where", mask, h, self._pen.scalar(0, self._operands["X"]))
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def _write_sequence(self, sequences: Sequence[Sequence[str]], to: str) -> None:
+        """All outputs, ``(steps, directions, n, h)``, from one list for each direction."""
+        pen = self._pen
+        sides = pen.constant([len(sequences[0]), 1, -1, self._hidden])
+        rows = [
+            pen.op("Reshape", pen.op("Concat", *outputs, axis=0), sides) for outputs in sequences
+        ]
+        pen.op("Concat", *rows, to=to, axis=1)
