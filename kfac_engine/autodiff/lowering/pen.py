@@ -5,8 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.builder import FLOAT_CODES
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
+
+_CODES: Mapping[str, int] = {**FLOAT_CODES, "int32": 6, "int64": 7, "bool": 9}
 
 
 class Pen:
@@ -45,12 +48,11 @@ class Pen:
         **attributes: AttributeValue,
     ) -> tuple[str, ...]:
         """Add a node with several results, called as ``to`` says where not empty."""
-        names = tuple(
-            name or f"{self._prefix}{op}_{len(self.nodes)}_{i}" for i, name in enumerate(to)
-        )
-        label = f"{self._prefix}node_{len(self.nodes)}"
-        self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
-        return names
+        return self._written(op, inputs, to, attributes, domain)
+
+    def cast(self, value: str, dtype: str, to: str = "") -> str:
+        """``value`` in the element type that NumPy calls ``dtype``."""
+        return self._written("Cast", (value,), (to,), {"to": _CODES[dtype]})[0]
 
     def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
         """A new constant; integers become int64."""
@@ -67,3 +69,18 @@ class Pen:
         return UnsupportedOpError(
             f"no derivative of {node.qualified_op} at node '{node.name}': {why}."
         )
+
+    def _written(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        to: Sequence[str],
+        attributes: Mapping[str, AttributeValue],
+        domain: str = "",
+    ) -> tuple[str, ...]:
+        names = tuple(
+            name or f"{self._prefix}{op}_{len(self.nodes)}_{i}" for i, name in enumerate(to)
+        )
+        label = f"{self._prefix}node_{len(self.nodes)}"
+        self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
+        return names
