@@ -223,6 +223,33 @@ class LRN(OpRun):
         return (y,)
 
 
+class LpNormalization(OpRun):
+    """The reference adds up signed elements where p is one."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, *, axis: int, p: int) -> tuple[NDArray]:
+        norm = (np.abs(x) ** p).sum(axis=axis, keepdims=True) ** (1 / p)
+        return (x / np.where(norm == 0, 1, norm),)
+
+
+class Unique(OpRun):
+    """The reference sorts against the request where only values are asked for."""
+
+    op_domain = ""
+
+    def _run(self, x: NDArray, *, axis: int | None = None, sorted: int = 1) -> tuple[NDArray, ...]:
+        values = x.reshape(-1) if axis is None else x
+        _, *indices = np.unique(values, True, True, True, axis=axis)
+        first, inverse, counts = indices
+        order = np.arange(len(first)) if sorted else np.argsort(first)
+        rank = np.argsort(order)
+        y = np.take(values, first[order], axis=0 if axis is None else axis)
+        return (y, first[order], rank[inverse.reshape(-1)], counts[order])[
+            : len(self.onnx_node.output)
+        ]
+
+
 class GatherElements(OpRun):
     """The reference wants indices with the sides of the data."""
 
@@ -262,6 +289,7 @@ class Pad(OpRun):
 
 
 DEFINITIONS = (
+    LpNormalization, Unique,
     AveragePool, ConvTranspose, MaxPool, GlobalLpPool, GlobalMaxPool, GroupNormalization, LRN,
     LpPool, GatherElements, Pad,
 )  # fmt: skip

@@ -31,8 +31,9 @@ Gradients: TypeAlias = Mapping[int, str]
 Rule: TypeAlias = Callable[[Builder, Node, Cotangents, Wanted], Gradients]
 
 _FAMILIES = (
-    "activation", "convolution", "elementwise", "indexing", "matmul", "normalization", "pooling",
-    "reduction", "resize", "shape",
+    "activation", "convolution", "determinant", "einsum", "elementwise", "fourier", "indexing",
+    "matmul", "normalization", "pooling", "quantization", "reduction", "resize", "scan",
+    "scattering", "selection", "shape", "trigonometry",
 )  # fmt: skip
 
 RULES: Registry[Rule] = Registry("derivative rule")
@@ -41,10 +42,10 @@ RULES: Registry[Rule] = Registry("derivative rule")
 # derivative is zero wherever it exists, so the reverse sweep stops there.
 ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """
-    And ArgMax ArgMin BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
+    And ArgMax ArgMin Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
     ConstantOfShape Equal EyeLike Floor Greater GreaterOrEqual Hardmax IsInf IsNaN Less LessOrEqual
-    NonZero Not Or RandomNormal RandomNormalLike RandomUniform RandomUniformLike Round Shape Sign
-    Size Xor
+    Multinomial NonMaxSuppression NonZero Not Or RandomNormal RandomNormalLike RandomUniform
+    RandomUniformLike Round Shape Sign Size Xor
     """.split()  # noqa: SIM905 (a list literal would be forty lines)
 )
 

@@ -1,4 +1,4 @@
-"""Arithmetic, element by element, with broadcasting; and the functions of school mathematics."""
+"""Arithmetic with broadcasting, powers, exponentials and the error function."""
 
 from collections.abc import Sequence
 
@@ -78,6 +78,19 @@ def extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
     return _each(b, node, {i: b.op("Mul", share, chosen[i]) for i in wanted})
 
 
+@vjp_rule("Mod")
+def modulo(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Of y = x₀ − q x₁ with a whole number q: the cotangent and −q times it."""
+    dividend, divisor = node.inputs
+    wide = {0: g[0]}
+    if 1 in wanted:
+        # The remainder tells q to the last digit, where x₀/x₁ may be rounded up to a whole number.
+        rest = b.op("Sub", dividend, node.outputs[0])
+        quotient = b.op("Round", b.op("Div", rest, divisor))
+        wide[1] = b.op("Neg", b.op("Mul", g[0], quotient))
+    return _each(b, node, {i: wide[i] for i in wanted})
+
+
 @vjp_rule("Where")
 def where(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent goes to the branch that was taken."""
@@ -132,32 +145,6 @@ def reciprocal(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
     """The cotangent times −y²."""
     y = node.outputs[0]
     return {0: b.op("Neg", b.op("Mul", g[0], b.op("Mul", y, y)))}
-
-
-@vjp_rule("Sin")
-def sin(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times cos x."""
-    return {0: b.op("Mul", g[0], b.op("Cos", node.inputs[0]))}
-
-
-@vjp_rule("Cos")
-def cos(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times −sin x."""
-    return {0: b.op("Neg", b.op("Mul", g[0], b.op("Sin", node.inputs[0])))}
-
-
-@vjp_rule("Tan")
-def tan(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times 1 + y²."""
-    y = node.outputs[0]
-    return {0: b.op("Mul", g[0], polynomial(b, y, (1, 0, 1)))}
-
-
-@vjp_rule("Atan")
-def atan(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over 1 + x²."""
-    x = node.inputs[0]
-    return {0: b.op("Div", g[0], polynomial(b, x, (1, 0, 1)))}
 
 
 @vjp_rule("Erf")

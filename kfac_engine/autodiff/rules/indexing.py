@@ -1,4 +1,4 @@
-"""Operators that pick or place elements by index.
+"""Operators that pick elements by index.
 
 Picking goes back as adding: an element picked twice gets two cotangents. That is written with
 ScatterElements, never with ScatterND: ONNX Runtime spreads the latter over threads that add to the
@@ -7,8 +7,7 @@ same element at the same time, and sums come out short.
 
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
-from kfac_engine.autodiff.rules.attributes import integer, text
-from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.structure import Node
 
 
@@ -28,17 +27,22 @@ def rearranged(b: Builder, node: Node, g: str, *, narrow: bool = False) -> str:
     """
     x, *others = node.inputs
     everything = b.constant([-1])
-    size = b.forward("ReduceProd", b.shape(x), keepdims=0)[0]
-    numbers = b.forward("Range", b.constant(0), size, b.constant(1))[0]
-    numbers = b.forward("Reshape", numbers, b.shape(x))[0]
+    elements = numbers(b, x)
     if narrow:
-        numbers = b.forward("Cast", numbers, to=_INT32)[0]
-    sources = b.repeat(node, numbers, *others)[0]
+        elements = b.forward("Cast", elements, to=_INT32)[0]
+    sources = b.repeat(node, elements, *others)[0]
     flat = (b.op("Reshape", value, everything) for value in (b.zeros(x), sources, g))
     return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
 
 
 _INT32 = 6  # TensorProto.INT32
+
+
+def numbers(b: Builder, x: str) -> str:
+    """The number of each element of the forward value ``x``, row by row: int64, in its shape."""
+    size = b.forward("ReduceProd", b.shape(x), keepdims=0)[0]
+    line = b.forward("Range", b.constant(0), size, b.constant(1))[0]
+    return b.forward("Reshape", line, b.shape(x))[0]
 
 
 @vjp_rule("Gather")
@@ -70,47 +74,11 @@ def gather_nd(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     return {0: rearranged(b, node, g[0])}
 
 
-@vjp_rule("ScatterElements")
-def scatter_elements(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Updates get the cotangent of where they went; what they replaced gets none."""
-    _, indices, updates = node.inputs
-    axis = integer(node, "axis", 0)
-    adds = _adds(node)
-    gradients = {0: g[0]}
-    if 0 in wanted and not adds:
-        gradients[0] = b.op("ScatterElements", g[0], indices, b.zeros(updates), axis=axis)
-    if 2 in wanted:
-        gradients[2] = b.op("GatherElements", g[0], indices, axis=axis)
-    return gradients
-
-
-@vjp_rule("ScatterND")
-def scatter_nd(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Updates get the cotangent of where they went; what they replaced gets none."""
-    _, indices, updates = node.inputs
-    adds = _adds(node)
-    gradients = {0: g[0]}
-    if 0 in wanted and not adds:
-        gradients[0] = b.op("ScatterND", g[0], indices, b.zeros(updates))
-    if 2 in wanted:
-        gradients[2] = b.op("GatherND", g[0], indices)
-    return gradients
-
-
-def _adds(node: Node) -> bool:
-    reduction = text(node, "reduction", "none")
-    if reduction not in {"none", "add"}:
-        raise UnsupportedOpError(
-            f"no derivative rule for {node.op} with reduction '{reduction}' at node "
-            f"'{node.name}'; only 'none' and 'add' have one."
-        )
-    return reduction == "add"
-
-
 @vjp_rule("TopK")
 def top_k(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Elements are added where they came from."""
     x = node.inputs[0]
-    winners = b.repeat(node, *node.inputs, outputs=2)[1]
+    named = node.outputs[1:]
+    winners = named[0] if any(named) else b.repeat(node, *node.inputs, outputs=2)[1]
     axis = integer(node, "axis", -1)
     return {0: b.op("ScatterElements", b.zeros(x), winners, g[0], axis=axis, reduction="add")}

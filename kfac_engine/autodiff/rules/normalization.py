@@ -6,7 +6,7 @@ All but inference-mode BatchNormalization are one formula. With h = (x − m)/σ
     gx = (gh − mean(gh) − h · mean(gh · h)) / σ
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kfac_engine.autodiff.builder import Builder
@@ -103,6 +103,27 @@ def group_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
 
 
 _SCALE_PER_CHANNEL = 21
+
+
+@vjp_rule("LpNormalization")
+def lp_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Of y = x/s with a norm s: (g − s′ Σ g y)/s, s′ being y or sign(x); zero where s is."""
+    x, y = node.inputs[0], node.outputs[0]
+    axis = b.constant([integer(node, "axis", -1)])
+    reduction, slope = _NORMS[integer(node, "p", 2)]
+    norm = b.op(reduction, x, axis, keepdims=1)
+    at_zero = b.op("Equal", norm, b.scalar(0, x))
+    along = b.op("ReduceSum", b.op("Mul", g[0], y), axis, keepdims=1)
+    rest = b.op("Sub", g[0], b.op("Mul", slope(b, x, y), along))
+    finite = b.op("Where", at_zero, b.scalar(1, x), norm)
+    return {0: b.op("Where", at_zero, b.scalar(0, x), b.op("Div", rest, finite))}
+
+
+# The norm's operator by its order, and its slope from operand and result.
+_NORMS: Mapping[int, tuple[str, Callable[[Builder, str, str], str]]] = {
+    1: ("ReduceL1", lambda b, x, y: b.op("Sign", x)),
+    2: ("ReduceL2", lambda b, x, y: y),
+}
 
 
 @vjp_rule("LRN")

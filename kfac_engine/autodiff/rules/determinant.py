@@ -1,0 +1,54 @@
+"""Determinants and triangles of matrices."""
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.structure import Node
+
+# Cofactors are n² determinants, n⁵ multiplications: a million for one matrix of this size.
+_LARGEST = 16
+_INT64 = 7  # TensorProto.INT64
+
+
+@vjp_rule("Trilu")
+def triangle(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The same triangle of the cotangent."""
+    return {0: b.op("Trilu", g[0], *node.inputs[1:], upper=integer(node, "upper", 1))}
+
+
+@vjp_rule("Det")
+def determinant(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """The cotangent times the cofactors, which singular matrices have too (Jacobi's formula)."""
+    x = node.inputs[0]
+    if (n := b.sides(x)[-1]) > _LARGEST:
+        raise UnsupportedOpError(
+            f"Det at node '{node.name}' is of {n}×{n} matrices; ONNX has no inverse, and the "
+            f"derivative by cofactors is written for matrices up to {_LARGEST}×{_LARGEST}."
+        )
+    if n == 1:
+        return {0: b.reshape_like(g[0], x)}
+    matrix = b.op("Unsqueeze", g[0], b.constant([-2, -1]))
+    return {0: b.op("Mul", matrix, _cofactors(b, x))}
+
+
+def _cofactors(b: Builder, x: str) -> str:
+    rank, one = b.rank(x), b.constant(1)
+    n = b.forward("Gather", b.shape(x), b.constant(rank - 1))[0]
+    column = b.forward("Unsqueeze", _count(b, n), b.constant([1]))[0]
+    shorter = _count(b, b.forward("Sub", n, one)[0])
+    # Row i holds all numbers below n but i.
+    behind = b.forward("GreaterOrEqual", shorter, column)[0]
+    rest = b.forward("Add", shorter, b.forward("Cast", behind, to=_INT64)[0])[0]
+    rows = b.op("Gather", x, rest, axis=rank - 2)
+    minors = b.op("Gather", rows, rest, axis=rank)
+    batch = range(rank - 2)
+    minors = b.op("Transpose", minors, perm=(*batch, rank - 2, rank, rank - 1, rank + 1))
+    # Signs of a chessboard.
+    place = b.forward("Mod", b.forward("Add", column, _count(b, n))[0], b.constant(2))[0]
+    sign = b.forward("Sub", one, b.forward("Add", place, place)[0])[0]
+    return b.op("Mul", b.op("Det", minors), b.cast_like(sign, x))
+
+
+def _count(b: Builder, limit: str) -> str:
+    return b.forward("Range", b.constant(0), limit, b.constant(1))[0]

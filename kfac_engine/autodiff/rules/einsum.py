@@ -1,0 +1,106 @@
+"""Einstein sums: every gradient is one more, of the cotangent and the other operands.
+
+With y = Σ a·b over the letters that y lacks, the gradient of a is Σ g·b over the letters that a
+lacks. Three things are not said by an equation and are written around it: a letter that only the
+operand has, along which its gradient is constant; a side of one that was stretched to another
+operand's; and a letter twice in one operand, where only the diagonal gets a gradient.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_letters
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import text
+from kfac_engine.graph.structure import Node
+
+_DOTS = "..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A value and one letter for each of its axes."""
+
+    value: str
+    letters: str
+
+
+@vjp_rule("Einsum")
+def einsum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """One Einstein sum for each operand."""
+    *terms, result = _terms(b, node)
+    operands = [
+        _narrowed(b, name, name, term) for name, term in zip(node.inputs, terms, strict=True)
+    ]
+    cotangent = _narrowed(b, g[0], node.outputs[0], result)
+    return {
+        i: _gradient(b, node.inputs[i], terms[i], [cotangent, *operands[:i], *operands[i + 1 :]])
+        for i in wanted
+    }
+
+
+def _gradient(b: Builder, x: str, term: str, others: Sequence[_Factor]) -> str:
+    """The gradient of ``x``, which the equation calls ``term``."""
+    sides = b.sides(x)
+    known = {letter for factor in others for letter in factor.letters}
+    known -= {letter for letter, side in zip(term, sides, strict=True) if side == 1}
+    found = [letter for letter in dict.fromkeys(term) if letter in known]
+    equation = f"{','.join(factor.letters for factor in others)}->{''.join(found)}"
+    value = b.op("Einsum", *(factor.value for factor in others), equation=equation)
+    places = {term.index(letter) for letter in found}
+    if added := [axis for axis in range(len(term)) if axis not in places]:
+        value = b.op("Unsqueeze", value, b.constant(added))
+    diagonals = [(term.index(term[axis]), axis) for axis in added if sides[axis] != 1]
+    twice = [(first, second) for first, second in diagonals if first != second]
+    for first, second in twice:
+        value = b.op("Mul", value, _diagonal(b, x, first, second))
+    constant = {first for first, second in diagonals if first == second}
+    if constant - {first for first, _ in twice}:
+        value = b.op("Expand", value, b.shape(x))
+    return value
+
+
+def _diagonal(b: Builder, x: str, first: int, second: int) -> str:
+    """Ones where two axes of ``x`` have equal indices, else zeros; other sides are one."""
+    side = b.forward("Gather", b.shape(x), b.constant(first))[0]
+    line = b.forward("Range", b.constant(0), side, b.constant(1))[0]
+    rank = b.rank(x)
+    along = [
+        b.forward("Unsqueeze", line, b.constant([other for other in range(rank) if other != axis]))
+        for axis in (first, second)
+    ]
+    return b.cast_like(b.forward("Equal", along[0][0], along[1][0])[0], x)
+
+
+def _narrowed(b: Builder, value: str, like: str, letters: str) -> _Factor:
+    """``value``, which has the sides of the forward value ``like``, without its sides of one."""
+    ones = [axis for axis, side in enumerate(b.sides(like)) if side == 1]
+    if not ones:
+        return _Factor(value, letters)
+    kept = "".join(letter for axis, letter in enumerate(letters) if axis not in ones)
+    return _Factor(b.op("Squeeze", value, b.constant(ones)), kept)
+
+
+def _terms(b: Builder, node: Node) -> tuple[str, ...]:
+    """A string of letters for each operand, and one for the result; dots become letters."""
+    equation = text(node, "equation", "").replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        counts = Counter(left.replace(_DOTS, "").replace(",", ""))
+        once = sorted(letter for letter, count in counts.items() if count == 1)
+        result = (_DOTS if _DOTS in left else "") + "".join(once)
+    free = [letter for letter in ascii_letters if letter not in equation]
+    ranks = [b.rank(name) for name in (*node.inputs, node.outputs[0])]
+    return tuple(
+        _without_dots(term, rank, free) for term, rank in zip((*terms, result), ranks, strict=True)
+    )
+
+
+def _without_dots(term: str, rank: int, free: Sequence[str]) -> str:
+    """Dots stand for the last of the axes that they stand for in the longest operand."""
+    dotted = rank - len(term.replace(_DOTS, ""))
+    # Counted from the end of all axes: the last ones are shared.
+    return term.replace(_DOTS, "".join(reversed(free[:dotted])))
