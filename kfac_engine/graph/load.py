@@ -5,13 +5,12 @@ constants, upgrade to operator set 18, leave protobuf behind.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import onnx
-from onnx import AttributeProto
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
@@ -27,9 +26,10 @@ from kfac_engine.graph.canonicalise import (
 )
 from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.external import ExternalData
-from kfac_engine.graph.order import captures, describe, refuse_repeated, sort_nodes
+from kfac_engine.graph.nodes import canonical_nodes
+from kfac_engine.graph.order import refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
-from kfac_engine.graph.structure import AttributeValue, Graph, Input, Node, Subgraph
+from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
     element_type,
     is_external,
@@ -110,7 +110,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     working = _canonical(template, constants)
     return LoadedModel(
         graph=Graph(
-            nodes=tuple(_nodes(working.graph.node)),
+            nodes=tuple(canonical_nodes(working.graph.node)),
             inputs=tuple(_inputs(working.graph.input, constants)),
             outputs=tuple(entry.name for entry in working.graph.output),
             constants=constants,
@@ -194,43 +194,3 @@ def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
     if side.HasField("dim_value"):
         return side.dim_value if side.dim_value >= 0 else None
     return side.dim_param or None
-
-
-def _nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
-    """The nodes without protobuf, each with a name of its own: ONNX Runtime insists on that."""
-    taken: set[str] = set()
-    for index, proto in enumerate(protos):
-        name = proto.name or f"{proto.op_type}_{index}"
-        while name in taken:
-            name = f"{name}_{index}"
-        taken.add(name)
-        yield Node(
-            op=proto.op_type,
-            inputs=tuple(proto.input),
-            outputs=tuple(proto.output),
-            attributes={entry.name: _value(entry, proto) for entry in proto.attribute},
-            name=name,
-            domain=proto.domain,
-        )
-
-
-_ATTRIBUTE_VALUES: Mapping[int, Callable[[AttributeProto], AttributeValue]] = {
-    AttributeProto.INT: lambda entry: entry.i,
-    AttributeProto.FLOAT: lambda entry: entry.f,
-    AttributeProto.STRING: lambda entry: entry.s.decode(),
-    AttributeProto.INTS: lambda entry: tuple(entry.ints),
-    AttributeProto.FLOATS: lambda entry: tuple(entry.floats),
-    AttributeProto.STRINGS: lambda entry: tuple(text.decode() for text in entry.strings),
-    AttributeProto.TENSOR: lambda entry: to_array(entry.t),
-    AttributeProto.GRAPH: lambda entry: Subgraph(entry.g.SerializeToString(), captures(entry.g)),
-}
-
-
-def _value(entry: AttributeProto, node: onnx.NodeProto) -> AttributeValue:
-    if entry.type not in _ATTRIBUTE_VALUES:
-        kind = AttributeProto.AttributeType.Name(entry.type)
-        raise UnsupportedError(
-            f"attribute '{entry.name}' of the {describe(node)} is of type {kind}, which is not "
-            f"covered."
-        )
-    return _ATTRIBUTE_VALUES[entry.type](entry)

@@ -1,0 +1,61 @@
+"""Nodes in, as plain Python values: the step that leaves protobuf behind."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import onnx
+from onnx import AttributeProto
+
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.order import captures, describe
+from kfac_engine.graph.structure import AttributeValue, Node, Subgraph
+from kfac_engine.graph.tensors import to_array
+
+
+def canonical_nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
+    """The nodes without protobuf, each with a name of its own: ONNX Runtime insists on that.
+
+    Args:
+        protos: In topological order.
+
+    Yields:
+        Their counterparts.
+
+    Raises:
+        UnsupportedError: An attribute is of a kind that no operator of ours has.
+    """
+    taken: set[str] = set()
+    for index, proto in enumerate(protos):
+        name = proto.name or f"{proto.op_type}_{index}"
+        while name in taken:
+            name = f"{name}_{index}"
+        taken.add(name)
+        yield Node(
+            op=proto.op_type,
+            inputs=tuple(proto.input),
+            outputs=tuple(proto.output),
+            attributes={entry.name: _value(entry, proto) for entry in proto.attribute},
+            name=name,
+            domain=proto.domain,
+        )
+
+
+_ATTRIBUTE_VALUES: Mapping[int, Callable[[AttributeProto], AttributeValue]] = {
+    AttributeProto.INT: lambda entry: entry.i,
+    AttributeProto.FLOAT: lambda entry: entry.f,
+    AttributeProto.STRING: lambda entry: entry.s.decode(),
+    AttributeProto.INTS: lambda entry: tuple(entry.ints),
+    AttributeProto.FLOATS: lambda entry: tuple(entry.floats),
+    AttributeProto.STRINGS: lambda entry: tuple(text.decode() for text in entry.strings),
+    AttributeProto.TENSOR: lambda entry: to_array(entry.t),
+    AttributeProto.GRAPH: lambda entry: Subgraph(entry.g.SerializeToString(), captures(entry.g)),
+}
+
+
+def _value(entry: AttributeProto, node: onnx.NodeProto) -> AttributeValue:
+    if entry.type not in _ATTRIBUTE_VALUES:
+        kind = AttributeProto.AttributeType.Name(entry.type)
+        raise UnsupportedError(
+            f"attribute '{entry.name}' of the {describe(node)} is of type {kind}, which is not "
+            f"covered."
+        )
+    return _ATTRIBUTE_VALUES[entry.type](entry)
