@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.inspection import refresh_cost
-from kfac_engine.layers.discover import discover
+from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.found import Found
+from kfac_engine.layers.parts import Part
 from kfac_engine.objective import Objective
 from kfac_engine.scheduler import Work
 
@@ -26,7 +28,7 @@ LARGEST_FULL_SIDE = 512
 
 def register_layers(
     model: OnnxModel, objective: Objective, collection: LayerCollection, chosen: Container[str]
-) -> tuple[Found, ...]:
+) -> Discovery:
     """Find layers and register them by the functions a user would call.
 
     Args:
@@ -36,7 +38,7 @@ def register_layers(
         chosen: Kinds of layers whose approximation the user chose.
 
     Returns:
-        Layers, then parameters without one.
+        Layers, then parameters without one; and the parts of parameters that they name.
 
     Raises:
         ModelError: The loss depends on no trainable parameter.
@@ -56,8 +58,11 @@ def register_layers(
     # A use that the loss does not depend on is none.
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
     batch = shapes[objective.inputs[0]][0]
-    layers = (*discover(graph, tuple(reached), shapes, batch), *unreached)
-    for layer in layers:
+    dtypes = {name: fact.dtype for name, fact in model.facts.items()}
+    found = discover(graph, tuple(reached), shapes, batch, dtypes)
+    apart = {layer.parameters[0]: (Part(layer.parameters[0]),) for layer in unreached}
+    found = Discovery((*found.layers, *unreached), {**found.parts, **apart})
+    for layer in found.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
             collection.register_generic(key, objective.inputs[0])
@@ -69,26 +74,24 @@ def register_layers(
                 key,
                 inputs=layer.inputs,
                 outputs=layer.outputs,
-                approx=_frugal(layer, model) if layer.kind not in chosen else None,
+                approx=_frugal(layer, collection) if layer.kind not in chosen else None,
                 **layer.options,
             )
-    return layers
+    return found
 
 
-def _frugal(layer: Found, model: OnnxModel) -> str | None:
+def _frugal(layer: Found, collection: LayerCollection) -> str | None:
     """The diagonal for scales and shifts of many channels; None leaves the default."""
-    side = sum(model.parameters[name].size for name in layer.parameters)
+    side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
     large = layer.kind == "scale_and_shift" and side > LARGEST_FULL_SIDE
     return "diagonal" if large else None
 
 
-def refreshes(
-    model: OnnxModel, collection: LayerCollection
-) -> dict[str, tuple[FisherFactor, Work]]:
+def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work]]:
     """Every factor that stores powers, with what its refresh costs: cubic in its side."""
     costs: dict[int, float] = {}
     for key, block in collection.fisher_blocks.items():
-        shapes = block.factor_shapes([model.parameters[name].shape for name in uses(key)])
+        shapes = block.factor_shapes([collection.require_shape(name) for name in uses(key)])
         for factor, shape in zip(block.factors, shapes, strict=True):
             costs[id(factor)] = refresh_cost(shape)
     return {

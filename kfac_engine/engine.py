@@ -31,7 +31,8 @@ from kfac_engine.inspection import (
     memory_report,
     require_memory,
 )
-from kfac_engine.layers.found import Found
+from kfac_engine.layers.discover import Discovery
+from kfac_engine.layers.parts import join, split
 from kfac_engine.objective import (
     LossChoice,
     Objective,
@@ -52,7 +53,7 @@ class Engine:
     Args:
         model: The model with its sessions.
         objective: What is minimised.
-        layers: Layers found in the graph, and parameters without one.
+        found: Layers of the graph, parameters without one, and the parts that they name.
         collection: Their blocks, and the losses.
         estimator: Statistics and products over the collection.
         schedule: When statistics and inverses move.
@@ -69,7 +70,7 @@ class Engine:
         self,
         model: OnnxModel,
         objective: Objective,
-        layers: Sequence[Found],
+        found: Discovery,
         collection: LayerCollection,
         estimator: FisherEstimator,
         schedule: Schedule,
@@ -81,9 +82,9 @@ class Engine:
         self.schedule = schedule
         self.counter = 0
         self._model = model
-        self._found = tuple(layers)
+        self._found = found
         self._exps = tuple(exps)
-        self._refreshes = refreshes(model, collection)
+        self._refreshes = refreshes(collection)
         self._blas = ThreadpoolController()
 
     @classmethod
@@ -151,9 +152,9 @@ class Engine:
         for index, found in enumerate(choose_losses(onnx_model.graph, loss, output, class_axis)):
             collection.register_loss_function(found, found.inputs[0], f"loss_{index}")
         objective = Objective(collection.registered_losses, reduction)
-        layers = register_layers(onnx_model, objective, collection, approximations or {})
+        discovery = register_layers(onnx_model, objective, collection, approximations or {})
         estimator = FisherEstimator(
-            tuple(onnx_model.parameters),
+            collection.registered_variables,
             ema_decay,
             damping,
             collection,
@@ -161,11 +162,11 @@ class Engine:
             estimation_mode=estimation_mode,
             seed=seed,
         )
-        read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
+        read = (name for layer in discovery.layers if layer.inputs for name in uses(layer.inputs))
         onnx_model.want([*objective.inputs, *read])
         onnx_model.backward(objective.inputs, estimator.differentiated)
         return cls(
-            onnx_model, objective, layers, collection, estimator, schedule or Schedule(), exps
+            onnx_model, objective, discovery, collection, estimator, schedule or Schedule(), exps
         )
 
     # -- the line ---------------------------------------------------------------------------------
@@ -230,20 +231,14 @@ class Engine:
             NotReadyError: Nothing was observed yet.
         """
         given = {name: self._check_gradient(name, array) for name, array in gradients.items()}
-        results: dict[str, Array] = {}
         with self._threads():
-            for key, block in self.collection.fisher_blocks.items():
-                names = uses(key)
-                present = [name for name in names if name in given]
-                if not present:
-                    continue
-                if len(present) < len(names):
-                    raise InputError(
-                        f"{', '.join(names)} form one block; give the gradients of all of them."
-                    )
-                product = block.multiply_matpower(_vector(key, given), exp)
-                results.update(zip(names, parts(product), strict=True))
-        return {name: results[name] for name in given}
+            products = self._multiplied(split(self._found.parts, given), exp)
+        # Entries that nothing reads have no curvature: damping alone.
+        rest = self.estimator.damping**exp
+        return {
+            name: join(self._found.parts[name], products, array, rest)
+            for name, array in given.items()
+        }
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -320,6 +315,22 @@ class Engine:
         for key in due.refresh:
             self._refreshes[key][0].refresh()
         self.counter += 1
+
+    def _multiplied(self, given: Mapping[str, Array], exp: float) -> dict[str, Array]:
+        """Gradients of parts of parameters, times a power of their blocks."""
+        results: dict[str, Array] = {}
+        for key, block in self.collection.fisher_blocks.items():
+            names = uses(key)
+            present = [name for name in names if name in given]
+            if not present:
+                continue
+            if len(present) < len(names):
+                raise InputError(
+                    f"{', '.join(names)} form one block; give the gradients of all of them."
+                )
+            product = block.multiply_matpower(_vector(key, given), exp)
+            results.update(zip(names, parts(product), strict=True))
+        return results
 
     def _check_gradient(self, name: str, value: Array) -> Array:
         parameter = self._model.parameters.get(name)

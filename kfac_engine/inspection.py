@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +12,9 @@ from kfac_engine.approximations import formula
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import MemoryLimitError
+from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.found import Found, Tensors
+from kfac_engine.layers.parts import Part, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,10 @@ class LayerReport:
 
     Attributes:
         kind: Kind of layer; ``"generic"`` where there is none.
-        parameters: Names of its parameters.
+        parameters: Names of its parameters in the file.
+        parts: What it takes of each: empty for all, else as ``[0:4, :]``.
+        key: Its parameters as its block calls them, a name or a tuple: the key in
+            ``collection.fisher_blocks``.
         approximation: Row of the table of approximations.
         formula: The block in a few symbols.
         inputs: Name of the layer's input, or names over its uses; empty if generic.
@@ -34,6 +39,8 @@ class LayerReport:
 
     kind: str
     parameters: tuple[str, ...]
+    parts: tuple[str, ...]
+    key: Params
     approximation: str
     formula: str
     inputs: Tensors
@@ -67,12 +74,12 @@ class MemoryReport:
 
 
 def layer_reports(
-    found: Sequence[Found], collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+    found: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
 ) -> tuple[LayerReport, ...]:
     """One report for each block, in the order of the graph.
 
     Args:
-        found: Layers and parameters without one.
+        found: Layers, parameters without one, and the parts that they name.
         collection: Their blocks.
         model: Knows the shapes of the parameters.
         exps: Powers that are stored.
@@ -80,7 +87,8 @@ def layer_reports(
     Returns:
         The reports.
     """
-    return tuple(_report(layer, collection, model, exps) for layer in found)
+    owners = {part.name: (name, part) for name, parts in found.parts.items() for part in parts}
+    return tuple(_report(layer, owners, collection, model, exps) for layer in found.layers)
 
 
 def memory_report(
@@ -143,17 +151,24 @@ def refresh_cost(shape: tuple[int, ...]) -> float:
 
 
 def _report(
-    layer: Found, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+    layer: Found,
+    owners: Mapping[str, tuple[str, Part]],
+    collection: LayerCollection,
+    model: OnnxModel,
+    exps: Sequence[float],
 ) -> LayerReport:
+    owned = [owners[name] for name in layer.parameters]
     key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
     block = collection.fisher_blocks[key]
     approximation = collection.approximation_of(key)
-    item = max(model.parameters[layer.parameters[0]].dtype.itemsize, 4)
-    shapes = block.factor_shapes([model.parameters[name].shape for name in layer.parameters])
+    item = max(model.parameters[owned[0][0]].dtype.itemsize, 4)
+    shapes = block.factor_shapes([collection.require_shape(name) for name in layer.parameters])
     stored = [f.has_inverses * (len(exps) - (1 in exps)) for f in block.factors]
     return LayerReport(
         kind=layer.kind,
-        parameters=layer.parameters,
+        parameters=tuple(name for name, _ in owned),
+        parts=tuple(_extent(part, model.parameters[name].shape) for name, part in owned),
+        key=key,
         approximation=approximation,
         formula=formula(layer.kind, approximation),
         inputs=layer.inputs,
@@ -165,3 +180,9 @@ def _report(
         inverse_flops=sum(refresh_cost(s) for s, n in zip(shapes, stored, strict=True) if n),
         reason=layer.reason,
     )
+
+
+def _extent(part: Part, shape: tuple[int, ...]) -> str:
+    """What a part is of a parameter of this shape; empty for all."""
+    whole = part.index is None or part.index.size == prod(shape)
+    return "" if whole or part.index is None else describe(part.index, shape)

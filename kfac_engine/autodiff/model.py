@@ -8,6 +8,7 @@ values need no new session because parameters are fed like data.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -120,9 +121,9 @@ class OnnxModel:
         self.parameters.update(self._checked(values))
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a constant or parameter; None for values that depend on the batch."""
-        constant = self.graph.constants.get(name)
-        return None if constant is None else constant.shape
+        """The shape of a constant, or of what is made of constants; None for data."""
+        known = name in self.graph.constants or name in self._computed_from_constants
+        return self.facts[name].shape if known else None
 
     def handed_over_bytes(self, batch_size: int) -> int:
         """Bytes that the sessions hand over for a batch: fetched values and gradients of values."""
@@ -217,6 +218,14 @@ class OnnxModel:
         return self._sessions[key]
 
     # -- private ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _computed_from_constants(self) -> frozenset[str]:
+        known = set(self.graph.constants)
+        for node in self.graph.nodes:
+            if known.issuperset(filter(None, (*node.inputs, *node.captures))):
+                known.update(node.outputs)
+        return frozenset(known - {""})
 
     def _adopt(self, backward: Backward) -> None:
         """Have forward passes compute what a backward graph is fed."""

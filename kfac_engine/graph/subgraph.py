@@ -4,8 +4,12 @@ from collections.abc import Iterable
 
 from kfac_engine.graph.structure import Graph, Node
 
-# Operators that hand their operand on unchanged: whoever reads the result reads the operand.
-_RELAYS = frozenset({"Identity"})
+# Operators that hand all of their operand on: whoever reads the result reads the operand.
+_RELAYS = frozenset(
+    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+# Those that read no entry of it.
+_ONLY_SHAPES = frozenset({"Shape", "Size"})
 
 
 class SubGraph:
@@ -43,4 +47,5 @@ class SubGraph:
         return sum(
             self.variable_uses(node.outputs[0]) if node.qualified_op in _RELAYS else 1
             for node in readers
+            if node.qualified_op not in _ONLY_SHAPES
         )

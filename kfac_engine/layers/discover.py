@@ -1,92 +1,220 @@
 """Layers in a graph: every trainable parameter belongs to one, or is listed with the reason."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from kfac_engine._types import Array, DType
 from kfac_engine.graph.structure import Graph
-from kfac_engine.layers.found import Found, Scene, Tensors
+from kfac_engine.layers.found import Found, Scene
 from kfac_engine.layers.matchers import match
+from kfac_engine.layers.parts import Held, Part, held_values, is_move
+from kfac_engine.layers.several import joined
 
-# Kind of a layer used once to the kind that takes several uses.
-_SEVERAL_USES = {
-    "fully_connected": "fully_connected_multi",
-    "conv2d": "conv2d_multi",
-    "embedding": "embedding_multi",
-}
+# The layout of a dense weight, and that of its transpose.
+_TURNED = {"IO": "OI", "OI": "IO"}
 
-# Options that the registration of several uses does not have.
-_ONE_USE_ONLY = {"feature_axis": "with its features on an inner axis"}
+# Their result tells of a parameter's shape, not of its entries.
+_ONLY_SHAPES = frozenset({"Shape", "Size"})
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What is made of the parameters of a graph.
+
+    Attributes:
+        layers: Layers in the order of their first use, generic parameters after them. They name
+            parts of parameters.
+        parts: Parameter to its parts; each part is in exactly one layer.
+    """
+
+    layers: tuple[Found, ...]
+    parts: Mapping[str, tuple[Part, ...]]
 
 
 def discover(
-    graph: Graph, trainable: Sequence[str], shapes: Mapping[str, tuple[int, ...]], batch: int
-) -> tuple[Found, ...]:
+    graph: Graph,
+    trainable: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    batch: int,
+    dtypes: Mapping[str, DType] | None = None,
+) -> Discovery:
     """All layers of a graph, then the parameters without one.
+
+    A parameter whose parts overlap, or of which a part cannot be told from the others, is generic
+    as a whole.
 
     Args:
         graph: The canonical graph: the part of the model that the loss depends on.
         trainable: Names of the trainable parameters.
         shapes: Shape of every value in a sample run.
         batch: Length of the batch axis in that run.
+        dtypes: Element types of values; those of the constants where left out.
 
     Returns:
-        Layers in the order of their first use, generic parameters after them; each parameter is in
-        exactly one.
+        The layers, and what they take of each parameter.
     """
-    scene = Scene(graph, frozenset(trainable), shapes, batch)
+    held = held_values(graph, trainable, shapes)
+    types = dtypes or {name: array.dtype for name, array in graph.constants.items()}
+    whole: dict[str, str] = {}  # parameters that cannot be taken apart, with the reason
+    while True:
+        groups = _groups(graph, frozenset(trainable) - whole.keys(), held)
+        unfit = _overlapping(groups, held)
+        if not unfit:
+            values = frozenset(value for group in groups for value in group.values)
+            shared = frozenset(v for group in groups if len(group.values) > 1 for v in group.values)
+            scene = Scene(graph, values, shapes, batch, held, types, shared)
+            layers, reasons = _layers(scene, groups)
+            unfit = _mixed(groups, layers, reasons)
+            if not unfit:
+                return _complete(layers, groups, reasons | whole, trainable, held)
+        whole |= unfit
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Values that hold the same entries of a parameter, in one layout or several."""
+
+    parameter: str
+    values: list[str]
+
+    def is_in(self, names: Set[str]) -> bool:
+        """Whether its entries are among parameters of layers."""
+        return self.parameter in names or not names.isdisjoint(self.values)
+
+
+def _groups(graph: Graph, parameters: Set[str], held: Mapping[str, Held]) -> tuple[_Group, ...]:
+    """What is computed with, in the order of use."""
+    read: dict[str, str] = {}
+    for node in graph.nodes:
+        for index, name in enumerate(node.inputs):
+            source = held[name].parameter if name in held else name
+            counts = source in parameters and node.op not in _ONLY_SHAPES
+            if counts and not is_move(node, index, held):
+                read.setdefault(name, source)
+    times = Counter(read.values())
+    groups: dict[tuple[str, bytes], _Group] = {}
+    for value, parameter in read.items():
+        several = times[parameter] > 1
+        entries = np.sort(held[value].index, axis=None).tobytes() if several else b""
+        groups.setdefault((parameter, entries), _Group(parameter, [])).values.append(value)
+    return tuple(groups.values())
+
+
+def _overlapping(groups: Iterable[_Group], held: Mapping[str, Held]) -> dict[str, str]:
+    """Parameters that are read in different parts that meet, with the reason."""
+    times: dict[str, Array] = {}
+    for group in groups:
+        entries = held.get(group.values[0])
+        if entries is not None:
+            counts = times.setdefault(group.parameter, np.zeros(entries.size, np.int32))
+            counts[entries.index] += 1
+    return {
+        parameter: "read in parts that overlap"
+        for parameter, counts in times.items()
+        if counts.max(initial=0) > 1
+    }
+
+
+def _layers(scene: Scene, groups: Iterable[_Group]) -> tuple[list[Found], dict[str, str]]:
+    """Layers by their weights, and by value why the others make none."""
     layers: list[Found] = []
     reasons: dict[str, str] = {}
-    first_uses = dict.fromkeys(
-        name for node in graph.nodes for name in node.inputs if name in scene.trainable
-    )
-    for name in first_uses:
-        found = _layer_of(scene, name)
+    for group in groups:
+        found = _layer_of(scene, group)
         if isinstance(found, Found):
-            layers.append(found)
+            layers.append(_with_named_bias(scene, found))
         else:
-            reasons[name] = found
-    claimed = {name for layer in layers for name in layer.parameters}
-    generic = [
-        Found("generic", (name,), reason=reasons.get(name, "no operator of the graph reads it"))
-        for name in trainable
-        if name not in claimed
+            reasons[group.values[0]] = found
+    return layers, reasons
+
+
+def _layer_of(scene: Scene, group: _Group) -> Found | str:
+    """The layer that some entries of a parameter are the weight of, over all their uses."""
+    uses = [
+        (value, node, index)
+        for value in group.values
+        for node, index in scene.graph.consumers[value]
+        if not is_move(node, index, scene.held) and node.op not in _ONLY_SHAPES
     ]
-    return (*layers, *generic)
+    matches = [match(scene, node, index) for _, node, index in uses]
+    roles = ", ".join(sorted({node.qualified_op for _, node, _ in uses}))
+    several = f"used {len(uses)} times, by {roles}"
+    layers = [found for found in matches if isinstance(found, Found)]
+    if len(layers) < len(uses):
+        return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
+    # The parameter itself where its layout can be told of it, else a value as it is computed with.
+    for name in (group.parameter, *group.values):
+        named = [_with_weight(scene, found, name) for found in layers]
+        if all(named):
+            return joined([found for found in named if found], several)
+    return f"{several}, in several layouts"
 
 
-def _layer_of(scene: Scene, weight: str) -> Found | str:
-    """The layer that a parameter is the weight of, over all its uses."""
-    consumers = scene.graph.consumers[weight]
-    matches = [match(scene, node, index) for node, index in consumers]
-    uses = [found for found in matches if isinstance(found, Found)]
-    if len(matches) == 1:
-        return matches[0]
-    roles = ", ".join(sorted({node.qualified_op for node, _ in consumers}))
-    several = f"used {len(matches)} times, by {roles}"
-    return _joined(uses, several) if len(uses) == len(matches) else several
+def _with_weight(scene: Scene, found: Found, name: str) -> Found | None:
+    """The layer with its weight called ``name``; None where that has another layout."""
+    own, *others = found.parameters
+    if own == name:
+        return found
+    if own not in scene.held or name not in scene.held:
+        return None
+    weight, wanted = scene.held[own], scene.held[name]
+    if weight.same_as(wanted):
+        return replace(found, parameters=(name, *others))
+    layout = str(found.options.get("weight_format"))
+    if layout in _TURNED and weight.transpose_of(wanted):
+        options = {**found.options, "weight_format": _TURNED[layout]}
+        return replace(found, parameters=(name, *others), options=options)
+    return None
 
 
-def _joined(uses: Sequence[Found], several: str) -> Found | str:
-    """One layer from several uses of its weight, or why they make none."""
-    first = uses[0]
-    kinds = sorted({use.kind for use in uses})
-    if len(kinds) > 1 or first.kind not in _SEVERAL_USES:
-        return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
-    if any(use.options != first.options for use in uses):
-        return f"{several}, not all alike"
-    inner = [text for option, text in _ONE_USE_ONLY.items() if option in first.options]
-    if inner:
-        return f"{several} {inner[0]}"
-    # A bias that is not the same in all uses has a use of its own: it stays outside.
-    same = all(use.parameters == first.parameters for use in uses)
-    return replace(
-        first,
-        kind=_SEVERAL_USES[first.kind],
-        parameters=first.parameters if same else first.parameters[:1],
-        inputs=_over([use.inputs for use in uses]),
-        outputs=_over([use.outputs for use in uses]),
+def _with_named_bias(scene: Scene, found: Found) -> Found:
+    """The layer with its bias called by the parameter it is, if it is all of one in order."""
+    others = (
+        scene.held[name].parameter if name in scene.held and scene.held[name].in_order else name
+        for name in found.parameters[1:]
     )
+    return replace(found, parameters=(found.parameters[0], *others))
 
 
-def _over(uses: Sequence[Tensors]) -> tuple[str, ...]:
-    return tuple(name for use in uses for name in ((use,) if isinstance(use, str) else use))
+def _mixed(
+    groups: Iterable[_Group], layers: Iterable[Found], reasons: Mapping[str, str]
+) -> dict[str, str]:
+    """Parameters partly in layers, while no single value holds another part; with the reason."""
+    claimed = {name for layer in layers for name in layer.parameters}
+    partly = {group.parameter for group in groups if group.is_in(claimed)}
+    return {
+        group.parameter: reasons[group.values[0]]
+        for group in groups
+        if group.parameter in partly and len(group.values) > 1 and not group.is_in(claimed)
+    }
+
+
+def _complete(
+    layers: Sequence[Found],
+    groups: Sequence[_Group],
+    reasons: Mapping[str, str],
+    trainable: Sequence[str],
+    held: Mapping[str, Held],
+) -> Discovery:
+    """Layers and generic parameters, and the parts that they name."""
+    claimed = dict.fromkeys(name for layer in layers for name in layer.parameters)
+    generic: list[Found] = []
+    parts: dict[str, tuple[Part, ...]] = {}
+    for parameter in trainable:
+        own = [group for group in groups if group.parameter == parameter]
+        values = {parameter, *(value for group in own for value in group.values)}
+        names = [name for name in claimed if name in values]
+        free = [group.values[0] for group in own if not group.is_in(claimed.keys())]
+        if not names:
+            why = dict.fromkeys(reasons[value] for value in (parameter, *free) if value in reasons)
+            reason = "; ".join(why) or "no operator of the graph reads it"
+            generic.append(Found("generic", (parameter,), reason=reason))
+            names, free = [parameter], []
+        generic += [Found("generic", (value,), reason=reasons[value]) for value in free]
+        parts[parameter] = tuple(
+            Part(name, None if name == parameter else held[name].index) for name in (*names, *free)
+        )
+    return Discovery((*layers, *generic), parts)

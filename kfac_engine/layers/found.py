@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.layers.parts import Held
 
 # Name of a tensor, or names over the uses of a layer.
 Tensors: TypeAlias = str | tuple[str, ...]
@@ -56,15 +57,21 @@ class Scene:
 
     Attributes:
         graph: The canonical graph.
-        trainable: Names of the parameters.
+        trainable: Values that are computed with and hold entries of parameters.
         shapes: Shape of every value in a sample run.
         batch: Length of the batch axis in that run.
+        held: Where the entries of parts of parameters lie.
+        dtypes: Element types of values.
+        shared: Those of ``trainable`` whose entries are computed with in another layout as well.
     """
 
     graph: Graph
     trainable: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
     batch: int
+    held: Mapping[str, Held]
+    dtypes: Mapping[str, DType]
+    shared: frozenset[str] = frozenset()
 
     @cached_property
     def data(self) -> frozenset[str]:
@@ -94,7 +101,9 @@ class Scene:
             The answer.
         """
         consumers = self.graph.consumers
-        if name not in self.trainable or len(consumers[name]) != len(consumers[weight]):
+        if name not in self.trainable - self.shared:
+            return False
+        if len(consumers[name]) != len(consumers[weight]):
             return False
         shape = self.shapes[name]
         position = len(shape) - 1 - channel_axes

@@ -5,7 +5,7 @@ from typing import TypeAlias, cast
 
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.found import Found, Scene
-from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, scale_of_view
+from kfac_engine.layers.scales import scale_of_normalization, scale_of_product
 from kfac_engine.layers.views import Padding
 
 # A matcher returns the layer a node is, or the reason why its weight makes none.
@@ -24,12 +24,7 @@ def match(scene: Scene, node: Node, index: int) -> Found | str:
 
 
 def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
-    return _affine(scene, node, index, node.inputs[index])
-
-
-def _affine(scene: Scene, node: Node, index: int, weight: str) -> Found | str:
-    """A Gemm with ``weight``, a parameter that is its operand or the transpose of that."""
-    x, operand = node.inputs[0], node.inputs[index]
+    x, weight = node.inputs[0], node.inputs[index]
     if x not in scene.data:
         return _aside(node, index)
     scaled = {"alpha", "beta", "transA"}.intersection(
@@ -40,55 +35,30 @@ def _affine(scene: Scene, node: Node, index: int, weight: str) -> Found | str:
     if scaled:
         return f"Gemm with {', '.join(sorted(scaled))}"
     transposed = bool(node.attributes.get("transB", 0))
-    d_out = scene.shapes[operand][0 if transposed else 1]
+    d_out = scene.shapes[weight][0 if transposed else 1]
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
     return Found(
         "fully_connected",
         (weight, bias) if scene.is_bias(bias, weight, d_out) else (weight,),
         x,
         node.outputs[0],
-        {"weight_format": _format(transposed, operand, weight)},
+        {"weight_format": "OI" if transposed else "IO"},
     )
 
 
 def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
-    return _product(scene, node, index, node.inputs[index])
-
-
-def _product(scene: Scene, node: Node, index: int, weight: str) -> Found | str:
-    """A MatMul with ``weight``, a parameter that is its operand or the transpose of that."""
-    operand, x = node.inputs[index], node.inputs[1 - index]
+    weight, x = node.inputs[index], node.inputs[1 - index]
     if x not in scene.data:
         return _aside(node, index)
     if not scene.is_weight(weight, 2) or len(scene.shapes[x]) < 2:
         return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
     left = index == 0  # s = W·x: features are the last axis but one
-    d_out = scene.shapes[operand][0 if left else 1]
+    d_out = scene.shapes[weight][0 if left else 1]
     outputs, bias = _with_bias(scene, node.outputs[0], weight, d_out, channel_axes=int(left))
-    options: dict[str, object] = {"weight_format": _format(left, operand, weight)}
+    options: dict[str, object] = {"weight_format": "OI" if left else "IO"}
     if left:
         options["feature_axis"] = -2
     return Found("fully_connected", (weight, *bias), x, outputs, options)
-
-
-def _format(output_first: bool, operand: str, weight: str) -> str:
-    """The layout of a weight, from that of the operand it is or was transposed to."""
-    return "OI" if output_first == (operand == weight) else "IO"
-
-
-def _transposed(scene: Scene, node: Node, index: int) -> Found | str:
-    """A weight stored as ``(out, in)`` and turned around for its product."""
-    users = scene.graph.consumers.get(node.outputs[0], ())
-    weight = node.inputs[index]
-    if len(users) == 1 and scene.is_weight(weight, 2):
-        user, position = users[0]
-        dense = _TURNED.get((user.qualified_op, position))
-        if dense and tuple(cast("tuple[int, ...]", node.attributes.get("perm", (1, 0)))) == (1, 0):
-            return dense(scene, user, position, weight)
-    return f"operand {index} of Transpose"
-
-
-_TURNED = {("Gemm", 1): _affine, ("MatMul", 0): _product, ("MatMul", 1): _product}
 
 
 # -- convolutions ----------------------------------------------------------------------------------
@@ -198,14 +168,11 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("Gemm", 1): _gemm,
     ("MatMul", 0): _matmul,
     ("MatMul", 1): _matmul,
-    ("Transpose", 0): _transposed,
     ("Conv", 1): _conv,
     ("ConvTranspose", 1): _conv_transpose,
     ("Gather", 0): _gather,
     ("Mul", 0): scale_of_product,
     ("Mul", 1): scale_of_product,
-    ("Reshape", 0): scale_of_view,
-    ("Unsqueeze", 0): scale_of_view,
     ("LayerNormalization", 1): scale_of_normalization,
     ("BatchNormalization", 1): scale_of_normalization,
     ("InstanceNormalization", 1): scale_of_normalization,

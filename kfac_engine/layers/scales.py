@@ -30,14 +30,6 @@ class _Carried:
     axis: int = -1
 
 
-def scale_of_view(scene: Scene, node: Node, index: int) -> Found | str:
-    """The scale that a parameter is once it has more axes."""
-    users = scene.graph.consumers.get(node.outputs[0], ())
-    if len(users) == 1 and users[0][0].op == "Mul":
-        return scale_of_product(scene, *users[0])
-    return f"operand {index} of {node.op}"
-
-
 def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
     """The scale of ``x ∘ scale``, with a shift if that goes straight into a sum with one."""
     x, y = node.inputs[1 - index], node.outputs[0]
@@ -62,18 +54,14 @@ def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
 
 def _carried(scene: Scene, value: str) -> _Carried | None:
     """The parameter behind a value that is used once; None where there is none."""
-    if _is_own(scene, value):
-        return _Carried(value, value)
-    view = scene.graph.producers.get(value)
-    if view is None or view.op not in ("Reshape", "Unsqueeze"):
+    if not _is_own(scene, value):
         return None
-    parameter = view.inputs[0]
+    held = scene.held.get(value)
     wide = [i for i, side in enumerate(scene.shapes[value]) if side != 1]
-    alone = len(scene.graph.consumers[value]) == 1 and _is_own(scene, parameter)
-    if not alone or len(scene.shapes[parameter]) != 1 or len(wide) > 1:
-        return None
+    if held is None or not held.in_order or len(scene.shapes[held.parameter]) != 1 or len(wide) > 1:
+        return _Carried(value, value)
     axis = wide[0] - len(scene.shapes[value]) if wide else -1
-    return _Carried(parameter, value, axis)
+    return _Carried(held.parameter, value, axis)
 
 
 def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
@@ -125,19 +113,19 @@ def _misfit(scene: Scene, value: str, x: str, y: str, axis: int = -1) -> str:
 
 def _is_own(scene: Scene, name: str) -> bool:
     """Whether a parameter is used here alone."""
-    return name in scene.trainable and len(scene.graph.consumers[name]) == 1
+    return name in scene.trainable - scene.shared and len(scene.graph.consumers[name]) == 1
 
 
 def _normalised(scene: Scene, node: Node) -> NewValue:
     """The result of a normalization before it is scaled and shifted."""
     name = f"{node.outputs[0]} before its scale"
-    constants = scene.graph.constants
     one, zero = f"{name}: one", f"{name}: zero"
-    values = {one: np.ones_like(constants[node.inputs[1]])}
+    scale, dtype = node.inputs[1], scene.dtypes[node.inputs[1]]
+    values = {one: np.ones(scene.shapes[scale], dtype)}
     inputs = [node.inputs[0], one, *node.inputs[2:]]
     if len(inputs) > 2 and inputs[2]:
         inputs[2] = zero
-        values[zero] = np.zeros(scene.shapes[node.inputs[2]], constants[node.inputs[1]].dtype)
+        values[zero] = np.zeros(scene.shapes[node.inputs[2]], dtype)
     others = tuple(f"{name}: {output}" for output in node.outputs[1:] if output)
     made = replace(node, inputs=tuple(inputs), outputs=(name, *others), name=f"make {name}")
     return NewValue(made, values, node.outputs[0])

@@ -95,7 +95,7 @@ def test_a_table_of_positions_is_no_layer():
         rows = net.op("Gather", net.weight("table", 6, WIDTH), ids, to="rows")
         net.op("Add", "input", rows, to="output")
 
-    assert reason(build) == "table of Gather whose indices do not depend on the data"
+    assert reason(build) == "operand 1 of Add"
 
 
 def test_positions_counted_by_the_shape_of_the_data_are_no_identifiers():
@@ -112,7 +112,7 @@ def test_positions_counted_by_the_shape_of_the_data_are_no_identifiers():
 
 def test_columns_picked_from_a_parameter_are_no_embedding():
     def build(net):
-        at = net.constant("at", np.array([2, 0, 1]))
+        at = net.constant("at", np.array([2, 0, 0]))
         w = net.op("Gather", net.weight("table", 4, WIDTH), at, to="turned", axis=1)
         net.op("Mul", "input", w, to="output")
 

@@ -225,7 +225,7 @@ def test_scales_of_a_group_normalization_are_a_layer_where_there_is_one_a_channe
     x = Input("x", np.dtype("float32"), ("batch", 4, 3))
     shapes = {"x": (2, 4, 3), "y": (2, 4, 3), "scale": (entries,), "shift": (entries,)}
     graph = Graph((node,), (x,), ("y",), constants, opset)
-    found, *rest = discover(graph, ("scale", "shift"), shapes, 2)
+    found, *rest = discover(graph, ("scale", "shift"), shapes, 2).layers
     assert found.kind == kind
     if kind == "generic":
         assert found.reason == "scale of GroupNormalization that is not one number a channel"

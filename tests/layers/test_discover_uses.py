@@ -156,7 +156,7 @@ def line_twice(net):
 
 
 REASONS = {
-    "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, Transpose, not all alike"),
+    "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, not all alike"),
     "layouts": (transposed_once, _FLAT, _FLAT, "used 2 times, by Gemm, MatMul, not all alike"),
     "inner_axis": (twice_from_the_left, _TOKENS, _TOKENS,
                    "used 2 times, by MatMul with its features on an inner axis"),

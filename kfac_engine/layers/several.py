@@ -1,0 +1,52 @@
+"""One layer from several uses of its weight."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kfac_engine.layers.found import Found, Tensors
+
+# Kind of a layer used once to the kind that takes several uses.
+_SEVERAL_USES = {
+    "fully_connected": "fully_connected_multi",
+    "conv2d": "conv2d_multi",
+    "embedding": "embedding_multi",
+}
+
+# Options that the registration of several uses does not have.
+_ONE_USE_ONLY = {"feature_axis": "with its features on an inner axis"}
+
+
+def joined(uses: Sequence[Found], several: str) -> Found | str:
+    """One layer from the uses of its weight, or why they make none.
+
+    Args:
+        uses: One or more, each a layer of its own.
+        several: Starts the reason.
+
+    Returns:
+        The layer, or the reason.
+    """
+    first = uses[0]
+    if len(uses) == 1:
+        return first
+    kinds = sorted({use.kind for use in uses})
+    if len(kinds) > 1 or first.kind not in _SEVERAL_USES:
+        return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
+    if any(use.options != first.options for use in uses):
+        return f"{several}, not all alike"
+    inner = [text for option, text in _ONE_USE_ONLY.items() if option in first.options]
+    if inner:
+        return f"{several} {inner[0]}"
+    # A bias that is not the same in all uses has a use of its own: it stays outside.
+    same = all(use.parameters == first.parameters for use in uses)
+    return replace(
+        first,
+        kind=_SEVERAL_USES[first.kind],
+        parameters=first.parameters if same else first.parameters[:1],
+        inputs=_over([use.inputs for use in uses]),
+        outputs=_over([use.outputs for use in uses]),
+    )
+
+
+def _over(uses: Sequence[Tensors]) -> tuple[str, ...]:
+    return tuple(name for use in uses for name in ((use,) if isinstance(use, str) else use))

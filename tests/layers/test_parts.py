@@ -1,0 +1,223 @@
+"""Weights kept in another form by the file: the same numbers as where they are written plainly."""
+
+import numpy as np
+import pytest
+from onnx import helper
+
+import kfac_engine as ke
+from kfac_engine.layers.parts import Part, describe, join, split
+from tests import models
+
+# float32 sums of a few dozen terms, relative to the largest entry.
+SINGLE = 1e-4
+BATCH, WIDTH = 6, 4
+SIDES = ["batch", WIDTH]
+
+
+def whole(net):
+    """Two dense layers and their product, all weights and biases written plainly."""
+    x, y = (
+        net.op("Tanh", net.op("Gemm", "input", f"w{i}", f"b{i}", to=f"s{i}"), to=f"t{i}")
+        for i in range(2)
+    )
+    net.op("Add", x, y, to="output")
+
+
+def cut(net, value, axis, start, end, to):
+    bounds = [net.constant(f"{to} {k}", np.array([v])) for k, v in
+              (("start", start), ("end", end), ("axis", axis))]  # fmt: skip
+    return net.op("Slice", value, *bounds, to=to)
+
+
+def by_slices(net):
+    w, b = net.weight("w", WIDTH, 2 * WIDTH), net.weight("b", 2 * WIDTH)
+    for i in range(2):
+        cut(net, w, 1, i * WIDTH, (i + 1) * WIDTH, f"w{i}")
+        cut(net, b, -1, i * WIDTH, (i + 1) * WIDTH, f"b{i}")
+
+
+def by_split(net):
+    w, b = net.weight("w", 2 * WIDTH, WIDTH), net.weight("b", 2 * WIDTH)
+    net.several("Split", w, to=("u0", "u1"), axis=0, num_outputs=2)
+    net.several("Split", b, to=("b0", "b1"), num_outputs=2)
+    for i in range(2):
+        net.op("Transpose", f"u{i}", to=f"w{i}")
+
+
+def stacked(net):
+    w, b = net.weight("w", 2, WIDTH, WIDTH), net.weight("b", 2, WIDTH)
+    for i in range(2):
+        at = net.constant(f"at{i}", np.array(i))
+        net.op("Gather", w, at, to=f"w{i}")
+        net.op("Gather", b, at, to=f"b{i}")
+
+
+def flat(net):
+    """All weights in one vector, as optimisers of flat parameters leave them."""
+    w, b = net.weight("w", 2 * WIDTH**2), net.weight("b", 2 * WIDTH)
+    square = net.constant("square", np.array([WIDTH, WIDTH]))
+    for i in range(2):
+        part = cut(net, w, 0, i * WIDTH**2, (i + 1) * WIDTH**2, f"part{i}")
+        net.op("Reshape", part, square, to=f"w{i}")
+        cut(net, b, 0, i * WIDTH, (i + 1) * WIDTH, f"b{i}")
+
+
+def relayed(net):
+    one = net.constant("one", np.array([0]))
+    for i in range(2):
+        net.op("Squeeze", net.weight(f"w {i}", 1, WIDTH, WIDTH), one, to=f"w{i}")
+        net.op("Identity", net.weight(f"b {i}", WIDTH), to=f"b{i}")
+
+
+def interleaved(net):
+    """Even columns make one layer, odd ones the other."""
+    w, b = net.weight("w", WIDTH, 2 * WIDTH), net.weight("b", 2 * WIDTH)
+    two, end = net.constant("two", np.array([2])), net.constant("end", np.array([2**62]))
+    for i in range(2):
+        start = net.constant(f"start{i}", np.array([i]))
+        for name, axis in ((w, 1), (b, 0)):
+            at = net.constant(f"axis {name}{i}", np.array([axis]))
+            net.op("Slice", name, start, end, at, two, to=f"{name}{i}")
+
+
+class PartsNet(models.Net):
+    """A net whose nodes may have several results."""
+
+    def several(self, op, *inputs, to, **attributes):
+        self._nodes.append(helper.make_node(op, inputs, to, name=f"node_{to[0]}", **attributes))
+
+
+CASES = (by_slices, by_split, stacked, flat, relayed, interleaved)
+
+
+def finished(net):
+    whole(net)
+    return net.model({"input": SIDES}, {"output": SIDES})
+
+
+def step(model, **options):
+    engine = ke.Engine.from_onnx(model, loss="normal", estimation_mode="exact", **options)
+    feeds = models.random_inputs(model, BATCH)
+    return engine, engine.step(feeds, np.zeros((BATCH, WIDTH), np.float32))
+
+
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+def test_natural_gradients_are_those_of_the_model_with_plain_weights(build):
+    net = PartsNet()
+    build(net)
+    model = finished(net)
+    values = ["w0", "b0", "w1", "b1"]
+    trace = ke.load_model(model).run(models.random_inputs(model, BATCH))
+    plain = models.Net()
+    for name in values:
+        plain.constant(name, np.array(trace[name]))
+    expected = step(finished(plain))[1]
+    engine, found = step(model)
+    assert [layer.kind for layer in engine.layers] == ["fully_connected"] * 2
+    # What the graph makes of natural gradients in place of the weights: theirs, moved about.
+    moved = ke.load_model(model).run(
+        models.random_inputs(model, BATCH), parameters=found.natural_gradients
+    )
+    for name in values:
+        wanted = expected.natural_gradients[name]
+        np.testing.assert_allclose(
+            moved[name], wanted, atol=SINGLE * np.abs(wanted).max(), err_msg=name
+        )
+
+
+def test_reports_say_what_a_layer_takes_of_a_parameter():
+    net = PartsNet()
+    by_slices(net)
+    engine = ke.Engine.from_onnx(finished(net), loss="normal")
+    assert [(layer.parameters, layer.parts, layer.key) for layer in engine.layers] == [
+        (("w", "b"), ("[:, 0:4]", "[0:4]"), ("w0", "b0")),
+        (("w", "b"), ("[:, 4:8]", "[4:8]"), ("w1", "b1")),
+    ]
+
+
+def test_entries_that_nothing_reads_are_divided_by_the_damping():
+    net = models.Net()
+    cut(net, net.weight("w", WIDTH, WIDTH + 2), 1, 0, WIDTH, "cut")
+    net.op("MatMul", "input", "cut", to="output")
+    engine, result = step(net.model({"input": SIDES}, {"output": SIDES}), damping=0.5)
+    assert not result.natural_gradients["w"][:, WIDTH:].any()
+    ones = np.ones((WIDTH, WIDTH + 2), np.float32)
+    np.testing.assert_array_equal(engine.precondition({"w": ones})["w"][:, WIDTH:], 2)
+
+
+def test_a_parameter_read_in_parts_that_overlap_is_generic():
+    net = models.Net()
+    w = net.weight("w", WIDTH, WIDTH + 1)
+    for i in range(2):
+        net.op("MatMul", "input", cut(net, w, 1, i, WIDTH + i, f"w{i}"), to=f"s{i}")
+    net.op("Add", "s0", "s1", to="output")
+    engine = ke.Engine.from_onnx(net.model({"input": SIDES}, {"output": SIDES}), loss="normal")
+    (layer,) = engine.layers
+    assert (layer.kind, layer.reason) == ("generic", "read in parts that overlap")
+
+
+def test_a_part_without_a_layer_is_a_generic_part():
+    net = models.Net()
+    w = net.weight("w", 2, WIDTH, WIDTH)
+    first, second = (
+        net.op("Gather", w, net.constant(f"at{i}", np.array(i)), to=f"w{i}") for i in range(2)
+    )
+    net.op("MatMul", "input", first, to="s")
+    net.op("Mul", net.op("ReduceSum", second, to="sum", keepdims=0), "s", to="output")
+    engine, result = step(net.model({"input": SIDES}, {"output": SIDES}), damping=0.5)
+    dense, rest = engine.layers
+    assert (dense.kind, dense.parts) == ("fully_connected", ("[0:1, :, :]",))
+    assert (rest.kind, rest.parts, rest.parameters) == ("generic", ("[1:2, :, :]",), ("w",))
+    found, g = result.natural_gradients["w"][1], result.gradients["w"][1]
+    # Every entry of the sum has the same gradient, hence the same curvature.
+    np.testing.assert_allclose(found / g, (found / g)[0, 0], rtol=SINGLE)
+    assert 0 < found[0, 0] / g[0, 0] < 2
+
+
+def test_one_weight_cut_out_of_a_stack_at_each_step_is_a_layer_of_several_uses():
+    """As an unrolled recurrence reads it: ``Gemm(x, Squeeze(W))`` again and again."""
+    net = models.Net()
+    axis = net.constant("axis", np.array([0]))
+    w = net.op("Squeeze", net.weight("w", 1, WIDTH, WIDTH), axis, to="w0")
+    b = cut(net, net.weight("b", 2 * WIDTH), 0, 0, WIDTH, "b0")
+    x = net.op("Tanh", net.op("Gemm", "input", w, b, to="s0", transB=1), to="t0")
+    net.op("Gemm", x, w, b, to="output", transB=1)
+    model = net.model({"input": SIDES}, {"output": SIDES})
+    (layer,) = ke.Engine.from_onnx(model, loss="normal").layers
+    assert (layer.kind, layer.key) == ("fully_connected_multi", ("w0", "b0"))
+    assert (layer.parameters, layer.parts) == (("w", "b"), ("", "[0:4]"))
+    plain = models.Net()
+    plain.constant("w0", np.array(ke.load_model(model).parameters["w"][0]))
+    plain.constant("b0", np.array(ke.load_model(model).parameters["b"][:WIDTH]))
+    x = plain.op("Tanh", plain.op("Gemm", "input", "w0", "b0", to="s0", transB=1), to="t0")
+    plain.op("Gemm", x, "w0", "b0", to="output", transB=1)
+    expected = step(plain.model({"input": SIDES}, {"output": SIDES}))[1].natural_gradients
+    found = step(model)[1].natural_gradients
+    np.testing.assert_allclose(found["w"][0], expected["w0"], rtol=SINGLE, atol=1e-6)
+    np.testing.assert_allclose(found["b"][:WIDTH], expected["b0"], rtol=SINGLE, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (np.s_[:2], "[0:2, :]"),
+        (np.s_[:, 1:4:2], "[:, 1:4:2]"),
+        (np.s_[1, 2:3], "[1:2, 2:3]"),
+        (np.s_[[0, 1], [0, 1]], "[2 of 20 entries]"),
+        (np.s_[:, [0, 1, 4]], "[12 of 20 entries]"),
+    ],
+)
+def test_parts_are_described_as_slices_where_they_are_boxes(part, text):
+    index = np.arange(20).reshape(4, 5)[part]
+    assert describe(index, (4, 5)) == text
+
+
+def test_joining_puts_every_entry_back():
+    array = np.arange(12.0).reshape(3, 4)
+    numbers = np.arange(12).reshape(3, 4)
+    parts = [Part("left", numbers[:, :2].T), Part("right", numbers[:, 3:])]
+    arrays = split({"w": parts}, {"w": array})
+    np.testing.assert_array_equal(arrays["left"], array[:, :2].T)
+    expected = array.copy()
+    expected[:, 2] *= 7
+    np.testing.assert_array_equal(join(parts, arrays, array, rest=7), expected)
