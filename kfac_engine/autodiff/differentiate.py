@@ -12,7 +12,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.lowering import load_lowerings
 from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
+from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
@@ -74,7 +74,9 @@ def differentiate(
             raise UnknownNameError(f"'{name}' is not a value of model '{graph.name}'.")
     builder = Builder(graph, facts)
     stops = frozenset(wrt) if independent else frozenset[str]()
-    sweep = _Sweep(graph, facts, builder, _active(graph, facts, wrt), stops)
+    active = _active(graph, facts, wrt)
+    rounded = _rounded(graph, facts, active)
+    sweep = _Sweep(graph, facts, builder, _active(graph, facts, (*wrt, *rounded)), rounded, stops)
     cotangents = {name: f"cotangent_{index}_of_{name}" for index, name in enumerate(outputs)}
     for name, cotangent in cotangents.items():
         sweep.add(name, cotangent)
@@ -102,10 +104,11 @@ class _Sweep:
         facts: Mapping[str, Fact],
         builder: Builder,
         active: frozenset[str],
+        rounded: Mapping[str, Node],
         stops: frozenset[str],
     ) -> None:
         self._graph, self._facts, self._builder = graph, facts, builder
-        self._active, self._stops = active, stops
+        self._active, self._rounded, self._stops = active, rounded, stops
         self._rules = load_rules()
         self._parts: dict[str, list[str]] = {}
 
@@ -133,6 +136,11 @@ class _Sweep:
         captured = [name for name in node.captures if name in self._active]
         if not g or not (wanted or captured) or node.qualified_op in ZERO_DERIVATIVE:
             return
+        if node.qualified_op in QUANTIZERS:
+            raise _refused_quantizer(node, self._graph, wrt)
+        for name in node.inputs:
+            if name in self._rounded:
+                raise _refused_quantizer(self._rounded[name], self._graph, wrt)
         if captured or node.qualified_op not in self._rules:
             self._refuse(node, wrt)
         for index, cotangent in self._rules[node.qualified_op](
@@ -164,6 +172,19 @@ def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> froz
     return frozenset(active)
 
 
+def _rounded(graph: Graph, facts: Mapping[str, Fact], active: frozenset[str]) -> dict[str, Node]:
+    """Whole numbers that stand for active ones, each with the node that rounded."""
+    found: dict[str, Node] = {}
+    for node in graph.nodes:
+        sources = [found[name] for name in node.inputs if name in found]
+        if node.qualified_op in QUANTIZERS and active.intersection(node.inputs):
+            sources = [node]
+        if sources and node.qualified_op not in ZERO_DERIVATIVE:
+            whole = (n for n in node.outputs if n in facts and facts[n].dtype.kind in "iu")
+            found.update(dict.fromkeys(whole, sources[0]))
+    return found
+
+
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
     """Those of ``nodes`` that ``results`` depend on, in their order."""
     wanted, kept = set(results), []
@@ -180,14 +201,28 @@ def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in (*reads, *gradients) if builder.is_forward(name))
 
 
+def _refused_quantizer(node: Node, graph: Graph, wrt: Sequence[str]) -> UnsupportedOpError:
+    culprit = _culprit(node, graph, wrt)
+    return UnsupportedOpError(
+        f"{node.qualified_op} at node '{node.name}' rounds to whole numbers on the path from "
+        f"'{culprit}' to the output: its derivative is zero or does not exist. Use the model as "
+        f"it was before quantization, or leave '{culprit}' out of the trainable parameters."
+    )
+
+
 def _unsupported(node: Node, graph: Graph, wrt: Sequence[str]) -> UnsupportedOpError:
-    upstream = set(node.inputs) | set(node.captures)
-    for earlier in reversed(graph.nodes[: graph.nodes.index(node)]):
-        if upstream.intersection(earlier.outputs):
-            upstream.update(earlier.inputs)
-    culprit = next((name for name in wrt if name in upstream), "?")
+    culprit = _culprit(node, graph, wrt)
     return UnsupportedOpError(
         f"no derivative rule for {node.qualified_op} (opset {graph.opset}) at node '{node.name}', "
         f"which is on the path from '{culprit}' to the output. Leave '{culprit}' out of the "
         f"trainable parameters, or add a rule with @vjp_rule in autodiff/rules/."
     )
+
+
+def _culprit(node: Node, graph: Graph, wrt: Sequence[str]) -> str:
+    """A value of ``wrt`` that a node depends on."""
+    upstream = set(node.inputs) | set(node.captures)
+    for earlier in reversed(graph.nodes[: graph.nodes.index(node)]):
+        if upstream.intersection(earlier.outputs):
+            upstream.update(earlier.inputs)
+    return next((name for name in wrt if name in upstream), "?")

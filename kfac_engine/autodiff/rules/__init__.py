@@ -49,6 +49,10 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """.split()  # noqa: SIM905 (a list literal would be forty lines)
 )
 
+# Operators that round real numbers to whole ones that stand for them. Zero would be their
+# derivative too, but whoever asks for it wants another: they are refused by name.
+QUANTIZERS: frozenset[str] = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+
 
 def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
     """Enter a function into the table for each of ``ops`` (``"domain::Op"`` for other domains)."""
