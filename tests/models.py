@@ -279,10 +279,10 @@ def sigmoid_output(d: int = 4, d_out: int = 2, dtype: str = "float32") -> onnx.M
 
 
 def odd_ops(d: int = 3, dtype: str = "float32") -> onnx.ModelProto:
-    """Gemm, Reshape to 2×2 matrices, ``Det`` (an operator without derivative rule), Gemm."""
+    """Gemm, Reshape to 17×17 matrices, ``Det`` (too large for its derivative rule), Gemm."""
     net = Net(dtype)
-    x = net.dense("fc0", "input", d, 4)
-    sides = net.constant("sides", np.asarray([-1, 2, 2], np.int64))
+    x = net.dense("fc0", "input", d, 289)
+    sides = net.constant("sides", np.asarray([-1, 17, 17], np.int64))
     x = net.op("Det", net.op("Reshape", x, sides, to="matrices"), to="det")
     axes = net.constant("axes", np.asarray([1], np.int64))
     x = net.op("Unsqueeze", x, axes, to="column")

@@ -12,7 +12,14 @@ from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.lowering import load_lowerings
 from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
+from kfac_engine.autodiff.rules import (
+    QUANTIZERS,
+    ZERO_DERIVATIVE,
+    Cotangents,
+    Gradients,
+    Wanted,
+    load_rules,
+)
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
@@ -133,28 +140,35 @@ class _Sweep:
             if self.reached(name) and name not in self._stops
         }
         wanted = frozenset(i for i, name in enumerate(node.inputs) if name in self._active)
-        captured = [name for name in node.captures if name in self._active]
+        captured = self._active.intersection(node.captures)
         if not g or not (wanted or captured) or node.qualified_op in ZERO_DERIVATIVE:
             return
-        if node.qualified_op in QUANTIZERS:
-            raise _refused_quantizer(node, self._graph, wrt)
-        for name in node.inputs:
-            if name in self._rounded:
-                raise _refused_quantizer(self._rounded[name], self._graph, wrt)
-        if captured or node.qualified_op not in self._rules:
-            self._refuse(node, wrt)
-        for index, cotangent in self._rules[node.qualified_op](
-            self._builder, node, g, wanted
-        ).items():
+        try:
+            gradients = self._gradients(node, g, wanted)
+        except UnsupportedOpError as refusal:
+            culprit = _culprit(node, self._graph, wrt)
+            raise UnsupportedOpError(
+                f"{refusal} The node is on the path from '{culprit}' to the output: leave "
+                f"'{culprit}' out of the trainable parameters to do without."
+            ) from refusal
+        for index, cotangent in gradients.items():
             if index in wanted:
                 self.add(node.inputs[index], cotangent)
 
-    def _refuse(self, node: Node, wrt: Sequence[str]) -> NoReturn:
+    def _gradients(self, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+        rounding = [self._rounded[name] for name in node.inputs if name in self._rounded]
+        if rounding or node.qualified_op in QUANTIZERS:
+            raise _refused_quantizer(rounding[0] if rounding else node)
+        if node.qualified_op not in self._rules or self._active.intersection(node.captures):
+            self._refuse(node)
+        return self._rules[node.qualified_op](self._builder, node, g, wanted)
+
+    def _refuse(self, node: Node) -> NoReturn:
         """Raise the reason why a node was not rewritten, or say that nobody knows how to."""
         lowering = load_lowerings().get(node.qualified_op)
         if lowering is not None:
             lowering(Pen(self._graph, self._facts, f"{node.name}/"), node)
-        raise _unsupported(node, self._graph, wrt)
+        raise _unsupported(node, self._graph.opset)
 
 
 def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> frozenset[str]:
@@ -201,21 +215,17 @@ def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in (*reads, *gradients) if builder.is_forward(name))
 
 
-def _refused_quantizer(node: Node, graph: Graph, wrt: Sequence[str]) -> UnsupportedOpError:
-    culprit = _culprit(node, graph, wrt)
+def _refused_quantizer(node: Node) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"{node.qualified_op} at node '{node.name}' rounds to whole numbers on the path from "
-        f"'{culprit}' to the output: its derivative is zero or does not exist. Use the model as "
-        f"it was before quantization, or leave '{culprit}' out of the trainable parameters."
+        f"{node.qualified_op} at node '{node.name}' rounds to whole numbers, so that its "
+        f"derivative is zero or does not exist; use the model as it was before quantization."
     )
 
 
-def _unsupported(node: Node, graph: Graph, wrt: Sequence[str]) -> UnsupportedOpError:
-    culprit = _culprit(node, graph, wrt)
+def _unsupported(node: Node, opset: int) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"no derivative rule for {node.qualified_op} (opset {graph.opset}) at node '{node.name}', "
-        f"which is on the path from '{culprit}' to the output. Leave '{culprit}' out of the "
-        f"trainable parameters, or add a rule with @vjp_rule in autodiff/rules/."
+        f"no derivative rule for {node.qualified_op} (opset {opset}) at node '{node.name}'; add "
+        f"one with @vjp_rule in autodiff/rules/."
     )
 
 
