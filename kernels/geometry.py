@@ -1,12 +1,16 @@
 """The structs of ``prelude.cuh`` as NumPy sees them: three spatial axes, missing ones first."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 AXES = 3
+
+Struct: TypeAlias = npt.NDArray[Any]
 
 IMAGES = np.dtype(
     [
@@ -24,25 +28,66 @@ GRID = np.dtype([(name, "i4", AXES) for name in ("begins", "outputs")], align=Tr
 JOB = np.dtype([(name, "i4") for name in ("grid", "row", "column", "begin", "end")], align=True)
 SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end")], align=True)
 
-Struct = npt.NDArray[Any]
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Images and a window over them; structs are arrays of one entry, which kernels take by value.
+
+    Attributes:
+        images: Struct ``Images``.
+        taps: Struct ``Taps``.
+        grid: Struct ``Grid`` of all output positions.
+        count: Number of images.
+        channels: Of each.
+        pixels: Of each channel.
+        positions: Output positions of each image.
+    """
+
+    images: Struct
+    taps: Struct
+    grid: Struct
+    count: int
+    channels: int
+    pixels: int
+    positions: int
 
 
-def images_struct(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Struct:
-    """Images ``(n, channels, *sides)`` with strides in bytes, as CuPy and NumPy give them."""
-    images, channels, *sides = shape
-    steps = [stride // itemsize for stride in strides]
-    pixels = _leading(steps[2:], 0)
-    return np.array((steps[0], steps[1], pixels, images, channels, _leading(sides, 1)), IMAGES)
+@dataclass(frozen=True, slots=True)
+class WindowSides:
+    """What the kernels need to know of a window, an entry for each spatial axis."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    begins: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
-def taps_struct(kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Struct:
-    """The geometry of a kernel, without where it starts."""
-    return np.array(tuple(_leading(values, 1) for values in (kernel, strides, dilations)), TAPS)
+def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowSides) -> Geometry:
+    """The geometry of images ``(n, channels, *sides)`` with these strides, in elements."""
+    count, channels, *sides = shape
+    pixel_strides = _leading(strides[2:], 0)
+    images = (strides[0], strides[1], pixel_strides, count, channels, _leading(sides, 1))
+    taps = tuple(_leading(side, 1) for side in (window.kernel, window.strides, window.dilations))
+    return Geometry(
+        images=np.array([images], IMAGES),
+        taps=np.array([taps], TAPS),
+        grid=grid_struct(window.begins, window.outputs),
+        count=count,
+        channels=channels,
+        pixels=prod(sides),
+        positions=prod(window.outputs),
+    )
 
 
 def grid_struct(begins: Sequence[int], outputs: Sequence[int]) -> Struct:
     """A box of output positions."""
-    return np.array((_leading(begins, 0), _leading(outputs, 1)), GRID)
+    return np.array([(_leading(begins, 0), _leading(outputs, 1))], GRID)
+
+
+def words(structs: Struct) -> npt.NDArray[np.int32]:
+    """Structs as rows of 32-bit words, which any array library can hold."""
+    return structs.view(np.int32).reshape(structs.size, -1)
 
 
 def _leading(values: Sequence[int], neutral: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ class Launch(Protocol):
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[object, ...]
     ) -> None:
-        """Run it: arrays are passed as pointers, NumPy scalars and structs by value."""
+        """Run it: arrays of the device go as pointers, NumPy's scalars and structs by value."""
 
 
 class Device(Protocol):

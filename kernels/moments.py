@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
-from kfac_engine.kernels.geometry import Struct
+from kfac_engine.kernels.geometry import Geometry
 from kfac_engine.kernels.launch import (
     BLOCK,
     INPUTS,
@@ -48,18 +47,34 @@ class Pass:
         return len(self.jobs) * self.tile**2 * 4
 
 
-def add_products(  # noqa: PLR0913 (all that a launch needs)
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """How a moment joins the old one.
+
+    Attributes:
+        features: Side of the moment, without the homogeneous coordinate.
+        alpha: Scale of the new moment.
+        beta: Scale of the old values; zero overwrites.
+    """
+
+    features: int
+    alpha: float
+    beta: float
+
+    @property
+    def arguments(self) -> tuple[np.float32, np.float32]:
+        """As kernels take them."""
+        return float32(self.alpha), float32(self.beta)
+
+
+def add_products(
     device: Device,
     x: Array,
     out: Array,
+    geometry: Geometry,
     passes: Sequence[Pass],
-    images: Struct,
-    taps: Struct,
-    *,
-    features: int,
+    scales: Scales,
     split: int,
-    alpha: float,
-    beta: float,
 ) -> None:
     """``out ← beta·out + alpha·Σ z zᵀ`` for the first ``features`` rows and columns.
 
@@ -69,13 +84,10 @@ def add_products(  # noqa: PLR0913 (all that a launch needs)
         device: Where to.
         x: Images of any strides.
         out: ``(side, side)`` float32, contiguous.
+        geometry: Of ``x`` and the window.
         passes: The plan; each pass writes other tiles of ``out``.
-        images: Geometry of ``x``.
-        taps: Geometry of the kernel.
-        features: Side less one if there is a homogeneous coordinate.
+        scales: Of the product and of the old values.
         split: TF32 numbers a factor is split into: 3 or 1 for tensor cores, 0 for FP32 units.
-        alpha: Scale of the product.
-        beta: Scale of the old values; zero overwrites.
     """
     parts = device.empty((max(part.part_bytes for part in passes) // 4,), np.float32)
     for part in passes:
@@ -84,24 +96,15 @@ def add_products(  # noqa: PLR0913 (all that a launch needs)
         )
         multiply = device.function(source("patch_products"), "patch_products", macros)
         threads = BLOCK if split == 0 or part.tile == 128 else BLOCK // 2  # THREADS in the source
-        multiply((len(part.jobs),), (threads,), (x, part.jobs, part.grids, parts, images, taps))
+        structs = geometry.images, geometry.taps
+        multiply((len(part.jobs),), (threads,), (x, part.jobs, part.grids, parts, *structs))
         assemble = device.function(source("moment"), "assemble_moment", options(TILE=part.tile))
-        scalars = int32(len(out)), int32(features), float32(alpha), float32(beta)
+        scalars = int32(len(out)), int32(scales.features), *scales.arguments
         blocks = len(part.sums), (part.tile // _SUBTILE) ** 2
         assemble(blocks, _THIN_BLOCK, (out, parts, part.sums, part.sources, *scalars))
 
 
-def add_border(  # noqa: PLR0913 (all that a launch needs)
-    device: Device,
-    x: Array,
-    out: Array,
-    images: Struct,
-    taps: Struct,
-    grid: Struct,
-    *,
-    alpha: float,
-    beta: float,
-) -> None:
+def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales) -> None:
     """Last row and column of ``out`` ← ``beta`` times them plus ``alpha`` (Σ z, number of patches).
 
     Source: ``borders.cu``.
@@ -110,21 +113,18 @@ def add_border(  # noqa: PLR0913 (all that a launch needs)
         device: Where to.
         x: Images of any strides.
         out: ``(features + 1, features + 1)`` float32, contiguous.
-        images: Geometry of ``x``.
-        taps: Geometry of the kernel.
-        grid: All output positions.
-        alpha: Scale of the sums.
-        beta: Scale of the old values; zero overwrites.
+        geometry: Of ``x`` and the window.
+        scales: Of the sums and of the old values.
     """
     macros = options(INPUT=INPUTS[x.dtype.name])
-    pixels, channels = prod(images["sides"].tolist()), int(images["channels"])
-    totals = device.empty((channels, pixels), np.float32)
+    totals = device.empty((geometry.channels, geometry.pixels), np.float32)
     add = device.function(source("borders"), "sum_images", macros)
-    add((-(-pixels // BLOCK), channels), (BLOCK,), (x, totals, images))
-    count = prod(grid["outputs"].tolist()) * int(images["images"])
+    blocks = -(-geometry.pixels // BLOCK), geometry.channels
+    add(blocks, (BLOCK,), (x, totals, geometry.images))
     write = device.function(source("borders"), "border_moment", macros)
-    scalars = float32(count), float32(alpha), float32(beta)
-    write((len(out),), (BLOCK,), (out, totals, images, taps, grid, *scalars))
+    structs = geometry.images, geometry.taps, geometry.grid
+    count = float32(geometry.positions * geometry.count)
+    write((len(out),), (BLOCK,), (out, totals, *structs, count, *scales.arguments))
 
 
 def mirror(device: Device, out: Array) -> None:

@@ -6,9 +6,9 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cupy_plan import HostPass, plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
-from kfac_engine.kernels.geometry import grid_struct, images_struct, taps_struct
+from kfac_engine.kernels.geometry import Geometry, WindowSides, geometry, words
 from kfac_engine.kernels.launch import Device
-from kfac_engine.kernels.moments import Pass, add_border, add_products
+from kfac_engine.kernels.moments import Pass, Scales, add_border, add_products
 
 # Positions are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 2**16
@@ -29,6 +29,7 @@ class PatchMoments:
         self._scratch_bytes = scratch_bytes
         self._split = split
         self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
+        self._geometries: dict[tuple[object, ...], Geometry] = {}
 
     def add(
         self,
@@ -68,24 +69,27 @@ class PatchMoments:
     def _add(
         self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
     ) -> None:
-        device, sides = self._device, x.shape[2:]
-        images = images_struct(x.shape, x.strides, x.dtype.itemsize)
-        taps = taps_struct(window.kernel, window.strides, window.dilations)
-        add_products(
-            device,
-            x,
-            out,
-            self._passes(window, len(x), x.shape[1], sides),
-            images,
-            taps,
-            features=window.taps * x.shape[1],
-            split=self._split,
-            alpha=alpha,
-            beta=beta,
-        )
+        passes = self._passes(window, len(x), x.shape[1], x.shape[2:])
+        geometry = self.geometry(x, window)
+        scales = Scales(window.taps * x.shape[1], alpha, beta)
+        add_products(self._device, x, out, geometry, passes, scales, self._split)
         if homogeneous:
-            grid = grid_struct(window.begins, window.output_sides(sides))
-            add_border(device, x, out, images, taps, grid, alpha=alpha, beta=beta)
+            add_border(self._device, x, out, geometry, scales)
+
+    def geometry(self, x: Array, window: Window) -> Geometry:
+        """Images and window as kernels take them."""
+        strides = tuple(stride // x.dtype.itemsize for stride in x.strides)
+        key = window, x.shape, strides
+        if key not in self._geometries:
+            sides = WindowSides(
+                window.kernel,
+                window.strides,
+                window.dilations,
+                window.begins,
+                window.output_sides(x.shape[2:]),
+            )
+            self._geometries[key] = geometry(x.shape, strides, sides)
+        return self._geometries[key]
 
     def _passes(
         self, window: Window, images: int, channels: int, sides: tuple[int, ...]
@@ -98,5 +102,5 @@ class PatchMoments:
 
     def _uploaded(self, found: HostPass) -> Pass:
         upload = self._device.upload
-        arrays = (upload(a) for a in (found.grids, found.jobs, found.sums, found.sources))
-        return Pass(found.tile, found.aligned, *arrays)
+        structs = (upload(words(array)) for array in (found.grids, found.jobs, found.sums))
+        return Pass(found.tile, found.aligned, *structs, upload(found.sources))

@@ -24,7 +24,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.frame import frame, full_grid
 from kfac_engine.backend.window import Window
-from kfac_engine.kernels.geometry import GRID, JOB, SUM, grid_struct
+from kfac_engine.kernels.geometry import JOB, SUM, grid_struct
 
 TILES = (128, 64)
 
@@ -208,7 +208,7 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> HostPass:
                 jobs += [(*found, cut, min(cut + length, stop)) for cut in cuts]
             sources += [~index if minus else index for index in pieces[found]]
         sums.append((row, column, begin, len(sources)))
-    grids = np.array([grid_struct(*box) for box in recipe.grids], GRID)
+    grids = np.concatenate([grid_struct(*box) for box in recipe.grids])
     return HostPass(
         recipe.tile,
         recipe.aligned,

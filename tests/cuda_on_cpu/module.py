@@ -115,9 +115,10 @@ def _three(sides: Sequence[int]) -> ctypes.Array[ctypes.c_uint]:
 def _value(argument: object) -> object:
     """An argument as C sees it; scalars must be NumPy's, of the kernel's own type.
 
-    An array is a pointer, but for a single struct, which goes by value, as with CuPy.
+    An array is a pointer, but structs go by value: so it is with CuPy.
     """
-    if isinstance(argument, np.ndarray) and argument.ndim == 0 and argument.dtype.names:
+    if isinstance(argument, np.ndarray) and argument.dtype.names:
+        assert argument.shape == (1,)
         return (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())
     if isinstance(argument, np.ndarray):
         return ctypes.c_void_p(argument.ctypes.data)

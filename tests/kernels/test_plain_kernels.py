@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.geometry import grid_struct, images_struct, taps_struct
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from tests.backend import truths
@@ -55,12 +55,7 @@ def test_patches_are_copied(case: Case, dtype: type) -> None:
     x, w = case.images().astype(dtype), case.window
     wanted = truths.patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
     found = np.full(wanted.shape, 7, dtype)
-    write_patches(
-        ShimDevice(),
-        x,
-        found,
-        images_struct(x.shape, x.strides, x.dtype.itemsize),
-        taps_struct(w.kernel, w.strides, w.dilations),
-        grid_struct(w.begins, w.output_sides(case.sides)),
-    )
+    device = ShimDevice()
+    geometry = PatchMoments(device, 0, 0).geometry(x, w)
+    write_patches(device, x, found, geometry)
     np.testing.assert_array_equal(found.astype(np.float64), wanted)
