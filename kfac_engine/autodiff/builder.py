@@ -131,7 +131,8 @@ class Builder:
 
     def reshape_like(self, g: str, like: str) -> str:
         """``g`` with the run-time shape of the forward value ``like``."""
-        return self.op("Reshape", g, self.shape(like))
+        # A size of zero is meant: without `allowzero` it would copy a size of ``g``.
+        return self.op("Reshape", g, self.shape(like), allowzero=1)
 
     def pad(self, value: str, pads: str, axes: str, rank: int) -> str:
         """``value`` with zeros around it: ``pads`` before and after, one each of ``axes``."""

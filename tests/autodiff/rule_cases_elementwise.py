@@ -25,6 +25,9 @@ _MANY = [
     case("Max", "three_stretched", x(N, 2, 3), p(3), p(2, 1)),
     case("Min", "two", x(N, 3, draw=distinct), p(3)),
     case("Min", "three_stretched", x(N, 2, 3), p(3), p(2, 1)),
+    case("Max", "four", x(N, 3, draw=distinct), p(3), p(), x(N, 1)),
+    case("Where", "scalars", flags(N, 3), p(), p()),
+    case("Where", "branches_wider_than_mask", flags(3), x(N, 1, 3), p(2, 1)),
     case("Where", "equal_shapes", flags(N, 3), x(N, 3), x(N, 3)),
     case("Where", "stretched", flags(N, 1, 3), p(2, 1), x(N, 2, 3)),
     case("Where", "constant_mask", k([True, False, True], "bool"), x(N, 3), p()),
@@ -36,6 +39,8 @@ _MANY = [
     case("Pow", "root", x(N, 3, draw=positive), k(0.5, "float32")),
     case("Pow", "both", x(N, 3, draw=positive), p(3)),
     case("Pow", "stretched_base", p(1, draw=positive), x(N, 3)),
+    case("Pow", "integer_exponents_of_both_signs", x(N, 5), k([-2, -1, 0, 1, 3])),
+    case("Pow", "scalar_base", p(draw=positive), x(N, 3)),
 ]
 
 _UNARY = [
@@ -51,6 +56,9 @@ _PIECEWISE = [
     case("LeakyRelu", "negative", x(N, 4, draw=distinct), alpha=-0.3),
     case("PRelu", "per_channel", x(N, 3, 2, draw=distinct), p(3, 1)),
     case("PRelu", "shared", x(N, 3, draw=distinct), p(1)),
+    case("PRelu", "scalar", x(N, 3, draw=distinct), p()),
+    case("PRelu", "for_each_element", x(N, 2, 3, draw=distinct), p(2, 3)),
+    case("PRelu", "for_each_example", x(N, 3, draw=distinct), x(N, 1)),
     case("Clip", "both_bounds", x(N, 6, draw=distinct), p(draw=lambda *_: -0.4), p()),
     case("Clip", "low_only", x(N, 6, draw=distinct), p()),
     case("Clip", "high_only", x(N, 6, draw=distinct), None, p()),

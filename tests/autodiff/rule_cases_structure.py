@@ -32,8 +32,10 @@ _RELABELLED = [
     case("Flatten", "default", x(N, 2, 3)),
     case("Flatten", "last", x(N, 2, 3), axis=-1),
     case("Flatten", "all_in_columns", x(N, 2, 3), axis=0),
+    case("Flatten", "nothing", x(N, 3, 0)),
     case("Reshape", "merged", x(N, 2, 3), k([-1, 6])),
     case("Reshape", "copied_side", x(N, 6), k([0, 3, 2])),
+    case("Reshape", "nothing_of_nothing", x(N, 3, 0), k([0, -1])),
     case("Squeeze", "all", x(N, 1, 3, 1), k([1, 3])),
     case("Squeeze", "negative", x(N, 3, 1), k([-1])),
     case("Squeeze", "no_axes", x(1, 3, 1, 2)),
@@ -50,6 +52,8 @@ _JOINED = [
     case("Concat", "batch", x(N, 3), p(2, 3), axis=0),
     case("Concat", "negative", x(N, 1, 3), x(N, 1, 2), axis=-1),
     case("Concat", "one", x(N, 3), axis=1),
+    case("Concat", "with_nothing", x(N, 0, 2), x(N, 3, 2), axis=1),
+    case("Concat", "twice", p(2), p(2), axis=0),
     case("Split", "sizes", x(N, 5), k([2, 3]), outputs=2, axis=1),
     case("Split", "one_unused", x(N, 6), k([2, 1, 3]), outputs=3, seen=(0, 2), axis=1),
     case("Split", "number", x(N, 5, 2), outputs=2, axis=-2, num_outputs=2),
@@ -57,6 +61,8 @@ _JOINED = [
     case("Expand", "new_axes", x(N, 3), k([2, 1, 1])),
     case("Expand", "stretched", x(N, 1, 3), k([1, 4, 1])),
     case("Expand", "parameter", p(1, 1, 3), k([2, 4, 3])),
+    case("Expand", "shorter_shape", x(N, 2, 1), k([1])),
+    case("Expand", "scalar", p(), k([2, 3])),
     case("Tile", "any", x(N, 2, 3), k([2, 1, 3])),
     case("Tile", "once", x(N, 2), k([1, 1])),
 ]
@@ -84,6 +90,7 @@ _CUT = [
     case("Pad", "fed", x(N, 3), _given(lambda *_: np.array([0, 1, 0, -1]), 4), p()),
     case("Pad", "reflect", x(N, 4), k([0, 2, 0, 3]), mode="reflect"),
     case("Pad", "edge", x(N, 3), k([0, 2, 0, 1]), mode="edge"),
+    case("Pad", "edge_axes", x(N, 3, 2), k([1, 2]), None, k([-2]), mode="edge"),
     case("Pad", "wrap", x(N, 3), k([0, 2, 0, 1]), mode="wrap", opset=19),
 ]  # fmt: skip
 
@@ -95,17 +102,22 @@ _PICKED = [
     case("Gather", "last_axis", x(N, 3, 4), indices(4, 2, 3), axis=-1),
     case("Gather", "middle_axis", x(N, 3, 2), indices(3, N), axis=1),
     case("Gather", "single_example", x(N, 3), k(-1)),
+    case("Gather", "scalar_on_the_last_axis", x(N, 2, 3), k(-2), axis=-1),
+    case("Gather", "one_of_a_vector", p(4), k(3)),
     case("GatherElements", "last_axis", x(N, 4), indices(4, N, 6), axis=-1),
     case("GatherElements", "first_axis", p(4, 3), indices(4, N, 2)),
     case("GatherND", "elements", p(3, 4), indices(3, N, 2)),
     case("GatherND", "rows", p(3, 4), indices(3, N, 2, 1)),
     case("GatherND", "batched", x(N, 4, 2), indices(4, N, 1), batch_dims=1),
+    case("GatherND", "two_batch_axes", x(N, 2, 4, 3), indices(4, N, 2, 1), batch_dims=2),
+    case("GatherND", "grid_of_a_batch", x(N, 4, 3), indices(3, N, 2, 2), batch_dims=1),
     case("ScatterElements", "replace", x(N, 4), k([[3, 1]]), p(1, 2), axis=1),
     case("ScatterElements", "add", x(N, 4), k([[3, 3]]), p(1, 2), axis=1, reduction="add"),
     case("ScatterND", "replace", p(4, 2), k([[3], [0]]), p(2, 2)),
     case("ScatterND", "add", p(4, 2), k([[3], [3]]), p(2, 2), reduction="add"),
     case("TopK", "last_axis", x(N, 5, draw=distinct), k([2]), outputs=2),
     case("TopK", "smallest", x(4, N, draw=distinct), k([2]), outputs=2, axis=0, largest=0),
+    case("TopK", "middle_axis", x(N, 4, 2, draw=distinct), k([3]), outputs=2, axis=-2),
 ]
 
 _DRAWS = {"ReduceLogSum": positive, "ReduceL1": distinct, "ReduceMax": distinct,
@@ -125,9 +137,14 @@ _REDUCED = [
         )
     ),
     *(
-        case(op, "noop", x(N, 3), noop_with_empty_axes=1)
+        case(op, label, x(N, 3), *axes, noop_with_empty_axes=1)
         for op in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+        for label, axes in (("noop", ()), ("noop_with_no_axes", (_NONE,)))
     ),
+    case("ReduceSum", "noop_with_axes", x(N, 3), k([1]), noop_with_empty_axes=1),
+    case("ReduceSum", "of_a_scalar", p()),
+    case("ReduceMax", "of_a_scalar", p(), keepdims=0),
+    case("ReduceMean", "five_axes", x(N, 2, 2, 1, 3), k([-1, 1]), keepdims=0),
     case("ReduceSum", "fed_axes", x(N, 2, 3), _given(lambda *_: np.array([1]), 1), keepdims=0),
     case("ReduceMean", "fed_axes", x(N, 2, 3), _given(lambda *_: np.array([1, 2]), 2)),
     case("ReduceProd", "one_zero", x(3, draw=lambda *_: np.array([2.0, 0.0, 3.0]))),

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 from kfac_engine.errors import UnsupportedOpError
-from tests.autodiff.harness import DTYPES, Case, bench, case, finite_differences, flags, k, p, x
+from tests.autodiff.harness import (
+    DTYPES,
+    Case,
+    bench,
+    case,
+    distinct,
+    finite_differences,
+    flags,
+    k,
+    p,
+    x,
+)
 
 RUNTIMES = ("reference", "ort")
 # Each result is one or two multiplications: a rounding of float32.
@@ -72,6 +83,18 @@ def test_large_arguments_give_finite_gradients(op):
     tested = case(op, "large", x(1, 3))
     found = gradient(tested, "ort", {"operand_0": [[-200, 0, 50]]}, [[1, 1, 1]])
     assert np.isfinite(found).all()
+
+
+def test_unsorted_top_values_take_the_cotangent_of_their_place():
+    # The order of the results is the runtime's own.
+    tested = case("TopK", "unsorted", x(2, 7, draw=distinct), k([3]), outputs=2, sorted=0)
+    made = bench(tested, "ort", batch=2)
+    values = made.sample["operand_0"]
+    found = made.forward(made.sample, ("result_0",))(made.sample)["result_0"]
+    g = np.float32([[1, 2, 3], [4, 5, 6]])
+    expected = ((values[:, :, None] == found[:, None, :]) * g[:, None, :]).sum(axis=2)
+    gradients = made.gradients(made.sample, {"result_0": g})
+    np.testing.assert_array_equal(gradients["operand_0"], expected)
 
 
 # -- float64 ---------------------------------------------------------------------------------------
