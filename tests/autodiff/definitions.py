@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx.reference.op_run import OpRun
 
+from tests.autodiff.definitions_sampling import DeformConv, GridSample
+
 
 class ConvTranspose(OpRun):
     """The reference takes wrong slices of the weight when channels are grouped."""
@@ -290,6 +292,6 @@ class Pad(OpRun):
 
 DEFINITIONS = (
     LpNormalization, Unique,
-    AveragePool, ConvTranspose, MaxPool, GlobalLpPool, GlobalMaxPool, GroupNormalization, LRN,
-    LpPool, GatherElements, Pad,
+    AveragePool, ConvTranspose, DeformConv, GridSample, MaxPool, GlobalLpPool, GlobalMaxPool,
+    GroupNormalization, LRN, LpPool, GatherElements, Pad,
 )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Operators that read images at computed places: gathers of pixels, and sums of them with weights.
+
+Places may depend on parameters too: their derivative is that of the weights.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from kfac_engine.autodiff.lowering import lowering
+from kfac_engine.autodiff.lowering.interpolation import KERNELS, Axis, Taps, weighted_taps
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.rules.attributes import integer, integers, number, text
+from kfac_engine.graph.structure import Node
+
+# -- GridSample ------------------------------------------------------------------------------------
+
+# The names of operator set 16 beside those of 20.
+_MODES = {"bilinear": "linear", "bicubic": "cubic"}
+
+
+@lowering("GridSample")
+def grid_sample(pen: Pen, node: Node) -> None:
+    """Images of any rank, read where a grid says, in coordinates from −1 to 1."""
+    image = node.inputs[0]
+    spatial = len(pen.facts[image].shape) - 2
+    taps = [_grid_taps(pen, node, axis) for axis in range(spatial)]
+    values = weighted_taps(pen, _rows(pen, image), _first_rows(pen, image, (1,) * spatial), taps)
+    # (n, *places, taps, channels): sum over the taps, channels to the front.
+    sums = pen.op("ReduceSum", values, pen.constant(range(-1 - spatial, -1)), keepdims=0)
+    back = (0, 1 + spatial, *range(1, 1 + spatial))
+    pen.op("Transpose", sums, perm=back, to=node.outputs[0])
+
+
+def _grid_taps(pen: Pen, node: Node, axis: int) -> Taps:
+    """The taps along one spatial axis; the grid names the last axis first."""
+    image, grid = node.inputs
+    spatial = len(pen.facts[image].shape) - 2
+    mode = text(node, "mode", "bilinear")
+    mode = _MODES.get(mode, mode)
+    padding, corners = text(node, "padding_mode", "zeros"), bool(integer(node, "align_corners", 0))
+    line = Axis(pen, image, 2 + axis)
+    place = pen.op("Gather", grid, pen.constant(np.array(spatial - 1 - axis)), axis=-1)
+    half = pen.op("Mul", pen.op("Add", place, line.number(1)), line.number(0.5))
+    if corners:
+        place = pen.op("Mul", half, line.last())
+    else:
+        place = pen.op("Sub", pen.op("Mul", half, line.length), line.number(0.5))
+    # A cubic goes on past the border, up to where all its taps read the border's pixel.
+    if padding == "border" and mode != "cubic":
+        place = line.clipped(place)
+    if padding == "reflection":
+        place = line.reflected(place, corners=corners)
+    if mode == "nearest":
+        place = pen.op("Round", place)
+    return line.taps(place, KERNELS[mode], outside=padding, corners=corners)
+
+
+def _rows(pen: Pen, image: str) -> str:
+    """``(n, channels, *pixels)`` as ``(n · pixels, channels)``."""
+    rank = len(pen.facts[image].shape)
+    last = pen.op("Transpose", image, perm=(0, *range(2, rank), 1))
+    return pen.op("Flatten", last, axis=rank - 1)
+
+
+def _pixels(pen: Pen, image: str) -> str:
+    """Number of pixels of one image, 0-d."""
+    return pen.op("ReduceProd", pen.op("Shape", image, start=2), keepdims=0)
+
+
+def _first_rows(pen: Pen, image: str, sides: Sequence[int]) -> str:
+    """Row of the first pixel of each image, where an image has ``prod(sides)`` parts."""
+    zero, one = pen.constant(np.array(0)), pen.constant(np.array(1))
+    parts = pen.constant(np.array(prod(sides)))
+    count = pen.op("Mul", pen.op("Gather", pen.op("Shape", image), zero), parts)
+    rows = pen.op("Mul", pen.op("Range", zero, count, one), _pixels(pen, image))
+    return pen.op("Reshape", rows, pen.constant([-1, *sides]))
+
+
+# -- RoiAlign --------------------------------------------------------------------------------------
+
+
+@lowering("RoiAlign")
+def roi_align(pen: Pen, node: Node) -> None:
+    """Of each region a few bins; of each bin the mean or maximum of a few places."""
+    image, _, batch = node.inputs
+    high, wide = _RoiAxis(pen, node, 0), _RoiAxis(pen, node, 1)
+    first = pen.op("Mul", pen.cast(batch, "int64"), _pixels(pen, image))
+    first = pen.op("Unsqueeze", first, pen.constant([1, 2, 3, 4]))
+    # (regions, bins, places, bins, places, taps, taps, channels)
+    values = weighted_taps(pen, _rows(pen, image), first, [high.taps, wide.taps])
+    among = pen.constant([2, 4, 5, 6])
+    count = pen.op("Mul", high.count, wide.count)
+    if text(node, "mode", "avg") == "avg":
+        sums = pen.op("ReduceSum", values, among, keepdims=0)
+        bins = pen.op("Div", sums, pen.op("Max", count, pen.scalar(1, image)))
+    else:
+        # ONNX takes the maximum of the weighted pixels, not of the interpolated values.
+        least = pen.constant(np.finfo(pen.facts[image].dtype).min)
+        counted = pen.op("And", high.counted, wide.counted)
+        known = pen.op("Unsqueeze", counted, pen.constant([5, 6, 7]))
+        bins = pen.op("ReduceMax", pen.op("Where", known, values, least), among, keepdims=0)
+        some = pen.op("Greater", count, pen.scalar(0, image))
+        bins = pen.op("Where", some, bins, pen.scalar(0, image))
+    pen.op("Transpose", bins, perm=(0, 3, 1, 2), to=node.outputs[0])
+
+
+class _RoiAxis:
+    """The places of all regions along one axis.
+
+    Attributes:
+        taps: Of all places; those of height as ``(regions, bins, places, 1, 1)``, those of width as
+            ``(regions, 1, 1, bins, places)``.
+        count: Places in a bin of each region, ``(regions, 1, 1, 1)``, in the image's type.
+        counted: Which places a region has.
+    """
+
+    def __init__(self, pen: Pen, node: Node, axis: int) -> None:
+        image, regions, _ = node.inputs
+        half_pixel = text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+        bins = integer(node, ("output_height", "output_width")[axis], 1)
+        line = Axis(pen, image, 2 + axis)
+        scale, shift = number(node, "spatial_scale", 1.0), 0.5 if half_pixel else 0.0
+        ends = []
+        for column in (1 - axis, 3 - axis):
+            end = pen.op("Gather", regions, pen.constant(np.array(column)), axis=1)
+            end = pen.op("Sub", pen.op("Mul", end, line.number(scale)), line.number(shift))
+            ends += [pen.op("Unsqueeze", end, pen.constant([1, 2]))]
+        length = pen.op("Sub", ends[1], ends[0])
+        if not half_pixel:
+            length = pen.op("Max", length, line.number(1))
+        step = pen.op("Div", length, line.number(bins))
+        count, numbers = _places_in_bins(pen, line, step, integer(node, "sampling_ratio", 0))
+        divisor = pen.op("Max", count, line.number(1))
+        within = pen.op("Div", pen.op("Add", numbers, line.number(0.5)), divisor)
+        which = line.number(np.arange(bins).reshape(-1, 1))
+        place = pen.op("Add", ends[0], pen.op("Mul", pen.op("Add", which, within), step))
+        spread = pen.constant([3, 4] if axis == 0 else [1, 2])
+        place = pen.op("Unsqueeze", place, spread)
+        self.count = pen.op("Unsqueeze", count, pen.constant([3]))
+        self.counted = pen.op("Unsqueeze", pen.op("Less", numbers, count), spread)
+        seen = pen.op("And", line.inside(place, 1), self.counted)
+        seen = pen.op("Unsqueeze", seen, pen.constant([-1]))
+        taps = line.taps(line.clipped(place), KERNELS["linear"], outside="border")
+        weights = pen.op("Where", seen, taps.weights, line.number(0))
+        self.taps = Taps(taps.pixels, weights, taps.side)
+
+
+def _places_in_bins(pen: Pen, line: Axis, step: str, ratio: int) -> tuple[str, str]:
+    """How many places the bins of each region have, ``(regions or 1, 1, 1)``, and their numbers."""
+    if ratio > 0:
+        return line.number(np.full((1, 1, 1), ratio)), line.number(np.arange(ratio))
+    count = pen.op("Ceil", step)
+    most = pen.op("Max", pen.op("ReduceMax", count, keepdims=0), line.number(1))
+    return count, pen.op("Range", line.number(0), most, line.number(1))
+
+
+# -- DeformConv ------------------------------------------------------------------------------------
+
+
+@lowering("DeformConv")
+def deform_conv(pen: Pen, node: Node) -> None:
+    """A convolution whose taps are moved by offsets: read pixels, then a pixelwise convolution.
+
+    Source: Zhu, Hu, Lin & Dai 2019, arXiv:1811.11168, equations 1 and 2.
+    """
+    image, weight, offset, bias, mask = (*node.inputs, "", "")[:5]
+    outs, ins, *kernel = pen.facts[weight].shape
+    if len(kernel) != 2:
+        raise pen.refuse(node, f"its kernel has the sides {kernel}; only two axes are known")
+    groups, taps = integer(node, "offset_group", 1), prod(kernel)
+    places = _deformed(pen, node, kernel)
+    # Groups of channels that move together count as images of their own.
+    apart = pen.op("Concat", pen.constant([0, groups, -1]), pen.op("Shape", image, start=2), axis=0)
+    last = pen.op("Transpose", pen.op("Reshape", image, apart), perm=(0, 1, 3, 4, 2))
+    rows = pen.op("Flatten", last, axis=4)
+    first = _first_rows(pen, image, (groups, 1, 1, 1))
+    values = weighted_taps(pen, rows, first, places)
+    # (n, groups, taps, y, x, channels of a group)
+    read = pen.op("ReduceSum", values, pen.constant([5, 6]), keepdims=0)
+    if mask:
+        sides = pen.op("Shape", mask, start=2)
+        strengths = pen.op("Concat", pen.constant([0, groups, taps]), sides, axis=0)
+        strengths = pen.op("Unsqueeze", pen.op("Reshape", mask, strengths), pen.constant([-1]))
+        read = pen.op("Mul", read, strengths)
+    columns = pen.op("Transpose", read, perm=(0, 1, 5, 2, 3, 4))
+    group = integer(node, "group", 1)
+    sides = pen.op("Shape", offset, start=2)
+    columns = pen.op(
+        "Reshape", columns, pen.op("Concat", pen.constant([0, group * ins * taps]), sides, axis=0)
+    )
+    pixelwise = pen.op("Reshape", weight, pen.constant([outs, ins * taps, 1, 1]))
+    operands = (columns, pixelwise, bias) if bias else (columns, pixelwise)
+    pen.op("Conv", *operands, group=group, to=node.outputs[0])
+
+
+def _deformed(pen: Pen, node: Node, kernel: list[int]) -> list[Taps]:
+    """The taps of all places along both axes; places are ``(n, groups, taps, y, x)``."""
+    image, offset = node.inputs[0], node.inputs[2]
+    groups = integer(node, "offset_group", 1)
+    sides = pen.op("Shape", offset, start=2)
+    pairs = pen.op("Concat", pen.constant([0, groups, prod(kernel), 2]), sides, axis=0)
+    moves = pen.op("Reshape", offset, pairs)
+    strides, dilations = integers(node, "strides", (1, 1)), integers(node, "dilations", (1, 1))
+    pads = integers(node, "pads", (0, 0, 0, 0))
+    taps = []
+    for axis in range(2):
+        line = Axis(pen, image, 2 + axis)
+        count = pen.op("Gather", sides, pen.constant(np.array(axis)))
+        begin, step = pen.constant(np.array(0)), pen.constant(np.array(1))
+        numbers = pen.cast(pen.op("Range", begin, count, step), pen.facts[image].dtype.name)
+        starts = pen.op("Mul", numbers, line.number(strides[axis]))
+        starts = pen.op("Unsqueeze", starts, pen.constant([1] if axis == 0 else [0]))
+        tap = np.indices(kernel)[axis].reshape(-1, 1, 1) * dilations[axis] - pads[axis]
+        still = pen.op("Add", starts, line.number(tap))
+        place = pen.op("Add", pen.op("Gather", moves, pen.constant(np.array(axis)), axis=3), still)
+        taps.append(line.taps(place, KERNELS["linear"], outside="zeros"))
+    return taps

@@ -1,0 +1,82 @@
+"""Reading images at computed places, from the definition: every pixel has a weight."""
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx.reference.op_run import OpRun
+
+
+class GridSample(OpRun):
+    """The reference rounds to float32, and moves places to the border before it looks for taps."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: NDArray, grid: NDArray, *, align_corners: int, mode: str, padding_mode: str
+    ) -> tuple[NDArray]:
+        around = {"zeros": "constant", "border": "edge"}
+        around["reflection"] = "reflect" if align_corners else "symmetric"
+        far, axes = 12, x.ndim - 2
+        padded = np.pad(x, [(0, 0), (0, 0), *[(far, far)] * axes], around[padding_mode])
+        y = padded.reshape(*padded.shape[:2], *[1] * (grid.ndim - 2), *padded.shape[2:])
+        for axis in range(axes):
+            side = x.shape[2 + axis]
+            place = (grid[..., axes - 1 - axis] + 1) / 2
+            place = place * (side - 1) if align_corners else place * side - 0.5
+            # (n, 1, *places, pixels): every pixel, most of them with the weight zero.
+            weights = _KERNELS[mode](place[..., None] - np.arange(-far, side + far))
+            after = weights.ndim - 1
+            y = y * weights.reshape(len(x), 1, *weights.shape[1:], *[1] * (axes - 1 - axis))
+            y = y.sum(axis=after + 1)
+        return (y,)
+
+
+def _cubic(s: NDArray) -> NDArray:
+    s = np.abs(s)
+    near, far = 1.25 * s**3 - 2.25 * s**2 + 1, -0.75 * (s**3 - 5 * s**2 + 8 * s - 4)
+    return np.where(s <= 1, near, np.where(s < 2, far, 0))
+
+
+# Weight of a pixel by its distance.
+_KERNELS = {
+    "nearest": lambda s: (np.abs(s) < 0.5).astype(s.dtype),
+    "linear": lambda s: np.maximum(1 - np.abs(s), 0),
+    "cubic": _cubic,
+}
+
+
+class DeformConv(OpRun):
+    """The reference is slow."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        x: NDArray,
+        weight: NDArray,
+        offset: NDArray,
+        bias: NDArray | None = None,
+        mask: NDArray | None = None,
+        *,
+        group: int = 1,
+        offset_group: int = 1,
+        strides: list[int] | None = None,
+        dilations: list[int] | None = None,
+        pads: list[int] | None = None,
+        **_: object,
+    ) -> tuple[NDArray]:
+        strides, dilations, pads = strides or [1, 1], dilations or [1, 1], pads or [0] * 4
+        n, outs, kernel, sides = len(x), len(weight), weight.shape[2:], offset.shape[2:]
+        moves = offset.reshape(n, offset_group, -1, 2, *sides)
+        read = x.reshape(n, offset_group, -1, *x.shape[2:])
+        seen = []
+        for axis in range(2):
+            tap = np.indices(kernel)[axis].reshape(-1, 1, 1) * dilations[axis] - pads[axis]
+            place = moves[:, :, :, axis] + tap + np.indices(sides)[axis] * strides[axis]
+            seen.append(_KERNELS["linear"](place[..., None] - np.arange(x.shape[2 + axis])))
+        columns = np.einsum("ngcij,ngtyxi,ngtyxj->ngctyx", read, *seen)
+        if mask is not None:
+            columns = columns * mask.reshape(n, offset_group, 1, -1, *sides)
+        columns = columns.reshape(n, group, -1, *sides)
+        y = np.einsum("ngkyx,gok->ngoyx", columns, weight.reshape(group, outs // group, -1))
+        shift = 0 if bias is None else bias.reshape(-1, 1, 1)
+        return (y.reshape(n, outs, *sides) + shift,)

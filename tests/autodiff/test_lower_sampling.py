@@ -1,0 +1,156 @@
+"""Operators that read images at computed places, rewritten: the same values, and true gradients."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kfac_engine.autodiff.lower import lowered
+from tests.autodiff.harness import (
+    Bench,
+    N,
+    Operand,
+    bench,
+    case,
+    compiled,
+    draw,
+    finite_differences,
+    k,
+    p,
+    x,
+)
+
+SAMPLE_BATCH = 2
+BATCHES = (3, 1)
+STEP = 2.0**-16
+# ONNX Runtime works in float32; gradients of places are sums of differences of some pixels.
+TOLERANCE = 1e-4
+
+
+def _places(rng, sides):
+    """Within the image and outside of it, in coordinates from −1 to 1."""
+    return rng.uniform(-1.6, 1.6, sides)
+
+
+def _regions(rng, sides):
+    """Corners of regions, some of which reach over the image's edge."""
+    begin = rng.uniform(-1.5, 3, (sides[0], 2))
+    return np.concatenate([begin, begin + rng.uniform(0.4, 6, (sides[0], 2))], axis=1)
+
+
+def _images(rng, sides):
+    return rng.integers(0, 2, sides)
+
+
+_SAMPLED = [
+    case(
+        "GridSample", f"{mode}_{padding}_{'corners' if corners else 'edges'}",
+        x(N, 2, 3, 4), x(N, 2, 2, 2, draw=_places), opset=20, mode=mode, padding_mode=padding,
+        align_corners=corners,
+    )
+    for mode, padding, corners in product(
+        ("linear", "nearest", "cubic"), ("zeros", "border", "reflection"), (0, 1)
+    )
+] + [
+    case("GridSample", f"volume_{mode}_{padding}", x(N, 1, 2, 3, 2),
+         x(N, 1, 1, 2, 3, draw=_places), opset=20, mode=mode, padding_mode=padding)
+    for mode in ("linear", "nearest")
+    for padding in ("zeros", "border", "reflection")
+] + [
+    case("GridSample", "one_pixel_corners", x(N, 2, 1, 1), x(N, 1, 2, 2, draw=_places), opset=20,
+         padding_mode="reflection", align_corners=1),
+    case("GridSample", "parameter_grid", p(2, 2, 3, 3), p(2, 2, 2, 2, draw=_places), opset=20),
+]  # fmt: skip
+
+_ALIGNED = [
+    case(
+        "RoiAlign", f"{mode}_{ratio}_{pixel}", x(2, N, 5, 4), x(3, 4, draw=_regions),
+        Operand((3,), _images, active=False), newest=21, mode=mode, sampling_ratio=ratio,
+        output_height=2, output_width=3, spatial_scale=0.75, coordinate_transformation_mode=pixel,
+    )
+    for mode in ("avg", "max")
+    for ratio in (0, 2)
+    for pixel in ("half_pixel", "output_half_pixel")
+] + [
+    case("RoiAlign", "default", x(2, N, 3, 4), x(2, 4, draw=_regions), k([1, 0]), newest=21),
+]  # fmt: skip
+
+
+def _moves(*sides):
+    return x(*sides, draw=lambda rng, shape: rng.normal(size=shape))
+
+
+_DEFORMED = [
+    case("DeformConv", "plain", x(N, 2, 4, 4), p(2, 2, 2, 2), _moves(N, 8, 3, 3), opset=19),
+    case("DeformConv", "bias", x(N, 1, 3, 3), p(2, 1, 2, 1), _moves(N, 4, 2, 3), p(2), opset=19),
+    case("DeformConv", "modulated", x(N, 2, 3, 3), p(1, 2, 2, 2), _moves(N, 8, 2, 2), None,
+         x(N, 4, 2, 2), opset=19),
+    case("DeformConv", "groups", x(N, 4, 3, 3), p(4, 2, 2, 2), _moves(N, 16, 2, 2), p(4),
+         x(N, 8, 2, 2), opset=19, group=2, offset_group=2),
+    case("DeformConv", "geometry", x(N, 1, 5, 4), p(1, 1, 3, 2), _moves(N, 12, 3, 2), opset=19,
+         strides=(2, 3), pads=(2, 1, 1, 1), dilations=(1, 2)),
+]  # fmt: skip
+
+CASES = (*_SAMPLED, *_ALIGNED, *_DEFORMED)
+
+# Names of modes before operator set 20, which the reference does not know.
+_FORMER = [
+    case("GridSample", mode, x(N, 2, 3, 4), x(N, 2, 2, 2, draw=_places), newest=19, mode=mode)
+    for mode in ("bilinear", "bicubic", "nearest")
+]
+
+
+class Plain(Bench):
+    """A graph that is only evaluated."""
+
+    def forward(self, feeds, names):
+        return compiled(
+            self.runtime, self.graph, self.graph.nodes, self.graph.constants, feeds, names
+        )
+
+
+def plain(tested, runtime) -> Plain:
+    made = bench(tested, runtime, SAMPLE_BATCH)
+    return Plain(made.graph, made.sample, made.outputs, made.wrt, runtime)
+
+
+def rewritten(tested) -> tuple[Plain, Bench]:
+    """The operator, and what it becomes; both run by ONNX Runtime."""
+    made = plain(tested, "ort")
+    inputs = {entry.name: made.sample[entry.name] for entry in made.graph.inputs}
+    graph, _ = lowered(made.graph, made.wrt, inputs)
+    assert tested.op not in {node.op for node in graph.nodes}
+    return made, Bench(graph, made.sample, made.outputs, made.wrt, "ort")
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("tested", [*CASES, *_FORMER], ids=str)
+def test_values_are_those_of_the_operator(tested, batch):
+    made, new = rewritten(tested)
+    feeds = fed(made, tested, "float32", batch)
+    truth = made.forward(feeds, made.outputs)(feeds)
+    found = new.forward(feeds, made.outputs)(feeds)
+    for name, value in truth.items():
+        np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tested", CASES, ids=str)
+def test_gradients_equal_finite_differences_of_the_operator(tested):
+    reference = plain(tested, "reference")
+    feeds = fed(reference, tested, "float64", BATCHES[0])
+    rng = np.random.default_rng(0)
+    values = reference.forward(feeds, reference.outputs)(feeds)
+    cotangents = {name: rng.normal(size=value.shape) for name, value in values.items()}
+    truth = finite_differences(reference, feeds, cotangents, STEP)
+    made, new = rewritten(tested)
+    narrow = {name: g.astype("float32") for name, g in cotangents.items()}
+    found = new.gradients(fed(made, tested, "float32", BATCHES[0]), narrow)
+    for name, expected in truth.items():
+        actual = found.get(name, np.zeros_like(expected))
+        scale = max(1.0, np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * scale, err_msg=name)
+
+
+def fed(made, tested, dtype, batch):
+    arrays = draw(tested, dtype, batch)
+    return {name: arrays[name] for name in made.sample}
