@@ -48,7 +48,7 @@ def _folded(
         outer = _outer_names(branch, f"{node.output[0]}.", taken)
         for entry in branch.initializer:
             constants[outer[entry.name]] = to_array(entry)
-        _rename(branch, outer)
+        rename(branch, outer)
         yield from branch.node
         for result, target in zip(branch.output, node.output, strict=True):
             yield helper.make_node("Identity", [outer.get(result.name, result.name)], [target])
@@ -83,13 +83,13 @@ def _outer_names(branch: onnx.GraphProto, prefix: str, taken: set[str]) -> dict[
     return names
 
 
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+def rename(graph: onnx.GraphProto | onnx.FunctionProto, names: Mapping[str, str]) -> None:
     """Apply ``names`` to every operand and result in ``graph``, bodies inside it included."""
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):
-                _rename(body, names)
+                rename(body, names)
                 for result in body.output:
                     result.name = names.get(result.name, result.name)

@@ -35,7 +35,7 @@ def canonical_nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
             outputs=tuple(proto.output),
             attributes={entry.name: _value(entry, proto) for entry in proto.attribute},
             name=name,
-            domain=proto.domain,
+            domain="" if proto.domain == "ai.onnx" else proto.domain,
         )
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.bodies import Body, body_of
+from kfac_engine.graph.structure import Graph, Node, Subgraph
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -56,6 +57,10 @@ _LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
 
 # Masks hold -inf, the lowest float or -1e9 where attention is barred; trained offsets stay small.
 _MASKED = -3e4
+
+# Operators that run a body several times: their first operand that an iteration hands to the next,
+# and how much its index is larger than that of the body's result which replaces it.
+_ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
 # The values of these are their operand's, elsewhere or in another form.
 _VIEWS = frozenset(
@@ -114,28 +119,64 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
-    reasons = [_setting(graph, array, node, index) for node, index in _uses(graph, name)]
+    reasons = [_setting(scope, array, node, i) for scope, node, i in _uses(graph, name)]
     if not reasons:
         return "read by nothing"
     return None if None in reasons else reasons[0]
 
 
-def _uses(graph: Graph, name: str) -> Iterator[tuple[Node, int]]:
-    """Who reads ``name`` in the end: its consumers, and those of its views."""
+def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
+    """Who reads ``name`` in the end, and in which graph: bodies count as graphs of their own.
+
+    Those are its consumers, but for views, whose readers count, and for what is read in a body.
+    """
     seen = {name}
     waiting = [name]
     while waiting:
-        for node, index in graph.consumers.get(waiting.pop(), ()):
+        value = waiting.pop()
+        for node, index in graph.consumers.get(value, ()):
+            inner = list(_names_inside(graph, node, index, value))
             if node.qualified_op in _VIEWS and (index == 0 or node.op == "Concat"):
                 waiting += [output for output in node.outputs if output not in seen]
                 seen.update(node.outputs)
-            else:
-                yield node, index
+            elif not inner:
+                yield graph, node, index
+            for body, inner_name in inner:
+                yield from _uses(body, inner_name)
+
+
+def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[tuple[Graph, str]]:
+    """The bodies of ``node`` that read its operand ``index``, and what that is called there.
+
+    An operand that changes from one iteration to the next is an initial value: it is not the
+    operand that the body reads.
+    """
+    if index < 0:
+        for key, value in node.attributes.items():
+            if isinstance(value, Subgraph) and name in value.captures:
+                yield body_of(node, key, graph.opset).graph, name
+    elif node.qualified_op in _ITERATIONS:
+        body = body_of(node, "body", graph.opset)
+        first, shift = _ITERATIONS[node.qualified_op]
+        sequences = node.attributes.get("num_scan_inputs", 0)
+        assert isinstance(sequences, int)
+        is_state = first <= index < len(node.inputs) - sequences
+        if not is_state or _handed_on(body, body.graph.outputs[index - shift], index):
+            yield body.graph, body.inputs[index]
+
+
+def _handed_on(body: Body, result: str, index: int) -> bool:
+    """Whether a result of a body is its operand ``index``, unchanged."""
+    while result in body.graph.producers and body.graph.producers[result].op == "Identity":
+        result = body.graph.producers[result].inputs[0]
+    return result == body.inputs[index]
 
 
 def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
     where = f"({node.op} node '{node.name}')"
     setting = None if node.domain else _SETTINGS.get((node.op, index))
+    if index >= 0 and node.qualified_op in _ITERATIONS:
+        setting = "an initial value of a loop"
     if setting:
         return f"{setting} {where}"
     if node.domain or node.op not in _ARITHMETIC:

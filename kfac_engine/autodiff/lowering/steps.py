@@ -37,10 +37,11 @@ def taken_apart(pen: Pen, node: Node, value: str, axis: int) -> tuple[str, ...]:
     return tuple(pen.op("Squeeze", piece, at) for piece in pieces)
 
 
-def stacked(pen: Pen, values: Sequence[str], axis: int, to: str) -> None:
-    """Join values along a new axis of the result ``to``."""
+def stacked(pen: Pen, values: Sequence[str], axis: int, to: str = "") -> str:
+    """Join values along a new axis; returns the name of the result."""
     at = pen.constant([axis])
-    pen.op("Concat", *(pen.op("Unsqueeze", value, at) for value in values), to=to, axis=axis)
+    rows = [pen.op("Unsqueeze", value, at) for value in values]
+    return pen.op("Concat", *rows, to=to, axis=axis)
 
 
 def check_steps(pen: Pen, node: Node, length: int) -> int:

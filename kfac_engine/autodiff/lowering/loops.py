@@ -1,0 +1,97 @@
+"""If, Loop and Scan, unrolled: the nodes of their bodies as often as they run.
+
+How often that is, and which branch is taken, must be decided by constants and sizes. What depends
+on sizes is checked whenever the graph runs.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kfac_engine.autodiff.lowering import lowering
+from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
+from kfac_engine.autodiff.lowering.known import KnownValues, gated
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.steps import stacked, taken_apart
+from kfac_engine.autodiff.lowering.trips import trip_count
+from kfac_engine.autodiff.rules.attributes import integer, integers
+from kfac_engine.graph.bodies import body_of
+from kfac_engine.graph.structure import Node
+
+
+@lowering("If")
+def if_(pen: Pen, node: Node) -> None:
+    """The branch taken, where constants and sizes decide; refused where data does."""
+    known = KnownValues(pen)
+    condition = known.get(node.inputs[0])
+    if condition is None:
+        raise pen.refuse(node, "its condition depends on data, so its branches are no one function")
+    body = body_of(node, "then_branch" if condition.all() else "else_branch", pen.graph.opset)
+    results = write_body(pen, body, constants_of(pen, body))
+    for value, to in zip(results, node.outputs, strict=True):
+        gated(pen, node, value, known.checks, to)
+
+
+@lowering("Loop")
+def loop(pen: Pen, node: Node) -> None:
+    """The body once an iteration, where constants and sizes decide how many; else refused."""
+    body = body_of(node, "body", pen.graph.opset)
+    known = KnownValues(pen)
+    count = trip_count(pen, node, body, known)
+    states, carried = list(node.inputs[2:]), len(node.inputs) - 2
+    outer = {**constants_of(pen, body), body.inputs[1]: pen.constant(np.asarray(True))}
+    rows: list[Sequence[str]] = []
+    for trip in range(count):
+        outer |= zip(body.inputs[2:], states, strict=True)
+        outer[body.inputs[0]] = pen.constant(trip)
+        _, *results = write_body(pen, body, outer)
+        states, scanned = results[:carried], results[carried:]
+        rows.append(scanned)
+    for value, to in zip(states, node.outputs[:carried], strict=True):
+        gated(pen, node, value, known.checks, to)
+    for index, to in enumerate(node.outputs[carried:]):
+        if to and not rows:
+            raise pen.refuse(node, f"it stacks '{to}' from no iteration")
+        if to:
+            joined = stacked(pen, [row[index] for row in rows], axis=0)
+            gated(pen, node, joined, known.checks, to)
+
+
+@lowering("Scan")
+def scan(pen: Pen, node: Node) -> None:
+    """The body once a slice, for as many slices as the sample run has."""
+    body = body_of(node, "body", pen.graph.opset)
+    count = integer(node, "num_scan_inputs", 0)
+    states, sequences = list(node.inputs[:-count]), node.inputs[-count:]
+    carried = len(states)
+    axes = _listed(node, "scan_input_axes", count)
+    signs = _signs(node, "scan_input_directions", count)
+    slices = [
+        taken_apart(pen, node, value, axis % len(pen.facts[value].shape))[::sign]
+        for value, axis, sign in zip(sequences, axes, signs, strict=True)
+    ]
+    outer = constants_of(pen, body)
+    rows: list[Sequence[str]] = []
+    for given in zip(*slices, strict=True):
+        outer |= zip(body.inputs, (*states, *given), strict=True)
+        results = write_body(pen, body, outer)
+        states, scanned = list(results[:carried]), results[carried:]
+        rows.append(scanned)
+    for value, to in zip(states, node.outputs[:carried], strict=True):
+        gated(pen, node, value, {}, to)
+    axes = _listed(node, "scan_output_axes", len(node.outputs) - carried)
+    signs = _signs(node, "scan_output_directions", len(node.outputs) - carried)
+    for index, to in enumerate(node.outputs[carried:]):
+        if to:
+            axis = axes[index] % len(pen.facts[to].shape)
+            stacked(pen, [row[index] for row in rows[:: signs[index]]], axis, to=to)
+
+
+def _listed(node: Node, name: str, count: int) -> tuple[int, ...]:
+    """One number for each sequence; zeros where the attribute is not set."""
+    return integers(node, name, (0,) * count)
+
+
+def _signs(node: Node, name: str, count: int) -> list[int]:
+    """1 for sequences from the front, -1 for those from the back."""
+    return [-1 if backward else 1 for backward in _listed(node, name, count)]

@@ -1,0 +1,104 @@
+"""How often the body of a Loop runs, where that can be told without data."""
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.lowering.known import KnownValues
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.steps import MOST_STEPS
+from kfac_engine.autodiff.runtime import Session
+from kfac_engine.graph.bodies import Body
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import build_model, serialize
+
+
+def trip_count(pen: Pen, node: Node, body: Body, known: KnownValues) -> int:
+    """The number of iterations of a Loop.
+
+    Only what its condition is made of is computed, iteration by iteration: counters, mostly.
+
+    Args:
+        pen: For errors.
+        node: The loop.
+        body: Its body.
+        known: What constants and sizes decide; remembers what was asked for.
+
+    Returns:
+        At most ``MOST_STEPS``.
+
+    Raises:
+        UnsupportedOpError: Data decides the number, or it is too large to unroll.
+    """
+    limit, going = (_operand(pen, node, known, index) for index in (0, 1))
+    most = MOST_STEPS + 1 if limit is None else int(limit.item())
+    if going is not None and not going.all():
+        return 0
+    trips = 0
+    if most > 0:
+        condition = _condition(pen, node, body, known)
+        trips = next(trip for trip, more in enumerate(condition, 1) if not more or trip >= most)
+    if trips > MOST_STEPS:
+        raise pen.refuse(node, f"it runs more than {MOST_STEPS} times, too often to unroll")
+    return trips
+
+
+def _operand(pen: Pen, node: Node, known: KnownValues, index: int) -> Array | None:
+    """The limit or the first condition; None where the node has none."""
+    name = node.inputs[index] if len(node.inputs) > index else ""
+    return _known(pen, node, known, name) if name else None
+
+
+def _known(pen: Pen, node: Node, known: KnownValues, name: str) -> Array:
+    value = known.get(name)
+    if value is None:
+        raise pen.refuse(node, f"data decides how often it runs, by way of '{name}'")
+    return value
+
+
+def _condition(pen: Pen, node: Node, body: Body, known: KnownValues) -> Iterator[bool]:
+    """Whether the loop goes on after its first iteration, its second, and so on."""
+    nodes, states = _deciding(body)
+    held = dict(body.graph.constants)
+    given = {body.inputs[0]: np.asarray(0), body.inputs[1]: np.asarray(True)}
+    given |= {body.inputs[i]: _known(pen, node, known, node.inputs[i]) for i in states}
+    results = {body.inputs[i]: body.graph.outputs[i - 1] for i in (1, *states)}
+    made = {name for entry in nodes for name in entry.outputs}
+    reads = {name for entry in nodes for name in (*entry.inputs, *entry.captures) if name}
+    outer = reads.union(results.values()) - made - held.keys() - given.keys()
+    held |= {name: _known(pen, node, known, name) for name in sorted(outer)}
+    after = {name: f"{name} after" for name in results}
+    copies = [Node("Identity", (results[name],), (new,), name=new) for name, new in after.items()]
+    model = build_model(
+        [*nodes, *copies],
+        [Input(name, array.dtype, None) for name, array in given.items()],
+        list(after.values()),
+        held,
+        body.graph.opset,
+        domains=pen.graph.domains,
+    )
+    session = Session(serialize(model), threads=1, what=f"the condition of '{node.name}'")
+    for trip in count():
+        given[body.inputs[0]] = np.asarray(trip)
+        found = session.run(list(after.values()), given)
+        given |= {name: found[new] for name, new in after.items()}
+        yield bool(given[body.inputs[1]].all())
+
+
+def _deciding(body: Body) -> tuple[list[Node], list[int]]:
+    """The nodes that the condition is made by, and the inputs that carry what it depends on."""
+    carried = {i: body.inputs[i] for i in range(2, len(body.inputs))}
+    wanted, states = {body.graph.outputs[0]}, list[int]()
+    while True:
+        for entry in reversed(body.graph.nodes):
+            if wanted.intersection(entry.outputs):
+                wanted.update((*entry.inputs, *entry.captures))
+        new = [i for i, name in carried.items() if name in wanted and i not in states]
+        if not new:
+            break
+        states += new
+        wanted.update(body.graph.outputs[i - 1] for i in new)
+    nodes = [entry for entry in body.graph.nodes if wanted.intersection(entry.outputs)]
+    return nodes, states

@@ -1,0 +1,109 @@
+"""The bodies of If, Loop and Scan: what they hold, in the form of the graph around them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx
+
+from kfac_engine._types import Array
+from kfac_engine.graph.branches import rename
+from kfac_engine.graph.constants import lift_constants
+from kfac_engine.graph.nodes import canonical_nodes
+from kfac_engine.graph.order import all_nodes, captures
+from kfac_engine.graph.structure import Graph, Node, Subgraph
+from kfac_engine.graph.tensors import to_array
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body in canonical form.
+
+    Attributes:
+        graph: Its nodes, constants and the names of its outputs; it reads outer values as well.
+        inputs: Names of what it is given, in order.
+    """
+
+    graph: Graph
+    inputs: tuple[str, ...]
+
+
+def body_of(node: Node, attribute: str, opset: int) -> Body:
+    """The body that ``node`` has as an attribute.
+
+    Args:
+        node: If, Loop or Scan.
+        attribute: Name of the attribute.
+        opset: Version of the standard operator set in the graph around it.
+
+    Returns:
+        The body; its constants are those it holds itself.
+    """
+    subgraph = node.attributes[attribute]
+    assert isinstance(subgraph, Subgraph), attribute
+    proto = onnx.GraphProto.FromString(subgraph.proto)
+    constants = {entry.name: to_array(entry) for entry in proto.initializer}
+    lift_constants(proto, constants)
+    graph = Graph(
+        nodes=tuple(canonical_nodes(proto.node)),
+        inputs=(),
+        outputs=tuple(entry.name for entry in proto.output),
+        constants=constants,
+        opset=opset,
+        name=proto.name,
+    )
+    return Body(graph, tuple(entry.name for entry in proto.input))
+
+
+def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:
+    """``subgraph`` where what it reads of outer values has other names; the rest keep theirs."""
+    if not set(names).intersection(subgraph.captures):
+        return subgraph
+    proto = onnx.GraphProto.FromString(subgraph.proto)
+    _rename(proto, {name: names[name] for name in subgraph.captures if name in names})
+    return Subgraph(proto.SerializeToString(), captures(proto))
+
+
+def hoist_initializers(graph: onnx.GraphProto, constants: dict[str, Array]) -> None:
+    """Move the initializers of bodies out into ``constants``: weights are weights anywhere.
+
+    Args:
+        graph: Its bodies lose their initializers, and read outer values instead.
+        constants: Value names to arrays; grows. A new name is that of the node's first result,
+            a dot, and the name in the body.
+    """
+    taken = {name for node in all_nodes(graph.node) for name in node.output} | set(constants)
+    taken.update(entry.name for entry in graph.input)
+    for node in graph.node:
+        for body in _bodies(node):
+            _hoist(body, f"{node.output[0]}.", taken, constants)
+
+
+def _hoist(
+    body: onnx.GraphProto, prefix: str, taken: set[str], constants: dict[str, Array]
+) -> None:
+    names = {}
+    for entry in body.initializer:
+        free = prefix + entry.name
+        while free in taken:
+            free += "_"
+        taken.add(free)
+        names[entry.name] = free
+        constants[free] = to_array(entry)
+    del body.initializer[:]
+    _rename(body, names)
+    for node in body.node:
+        for inner in _bodies(node):
+            _hoist(inner, f"{prefix}{node.output[0]}.", taken, constants)
+
+
+def _rename(body: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    rename(body, names)
+    for result in body.output:
+        result.name = names.get(result.name, result.name)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
