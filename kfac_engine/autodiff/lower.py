@@ -3,12 +3,14 @@
 What an operator becomes is in the table of ``lowering``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.feeds import sample_facts
-from kfac_engine.autodiff.lowering import load_lowerings
+from kfac_engine.autodiff.lowering import Lowering, find_lowering
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
 from kfac_engine.errors import UnsupportedOpError
@@ -46,32 +48,32 @@ def lowered(
 
 
 def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Graph:
-    table = load_lowerings()
-    dependent = _dependent(graph, wrt)
-    targets = [
-        node
-        for node in graph.nodes
-        if node.qualified_op in table and dependent.intersection((*node.inputs, *node.captures))
-    ]
-    if not targets:
-        return graph
     taken = set(graph.values()) | {node.name for node in graph.nodes}
-    nodes: dict[str, Sequence[Node]] = {node.name: (node,) for node in graph.nodes}
-    constants = dict(graph.constants)
-    for node in targets:
+    pens: dict[str, Pen] = {}
+    for node, rewriting in _targets(graph, wrt):
         pen = Pen(graph, facts, _free_prefix(node, taken))
-        try:
-            table[node.qualified_op](pen, node)
-        except UnsupportedOpError:
-            # Another round may know more. What stays is refused by `differentiate`, if it is asked
-            # for a derivative there.
-            continue
-        nodes[node.name] = pen.nodes
-        constants |= pen.constants
-    if all(nodes[node.name] == (node,) for node in targets):
+        # What is refused may be known better in another round. What stays is refused by
+        # `differentiate`, if it is asked for a derivative there.
+        with suppress(UnsupportedOpError):
+            rewriting(pen, node)
+            pens[node.name] = pen
+    if not pens:
         return graph
-    flat = tuple(new for node in graph.nodes for new in nodes[node.name])
-    return replace(graph, nodes=flat, constants=constants)
+    nodes = (pens[node.name].nodes if node.name in pens else [node] for node in graph.nodes)
+    constants = dict(graph.constants)
+    for pen in pens.values():
+        constants |= pen.constants
+    return replace(graph, nodes=tuple(chain.from_iterable(nodes)), constants=constants)
+
+
+def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]]:
+    """The nodes that are to be rewritten, and what rewrites each."""
+    dependent = _dependent(graph, wrt)
+    for node in graph.nodes:
+        if dependent.intersection((*node.inputs, *node.captures)):
+            rewriting = find_lowering(node, graph)
+            if rewriting is not None:
+                yield node, rewriting
 
 
 def _dependent(graph: Graph, wrt: Iterable[str]) -> frozenset[str]:

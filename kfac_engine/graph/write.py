@@ -57,7 +57,7 @@ def build_model(
         raise ModelError(_too_large(name, f"holds {total / 1e9:.1f} GB of constants"))
     versions = {"": opset, **(domains or {})}
     graph = helper.make_graph(
-        [_node(node, versions) for node in nodes],
+        [node_proto(node, versions) for node in nodes],
         name,
         [value_info(entry) for entry in inputs],
         [
@@ -105,7 +105,8 @@ def value_info(entry: Input) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(entry.name, code, entry.shape)
 
 
-def _node(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
+def node_proto(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
+    """``node`` as protobuf, where ``versions`` tells what types its attributes have."""
     declared = _declared_types(node, versions.get(node.domain, 0))
     proto = helper.make_node(
         node.op, node.inputs, node.outputs, name=node.name, domain=node.domain or None

@@ -17,17 +17,23 @@ Conventions:
   by computing with its value.
 - The batch stays dynamic; lengths that are unrolled over may be taken from the sample run.
 - What cannot be rewritten is refused with ``pen.refuse(node, why)``.
+
+Operators that ONNX defines by other operators need no row: where they have no rule either, their
+definition takes their place.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import TypeAlias
 
+from kfac_engine.autodiff.lowering.definitions import write_definition
 from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.graph.structure import Node
+from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
+from kfac_engine.graph.functions import has_definition
+from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
-_FAMILIES = ("microsoft", "recurrent")
+_FAMILIES = ("loops", "microsoft", "recurrent", "sampling")
 
 Lowering: TypeAlias = Callable[[Pen, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")
@@ -42,6 +48,15 @@ def lowering(*ops: str) -> Callable[[Lowering], Lowering]:
         return function
 
     return enter
+
+
+def find_lowering(node: Node, graph: Graph) -> Lowering | None:
+    """What rewrites ``node`` of ``graph``; None where it has a rule or nobody knows how to."""
+    own = load_lowerings().get(node.qualified_op)
+    if own is not None or node.qualified_op in load_rules() or node.qualified_op in ZERO_DERIVATIVE:
+        return own
+    versions = {"": graph.opset, **graph.domains}
+    return write_definition if has_definition(node, versions) else None
 
 
 def load_lowerings() -> Registry[Lowering]:

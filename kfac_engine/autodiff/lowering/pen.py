@@ -23,6 +23,7 @@ class Pen:
     Attributes:
         nodes: What was written, in topological order.
         constants: New constants that the nodes read.
+        prefix: Starts the names of all new values.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact], prefix: str) -> None:
@@ -30,7 +31,7 @@ class Pen:
         self.facts = facts
         self.nodes: list[Node] = []
         self.constants: dict[str, Array] = {}
-        self._prefix = prefix
+        self.prefix = prefix
 
     def op(
         self, op: str, *inputs: str, to: str = "", domain: str = "", **attributes: AttributeValue
@@ -56,7 +57,7 @@ class Pen:
 
     def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
         """A new constant; integers become int64."""
-        name = f"{self._prefix}constant_{len(self.constants)}"
+        name = f"{self.prefix}constant_{len(self.constants)}"
         self.constants[name] = np.asarray(value, dtype=dtype)
         return name
 
@@ -79,8 +80,8 @@ class Pen:
         domain: str = "",
     ) -> tuple[str, ...]:
         names = tuple(
-            name or f"{self._prefix}{op}_{len(self.nodes)}_{i}" for i, name in enumerate(to)
+            name or f"{self.prefix}{op}_{len(self.nodes)}_{i}" for i, name in enumerate(to)
         )
-        label = f"{self._prefix}node_{len(self.nodes)}"
+        label = f"{self.prefix}node_{len(self.nodes)}"
         self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
         return names

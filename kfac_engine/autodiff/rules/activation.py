@@ -15,6 +15,8 @@ from kfac_engine.graph.structure import Node
 
 # Defaults of Selu, as ONNX states them.
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+# Operators that hand probabilities on.
+_RELAYS = frozenset({"Cast", "CastLike", "Identity"})
 
 
 # -- piecewise linear ------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def _gelu_tanh_slope(b: Builder, node: Node) -> str:
 @vjp_rule("Softmax")
 def softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """With t = g y: t − y Σ t."""
-    y = node.outputs[0]
+    y = _defined(b, node.outputs[0])
     total = _sum_over_axis(b, node, b.op("Mul", g[0], y))
     return {0: b.op("Mul", y, b.op("Sub", g[0], total))}
 
@@ -190,6 +192,20 @@ def log_softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
     """The cotangent minus exp(y) Σ g."""
     probabilities = b.op("Exp", node.outputs[0])
     return {0: b.op("Sub", g[0], b.op("Mul", probabilities, _sum_over_axis(b, node, g[0])))}
+
+
+def _defined(b: Builder, y: str) -> str:
+    """Probabilities, zero in rows that are masked throughout where others are selected instead."""
+    # Such rows are 0/0. What is not selected has cotangent zero, but zero times NaN is NaN.
+    return b.op("Where", b.op("IsNaN", y), b.scalar(0, y), y) if _is_selected(b, y) else y
+
+
+def _is_selected(b: Builder, value: str) -> bool:
+    readers = [reader for reader, _ in b.graph.consumers.get(value, ())]
+    return any(
+        reader.op == "Where" or (reader.op in _RELAYS and _is_selected(b, reader.outputs[0]))
+        for reader in readers
+    )
 
 
 def _sum_over_axis(b: Builder, node: Node, value: str) -> str:

@@ -18,8 +18,8 @@ def identity(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Cast", "CastLike")
 def cast(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent in the type of the operand."""
-    return {0: b.cast_like(g[0], node.inputs[0])}
+    """The cotangent in the type of the operand; the type of another one is no variable."""
+    return {0: b.cast_like(g[0], node.inputs[0])} if 0 in wanted else {}
 
 
 @vjp_rule("Dropout")

@@ -1,0 +1,307 @@
+"""The node tests of the ``onnx`` package, each run forward and differentiated here.
+
+A case is a model of one operator (or of the operator's function body), operands and results. Its
+results must come out of the rewritten graph, and its gradient must agree with central differences
+of ONNX Runtime's own kernels along random directions.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from onnx.backend.test.loader import load_model_tests
+
+import kfac_engine as ke
+from kfac_engine.autodiff.differentiate import Backward, differentiate
+from kfac_engine.autodiff.lower import lowered
+from kfac_engine.autodiff.runtime import Session
+from kfac_engine.autodiff.twice import joint_graph
+from kfac_engine.graph.load import load_graph
+from kfac_engine.graph.structure import Graph, Input
+from kfac_engine.graph.write import build_model, serialize
+
+Arrays: TypeAlias = Mapping[str, NDArray]
+Verdict: TypeAlias = Literal["passed", "wrong", "refused", "not applicable"]
+
+# Float operands that place or count things: results jump with them or are not defined between.
+PLACES: Mapping[str, tuple[int, ...]] = {
+    "Resize": (1, 2),
+    "Upsample": (1,),
+    "Dropout": (1,),
+    "NonMaxSuppression": (1, 3, 4),
+    "Range": (0, 1, 2),
+    "RoiAlign": (1,),
+    "MaxRoiPool": (1,),
+    "Loop": (0,),
+}
+# Results depend on a seed that every runtime uses in its own way.
+RANDOM = {
+    "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike",
+}  # fmt: skip
+# Kinks are few and thin: a little noise moves operands off them and off ties.
+NOISE = 0.02
+# Steps of the central differences, tried until one fits: errors of truncation and kinks nearby want
+# small ones, rounding wants large ones.
+STEPS = (2.0**-8, 2.0**-6, 2.0**-10, 2.0**-12, 2.0**-14)
+DIRECTIONS = 2
+# ONNX Runtime computes in float32: with the best of the steps, differences are right to three
+# digits of the sum of all terms.
+TOLERANCE = 5e-3
+EPSILON = 2.0**-23
+# Results are those of other kernels: the cases come with 1e-3 themselves.
+FORWARD_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        name: Of the case.
+        ops: The operators in its model.
+        verdict: ``"not applicable"`` where there is nothing to differentiate or nothing runs it.
+        why: The reason, or how far off.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    verdict: Verdict
+    why: str = ""
+
+
+class _NotApplicableError(Exception):
+    """Nothing can be checked; the message says why."""
+
+
+class _WrongError(Exception):
+    """A value or a gradient differs; the message says by how much."""
+
+
+def cases() -> list[onnx.backend.test.case.test_case.TestCase]:
+    """All node tests of the installed package, by name."""
+    with warnings.catch_warnings():
+        # The package makes some of its expected results by dividing by zero.
+        warnings.simplefilter("ignore")
+        return sorted(load_model_tests(kind="node"), key=lambda case: case.name)
+
+
+def outcomes(chosen: Sequence[object]) -> Iterator[Outcome]:
+    """What becomes of each case."""
+    for case in chosen:
+        ops = tuple(dict.fromkeys(node.op_type for node in case.model.graph.node))
+        first = Outcome(case.name, ops, "passed")
+        try:
+            with np.errstate(all="ignore"):
+                _check(case)
+        except _NotApplicableError as reason:
+            yield replace(first, verdict="not applicable", why=str(reason))
+        except _WrongError as reason:
+            yield replace(first, verdict="wrong", why=str(reason))
+        except ke.UnsupportedError as reason:
+            yield replace(first, verdict="refused", why=str(reason))
+        else:
+            yield first
+
+
+# -- one case --------------------------------------------------------------------------------------
+
+
+def _check(case: object) -> None:
+    model, feeds, expected = _prepared(case)
+    graph = _loaded(model)
+    feeds = {
+        entry.name: feeds[entry.name].astype(entry.dtype)
+        for entry in graph.inputs
+        if entry.name in feeds
+    }
+    wrt = [entry.name for entry in graph.inputs if entry.dtype.kind == "f"]
+    if not wrt:
+        raise _NotApplicableError("no operand to differentiate with respect to")
+    truth = _Evaluator(graph, graph.outputs)
+    outputs = [name for name in graph.outputs if truth.is_float(name)]
+    if not outputs:
+        raise _NotApplicableError("no floating-point result")
+    _same(truth(feeds), expected, "ONNX Runtime itself", _NotApplicableError)
+    rewritten, facts = lowered(graph, wrt, feeds)
+    _same(_Evaluator(rewritten, graph.outputs)(feeds), expected, "a result", _WrongError)
+    backward = differentiate(rewritten, facts, outputs, wrt)
+    _compare(rewritten, backward, truth, _moved(feeds, truth, outputs), outputs)
+
+
+def _prepared(case: object) -> tuple[onnx.ModelProto, Arrays, Arrays]:
+    """A case's model with all operands as constants that are not differentiated."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    operands, results = (_arrays(values) for values in case.data_sets[0])
+    names = [entry.name for entry in model.graph.input]
+    feeds = dict(zip(names, operands, strict=True))
+    expected = [entry.name for entry in model.graph.output]
+    fixed = {n: array for n, array in feeds.items() if not _is_variable(model, n, array)}
+    if any(array.dtype.kind in "OSU" for array in feeds.values()):
+        raise _NotApplicableError("strings")
+    kept = [entry for entry in model.graph.input if entry.name not in fixed]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in fixed.items())
+    return (
+        model,
+        {n: array for n, array in feeds.items() if n not in fixed},
+        dict(zip(expected, results, strict=True)),
+    )
+
+
+def _arrays(values: Sequence[object]) -> list[NDArray]:
+    plain = [numpy_helper.to_array(v) if isinstance(v, onnx.TensorProto) else v for v in values]
+    if not all(isinstance(array, np.ndarray | np.generic) for array in plain):
+        raise _NotApplicableError("sequences or optional values at the border")
+    return [np.asarray(array) for array in plain]
+
+
+def _is_variable(model: onnx.ModelProto, name: str, array: NDArray) -> bool:
+    places = {
+        node.input[index]
+        for node in model.graph.node
+        for index in PLACES.get(node.op_type, ())
+        if index < len(node.input)
+    }
+    floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return floating and array.size > 0 and name not in places and bool(np.isfinite(array).all())
+
+
+def _loaded(model: onnx.ModelProto) -> Graph:
+    foreign = [e.domain for e in model.opset_import if "training" in e.domain]
+    if foreign:
+        raise _NotApplicableError("an operator of an optimizer")
+    if RANDOM.intersection(node.op_type for node in model.graph.node):
+        raise _NotApplicableError("random results")
+    try:
+        return load_graph(model)
+    except ke.ModelError as error:
+        raise _NotApplicableError(str(error)) from error
+
+
+class _Evaluator:
+    """Some values of a graph, by ONNX Runtime."""
+
+    def __init__(self, graph: Graph, names: Sequence[str]) -> None:
+        self._graph, self._names = graph, tuple(name for name in names if name)
+        model = build_model(
+            graph.nodes,
+            [Input(entry.name, entry.dtype, None) for entry in graph.inputs],
+            self._names,
+            graph.constants,
+            graph.opset,
+            domains=graph.domains,
+        )
+        try:
+            self._session = Session(serialize(model), threads=1, optimize=False, what="a case")
+        except ke.BackendError as error:
+            raise _NotApplicableError(str(error)) from error
+
+    def is_float(self, name: str) -> bool:
+        dtype = self._session.output_dtypes.get(name)
+        return dtype is not None and dtype.kind == "f"
+
+    def __call__(self, feeds: Arrays) -> Arrays:
+        names = [name for name in self._names if name in self._session.output_dtypes]
+        dtypes = {entry.name: entry.dtype for entry in self._graph.inputs}
+        feeds = {name: array.astype(dtypes[name]) for name, array in feeds.items()}
+        try:
+            return {n: np.array(a) for n, a in self._session.run(names, feeds).items()}
+        except ke.BackendError as error:
+            raise _NotApplicableError(str(error)) from error
+
+
+def _same(found: Arrays, expected: Arrays, what: str, error: type[Exception]) -> None:
+    for name, array in found.items():
+        wanted = expected[name]
+        if array.shape != wanted.shape:
+            raise error(f"{what} has shape {array.shape}, the case {wanted.shape}")
+        close = np.isclose(
+            array.astype(np.float64), wanted.astype(np.float64), FORWARD_TOLERANCE,
+            FORWARD_TOLERANCE, equal_nan=True,
+        )  # fmt: skip
+        if not close.all():
+            raise error(f"{what} differs from the case at {int((~close).sum())} of {close.size}")
+
+
+# -- the gradient ----------------------------------------------------------------------------------
+
+
+def _moved(feeds: Arrays, truth: _Evaluator, outputs: Sequence[str]) -> Arrays:
+    """Operands a little off those of the case, so that none is at a kink, but still legal."""
+    for low, high in ((-1, 1), (-1, 0), (0, 1), (0, 0)):
+        rng = np.random.default_rng(0)
+        moved = {
+            name: (array + NOISE * rng.uniform(low, high, array.shape)).astype(array.dtype)
+            for name, array in feeds.items()
+        }
+        values = truth(moved)
+        if all(np.isfinite(values[name]).all() for name in outputs):
+            return moved
+    raise _NotApplicableError("results are not finite")
+
+
+def _compare(
+    graph: Graph, backward: Backward, truth: _Evaluator, feeds: Arrays, outputs: Sequence[str]
+) -> None:
+    rng = np.random.default_rng(1)
+    values = truth(feeds)
+    cotangents = {n: rng.normal(size=values[n].shape).astype(values[n].dtype) for n in outputs}
+    fed = {**feeds, **{backward.cotangents[n]: g for n, g in cotangents.items()}}
+    joint = joint_graph(graph, backward)
+    found = _Evaluator(joint, joint.outputs)(fed) | fed if joint.outputs else fed
+    for name, array in feeds.items():
+        # What has no gradient does not depend on the operand, but in jumps.
+        gradient = found.get(backward.gradients.get(name, ""), np.zeros_like(array))
+        if gradient.shape != array.shape:
+            raise _WrongError(f"the gradient of '{name}' has shape {gradient.shape}")
+        if not np.isfinite(gradient).all():
+            raise _WrongError(f"the gradient of '{name}' is not finite")
+        for _ in range(DIRECTIONS):
+            direction = rng.uniform(0.5, 1, array.shape) * rng.choice([-1, 1], array.shape)
+            _along(truth, feeds, cotangents, name, direction, gradient)
+
+
+def _along(
+    truth: _Evaluator,
+    feeds: Arrays,
+    cotangents: Arrays,
+    name: str,
+    direction: NDArray,
+    gradient: NDArray,
+) -> None:
+    """Check a gradient along one direction: right for the step that suits the case best."""
+    parts = (gradient.astype(np.float64) * direction).ravel()
+    errors = []
+    for step in STEPS:
+        ends = [
+            _weighted(truth, {**feeds, name: feeds[name] + sign * step * direction}, cotangents)
+            for sign in (1, -1)
+        ]
+        terms = (ends[0] - ends[1]) / (2 * step)
+        size = 1 + np.linalg.norm(terms) + np.linalg.norm(parts)
+        numbers = np.concatenate([(gradient * feeds[name]).ravel(), ends[0]])
+        rounding = EPSILON / step * np.linalg.norm(numbers.astype(np.float64))
+        excess = np.maximum(abs(terms.sum() - parts.sum()) - rounding, 0)
+        errors.append(float(excess / size))
+        if errors[-1] <= TOLERANCE:
+            return
+    finite = [error for error in errors if np.isfinite(error)]
+    if not finite:
+        raise _NotApplicableError("results are not finite around the operands")
+    raise _WrongError(f"the gradient of '{name}' is off by {min(finite):.1e}")
+
+
+def _weighted(truth: _Evaluator, feeds: Arrays, cotangents: Arrays) -> NDArray:
+    """All results times their cotangents, in a row."""
+    values = truth(feeds)
+    return np.concatenate(
+        [(values[n].astype(np.float64) * g).ravel() for n, g in cotangents.items()]
+    )
