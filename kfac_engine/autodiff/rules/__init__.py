@@ -44,14 +44,16 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """
     And ArgMax ArgMin Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
     ConstantOfShape Equal EyeLike Floor Greater GreaterOrEqual Hardmax IsInf IsNaN Less LessOrEqual
-    Multinomial NonMaxSuppression NonZero Not Or RandomNormal RandomNormalLike RandomUniform
-    RandomUniformLike Round Shape Sign Size Xor
+    MelWeightMatrix Multinomial NonMaxSuppression NonZero Not Or RandomNormal RandomNormalLike
+    RandomUniform RandomUniformLike Round Shape Sign Size Xor
     """.split()  # noqa: SIM905 (a list literal would be forty lines)
 )
 
 # Operators that round real numbers to whole ones that stand for them. Zero would be their
 # derivative too, but whoever asks for it wants another: they are refused by name.
-QUANTIZERS: frozenset[str] = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+QUANTIZERS: frozenset[str] = frozenset(
+    {"DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"}
+)
 
 
 def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
