@@ -12,7 +12,7 @@ import numpy.typing as npt
 Array: TypeAlias = Any
 
 # How a kernel reads images, by their element type: the macro INPUT of prelude.cuh.
-INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2}
+INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
 
 BLOCK = 256
 

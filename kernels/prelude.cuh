@@ -1,6 +1,7 @@
 // Comes first in every kernel source. No #include anywhere: the compiler at run time has no headers.
 //
-// INPUT says what `scalar` is: 0 float, 1 half, 2 bfloat16.
+// INPUT says what `scalar` is: 0 float, 1 half, 2 bfloat16, 3 double.
+// Kernels that compute take no doubles.
 #ifndef INPUT
 #define INPUT 0
 #endif
@@ -26,6 +27,8 @@ __device__ __forceinline__ float read(const scalar* x) { return half_to_float(*x
 #elif INPUT == 2
 typedef unsigned short scalar;
 __device__ __forceinline__ float read(const scalar* x) { return bfloat_to_float(*x); }
+#else
+typedef double scalar;
 #endif
 
 // Sum over the threads of a warp, in the first of them; the order is fixed.

@@ -13,7 +13,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     },
     "moment": {"TILE": (64, 128)},
     "borders": {"INPUT": (0, 1, 2)},
-    "patches": {"INPUT": (0, 1, 2)},
+    "patches": {"INPUT": (0, 1, 2, 3)},
     "averages": {},
 }
 

@@ -26,8 +26,8 @@ RESERVED = {
     "onnx": ("kfac_engine/graph/",),
     "onnx_ir": ("kfac_engine/graph/",),
     "onnxruntime": ("kfac_engine/autodiff/runtime.py",),
-    "cupy": ("kfac_engine/backend/cupy_backend.py",),
-    "cupyx": ("kfac_engine/backend/cupy_backend.py",),
+    "cupy": ("kfac_engine/backend/cupy_device.py",),
+    "cupyx": ("kfac_engine/backend/cupy_device.py",),
 }
 
 

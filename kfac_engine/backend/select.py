@@ -1,38 +1,47 @@
 """The choice of an array library: made once, by name, and said aloud."""
 
 import logging
+from functools import cache
 from typing import Literal, TypeAlias, cast, get_args
 
-from kfac_engine.backend.numpy_backend import SCRATCH_BYTES, NumpyBackend
+from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.cupy_device import CupyDevice
+from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError, UnknownNameError
 
 BackendName: TypeAlias = Literal["auto", "numpy", "cupy"]
 
 _LOG = logging.getLogger(__name__)
-_NO_CUPY = "this version has no CuPy backend yet"
 
 
-def select(name: str = "auto", *, scratch_bytes: int = SCRATCH_BYTES) -> Backend:
+def select(name: str = "auto", *, scratch_bytes: int | None = None) -> Backend:
     """The backend that goes by ``name``.
 
     Args:
-        name: ``"numpy"``, ``"cupy"``, or ``"auto"`` for the best one here, which is logged.
-        scratch_bytes: Upper bound of the working memory of one primitive.
+        name: ``"numpy"``, ``"cupy"``, or ``"auto"`` for the GPU where one works; the choice of
+            ``"auto"`` is logged.
+        scratch_bytes: Upper bound of the working memory of one primitive; by default 64 MiB on a
+            CPU, 256 MiB on a GPU.
 
     Returns:
         A new backend.
 
     Raises:
-        BackendError: The library was asked for by name and cannot be used.
+        BackendError: CuPy was asked for by name and cannot be used.
         UnknownNameError: No backend has this name.
     """
     checked = _checked(name)
-    if checked == "cupy":
-        raise BackendError(f"{_NO_CUPY}; choose backend 'numpy' or 'auto'.")
+    bound = {} if scratch_bytes is None else {"scratch_bytes": scratch_bytes}
     if checked == "auto":
         _LOG.info("backend: %s", choice_reason("auto"))
-    return NumpyBackend(scratch_bytes=scratch_bytes)
+        checked = "numpy" if isinstance(_gpu(), str) else "cupy"
+    if checked == "numpy":
+        return NumpyBackend(**bound)
+    found = _gpu()
+    if isinstance(found, str):
+        raise BackendError(f"{found} Choose backend 'numpy' or 'auto' to go without.")
+    return CupyBackend(found, **bound)
 
 
 def choice_reason(name: str = "auto") -> str:
@@ -47,11 +56,24 @@ def choice_reason(name: str = "auto") -> str:
     Raises:
         UnknownNameError: No backend has this name.
     """
-    return {
-        "auto": f"numpy, chosen automatically: {_NO_CUPY}",
-        "numpy": "numpy, as asked for",
-        "cupy": f"none: {_NO_CUPY}",
-    }[_checked(name)]
+    checked = _checked(name)
+    if checked == "numpy":
+        return "numpy, as asked for"
+    found = _gpu()
+    asked = "chosen automatically" if checked == "auto" else "as asked for"
+    if not isinstance(found, str):
+        return f"cupy on {found.name}, {asked}"
+    reason = found.rstrip(".")
+    return f"numpy, {asked}: {reason}" if checked == "auto" else f"none: {reason}"
+
+
+@cache
+def _gpu() -> CupyDevice | str:
+    """The GPU, proven by one kernel and one product; or why there is none. Asked once."""
+    try:
+        return CupyDevice()
+    except BackendError as failure:
+        return str(failure)
 
 
 def _checked(name: str) -> BackendName:

@@ -1,51 +1,112 @@
 """Names choose backends; what cannot be had is an error, what was chosen is said."""
 
 import logging
+import sys
+from collections.abc import Iterator
 
 import pytest
 
+from kfac_engine.backend import cupy_device, select
+from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.backend.select import choice_reason, select
+from kfac_engine.backend.select import choice_reason
 from kfac_engine.errors import BackendError, UnknownNameError
+from tests.backend import cupy_standin
+from tests.cuda_on_cpu.module import compiler
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """What is found is remembered for the process; each test asks anew."""
+    caches = select._gpu, cupy_device._cupy
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(forget: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+@pytest.fixture
+def gpu(forget: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    cupy_standin.install(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["numpy", "auto"])
-def test_numpy_and_auto_give_the_numpy_backend_with_the_scratch_asked_for(name):
-    backend = select(name, scratch_bytes=12345)
+def test_without_a_gpu_numpy_is_taken_with_the_scratch_asked_for(no_gpu: None, name: str) -> None:
+    backend = select.select(name, scratch_bytes=12345)
     assert isinstance(backend, NumpyBackend)
     assert backend.name == "numpy"
     assert backend.scratch_bytes == 12345
 
 
-def test_cupy_is_refused_with_advice_instead_of_replaced():
-    with pytest.raises(
-        BackendError, match=r"no CuPy backend yet; choose backend 'numpy' or 'auto'"
-    ):
-        select("cupy")
+@pytest.mark.parametrize("name", ["cupy", "auto"])
+def test_a_gpu_that_works_is_taken(gpu: None, name: str) -> None:
+    backend = select.select(name, scratch_bytes=12345)
+    assert isinstance(backend, CupyBackend)
+    assert backend.scratch_bytes == 12345
+    assert "cupy on stand-in, compute capability 9.0, 8 GiB" in choice_reason(name)
 
 
-@pytest.mark.parametrize("call", [select, choice_reason])
-def test_unknown_names_list_the_known_ones(call):
+def test_a_gpu_is_not_taken_where_numpy_was_asked_for(gpu: None) -> None:
+    assert isinstance(select.select("numpy"), NumpyBackend)
+    assert choice_reason("numpy") == "numpy, as asked for"
+
+
+def test_a_gpu_whose_kernels_do_not_run_is_none(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(code: str, options: tuple[str, ...] = ()) -> None:
+        raise RuntimeError("no compiler\nmore")
+
+    monkeypatch.setattr(sys.modules["cupy"], "RawModule", broken)
+    assert isinstance(select.select("auto"), NumpyBackend)
+    with pytest.raises(BackendError, match=r"the GPU cannot be used: no compiler\. Choose"):
+        select.select("cupy")
+
+
+def test_an_old_gpu_is_refused_by_its_capability(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = sys.modules["cupy"].cuda.runtime
+    old = runtime.getDeviceProperties(0) | {"major": 6, "minor": 1}
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: old)
+    assert "compute capability 6.1 is below 7.0" in choice_reason("cupy")
+
+
+def test_cupy_is_refused_with_advice_instead_of_replaced(no_gpu: None) -> None:
+    with pytest.raises(BackendError, match=r"install kfac-engine\[cuda13\].*'numpy' or 'auto'"):
+        select.select("cupy")
+
+
+@pytest.mark.parametrize("call", [select.select, choice_reason])
+def test_unknown_names_list_the_known_ones(call: object) -> None:
     with pytest.raises(
         UnknownNameError, match=r"unknown backend 'gpu'; choose one of: auto, numpy"
     ):
         call("gpu")
 
 
-def test_the_automatic_choice_is_logged_with_its_reason(caplog):
+def test_the_automatic_choice_is_logged_with_its_reason(
+    no_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="kfac_engine"):
-        select("auto")
+        select.select("auto")
     assert choice_reason("auto") in caplog.text
 
 
-def test_a_choice_by_name_is_not_logged(caplog):
+def test_a_choice_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="kfac_engine"):
-        select("numpy")
+        select.select("numpy")
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("name", "words"), [("auto", "numpy, chosen"), ("numpy", "as asked"), ("cupy", "none: ")]
 )
-def test_reasons_say_what_each_name_leads_to(name, words):
+def test_reasons_say_what_each_name_leads_to(no_gpu: None, name: str, words: str) -> None:
     assert words in choice_reason(name)

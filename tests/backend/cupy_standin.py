@@ -1,0 +1,235 @@
+"""A stand-in for CuPy on a CPU, as strict as CuPy: its arrays never become NumPy's by themselves.
+
+What goes to the host is counted: ``downloads`` whole arrays, ``reads`` single numbers. Kernels run
+on the CPU, thread by thread. ``install`` puts it where ``import cupy`` finds it.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from scipy import linalg
+
+from tests.cuda_on_cpu.module import Module
+
+COUNTS: Counter[str] = Counter()
+
+
+class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
+    """An array "on the device"."""
+
+    __module__ = "cupy"
+
+    def __init__(self, host: np.ndarray) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _wrapped(getattr(self._host, name))
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("implicit conversion to a host NumPy array is not allowed")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        return _wrapped(getattr(ufunc, method))(*inputs, **options)
+
+    def __array_function__(self, function: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+        return _wrapped(function)(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _array(self._host[_host(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._host[_host(key)] = _host(value)
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __iter__(self) -> Iterator["ndarray"]:
+        return (_array(part) for part in self._host)
+
+    def __bool__(self) -> bool:
+        return bool(_read(self))
+
+    def __int__(self) -> int:
+        return int(_read(self))
+
+    def __float__(self) -> float:
+        return float(_read(self))
+
+    def __index__(self) -> int:
+        return int(_read(self))
+
+    def item(self) -> Any:
+        return _read(self).item()
+
+    def tolist(self) -> Any:
+        COUNTS["downloads"] += 1
+        return self._host.tolist()
+
+    def get(self) -> np.ndarray:
+        COUNTS["downloads"] += 1
+        return self._host.copy()
+
+    @property
+    def T(self) -> "ndarray":  # noqa: N802 (NumPy's name)
+        return ndarray(self._host.T)
+
+
+def _read(array: ndarray) -> np.ndarray:
+    assert array._host.size == 1
+    COUNTS["reads"] += 1
+    return array._host
+
+
+def _array(value: Any) -> Any:
+    """Results of NumPy as the device has them: scalars are arrays without axes."""
+    if isinstance(value, np.ndarray | np.generic):
+        return ndarray(np.asarray(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_array, value))
+    return type(value)(map(_array, value)) if isinstance(value, tuple | list) else value
+
+
+def _host(value: Any) -> Any:
+    """Operands as NumPy has them; arrays of the host are refused, as CuPy refuses them."""
+    if isinstance(value, ndarray):
+        return value._host
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("unsupported type <class 'numpy.ndarray'>")
+    if isinstance(value, tuple | list):
+        return type(value)(map(_host, value))
+    return value
+
+
+def _wrapped(found: Any) -> Any:
+    """A function of NumPy that takes and gives arrays of the device; attributes as they are."""
+    if isinstance(found, np.ndarray):
+        return ndarray(found)
+    if not callable(found) or isinstance(found, type):
+        return found
+
+    def call(*args: Any, **options: Any) -> Any:
+        arguments = {name: _host(value) for name, value in options.items()}
+        return _array(found(*map(_host, args), **arguments))
+
+    return call
+
+
+class RawModule:
+    """Kernels, run on the CPU."""
+
+    def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
+        self._module = Module(code, options)
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        launch = self._module.get_function(name)
+
+        def run(grid: Any, block: Any, arguments: Any) -> None:
+            COUNTS["launches"] += 1
+            launch(grid, block, [_argument(a) for a in arguments])
+
+        return run
+
+
+def _argument(argument: Any) -> Any:
+    """CuPy takes its own arrays, NumPy's scalars, and structs; a plain host array is a mistake."""
+    if isinstance(argument, ndarray):
+        return argument._host
+    assert not isinstance(argument, np.ndarray) or argument.dtype.names
+    return argument
+
+
+def _syrk(trans: str, a: ndarray, out: ndarray, alpha: float, beta: float, lower: bool) -> None:
+    """Writes one triangle, and reads the old one only where beta is not zero."""
+    rows, host = a._host, out._host
+    assert a._host.flags.c_contiguous
+    assert host.flags.c_contiguous
+    assert rows.dtype == host.dtype
+    assert trans == "T"
+    assert lower
+    old = beta * host if beta else 0
+    where = np.tri(len(host), dtype=bool)
+    np.copyto(host, alpha * (rows.T @ rows) + old, where=where)
+
+
+class _Cupy(ModuleType):
+    """``import cupy``."""
+
+    __path__ = ()
+    ndarray = ndarray
+    RawModule = RawModule
+    cublas = SimpleNamespace(syrk=_syrk)
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(id=0),
+        runtime=SimpleNamespace(
+            getDeviceCount=lambda: 1,
+            getDeviceProperties=lambda index: {
+                "major": 9,
+                "minor": 0,
+                "multiProcessorCount": 2,
+                "totalGlobalMem": 8 << 30,
+                "name": b"stand-in",
+            },
+        ),
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "linalg":
+            return SimpleNamespace(
+                **{
+                    function: _wrapped(getattr(np.linalg, function))
+                    for function in ("cholesky", "eigh", "norm", "qr")
+                }
+            )
+        return _wrapped(getattr(np, name))
+
+    @staticmethod
+    def asarray(value: Any, dtype: Any = None) -> ndarray:
+        if isinstance(value, ndarray):
+            return value if dtype is None else value.astype(dtype, copy=False)
+        COUNTS["uploads"] += 1
+        return ndarray(np.array(value, dtype))
+
+    @staticmethod
+    def asnumpy(array: ndarray) -> np.ndarray:
+        return array.get()
+
+    @staticmethod
+    def empty(shape: Any, dtype: Any = float) -> ndarray:
+        """Poisoned, so that reading what was not written shows."""
+        kind = np.dtype(dtype)
+        poison = np.nan if np.issubdtype(kind, np.floating) else 0
+        return ndarray(np.full(shape, poison, kind))
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Let ``import cupy`` and ``import cupyx`` find the stand-in; forget what was counted."""
+    COUNTS.clear()
+    cupy = _Cupy("cupy")
+    cupyx, scipy, dense = (ModuleType(n) for n in ("cupyx", "cupyx.scipy", "cupyx.scipy.linalg"))
+    cupyx.errstate = _errstate
+    dense.solve_triangular = _wrapped(linalg.solve_triangular)
+    scipy.linalg, cupyx.scipy = dense, scipy
+    modules = {
+        "cupy": cupy,
+        "cupy.cublas": cupy.cublas,
+        "cupyx": cupyx,
+        "cupyx.scipy": scipy,
+        "cupyx.scipy.linalg": dense,
+    }
+    for name, module in modules.items():
+        patch.setitem(sys.modules, name, module)
+
+
+@contextmanager
+def _errstate(*, linalg: str) -> Iterator[None]:
+    assert linalg == "raise"
+    yield
