@@ -5,26 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kfac_engine.autodiff.lower import lowered
-from tests.autodiff.harness import (
-    Bench,
-    N,
-    Operand,
-    bench,
-    case,
-    compiled,
-    draw,
-    finite_differences,
-    k,
-    p,
-    x,
-)
-
-SAMPLE_BATCH = 2
-BATCHES = (3, 1)
-STEP = 2.0**-16
-# ONNX Runtime works in float32; gradients of places are sums of differences of some pixels.
-TOLERANCE = 1e-4
+from tests.autodiff.harness import N, Operand, case, k, p, x
+from tests.autodiff.lowering_checks import BATCHES, check_gradients, check_values
 
 
 def _places(rng, sides):
@@ -100,57 +82,12 @@ _FORMER = [
 ]
 
 
-class Plain(Bench):
-    """A graph that is only evaluated."""
-
-    def forward(self, feeds, names):
-        return compiled(
-            self.runtime, self.graph, self.graph.nodes, self.graph.constants, feeds, names
-        )
-
-
-def plain(tested, runtime) -> Plain:
-    made = bench(tested, runtime, SAMPLE_BATCH)
-    return Plain(made.graph, made.sample, made.outputs, made.wrt, runtime)
-
-
-def rewritten(tested) -> tuple[Plain, Bench]:
-    """The operator, and what it becomes; both run by ONNX Runtime."""
-    made = plain(tested, "ort")
-    inputs = {entry.name: made.sample[entry.name] for entry in made.graph.inputs}
-    graph, _ = lowered(made.graph, made.wrt, inputs)
-    assert tested.op not in {node.op for node in graph.nodes}
-    return made, Bench(graph, made.sample, made.outputs, made.wrt, "ort")
-
-
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("tested", [*CASES, *_FORMER], ids=str)
 def test_values_are_those_of_the_operator(tested, batch):
-    made, new = rewritten(tested)
-    feeds = fed(made, tested, "float32", batch)
-    truth = made.forward(feeds, made.outputs)(feeds)
-    found = new.forward(feeds, made.outputs)(feeds)
-    for name, value in truth.items():
-        np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+    check_values(tested, batch)
 
 
 @pytest.mark.parametrize("tested", CASES, ids=str)
 def test_gradients_equal_finite_differences_of_the_operator(tested):
-    reference = plain(tested, "reference")
-    feeds = fed(reference, tested, "float64", BATCHES[0])
-    rng = np.random.default_rng(0)
-    values = reference.forward(feeds, reference.outputs)(feeds)
-    cotangents = {name: rng.normal(size=value.shape) for name, value in values.items()}
-    truth = finite_differences(reference, feeds, cotangents, STEP)
-    made, new = rewritten(tested)
-    narrow = {name: g.astype("float32") for name, g in cotangents.items()}
-    found = new.gradients(fed(made, tested, "float32", BATCHES[0]), narrow)
-    for name, expected in truth.items():
-        actual = found.get(name, np.zeros_like(expected))
-        scale = max(1.0, np.abs(expected).max(initial=0))
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * scale, err_msg=name)
-
-
-def fed(made, tested, dtype, batch):
-    arrays = draw(tested, dtype, batch)
-    return {name: arrays[name] for name in made.sample}
+    check_gradients(tested)
