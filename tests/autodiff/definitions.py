@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx.reference.op_run import OpRun
 
-from tests.autodiff.definitions_sampling import DeformConv, GridSample
+from tests.autodiff.definitions_sampling import DeformConv, GridSample, MaxRoiPool
 
 
 class ConvTranspose(OpRun):
@@ -293,5 +293,5 @@ class Pad(OpRun):
 DEFINITIONS = (
     LpNormalization, Unique,
     AveragePool, ConvTranspose, DeformConv, GridSample, MaxPool, GlobalLpPool, GlobalMaxPool,
-    GroupNormalization, LRN, LpPool, GatherElements, Pad,
+    GroupNormalization, LRN, LpPool, MaxRoiPool, GatherElements, Pad,
 )  # fmt: skip

@@ -80,3 +80,30 @@ class DeformConv(OpRun):
         y = np.einsum("ngkyx,gok->ngoyx", columns, weight.reshape(group, outs // group, -1))
         shift = 0 if bias is None else bias.reshape(-1, 1, 1)
         return (y.reshape(n, outs, *sides) + shift,)
+
+
+class MaxRoiPool(OpRun):
+    """The reference has none."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: NDArray, regions: NDArray, *, pooled_shape: list[int], spatial_scale: float
+    ) -> tuple[NDArray]:
+        y = np.zeros((len(regions), x.shape[1], *pooled_shape), x.dtype)
+        for index in np.ndindex(len(regions), *pooled_shape):
+            image, left, top, right, bottom = regions[index[0]]
+            spans = []
+            for axis, (begin, end) in enumerate(((top, bottom), (left, right))):
+                begin, end = (
+                    np.copysign(np.floor(abs(side * spatial_scale) + 0.5), side)
+                    for side in (begin, end)
+                )
+                step = max(end - begin + 1, 1) / pooled_shape[axis]
+                first = int(begin + np.floor(index[1 + axis] * step))
+                behind = int(begin + np.ceil((index[1 + axis] + 1) * step))
+                spans.append(slice(max(first, 0), min(max(behind, 0), x.shape[2 + axis])))
+            pixels = x[(int(image), slice(None), *spans)]
+            if pixels.size:
+                y[index[0], :, index[1], index[2]] = pixels.max(axis=(1, 2))
+        return (y,)

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.autodiff.harness import N, Operand, case, k, p, x
+from tests.autodiff.harness import N, Operand, case, distinct, k, p, x
 from tests.autodiff.lowering_checks import BATCHES, check_gradients, check_values
 
 
@@ -73,7 +73,31 @@ _DEFORMED = [
          strides=(2, 3), pads=(2, 1, 1, 1), dilations=(1, 2)),
 ]  # fmt: skip
 
-CASES = (*_SAMPLED, *_ALIGNED, *_DEFORMED)
+
+def _pooled(rng, sides):
+    """An image and corners at whole pixels, some of them outside."""
+    image, begin = rng.integers(0, 2, (sides[0], 1)), rng.integers(-2, 4, (sides[0], 2))
+    return np.concatenate([image, begin, begin + rng.integers(0, 9, begin.shape)], axis=1) * 1.0
+
+
+_POOLED = [
+    case(
+        "MaxRoiPool",
+        label,
+        x(2, N, *sides, draw=distinct),
+        Operand((regions, 5), _pooled, active=False),
+        newest=21,
+        pooled_shape=bins,
+        **scale,
+    )
+    for label, sides, regions, bins, scale in (
+        ("bins", (5, 6), 4, (2, 3), {}),
+        ("scaled", (6, 5), 3, (3, 2), {"spatial_scale": 0.75}),
+        ("one_bin", (3, 4), 2, (1, 1), {}),
+    )
+]
+
+CASES = (*_SAMPLED, *_ALIGNED, *_DEFORMED, *_POOLED)
 
 # Names of modes before operator set 20, which the reference does not know.
 _FORMER = [

@@ -6,6 +6,7 @@ is past the pixel below it. Over several axes, taps and weights multiply.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -165,3 +166,24 @@ def weighted_taps(pen: Pen, rows: str, first: str, axes: Sequence[Taps]) -> str:
     start = pen.op("Unsqueeze", first, pen.constant(range(-len(axes), 0)))
     values = pen.op("Gather", rows, pen.op("Add", pixels, start), axis=0)
     return pen.op("Mul", values, pen.op("Unsqueeze", weights, inner))
+
+
+def pixel_rows(pen: Pen, image: str) -> str:
+    """``(n, channels, *pixels)`` as ``(n · pixels, channels)``."""
+    rank = len(pen.facts[image].shape)
+    last = pen.op("Transpose", image, perm=(0, *range(2, rank), 1))
+    return pen.op("Flatten", last, axis=rank - 1)
+
+
+def pixel_count(pen: Pen, image: str) -> str:
+    """Number of pixels of one image, 0-d."""
+    return pen.op("ReduceProd", pen.op("Shape", image, start=2), keepdims=0)
+
+
+def first_rows(pen: Pen, image: str, sides: Sequence[int]) -> str:
+    """Row of the first pixel of each image, where an image has ``prod(sides)`` parts."""
+    zero, one = pen.constant(np.array(0)), pen.constant(np.array(1))
+    parts = pen.constant(np.array(prod(sides)))
+    count = pen.op("Mul", pen.op("Gather", pen.op("Shape", image), zero), parts)
+    rows = pen.op("Mul", pen.op("Range", zero, count, one), pixel_count(pen, image))
+    return pen.op("Reshape", rows, pen.constant([-1, *sides]))

@@ -3,15 +3,21 @@
 Places may depend on parameters too: their derivative is that of the weights.
 """
 
-from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.interpolation import KERNELS, Axis, Taps, weighted_taps
+from kfac_engine.autodiff.lowering.interpolation import (
+    KERNELS,
+    Axis,
+    Taps,
+    first_rows,
+    pixel_rows,
+    weighted_taps,
+)
 from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.autodiff.rules.attributes import integer, integers, number, text
+from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.graph.structure import Node
 
 # -- GridSample ------------------------------------------------------------------------------------
@@ -26,7 +32,9 @@ def grid_sample(pen: Pen, node: Node) -> None:
     image = node.inputs[0]
     spatial = len(pen.facts[image].shape) - 2
     taps = [_grid_taps(pen, node, axis) for axis in range(spatial)]
-    values = weighted_taps(pen, _rows(pen, image), _first_rows(pen, image, (1,) * spatial), taps)
+    values = weighted_taps(
+        pen, pixel_rows(pen, image), first_rows(pen, image, (1,) * spatial), taps
+    )
     # (n, *places, taps, channels): sum over the taps, channels to the front.
     sums = pen.op("ReduceSum", values, pen.constant(range(-1 - spatial, -1)), keepdims=0)
     back = (0, 1 + spatial, *range(1, 1 + spatial))
@@ -57,105 +65,6 @@ def _grid_taps(pen: Pen, node: Node, axis: int) -> Taps:
     return line.taps(place, KERNELS[mode], outside=padding, corners=corners)
 
 
-def _rows(pen: Pen, image: str) -> str:
-    """``(n, channels, *pixels)`` as ``(n · pixels, channels)``."""
-    rank = len(pen.facts[image].shape)
-    last = pen.op("Transpose", image, perm=(0, *range(2, rank), 1))
-    return pen.op("Flatten", last, axis=rank - 1)
-
-
-def _pixels(pen: Pen, image: str) -> str:
-    """Number of pixels of one image, 0-d."""
-    return pen.op("ReduceProd", pen.op("Shape", image, start=2), keepdims=0)
-
-
-def _first_rows(pen: Pen, image: str, sides: Sequence[int]) -> str:
-    """Row of the first pixel of each image, where an image has ``prod(sides)`` parts."""
-    zero, one = pen.constant(np.array(0)), pen.constant(np.array(1))
-    parts = pen.constant(np.array(prod(sides)))
-    count = pen.op("Mul", pen.op("Gather", pen.op("Shape", image), zero), parts)
-    rows = pen.op("Mul", pen.op("Range", zero, count, one), _pixels(pen, image))
-    return pen.op("Reshape", rows, pen.constant([-1, *sides]))
-
-
-# -- RoiAlign --------------------------------------------------------------------------------------
-
-
-@lowering("RoiAlign")
-def roi_align(pen: Pen, node: Node) -> None:
-    """Of each region a few bins; of each bin the mean or maximum of a few places."""
-    image, _, batch = node.inputs
-    high, wide = _RoiAxis(pen, node, 0), _RoiAxis(pen, node, 1)
-    first = pen.op("Mul", pen.cast(batch, "int64"), _pixels(pen, image))
-    first = pen.op("Unsqueeze", first, pen.constant([1, 2, 3, 4]))
-    # (regions, bins, places, bins, places, taps, taps, channels)
-    values = weighted_taps(pen, _rows(pen, image), first, [high.taps, wide.taps])
-    among = pen.constant([2, 4, 5, 6])
-    count = pen.op("Mul", high.count, wide.count)
-    if text(node, "mode", "avg") == "avg":
-        sums = pen.op("ReduceSum", values, among, keepdims=0)
-        bins = pen.op("Div", sums, pen.op("Max", count, pen.scalar(1, image)))
-    else:
-        # ONNX takes the maximum of the weighted pixels, not of the interpolated values.
-        least = pen.constant(np.finfo(pen.facts[image].dtype).min)
-        counted = pen.op("And", high.counted, wide.counted)
-        known = pen.op("Unsqueeze", counted, pen.constant([5, 6, 7]))
-        bins = pen.op("ReduceMax", pen.op("Where", known, values, least), among, keepdims=0)
-        some = pen.op("Greater", count, pen.scalar(0, image))
-        bins = pen.op("Where", some, bins, pen.scalar(0, image))
-    pen.op("Transpose", bins, perm=(0, 3, 1, 2), to=node.outputs[0])
-
-
-class _RoiAxis:
-    """The places of all regions along one axis.
-
-    Attributes:
-        taps: Of all places; those of height as ``(regions, bins, places, 1, 1)``, those of width as
-            ``(regions, 1, 1, bins, places)``.
-        count: Places in a bin of each region, ``(regions, 1, 1, 1)``, in the image's type.
-        counted: Which places a region has.
-    """
-
-    def __init__(self, pen: Pen, node: Node, axis: int) -> None:
-        image, regions, _ = node.inputs
-        half_pixel = text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
-        bins = integer(node, ("output_height", "output_width")[axis], 1)
-        line = Axis(pen, image, 2 + axis)
-        scale, shift = number(node, "spatial_scale", 1.0), 0.5 if half_pixel else 0.0
-        ends = []
-        for column in (1 - axis, 3 - axis):
-            end = pen.op("Gather", regions, pen.constant(np.array(column)), axis=1)
-            end = pen.op("Sub", pen.op("Mul", end, line.number(scale)), line.number(shift))
-            ends += [pen.op("Unsqueeze", end, pen.constant([1, 2]))]
-        length = pen.op("Sub", ends[1], ends[0])
-        if not half_pixel:
-            length = pen.op("Max", length, line.number(1))
-        step = pen.op("Div", length, line.number(bins))
-        count, numbers = _places_in_bins(pen, line, step, integer(node, "sampling_ratio", 0))
-        divisor = pen.op("Max", count, line.number(1))
-        within = pen.op("Div", pen.op("Add", numbers, line.number(0.5)), divisor)
-        which = line.number(np.arange(bins).reshape(-1, 1))
-        place = pen.op("Add", ends[0], pen.op("Mul", pen.op("Add", which, within), step))
-        spread = pen.constant([3, 4] if axis == 0 else [1, 2])
-        place = pen.op("Unsqueeze", place, spread)
-        self.count = pen.op("Unsqueeze", count, pen.constant([3]))
-        self.counted = pen.op("Unsqueeze", pen.op("Less", numbers, count), spread)
-        seen = pen.op("And", line.inside(place, 1), self.counted)
-        seen = pen.op("Unsqueeze", seen, pen.constant([-1]))
-        taps = line.taps(line.clipped(place), KERNELS["linear"], outside="border")
-        weights = pen.op("Where", seen, taps.weights, line.number(0))
-        self.taps = Taps(taps.pixels, weights, taps.side)
-
-
-def _places_in_bins(pen: Pen, line: Axis, step: str, ratio: int) -> tuple[str, str]:
-    """How many places the bins of each region have, ``(regions or 1, 1, 1)``, and their numbers."""
-    if ratio > 0:
-        return line.number(np.full((1, 1, 1), ratio)), line.number(np.arange(ratio))
-    count = pen.op("Ceil", step)
-    most = pen.op("Max", pen.op("ReduceMax", count, keepdims=0), line.number(1))
-    return count, pen.op("Range", line.number(0), most, line.number(1))
-
-
 # -- DeformConv ------------------------------------------------------------------------------------
 
 
@@ -175,7 +84,7 @@ def deform_conv(pen: Pen, node: Node) -> None:
     apart = pen.op("Concat", pen.constant([0, groups, -1]), pen.op("Shape", image, start=2), axis=0)
     last = pen.op("Transpose", pen.op("Reshape", image, apart), perm=(0, 1, 3, 4, 2))
     rows = pen.op("Flatten", last, axis=4)
-    first = _first_rows(pen, image, (groups, 1, 1, 1))
+    first = first_rows(pen, image, (groups, 1, 1, 1))
     values = weighted_taps(pen, rows, first, places)
     # (n, groups, taps, y, x, channels of a group)
     read = pen.op("ReduceSum", values, pen.constant([5, 6]), keepdims=0)
