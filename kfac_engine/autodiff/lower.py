@@ -44,7 +44,18 @@ def lowered(
         if rewritten is graph:
             break
         graph, facts = rewritten, sample_facts(rewritten, inputs)
-    return graph, facts
+    return _without_unread_sequences(graph, facts), facts
+
+
+def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
+    """The graph without values that are no tensors, where rewriting left them without readers."""
+    read = set(graph.outputs)
+    kept = []
+    for node in reversed(graph.nodes):
+        if read.intersection(node.outputs) or any(name in facts for name in node.outputs):
+            kept.append(node)
+            read.update((*node.inputs, *node.captures))
+    return graph if len(kept) == len(graph.nodes) else replace(graph, nodes=tuple(kept[::-1]))
 
 
 def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Graph:

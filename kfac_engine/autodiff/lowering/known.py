@@ -9,13 +9,13 @@ from math import prod
 
 import numpy as np
 
-from kfac_engine._types import Array, DType
+from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import label_last
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.runtime import Session
+from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Fact, Graph, Node
-from kfac_engine.graph.write import build_model, serialize
 
 _RANDOM = frozenset(
     {"Bernoulli", "Multinomial"}
@@ -49,33 +49,58 @@ class KnownValues:
         return found
 
 
-def gated(pen: Pen, node: Node, value: str, checks: Mapping[str, Array], to: str) -> None:
-    """Hand a value on as ``to``, unless something is not as it was in the sample run.
+def gated(pen: Pen, node: Node, value: str, checks: Mapping[str, Array], to: str = "") -> str:
+    """Hand a value on, unless something is not as it was in the sample run.
 
     Args:
         pen: Writes the nodes.
         node: What is rewritten, for messages.
-        value: Result of the rewriting.
-        checks: Names to what they have to be.
-        to: A floating-point value of the graph gets a check; others are only handed on.
+        value: A tensor, sequence or optional value.
+        checks: Names to what they have to be, for tensors.
+        to: A value of the graph, with the type of ``value``; left out where that is in the graph.
+
+    Returns:
+        The new name.
     """
-    fact = pen.facts.get(to)
-    if not to:
-        return
-    if not checks or fact is None or fact.dtype.kind != "f":
-        pen.op("Identity", value, to=to)
-        return
-    for name, array in checks.items():
-        value = pen.op("Add", value, _zero_if_same(pen, node, name, array, fact.dtype))
-    pen.op("Identity", value, to=to)
+    fact = pen.facts.get(to or value)
+    if fact is not None:
+        for name, array in checks.items():
+            zero = _zero_if_same(pen, node, name, array)
+            join = "Or" if fact.dtype.kind == "b" else "Add"
+            value = pen.op(join, value, pen.cast(zero, fact.dtype.name))
+    return pen.op("Identity", value, to=to)
 
 
-def _zero_if_same(pen: Pen, node: Node, name: str, array: Array, dtype: DType) -> str:
-    """A 0-d zero that can only be computed where the value ``name`` is ``array``."""
+def gated_reads(pen: Pen, node: Node, checks: Mapping[str, Array]) -> dict[str, str]:
+    """Names for what a node with bodies reads, checked where its results cannot be.
+
+    Args:
+        pen: Writes the nodes.
+        node: Has bodies.
+        checks: Names to what they have to be.
+
+    Returns:
+        Name of each floating-point value that is not constant to its new name; nothing where all
+        results are tensors, or nothing is to be checked.
+    """
+    if not checks or all(to in pen.facts for to in node.outputs if to):
+        return {}
+    reads = dict.fromkeys((*node.inputs, *node.captures))
+    return {
+        name: gated(pen, node, name, checks)
+        for name in reads
+        if name not in pen.graph.constants
+        and name in pen.facts
+        and pen.facts[name].dtype.kind == "f"
+    }
+
+
+def _zero_if_same(pen: Pen, node: Node, name: str, array: Array) -> str:
+    """A 0-d integer zero that can only be computed where the value ``name`` is ``array``."""
     same = pen.cast(pen.op("Equal", name, pen.constant(array)), "int64")
     least = pen.op("ReduceMin", pen.op("Reshape", same, pen.constant([-1])), keepdims=1)
     # One element cannot be brought to the shape (0,), in any runtime.
-    zero = pen.op("Reshape", pen.constant(np.zeros(1, dtype)), least, allowzero=1)
+    zero = pen.op("Reshape", pen.constant([0]), least, allowzero=1)
     # No quotes: they end the name in ONNX Runtime's messages.
     shown = np.array2string(array, threshold=8, separator=", ").replace("\n", "")
     label_last(pen, f"{node.op} was unrolled for {name} = {shown}, as in the sample inputs")
@@ -118,6 +143,6 @@ def _evaluated(
 ) -> Array:
     read = {value for node in nodes for value in (*node.inputs, *node.captures)}
     held = {value: array for value, array in constants.items() if value in read}
-    model = build_model(nodes, [], [name], held, graph.opset, domains=graph.domains)
-    session = Session(serialize(model), threads=1, what=f"the value of '{name}'")
+    model = compact_model(nodes, [], [name], held, graph.opset, domains=graph.domains)
+    session = Session(model, threads=1, what=f"the value of '{name}'")
     return session.run([name], {})[name]

@@ -10,7 +10,7 @@ import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
-from kfac_engine.autodiff.lowering.known import KnownValues, gated
+from kfac_engine.autodiff.lowering.known import KnownValues, gated, gated_reads
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import stacked, taken_apart
 from kfac_engine.autodiff.lowering.trips import trip_count
@@ -27,9 +27,11 @@ def if_(pen: Pen, node: Node) -> None:
     if condition is None:
         raise pen.refuse(node, "its condition depends on data, so its branches are no one function")
     body = body_of(node, "then_branch" if condition.all() else "else_branch", pen.graph.opset)
-    results = write_body(pen, body, constants_of(pen, body))
+    reads = gated_reads(pen, node, known.checks)
+    results = write_body(pen, body, reads | constants_of(pen, body))
     for value, to in zip(results, node.outputs, strict=True):
-        gated(pen, node, value, known.checks, to)
+        if to:
+            gated(pen, node, value, known.checks, to)
 
 
 @lowering("Loop")
@@ -38,8 +40,9 @@ def loop(pen: Pen, node: Node) -> None:
     body = body_of(node, "body", pen.graph.opset)
     known = KnownValues(pen)
     count = trip_count(pen, node, body, known)
-    states, carried = list(node.inputs[2:]), len(node.inputs) - 2
-    outer = {**constants_of(pen, body), body.inputs[1]: pen.constant(np.asarray(True))}
+    outer = gated_reads(pen, node, known.checks) | constants_of(pen, body)
+    states, carried = [outer.get(name, name) for name in node.inputs[2:]], len(node.inputs) - 2
+    outer[body.inputs[1]] = pen.constant(np.asarray(True))
     rows: list[Sequence[str]] = []
     for trip in range(count):
         outer |= zip(body.inputs[2:], states, strict=True)
@@ -48,7 +51,8 @@ def loop(pen: Pen, node: Node) -> None:
         states, scanned = results[:carried], results[carried:]
         rows.append(scanned)
     for value, to in zip(states, node.outputs[:carried], strict=True):
-        gated(pen, node, value, known.checks, to)
+        if to:
+            gated(pen, node, value, known.checks, to)
     for index, to in enumerate(node.outputs[carried:]):
         if to and not rows:
             raise pen.refuse(node, f"it stacks '{to}' from no iteration")
@@ -78,7 +82,8 @@ def scan(pen: Pen, node: Node) -> None:
         states, scanned = list(results[:carried]), results[carried:]
         rows.append(scanned)
     for value, to in zip(states, node.outputs[:carried], strict=True):
-        gated(pen, node, value, {}, to)
+        if to:
+            gated(pen, node, value, {}, to)
     axes = _listed(node, "scan_output_axes", len(node.outputs) - carried)
     signs = _signs(node, "scan_output_directions", len(node.outputs) - carried)
     for index, to in enumerate(node.outputs[carried:]):
