@@ -15,6 +15,7 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward, differentiate
+from kfac_engine.autodiff.draws import drawn_values, given_draws
 from kfac_engine.autodiff.feeds import check_inputs, measured_facts
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.runtime import Session
@@ -45,6 +46,7 @@ class OnnxModel:
         graph: The canonical graph, in operators that have derivative rules.
         parameters: Name to current value; change values through ``set_parameters``.
         facts: Element type and shape of every value in the sample run.
+        draws: Names of values that are drawn at random, in every forward pass anew.
         defined: Names of values added to those of the graph; add some through ``define``.
 
     Raises:
@@ -67,7 +69,8 @@ class OnnxModel:
             for name in trainable_parameters(loaded.graph, trainable)
         }
         self.graph, self.facts = lowered(loaded.graph, self.parameters, sample_inputs)
-        self._wanted: dict[str, None] = {}
+        self.draws = drawn_values(self.graph)
+        self._wanted: dict[str, None] = dict.fromkeys(self.draws)
         self._forward: Session | None = None
         self.defined: set[str] = set()
         self._appended: dict[str, Node] = {}
@@ -156,9 +159,16 @@ class OnnxModel:
         self.facts[node.outputs[0]] = self.facts[like]
         self.defined.add(node.outputs[0])
 
-    def fetch(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """One forward pass over checked feeds: all wanted values."""
-        return self._forward_session().run(tuple(self._wanted), feeds) if self._wanted else {}
+    def fetch(
+        self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """One forward pass over checked feeds: all wanted values, but those already ``drawn``."""
+        drawn = drawn or {}
+        asked = tuple(name for name in self._wanted if name not in drawn)
+        if not asked:
+            return {}
+        session = self._build_forward(drawn) if drawn else self._forward_session()
+        return session.run(asked, {**feeds, **drawn})
 
     def backward(
         self, outputs: Sequence[str], wrt: Sequence[str], *, independent: bool = False
@@ -256,21 +266,24 @@ class OnnxModel:
 
     def _forward_session(self) -> Session:
         if self._forward is None:
-            nodes = (*self.graph.nodes, *self._appended.values())
-            constants = {**self.graph.constants, **self._appended_constants}
-            parameters = [Input(name, value.dtype, None) for name, value in self.parameters.items()]
-            model = build_model(
-                nodes,
-                [*self.graph.inputs, *parameters],
-                tuple(self._wanted),
-                _read_by(nodes, constants, excluded=self.parameters),
-                self.graph.opset,
-                name=self.graph.name,
-                domains=self.graph.domains,
-            )
-            what = f"the forward graph of '{self.graph.name}'"
-            self._forward = Session(serialize(model), threads=self.threads, what=what)
+            self._forward = self._build_forward({})
         return self._forward
+
+    def _build_forward(self, drawn: Mapping[str, Array]) -> Session:
+        nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
+        constants = {**self.graph.constants, **self._appended_constants}
+        fed = {**self.parameters, **drawn}
+        model = build_model(
+            nodes,
+            [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
+            tuple(name for name in self._wanted if name not in drawn),
+            _read_by(nodes, constants, excluded=self.parameters),
+            self.graph.opset,
+            name=self.graph.name,
+            domains=self.graph.domains,
+        )
+        what = f"the forward graph of '{self.graph.name}'"
+        return Session(serialize(model), threads=self.threads, what=what)
 
     def _build_backward(self, backward: Backward) -> Session:
         dtypes = self._forward_session().output_dtypes if self._wanted else {}

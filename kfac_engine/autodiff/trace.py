@@ -189,4 +189,5 @@ class Trace(Mapping[str, Array]):
     def _fetch(self, names: Sequence[str]) -> None:
         if names:
             self._model.want(names)
-            self._values |= self._model.fetch(self._feeds)
+            drawn = {name: self._values[name] for name in self._model.draws}
+            self._values |= self._model.fetch(self._feeds, drawn)

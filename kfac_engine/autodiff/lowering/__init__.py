@@ -33,7 +33,7 @@ from kfac_engine.graph.functions import has_definition
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
-_FAMILIES = ("loops", "microsoft", "recurrent", "regions", "sampling", "sequences", "signal")
+_FAMILIES = ("dropout", "loops", "microsoft", "recurrent", "regions", "sampling", "sequences", "signal")
 
 Lowering: TypeAlias = Callable[[Pen, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")

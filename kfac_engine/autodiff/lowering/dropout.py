@@ -1,0 +1,16 @@
+"""Dropout in training mode, made to show which elements it kept."""
+
+from dataclasses import replace
+
+from kfac_engine.autodiff.draws import drops
+from kfac_engine.autodiff.lowering import lowering
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.graph.structure import Node
+
+
+@lowering("Dropout")
+def dropout(pen: Pen, node: Node) -> None:
+    """The same node, with its mask as a second result wherever it may drop anything."""
+    if drops(pen.graph, node) and not any(node.outputs[1:]):
+        node = replace(node, outputs=(node.outputs[0], f"{pen.prefix}mask"))
+    pen.nodes.append(node)

@@ -1,0 +1,75 @@
+"""Dropout of a model in training mode, differentiated with the mask that was drawn."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import kfac_engine as ke
+from kfac_engine.autodiff.model import load_model
+
+RATIO = 0.25
+# Float32 sums of four products.
+ROUNDING = 1e-5
+
+
+def dropped(training, **attributes):
+    """``y = dropout(x w) v``, the mask hidden; with ``training`` None it is an input."""
+    rng = np.random.default_rng(0)
+    constants = {
+        "w": rng.normal(size=(3, 8)).astype("float32"),
+        "v": rng.normal(size=(8, 2)).astype("float32"),
+        "ratio": np.float32(RATIO),
+    }
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])]
+    if training is None:
+        inputs.append(helper.make_tensor_value_info("training", TensorProto.BOOL, []))
+    else:
+        constants["training"] = np.array(training)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["s"]),
+        helper.make_node(
+            "Dropout", ["s", "ratio", "training"], ["kept"], name="drop", **attributes
+        ),
+        helper.make_node("MatMul", ["kept", "v"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "dropped",
+        inputs,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(1)
+    return {name: rng.normal(size=(5, d)).astype("float32") for name, d in (("x", 3), ("g", 2))}
+
+
+@pytest.mark.parametrize("mode", ["constant", "fed", "fed_off"])
+def test_the_gradient_has_the_mask_of_its_own_forward_pass(mode, batch):
+    model = load_model(dropped(True if mode == "constant" else None))
+    feeds = {"x": batch["x"]}
+    if mode != "constant":
+        feeds["training"] = np.array(mode == "fed")
+    trace = model.run(feeds)
+    found = trace.vjp({"y": batch["g"]}, ["w", "s"])
+    kept = trace["kept"] / trace["s"]
+    drops = mode != "fed_off"
+    assert set(np.unique(kept.round(5))) == ({0, np.float32(4 / 3).round(5)} if drops else {1})
+    ds = kept * (batch["g"] @ model.parameters["v"].T)
+    np.testing.assert_allclose(found["s"], ds, rtol=ROUNDING, atol=ROUNDING)
+    np.testing.assert_allclose(found["w"], batch["x"].T @ ds, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_a_model_for_inference_keeps_its_node():
+    model = load_model(dropped(False))
+    assert [node.outputs for node in model.graph.nodes if node.op == "Dropout"] == [("kept",)]
+
+
+def test_layers_are_found_on_both_sides_of_dropout(batch):
+    engine = ke.Engine.from_onnx(dropped(True), loss="normal", output="y")
+    result = engine.step({"x": batch["x"]}, np.zeros((5, 2), "float32"))
+    assert sorted(result.natural_gradients) == ["v", "w"]
