@@ -46,6 +46,14 @@ FORMS: Mapping[str, tuple[str, tuple[str, ...], Options]] = {
     },
     **{f"{op}-bare": (op, (), {}) for op in GATES},
     **{f"{op}-clipped": (op, ("B", "initial_h"), {"clip": 0.4}) for op in GATES},
+    **{
+        f"{op}-batch-first": (
+            op,
+            ("B", "sequence_lens", "initial_h", "initial_c"),
+            {"direction": "bidirectional", "layout": 1},
+        )
+        for op in GATES
+    },
     "LSTM-no-cell": ("LSTM", ("initial_h",), {}),
     "LSTM-peepholes": ("LSTM", ("P",), {}),
     "LSTM-coupled": ("LSTM", ("B", "P"), {"input_forget": 1}),
@@ -103,6 +111,9 @@ def operands(op: str, given: tuple[str, ...], options: Options, n: int) -> dict[
         for role in ("X", "W", "R", *given)
         if role in sides and role not in only_lstm
     }
+    if options.get("layout"):
+        for role in {"X", "initial_h", "initial_c"}.intersection(made):
+            made[role] = made[role].swapaxes(0, 1)
     if "sequence_lens" in given:
         made["sequence_lens"] = rng.permutation([1, STEPS, *rng.integers(1, STEPS, n - 2)]).astype(
             np.int32
@@ -120,7 +131,7 @@ def model_of(
         if name not in frozen:
             sides: list[int | str] = list(feeds[name].shape)
             if name in batch_axis:
-                sides[batch_axis[name]] = "n"
+                sides[0 if options.get("layout") else batch_axis[name]] = "n"
             kind = TensorProto.INT32 if name == "sequence_lens" else TensorProto.FLOAT
             inputs.append(helper.make_tensor_value_info(name, kind, sides))
     names = [role if role in feeds else "" for role in ROLES[: 8 if op == "LSTM" else 6]]
@@ -150,6 +161,7 @@ def slopes(op: str, feeds: Mapping[str, NDArray], options: Options, cotangents, 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_formulas_are_those_of_the_runtime(form: str) -> None:
     op, given, options = FORMS[form]
+    options = {**options, "layout": 0}  # all that the runtime executes
     feeds = operands(op, given, options, 3)
     model = model_of(op, feeds, options, frozen=())
     found = ort.InferenceSession(model.SerializeToString()).run(None, feeds)
