@@ -47,8 +47,9 @@ def _gradient(b: Builder, x: str, term: str, others: Sequence[_Factor]) -> str:
     known = {letter for factor in others for letter in factor.letters}
     known -= {letter for letter, side in zip(term, sides, strict=True) if side == 1}
     found = [letter for letter in dict.fromkeys(term) if letter in known]
-    equation = f"{','.join(factor.letters for factor in others)}->{''.join(found)}"
-    value = b.op("Einsum", *(factor.value for factor in others), equation=equation)
+    factors = _in_order(others, found)
+    equation = f"{','.join(factor.letters for factor in factors)}->{''.join(found)}"
+    value = b.op("Einsum", *(factor.value for factor in factors), equation=equation)
     places = {term.index(letter) for letter in found}
     if added := [axis for axis in range(len(term)) if axis not in places]:
         value = b.op("Unsqueeze", value, b.constant(added))
@@ -60,6 +61,17 @@ def _gradient(b: Builder, x: str, term: str, others: Sequence[_Factor]) -> str:
     if constant - {first for first, _ in twice}:
         value = b.op("Expand", value, b.shape(x))
     return value
+
+
+def _in_order(factors: Sequence[_Factor], result: Sequence[str]) -> Sequence[_Factor]:
+    """The factors, first those that have the first letter of the result that some lack."""
+    # ONNX Runtime then need not transpose the product. Measured with the gradients of attention's
+    # two Einstein sums: 0.7 to 1.0 ms in this order, 2.5 ms in the other.
+    for letter in result:
+        without = [letter not in factor.letters for factor in factors]
+        if any(without):
+            return [factors[i] for i in sorted(range(len(factors)), key=lambda i: without[i])]
+    return factors
 
 
 def _diagonal(b: Builder, x: str, first: int, second: int) -> str:
