@@ -22,6 +22,7 @@ from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNa
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.graph.export import export_model
 from kfac_engine.graph.load import ModelSource, load_model
+from kfac_engine.graph.widen import GradientDType, in_single
 from kfac_engine.graph.write import serialize
 from kfac_engine.inspection import (
     LayerReport,
@@ -107,6 +108,7 @@ class Engine:
         backend: str = "auto",
         seed: int = 0,
         sample_inputs: Mapping[str, Array] | None = None,
+        gradient_dtype: GradientDType = "file",
     ) -> "Engine":
         """An engine for a model.
 
@@ -129,6 +131,8 @@ class Engine:
             backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
             seed: Of sampled targets.
             sample_inputs: A batch to find shapes with, where none can be made up.
+            gradient_dtype: Element type of gradients and parameters of a half-precision model,
+                which is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
 
         Returns:
             The engine; nothing was computed on data yet.
@@ -145,6 +149,7 @@ class Engine:
             trainable=trainable,
             threads=threads or 0,
             sample_inputs=sample_inputs,
+            gradient_dtype=gradient_dtype,
         )
         collection = LayerCollection(onnx_model, backend=backend)
         for kind, approximation in (approximations or {}).items():
@@ -191,12 +196,14 @@ class Engine:
             trace = self._run(inputs, targets)
             loss, gradients = self._differentiate(trace)
             self._observe(trace)
-            return Result(loss, gradients, self.precondition(gradients, self._exps[0]))
+            natural = self.precondition(gradients, self._exps[0])
+            return Result(loss, self._model.hand_out(gradients), natural)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with self._threads():
-            return Result(*self._differentiate(self._run(inputs, targets)), {})
+            loss, gradients = self._differentiate(self._run(inputs, targets))
+            return Result(loss, self._model.hand_out(gradients), {})
 
     def observe(
         self,
@@ -235,17 +242,19 @@ class Engine:
             products = self._multiplied(split(self._found.parts, given), exp)
         # Entries that nothing reads have no curvature: damping alone.
         rest = self.estimator.damping**exp
-        return {
-            name: join(self._found.parts[name], products, array, rest)
-            for name, array in given.items()
-        }
+        return self._model.hand_out(
+            {
+                name: join(self._found.parts[name], products, array, rest)
+                for name, array in given.items()
+            }
+        )
 
     # -- parameters and files ---------------------------------------------------------------------
 
     @property
     def parameters(self) -> dict[str, Array]:
         """Parameter name to current value; change them through ``set_parameters``."""
-        return dict(self._model.parameters)
+        return self._model.hand_out(self._model.parameters)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values; the next call uses them."""
@@ -339,7 +348,7 @@ class Engine:
                 f"'{name}' is not a trainable parameter; they are: "
                 f"{', '.join(self._model.parameters)}."
             )
-        array = self.collection.backend.asarray(value)
+        array = in_single(self.collection.backend.asarray(value))
         if array.shape != parameter.shape:
             raise ShapeError(
                 f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."

@@ -6,30 +6,33 @@ gives the loss and the gradients. It can be differentiated again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import log, pi
 from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.errors import InputError, ModelError, ShapeError, UnknownNameError
+from kfac_engine.graph.borders import with_borders
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
+from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.objective import Reduction, check_reduction
 from kfac_engine.registry import Registry
 
-LOSS, TARGETS, COTANGENT = "loss", "targets", "cotangent"
+LOSS, TARGETS, COTANGENT, GRADIENT = "loss", "targets", "cotangent", "gradient/"
 Sides: TypeAlias = tuple[int | str | None, ...]
 
 
-def differentiate(
+def differentiate(  # noqa: PLR0913 (every choice a user has, each with a default)
     model: ModelSource,
     loss: str | None = None,
     output: str | None = None,
@@ -38,6 +41,7 @@ def differentiate(
     class_axis: int = -1,
     reduction: Reduction = "mean",
     sample_inputs: Mapping[str, Array] | None = None,
+    gradient_dtype: GradientDType = "file",
 ) -> ModelProto:
     """The gradient of a model as an ONNX model of standard operators.
 
@@ -50,9 +54,12 @@ def differentiate(
         class_axis: Axis of the classes or features in the output.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
         sample_inputs: A batch to find shapes with, where none can be made up.
+        gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for
+            their own, or ``"float32"``, which is what everything in between is computed in.
 
     Returns:
-        A model with the inputs of the old one and ``targets`` (or ``cotangent``), and the outputs
+        A model with the inputs of the old one and ``targets`` (or ``cotangent``, with a number
+        where the model has a value of that name), and the outputs
         ``loss`` (or the output) and ``gradient/<name>`` for each name.
 
     Raises:
@@ -63,6 +70,10 @@ def differentiate(
     """
     check_reduction(reduction)
     loaded = load_model(model)
+    narrow = {
+        f"{GRADIENT}{name}": dtype
+        for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()
+    }
     names = _chosen(loaded.graph, wrt)
     graph, facts = lowered(loaded.graph, names, sample_inputs)
     value = _only_output(graph, output)
@@ -77,7 +88,8 @@ def differentiate(
         value, sides = LOSS, ()
     if not backward.gradients:
         raise ModelError(f"'{value}' depends on none of: {', '.join(names)}.")
-    return _written(graph, facts, backward, (value, sides), names)
+    stored = {**loaded.stored, **narrow}
+    return _written(graph, facts, backward, (value, sides), names, stored)
 
 
 # -- losses as operators ---------------------------------------------------------------------------
@@ -245,8 +257,9 @@ def _written(
     backward: Backward,
     result: tuple[str, Sides],
     names: Sequence[str],
+    stored: Mapping[str, DType],
 ) -> ModelProto:
-    """The joint graph with readable names for what goes in and comes out."""
+    """The joint graph with readable names for what goes in and comes out, in stored types."""
     value, sides = result
     joint = joint_graph(graph, backward)
     cotangent = backward.cotangents[value]
@@ -255,30 +268,59 @@ def _written(
     if value == LOSS:
         constants[cotangent] = np.ones((), dtype)
     else:
-        inputs.append(Input(COTANGENT, dtype, sides))
-        nodes.insert(0, Node("Identity", (COTANGENT,), (cotangent,), name="node_cotangent"))
+        given = _free(COTANGENT, graph)
+        stored = {**stored, given: stored[value]} if value in stored else stored
+        inputs.append(Input(given, dtype, sides))
+        nodes.insert(0, Node("Identity", (given,), (cotangent,), name=f"node_{given}"))
     outputs = [Input(value, dtype, sides)]
     for name in names:
         nodes += _result(name, backward.gradients.get(name))
         declared = next((entry.shape for entry in graph.inputs if entry.name == name), None)
         shape = graph.constants[name].shape if name in graph.constants else declared
-        outputs.append(Input(f"gradient/{name}", facts[name].dtype, shape))
-    kept = needed(nodes, [entry.name for entry in outputs])
-    read = {name for node in kept for name in (*node.inputs, *node.captures)}
+        outputs.append(Input(f"{GRADIENT}{name}", facts[name].dtype, shape))
+    return _model(replace(joint, nodes=tuple(nodes), constants=constants), inputs, outputs, stored)
+
+
+def _model(
+    joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
+) -> ModelProto:
+    """What of ``joint`` the outputs need, in float32 between borders of stored types."""
+    made = [entry.name for entry in outputs]
+    nodes = needed(joint.nodes, made)
+    read = {name for node in nodes for name in (*node.inputs, *node.captures)}
+    inputs = [entry for entry in inputs if entry.name in read]
+    constants = {name: array for name, array in joint.constants.items() if name in read}
+    given = (*(entry.name for entry in inputs), *constants)
     return build_model(
-        kept,
-        [entry for entry in inputs if entry.name in read],
-        outputs,
-        {name: array for name, array in constants.items() if name in read},
-        graph.opset,
-        name=f"gradient of {graph.name}",
-        domains=graph.domains,
+        with_borders(
+            nodes,
+            {name: stored[name] for name in given if name in stored},
+            {name: stored[name] for name in made if name in stored},
+        ),
+        [_in_type(entry, stored) for entry in inputs],
+        [_in_type(entry, stored) for entry in outputs],
+        in_types(constants, stored),
+        joint.opset,
+        name=f"gradient of {joint.name}",
+        domains=joint.domains,
     )
+
+
+def _free(name: str, graph: Graph) -> str:
+    """``name``, or with a number where the model is a gradient model and has it already."""
+    taken, index = set(graph.values()), 1
+    while (free := name if index == 1 else f"{name}_{index}") in taken:
+        index += 1
+    return free
+
+
+def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:
+    return replace(entry, dtype=types.get(entry.name, entry.dtype))
 
 
 def _result(name: str, gradient: str | None) -> list[Node]:
     """Names a gradient; zeros where the output does not depend on the value."""
-    target = f"gradient/{name}"
+    target = f"{GRADIENT}{name}"
     if gradient is not None:
         return [Node("Identity", (gradient,), (target,), name=f"node_{target}")]
     return [Node("Sub", (name, name), (target,), name=f"node_{target}")]

@@ -147,7 +147,7 @@ def available_memory() -> int:
 
 def refresh_cost(shape: tuple[int, ...]) -> float:
     """Multiplications of the refresh of a factor: cubic in the side, for each matrix of a stack."""
-    return float(prod(shape)) * shape[-1]
+    return float(prod(shape)) * (shape[-1] if shape else 1)
 
 
 def _report(

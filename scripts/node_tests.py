@@ -23,6 +23,7 @@ from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Graph, Input
+from kfac_engine.graph.compact import CompactModel
 from kfac_engine.graph.write import build_model, serialize
 
 Arrays: TypeAlias = Mapping[str, NDArray]
@@ -200,7 +201,9 @@ class _Evaluator:
             domains=graph.domains,
         )
         try:
-            self._session = Session(serialize(model), threads=1, optimize=False, what="a case")
+            self._session = Session(
+                CompactModel(serialize(model), {}), threads=1, optimize=False, what="a case"
+            )
         except ke.BackendError as error:
             raise _NotApplicableError(str(error)) from error
 

@@ -14,17 +14,15 @@ from kfac_engine.errors import (
     ShapeError,
     UnknownNameError,
 )
+from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
-from kfac_engine.graph.write import build_model, serialize
+from kfac_engine.graph.widen import widened
 
 # Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
 # the batch more often than not, and a batch of two keeps it apart from axes of one; other axes
 # must be long enough for pooling and short enough for position tables. A batch of one comes last:
 # some exporters bake it into Reshape targets.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
-
-# Constants up to this size are shapes, axes and scales, which operators may need to see.
-_SMALL_BYTES = 4096
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -57,6 +55,48 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     return checked
 
 
+class SampleRun:
+    """A session that gives every value of a graph, for a few runs on small batches.
+
+    Args:
+        graph: The model.
+        declared: Whether inputs must have the sizes that the model declares.
+
+    Raises:
+        BackendError: ONNX Runtime refuses the graph.
+    """
+
+    def __init__(self, graph: Graph, *, declared: bool = True) -> None:
+        inputs = [Input(e.name, e.dtype, e.shape if declared else None) for e in graph.inputs]
+        computed = tuple(name for node in graph.nodes for name in node.outputs if name)
+        model = compact_model(
+            graph.nodes,
+            inputs,
+            computed,
+            graph.constants,
+            graph.opset,
+            name=graph.name,
+            domains=graph.domains,
+        )
+        what = f"a sample run of '{graph.name}'"
+        self._session = Session(model, threads=1, optimize=False, what=what)
+        self._computed = tuple(name for name in computed if name in self._session.output_dtypes)
+
+    def values(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Inputs and results by name, without constants, sequences and optional values.
+
+        Args:
+            feeds: One array for each input.
+
+        Returns:
+            Name to array.
+
+        Raises:
+            BackendError: An operator failed: the sizes of the feeds do not fit.
+        """
+        return dict(feeds) | self._session.run(self._computed, feeds)
+
+
 def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:
     """Element type and shape of every value, from one small run of the model.
 
@@ -72,25 +112,11 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         ModelError: The model runs on none of the inputs that were made up.
     """
     facts = {name: Fact(array.dtype, array.shape) for name, array in graph.constants.items()}
-    computed = tuple(name for node in graph.nodes for name in node.outputs if name)
-    # Weights are fed, not written into the graph: a copy of a large model would take its time.
-    fed = {n: array for n, array in graph.constants.items() if array.nbytes > _SMALL_BYTES}
-    model = build_model(
-        graph.nodes,
-        [*graph.inputs, *(Input(name, array.dtype, array.shape) for name, array in fed.items())],
-        computed,
-        {name: array for name, array in graph.constants.items() if name not in fed},
-        graph.opset,
-        name=graph.name,
-        domains=graph.domains,
-    )
-    what = f"a sample run of '{graph.name}'"
-    session = Session(serialize(model), threads=1, optimize=False, what=what)
-    computed = tuple(name for name in computed if name in session.output_dtypes)
+    run = SampleRun(graph)
     failures = []
-    for feeds in _sample_feeds(graph, inputs):
+    for feeds in sample_feeds(graph, inputs):
         try:
-            values = feeds | session.run(computed, feeds | fed)
+            values = run.values(feeds)
         except BackendError as failure:
             failures.append(f"{failure}")
             continue
@@ -119,7 +145,7 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
     measures = tuple(Node("Shape", (name,), (shape,)) for shape, name in shapes.items())
 
     def session(nodes: Sequence[Node], outputs: Sequence[str]) -> Session:
-        model = build_model(
+        model = compact_model(
             nodes,
             [Input(name, array.dtype, None) for name, array in feeds.items()],
             outputs,
@@ -129,7 +155,7 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
             domains=graph.domains,
         )
         what = f"a measuring run of '{graph.name}'"
-        return Session(serialize(model), threads=0, optimize=False, what=what)
+        return Session(model, threads=0, optimize=False, what=what)
 
     # Outputs are kept until a run ends: a session that only tells types has all, none is run.
     dtypes = session(graph.nodes, computed).output_dtypes
@@ -140,7 +166,16 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
     }
 
 
-def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
+def sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
+    """Inputs for a sample run, in the order in which they are tried.
+
+    Args:
+        graph: The model.
+        inputs: A real batch; None makes some up.
+
+    Yields:
+        Input name to array.
+    """
     if inputs is None:
         for first, other in _TRIED_SIZES:
             yield {entry.name: _made_up(entry, first, other) for entry in graph.inputs}
@@ -174,9 +209,12 @@ def _doubled(entry: Input, array: Array) -> Array:
 
 def _check_array(entry: Input, value: Array) -> Array:
     array = np.asarray(value)
+    if entry.stored is not None and array.dtype == entry.stored:
+        array = widened(array)
     if array.dtype != entry.dtype:
+        wanted = f"{entry.stored} or {entry.dtype}" if entry.stored else f"{entry.dtype}"
         raise InputError(
-            f"input '{entry.name}' is {array.dtype}, the model wants {entry.dtype}; convert it "
+            f"input '{entry.name}' is {array.dtype}, the model wants {wanted}; convert it "
             f"with .astype('{entry.dtype}')."
         )
     if entry.shape is not None and (

@@ -13,6 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import BackendError
+from kfac_engine.graph.compact import CompactModel
 
 _DTYPES = {
     "tensor(float)": "float32",
@@ -25,6 +26,9 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
+# Kernels like constant weights in a form of their own: quicker, but a second copy.
+_MOST_PACKED_BYTES = 1 << 30
+
 _FAILURES = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -39,7 +43,7 @@ class Session:
     """One graph compiled for the CPU.
 
     Args:
-        model: Serialized ``ModelProto``.
+        model: The message, and constants that it leaves out.
         threads: Threads inside an operator; 0 leaves the choice to ONNX Runtime.
         optimize: Whether graph optimizations run; off for a single run that fetches everything.
         what: What the graph is, for messages.
@@ -48,7 +52,9 @@ class Session:
         BackendError: ONNX Runtime refuses the graph.
     """
 
-    def __init__(self, model: bytes, *, threads: int, optimize: bool = True, what: str) -> None:
+    def __init__(
+        self, model: CompactModel, *, threads: int, optimize: bool = True, what: str
+    ) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4
@@ -57,9 +63,19 @@ class Session:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        size = sum(array.nbytes for array in model.shared.values())
+        if not optimize or size > _MOST_PACKED_BYTES:
+            options.add_session_config_entry("session.disable_prepacking", "1")
         self._what = what
+        # The values view the arrays' memory: both live as long as the session.
+        self._shared = {
+            name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in model.shared.items()
+        }
+        options.add_external_initializers(list(self._shared), list(self._shared.values()))
         try:
-            self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(
+                model.proto, options, providers=["CPUExecutionProvider"]
+            )
         except _FAILURES as failure:
             raise BackendError(
                 f"ONNX Runtime {ort.__version__} cannot build {what}: {_reason(failure)}"

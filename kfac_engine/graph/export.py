@@ -9,6 +9,7 @@ from onnx import helper
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.widen import in_types
 from kfac_engine.graph.write import tensor
 
 
@@ -17,7 +18,7 @@ def export_model(model: LoadedModel, values: Mapping[str, Array]) -> onnx.ModelP
 
     Args:
         model: From ``load_model``.
-        values: Names of constants to their new values, which are cast to the old element types.
+        values: Names of constants to their new values, which are cast to the file's element types.
 
     Returns:
         A new model without external data; other constants keep their values. A weight that the
@@ -26,9 +27,10 @@ def export_model(model: LoadedModel, values: Mapping[str, Array]) -> onnx.ModelP
     Raises:
         UnknownNameError: The model has no such constant.
         ShapeError: A value does not have the shape of the constant.
+        NonFiniteError: A value does not fit the file's element type.
         UnsupportedError: The constant sits inside a function or a branch of the file.
     """
-    constants = {**model.graph.constants, **_checked(model, values)}
+    constants = in_types({**model.graph.constants, **_checked(model, values)}, model.stored)
     result = onnx.ModelProto()
     result.CopyFrom(model.template)
     for entry in result.graph.initializer:

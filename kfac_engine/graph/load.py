@@ -1,19 +1,20 @@
 """ONNX models in, canonical graphs out.
 
 The road: read, take the initializers out, inline functions, check, turn ``Constant`` nodes into
-constants, upgrade to operator set 18, leave protobuf behind.
+constants, upgrade to operator set 18, make half precision single, leave protobuf behind.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 import onnx
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.bodies import hoist_initializers
 from kfac_engine.graph.branches import fold_constant_ifs
 from kfac_engine.graph.canonicalise import (
     OLDEST_OPSET,
@@ -36,6 +37,7 @@ from kfac_engine.graph.tensors import (
     nested_tensors,
     to_array,
 )
+from kfac_engine.graph.widen import declared_halves, widen
 from kfac_engine.graph.write import tensor, value_info
 
 # Larger constants are weights or tables, never shapes, axes or scales: the upgrade need not see
@@ -54,10 +56,13 @@ class LoadedModel:
         graph: The canonical form.
         template: The model as read, its initializers without data: that is in
             ``graph.constants``.
+        stored: The file's element type of every constant, input and output that is float16 or
+            bfloat16 there and float32 in the graph.
     """
 
     graph: Graph
     template: onnx.ModelProto
+    stored: Mapping[str, DType] = field(default_factory=dict)
 
     @property
     def output_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
@@ -108,10 +113,12 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     template = _template(model, external)
     working = _canonical(template, constants)
+    stored = declared_halves((*template.graph.input, *template.graph.output))
+    stored |= widen(working.graph, constants)
     return LoadedModel(
         graph=Graph(
             nodes=tuple(canonical_nodes(working.graph.node)),
-            inputs=tuple(_inputs(working.graph.input, constants)),
+            inputs=tuple(_inputs(working.graph.input, constants, stored)),
             outputs=tuple(entry.name for entry in working.graph.output),
             constants=constants,
             opset=opset(working),
@@ -119,6 +126,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
             domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
         ),
         template=template,
+        stored=stored,
     )
 
 
@@ -149,6 +157,7 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
     unify_standard_domain(working)
     sort_nodes(working.graph)
     lift_constants(working.graph, constants)
+    hoist_initializers(working.graph, constants)
     _declare_constants(working.graph, constants)
     check_nodes(working)
     while fold_constant_ifs(working.graph, constants):
@@ -173,7 +182,9 @@ def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -
 
 
 def _inputs(
-    entries: Iterable[onnx.ValueInfoProto], constants: Mapping[str, Array]
+    entries: Iterable[onnx.ValueInfoProto],
+    constants: Mapping[str, Array],
+    stored: Mapping[str, DType],
 ) -> Iterator[Input]:
     for entry in entries:
         if entry.name in constants:
@@ -186,7 +197,7 @@ def _inputs(
         form = entry.type.tensor_type
         dtype = element_type(form.elem_type, f"input '{entry.name}'")
         shape = tuple(_side(side) for side in form.shape.dim) if form.HasField("shape") else None
-        yield Input(entry.name, dtype, shape)
+        yield Input(entry.name, dtype, shape, stored.get(entry.name))
 
 
 def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:

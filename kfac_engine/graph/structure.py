@@ -71,11 +71,13 @@ class Input:
         dtype: Element type.
         shape: One entry per axis: a size, a symbol (``"batch"``), or None where the file says
             nothing; None altogether where even the rank is open.
+        stored: Element type in the file where that is narrower; accepted as well.
     """
 
     name: str
     dtype: DType
     shape: tuple[int | str | None, ...] | None
+    stored: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _SETTINGS: Mapping[tuple[str, int], str] = {
     ("BatchNormalization", 3): "a running mean, which is estimated from data, not trained",
     ("BatchNormalization", 4): "a running variance, which is estimated from data, not trained",
+    ("CastLike", 1): "read for its element type only",
     ("Clip", 1): "a bound",
     ("Clip", 2): "a bound",
     ("Dropout", 1): "a dropout ratio",

@@ -11,8 +11,8 @@ from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import MOST_STEPS
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.graph.bodies import Body
+from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
-from kfac_engine.graph.write import build_model, serialize
 
 
 def trip_count(pen: Pen, node: Node, body: Body, known: KnownValues) -> int:
@@ -71,7 +71,7 @@ def _condition(pen: Pen, node: Node, body: Body, known: KnownValues) -> Iterator
     held |= {name: _known(pen, node, known, name) for name in sorted(outer)}
     after = {name: f"{name} after" for name in results}
     copies = [Node("Identity", (results[name],), (new,), name=new) for name, new in after.items()]
-    model = build_model(
+    model = compact_model(
         [*nodes, *copies],
         [Input(name, array.dtype, None) for name, array in given.items()],
         list(after.values()),
@@ -79,7 +79,7 @@ def _condition(pen: Pen, node: Node, body: Body, known: KnownValues) -> Iterator
         body.graph.opset,
         domains=pen.graph.domains,
     )
-    session = Session(serialize(model), threads=1, what=f"the condition of '{node.name}'")
+    session = Session(model, threads=1, what=f"the condition of '{node.name}'")
     for trip in count():
         given[body.inputs[0]] = np.asarray(trip)
         found = session.run(list(after.values()), given)
