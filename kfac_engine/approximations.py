@@ -131,6 +131,7 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
     "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
     "grouped_convolution": _GROUPS,
     "depthwise_conv2d": _GROUPS,
+    "stacked_dense": _GROUPS,
     "embedding": {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)},
     "embedding_multi": {
         "kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES)
@@ -154,6 +155,7 @@ DEFAULTS: Mapping[str, str] = {
     "conv2d_multi": "kron_indep",
     "grouped_convolution": "kron",
     "depthwise_conv2d": "diagonal",
+    "stacked_dense": "kron",
     "embedding": "kron",
     "embedding_multi": "kron_indep",
     "scale_and_shift": "full",

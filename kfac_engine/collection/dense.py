@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from kfac_engine._types import Params
-from kfac_engine.collection.registry import BlockRegistry, canonical_key
+from kfac_engine.collection.registry import BlockRegistry, canonical_key, names_of
 from kfac_engine.errors import InputError
 from kfac_engine.layers.forms import dense_form, embedding_form
+from kfac_engine.layers.slots import slots_form
 from kfac_engine.losses.collection import Reuse
 
 
@@ -43,6 +44,29 @@ class DenseLayers(BlockRegistry):
             require_diagonal_input(self._resolve("fully_connected", approx, key))
             form = embedding_form(self.require_vocabulary(key), rank=1)
         self._register("fully_connected", key, form, (inputs, outputs), approx, reuse)
+
+    def register_stacked_dense(
+        self,
+        params: Params | Sequence[str],
+        inputs: str,
+        outputs: str,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> None:
+        """Register dense layers side by side, each with a weight of its own: experts, say.
+
+        Args:
+            params: The weights ``(slots, d_in, d_out)``, or ``(weights, biases)``; the shape of the
+                weights must be declared.
+            inputs: Name of the input, ``(n, …positions, slots, d_in)``.
+            outputs: Name of the output, ``(n, …positions, slots, d_out)``.
+            approx: ``"kron"``, a Kronecker pair a slot, or ``"diagonal"``.
+            reuse: Whether this is a further tower.
+        """
+        key = canonical_key(params)
+        shape = self.require_shape(names_of(key)[0])
+        form = slots_form(shape, has_bias=not isinstance(key, str))
+        self._register("stacked_dense", key, form, (inputs, outputs), approx, reuse)
 
 
 def require_diagonal_input(approx: str) -> None:

@@ -2,14 +2,8 @@
 
 from collections.abc import Iterable
 
+from kfac_engine.graph.moves import ONLY_SHAPES, RELAYS
 from kfac_engine.graph.structure import Graph, Node
-
-# Operators that hand all of their operand on: whoever reads the result reads the operand.
-_RELAYS = frozenset(
-    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-)
-# Those that read no entry of it.
-_ONLY_SHAPES = frozenset({"Shape", "Size"})
 
 
 class SubGraph:
@@ -45,7 +39,7 @@ class SubGraph:
         """Number of nodes that read a value; a node that only hands it on counts as its readers."""
         readers = [node for node in self.nodes if name in (*node.inputs, *node.captures)]
         return sum(
-            self.variable_uses(node.outputs[0]) if node.qualified_op in _RELAYS else 1
+            self.variable_uses(node.outputs[0]) if node.qualified_op in RELAYS else 1
             for node in readers
-            if node.qualified_op not in _ONLY_SHAPES
+            if node.qualified_op not in ONLY_SHAPES
         )

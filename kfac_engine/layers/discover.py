@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Graph
 from kfac_engine.layers.found import Found, Scene
 from kfac_engine.layers.matchers import match
@@ -15,9 +16,6 @@ from kfac_engine.layers.several import joined
 
 # The layout of a dense weight, and that of its transpose.
 _TURNED = {"IO": "OI", "OI": "IO"}
-
-# Their result tells of a parameter's shape, not of its entries.
-_ONLY_SHAPES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def _groups(graph: Graph, parameters: Set[str], held: Mapping[str, Held]) -> tup
     for node in graph.nodes:
         for index, name in enumerate(node.inputs):
             source = held[name].parameter if name in held else name
-            counts = source in parameters and node.op not in _ONLY_SHAPES
+            counts = source in parameters and node.op not in ONLY_SHAPES
             if counts and not is_move(node, index, held):
                 read.setdefault(name, source)
     times = Counter(read.values())
@@ -137,7 +135,7 @@ def _layer_of(scene: Scene, group: _Group) -> Found | str:
         (value, node, index)
         for value in group.values
         for node, index in scene.graph.consumers[value]
-        if not is_move(node, index, scene.held) and node.op not in _ONLY_SHAPES
+        if not is_move(node, index, scene.held) and node.op not in ONLY_SHAPES
     ]
     matches = [match(scene, node, index) for _, node, index in uses]
     roles = ", ".join(sorted({node.qualified_op for _, node, _ in uses}))

@@ -88,6 +88,12 @@ class Scene:
         """Whether ``name`` is a parameter with so many axes."""
         return name in self.trainable and len(self.shapes[name]) == rank
 
+    def goes_with(self, name: str, weight: str) -> bool:
+        """Whether ``name`` is a parameter that is used as often as ``weight``, in one layout."""
+        consumers = self.graph.consumers
+        own = name in self.trainable and name not in self.shared
+        return own and len(consumers[name]) == len(consumers[weight])
+
     def is_bias(self, name: str, weight: str, d_out: int, channel_axes: int = 0) -> bool:
         """Whether a parameter adds one number a feature wherever ``weight`` is used.
 
@@ -100,10 +106,7 @@ class Scene:
         Returns:
             The answer.
         """
-        consumers = self.graph.consumers
-        if name not in self.trainable - self.shared:
-            return False
-        if len(consumers[name]) != len(consumers[weight]):
+        if not self.goes_with(name, weight):
             return False
         shape = self.shapes[name]
         position = len(shape) - 1 - channel_axes

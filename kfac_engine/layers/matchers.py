@@ -3,9 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
+import numpy as np
+
+from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.found import Found, Scene
+from kfac_engine.layers.moved_bias import moved_bias
 from kfac_engine.layers.scales import scale_of_normalization, scale_of_product
+from kfac_engine.layers.slots import match_slots
 from kfac_engine.layers.views import Padding
 
 # A matcher returns the layer a node is, or the reason why its weight makes none.
@@ -27,31 +32,30 @@ def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
     x, weight = node.inputs[0], node.inputs[index]
     if x not in scene.data:
         return _aside(node, index)
-    scaled = {"alpha", "beta", "transA"}.intersection(
-        key
-        for key, neutral in (("alpha", 1), ("beta", 1), ("transA", 0))
-        if node.attributes.get(key, neutral) != neutral
-    )
-    if scaled:
-        return f"Gemm with {', '.join(sorted(scaled))}"
+    if not node.attributes.get("alpha", 1):
+        return "Gemm with alpha 0"
     transposed = bool(node.attributes.get("transB", 0))
     d_out = scene.shapes[weight][0 if transposed else 1]
-    bias = node.inputs[2] if len(node.inputs) > 2 else ""
-    return Found(
-        "fully_connected",
-        (weight, bias) if scene.is_bias(bias, weight, d_out) else (weight,),
-        x,
-        node.outputs[0],
-        {"weight_format": "OI" if transposed else "IO"},
-    )
+    given = node.inputs[2] if len(node.inputs) > 2 else ""
+    bias: tuple[str, ...] = (given,) if scene.is_bias(given, weight, d_out) else ()
+    outputs = node.outputs[0]
+    if not given:
+        outputs, bias = _with_bias(scene, outputs, weight, d_out, channel_axes=0)
+    options = {"weight_format": "OI" if transposed else "IO"}
+    return Found("fully_connected", (weight, *bias), x, outputs, options)
 
 
 def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
     weight, x = node.inputs[index], node.inputs[1 - index]
     if x not in scene.data:
         return _aside(node, index)
+    if index == 1 and scene.is_weight(weight, 3):
+        return match_slots(scene, node)
     if not scene.is_weight(weight, 2) or len(scene.shapes[x]) < 2:
         return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
+    ids = _identifiers(scene, x) if index == 1 else ""
+    if ids:
+        return _embedding(scene, weight, ids, node.outputs[0])
     left = index == 0  # s = W·x: features are the last axis but one
     d_out = scene.shapes[weight][0 if left else 1]
     outputs, bias = _with_bias(scene, node.outputs[0], weight, d_out, channel_axes=int(left))
@@ -139,8 +143,27 @@ def _gather(scene: Scene, node: Node, index: int) -> Found | str:
         return "table of Gather whose indices do not depend on the data"
     if shape[0] > scene.batch:
         return "table of Gather, with more indices than examples on their first axis"
-    options = {"positions": True} if len(shape) > 1 else {}
-    return Found("embedding", (table,), ids, node.outputs[0], options)
+    return _embedding(scene, table, ids, node.outputs[0])
+
+
+def _embedding(scene: Scene, table: str, ids: str, rows: str) -> Found:
+    options = {"positions": True} if len(scene.shapes[ids]) > 1 else {}
+    return Found("embedding", (table,), ids, rows, options)
+
+
+def _identifiers(scene: Scene, value: str) -> str:
+    """What ``value`` has a one for on its last axis, one for each example and position; or none."""
+    maker = scene.graph.producers.get(value)
+    while maker is not None and maker.op in ("Cast", "Identity"):
+        maker = scene.graph.producers.get(maker.inputs[0])
+    if maker is None or maker.qualified_op != "OneHot":
+        return ""
+    ids, _, values = maker.inputs
+    last = maker.attributes.get("axis", -1) in (-1, len(scene.shapes[ids]))
+    known = scene.graph.constants.get(values)
+    fits = last and known is not None and known.tolist() == [0, 1] and ids in scene.data
+    shape = scene.shapes[ids]
+    return ids if fits and shape and shape[0] <= scene.batch else ""
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -151,13 +174,18 @@ def _with_bias(
 ) -> tuple[str, tuple[str, ...]]:
     """The pre-activation and its bias, where ``value`` goes straight into an Add with one."""
     users = scene.graph.consumers.get(value, ())
-    if len(users) == 1 and users[0][0].op == "Add" and value not in scene.graph.outputs:
-        add, position = users[0]
-        bias = add.inputs[1 - position]
+    if len(users) != 1 or value in scene.graph.outputs:
+        return value, ()
+    user, position = users[0]
+    if user.op == "Add":
+        bias = user.inputs[1 - position]
         fits = scene.is_bias(bias, weight, d_out, channel_axes)
         if fits and len(scene.shapes[bias]) <= len(scene.shapes[value]):
-            return add.outputs[0], (bias,)
-    return value, ()
+            return user.outputs[0], (bias,)
+    if user.op not in RELAYS:
+        return value, ()
+    numbers = np.arange(d_out).reshape(d_out, *[1] * channel_axes)
+    return value, moved_bias(scene, value, weight, numbers)
 
 
 def _aside(node: Node, index: int) -> str:

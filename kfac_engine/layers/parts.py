@@ -12,6 +12,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Graph, Node
 
 # Takes the numbers of the operand's entries, the node, the constants and the shapes of the results;
@@ -92,6 +93,11 @@ def held_values(
 def is_move(node: Node, index: int, held: Mapping[str, Held]) -> bool:
     """Whether a node makes values out of its operand that hold entries of the same parameter."""
     return index == 0 and any(output in held for output in node.outputs)
+
+
+def moved_entries(entries: Array, node: Node, shape: tuple[int, ...]) -> Array:
+    """What one of ``RELAYS`` makes of an array, the shape of its result being known."""
+    return _MOVES[node.op](entries, node, {}, [shape])[0]
 
 
 def split(parts: Mapping[str, Sequence[Part]], arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -239,7 +245,7 @@ def _picked(
 
 
 _MOVES: Mapping[str, _Move] = {
-    **dict.fromkeys(("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"), _kept),
+    **dict.fromkeys(RELAYS, _kept),
     "Gather": _picked,
     "Slice": _sliced,
     "Split": _divided,

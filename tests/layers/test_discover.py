@@ -163,11 +163,11 @@ def test_reasons_name_what_a_generic_parameter_is():
     assert reason_of(net(build), "offset") == "operand 1 of Add"
 
 
-def test_scaled_gemm_is_generic_with_a_reason():
+def test_a_product_that_a_gemm_leaves_out_is_generic_with_a_reason():
     def scaled(n):
-        n.op("Gemm", "input", n.weight("w", 4, 3), to="output", alpha=0.5)
+        n.op("Gemm", "input", n.weight("w", 4, 3), n.weight("b", 3), to="output", alpha=0.0)
 
-    assert reason_of(net(scaled), "w") == "Gemm with alpha"
+    assert reason_of(net(scaled), "w") == "Gemm with alpha 0"
 
 
 def test_parameter_the_loss_does_not_depend_on_is_said_so():

@@ -1,0 +1,109 @@
+"""Sums of products of data and one weight, by the letters of their axes: as one matrix product.
+
+Every axis has a letter. It is a *position* if the weight lacks it, *summed* if the result lacks it,
+a *feature* if the data lack it, and a *slot* (an expert, a head) if all three have it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from kfac_engine.autodiff.lowering.pen import Pen
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """The axes of a product.
+
+    Attributes:
+        data: A letter for each axis of the data.
+        weight: A letter for each axis of the weight.
+        result: A letter for each axis of the result.
+    """
+
+    data: str
+    weight: str
+    result: str
+
+    @property
+    def positions(self) -> str:
+        """In the order of the result if that begins with one, else of the data."""
+        source = self.result if self.result[:1] not in self.weight else self.data
+        return "".join(letter for letter in source if letter not in self.weight)
+
+    @property
+    def summed(self) -> str:
+        """In the order of the weight, as all that follow."""
+        return "".join(letter for letter in self.weight if letter not in self.result)
+
+    @property
+    def features(self) -> str:
+        """Axes that the data lack."""
+        return "".join(letter for letter in self.weight if letter not in self.data)
+
+    @property
+    def slots(self) -> str:
+        """Axes that all three have."""
+        return "".join(e for e in self.weight if e in self.data and e in self.result)
+
+    def is_plain(self) -> bool:
+        """Whether no axis is summed alone or runs along a diagonal, and there is a batch."""
+        strings = self.data, self.weight, self.result
+        once = all(len(set(letters)) == len(letters) for letters in strings)
+        kept = set(self.data) - set(self.weight) <= set(self.result)
+        known = set(self.result) <= {*self.data, *self.weight}
+        summed = set(self.weight) <= {*self.data, *self.result}
+        return once and kept and known and summed and bool(self.positions and self.summed)
+
+
+def write_product(
+    pen: Pen, letters: Letters, data: str, weight: str, sides: Mapping[str, int], to: str
+) -> None:
+    """Write ``data · weight`` as a product with ``(slots, summed, features)``.
+
+    Without slots the weight is a matrix. With slots the values on both sides of the product are
+    also written as ``(positions, slots, summed)`` and ``(positions, slots, features)``.
+
+    Args:
+        pen: Writes the nodes.
+        letters: Of the axes.
+        data: The data.
+        weight: The weight.
+        sides: Letter to length, for the axes of the weight.
+        to: Name of the result.
+    """
+    slots = [prod(sides[letter] for letter in letters.slots)] if letters.slots else []
+    k, f = (prod(sides[e] for e in part) for part in (letters.summed, letters.features))
+    kept = len(letters.positions)
+    order = letters.slots + letters.summed
+    rows = _turned(pen, data, letters.data, letters.positions + order)
+    rows = _reshaped(pen, rows, kept, order, [*slots, k])
+    matrix = _turned(pen, weight, letters.weight, order + letters.features)
+    matrix = _reshaped(pen, matrix, 0, order + letters.features, [*slots, k, f])
+    order = letters.slots + letters.features
+    product = _slotwise(pen, rows, matrix, kept) if slots else pen.op("MatMul", rows, matrix)
+    if len(order) != len(slots) + 1:
+        apart = pen.constant([*[0] * kept, *(sides[letter] for letter in order)])
+        product = pen.op("Reshape", product, apart)
+    _turned(pen, product, letters.positions + order, letters.result)
+    pen.nodes[-1] = replace(pen.nodes[-1], outputs=(to,))
+
+
+def _slotwise(pen: Pen, rows: str, matrix: str, kept: int) -> str:
+    """``(positions, slots, summed)`` times a matrix for each slot."""
+    # The last position goes behind the slots and back: its own inverse.
+    swap = (*range(kept - 1), kept, kept - 1, kept + 1)
+    rows = pen.op("Transpose", rows, perm=swap)
+    return pen.op("Transpose", pen.op("MatMul", rows, matrix), perm=swap)
+
+
+def _turned(pen: Pen, value: str, letters: str, wanted: str) -> str:
+    if letters == wanted:
+        return value
+    return pen.op("Transpose", value, perm=tuple(letters.index(letter) for letter in wanted))
+
+
+def _reshaped(pen: Pen, value: str, kept: int, merged: str, sides: Sequence[int]) -> str:
+    if len(merged) == len(sides):
+        return value
+    return pen.op("Reshape", value, pen.constant([*[0] * kept, *sides]))

@@ -1,0 +1,164 @@
+"""Weights on their way to the data: constant scales moved over to the data, equal steps merged."""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+
+from kfac_engine._types import Array
+from kfac_engine.graph.moves import MOVES
+from kfac_engine.graph.structure import Fact, Graph, Node
+
+# Operators linear in the data and in a weight: the index of the one to that of the other.
+_PRODUCTS: Mapping[str, Mapping[int, int]] = {
+    "Conv": {1: 0},
+    "ConvTranspose": {1: 0},
+    "Einsum": {0: 1, 1: 0},
+    "Gemm": {0: 1, 1: 0},
+    "MatMul": {0: 1, 1: 0},
+}
+
+
+def dependent(graph: Graph, parameters: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Values computed from parameters alone (and other constants), and those computed from data."""
+    weights = set(parameters)
+    data = {entry.name for entry in graph.inputs}
+    for node in graph.nodes:
+        operands = {*node.inputs, *node.captures}
+        target = data if operands & data else weights if operands & weights else set[str]()
+        target.update(node.outputs)
+    return frozenset(weights - {""}), frozenset(data - {""})
+
+
+def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
+    """The same function; what moves the entries of a weight about in the same way is one node.
+
+    Args:
+        graph: Canonical graph.
+        parameters: Names of the weights.
+
+    Returns:
+        The graph; the given one where nothing was written twice.
+    """
+    weights, _ = dependent(graph, parameters)
+    captured = {name for node in graph.nodes for name in node.captures}
+    kept = captured.union(graph.outputs)
+    names: dict[str, str] = {}
+    first: dict[object, Node] = {}
+    nodes = []
+    for old in graph.nodes:
+        node = replace(old, inputs=tuple(names.get(name, name) for name in old.inputs))
+        if not node.domain and node.op in MOVES and node.inputs[0] in weights:
+            same = first.setdefault(_content(node, graph.constants), node)
+            if same is not node and kept.isdisjoint(node.outputs):
+                names |= zip(node.outputs, same.outputs, strict=True)
+                continue
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes)) if names else graph
+
+
+def _content(node: Node, constants: Mapping[str, Array]) -> object:
+    """What tells a node from others but its names; constants count by value."""
+    operands = tuple(
+        (array.dtype.name, array.shape, array.tobytes())
+        if (array := constants.get(name)) is not None
+        else name
+        for name in node.inputs[1:]
+    )
+    named = tuple(bool(name) for name in node.outputs)
+    return node.op, node.inputs[0], operands, repr(sorted(node.attributes.items())), named
+
+
+def unscaled(
+    graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
+) -> tuple[Graph, Mapping[str, Fact]]:
+    """The same function; a constant that multiplies a weight multiplies the data instead.
+
+    Args:
+        graph: Canonical graph.
+        facts: Element type and shape of every value.
+        parameters: Names of the weights.
+
+    Returns:
+        The graph, and facts about its values; the given ones where no weight is scaled.
+    """
+    weights, data = dependent(graph, parameters)
+    moved: set[str] = set()  # names of nodes that scale
+    factors: dict[str, list[_Factor]] = {}  # by the name of the product
+    for node in graph.nodes:
+        factor = _factor(node, graph.constants, weights, parameters)
+        products = _products_of(node.outputs[0], graph, data) if factor else ()
+        if factor and products:
+            moved.add(node.name)
+            for product, operand in products:
+                factors.setdefault(product.name, []).append(replace(factor, operand=operand))
+    if not moved:
+        return graph, facts
+    known = dict(facts)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name in moved:
+            weight = next(name for name in node.inputs if name in weights)
+            node = replace(node, op="Identity", inputs=(weight,), attributes={})
+        for factor in factors.get(node.name, ()):
+            scaling, node = factor.applied(node)
+            known[scaling.outputs[0]] = known[scaling.inputs[0]]
+            nodes.append(scaling)
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes)), known
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A number that multiplies or divides an operand.
+
+    Attributes:
+        op: ``"Mul"`` or ``"Div"``.
+        constant: Its name.
+        source: Name of the node that it was taken from.
+        operand: Index of the operand.
+    """
+
+    op: str
+    constant: str
+    source: str
+    operand: int = 0
+
+    def applied(self, node: Node) -> tuple[Node, Node]:
+        """What computes the scaled operand, and the node that reads it."""
+        name = f"{node.name}/{self.source}"
+        scaling = Node(self.op, (node.inputs[self.operand], self.constant), (name,), name=name)
+        operands = list(node.inputs)
+        operands[self.operand] = name
+        return scaling, replace(node, inputs=tuple(operands))
+
+
+def _factor(
+    node: Node, constants: Mapping[str, Array], weights: Set[str], parameters: Set[str]
+) -> _Factor | None:
+    """The number that a node multiplies a weight by."""
+    if node.domain or node.op not in ("Mul", "Div"):
+        return None
+    number, weight = node.inputs[::-1] if node.inputs[0] in weights else node.inputs
+    if weight not in weights or number not in constants or number in parameters:
+        return None
+    # A scalar never adds axes; c / W is not linear.
+    if constants[number].ndim or (node.op == "Div" and weight != node.inputs[0]):
+        return None
+    return _Factor(node.op, number, node.name)
+
+
+def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, int]]:
+    """Products of a weight with data, with the index of the data; empty if it has other uses."""
+    found: list[tuple[Node, int]] = []
+    for node, index in graph.consumers.get(value, ()):
+        moves = not node.domain and node.op in MOVES and index == 0
+        other = _PRODUCTS.get(node.op, {}).get(index) if not node.domain else None
+        if moves:
+            further = [_products_of(name, graph, data) for name in node.outputs if name]
+            if not all(further):
+                return []
+            found += [product for products in further for product in products]
+        elif other is not None and other < len(node.inputs) and node.inputs[other] in data:
+            found.append((node, other))
+        else:
+            return []
+    return [] if value in graph.outputs else found
