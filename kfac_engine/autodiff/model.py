@@ -16,18 +16,18 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
-from kfac_engine.autodiff.feeds import check_inputs, measured_facts, sample_facts
+from kfac_engine.autodiff.feeds import check_inputs, measured_facts
 from kfac_engine.autodiff.lower import lowered
-from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
-from kfac_engine.graph.write import build_model, serialize
+from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 
 # Twice differentiated graphs are made for one shape of the batch each; the oldest are forgotten.
 _MOST_SHAPES = 8
@@ -42,6 +42,8 @@ class OnnxModel:
         threads: Threads for ONNX Runtime; 0 leaves the choice to it.
         sample_inputs: A batch for the sample run that finds element types and ranks; made up from
             the declared input shapes when left out.
+        gradient_dtype: What ``hand_out`` gives for float16 and bfloat16 parameters, which are
+            float32 in here: ``"file"`` for their own type, or ``"float32"``.
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
@@ -52,6 +54,7 @@ class OnnxModel:
 
     Raises:
         ModelError: The model has no trainable parameter, or cannot be run on made-up inputs.
+        InputError: ``gradient_dtype`` is something else.
         BackendError: ONNX Runtime cannot run the model.
     """
 
@@ -62,16 +65,17 @@ class OnnxModel:
         trainable: Sequence[str] | None = None,
         threads: int = 0,
         sample_inputs: Mapping[str, Array] | None = None,
+        gradient_dtype: GradientDType = "file",
     ) -> None:
         self.loaded = loaded
         self.threads = threads
+        # Read-only, as the file holds them: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
-            name: np.array(loaded.graph.constants[name])
+            name: loaded.graph.constants[name]
             for name in trainable_parameters(loaded.graph, trainable)
         }
-        graph, facts = lowered(loaded.graph, self.parameters, sample_inputs)
-        self.graph = plain_products(graph, facts, self.parameters.keys())
-        self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
+        self._handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
+        self.graph, self.facts = lowered(loaded.graph, self.parameters, sample_inputs)
         self.draws = drawn_values(self.graph)
         self._wanted: dict[str, None] = dict.fromkeys(self.draws)
         self._forward: Session | None = None
@@ -125,6 +129,20 @@ class OnnxModel:
             NonFiniteError: A value holds NaN or infinity.
         """
         self.parameters.update(self._checked(values))
+
+    def hand_out(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Parameters or their gradients, in the element types that the user gets.
+
+        Args:
+            values: Parameter name to array.
+
+        Returns:
+            Name to array.
+
+        Raises:
+            NonFiniteError: A number is too large for its type.
+        """
+        return in_types(values, self._handed_out_types)
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a constant, or of what is made of constants; None for data."""
@@ -276,7 +294,7 @@ class OnnxModel:
         nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
         constants = {**self.graph.constants, **self._appended_constants}
         fed = {**self.parameters, **drawn}
-        model = build_model(
+        model = compact_model(
             nodes,
             [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
             tuple(name for name in self._wanted if name not in drawn),
@@ -286,7 +304,7 @@ class OnnxModel:
             domains=self.graph.domains,
         )
         what = f"the forward graph of '{self.graph.name}'"
-        return Session(serialize(model), threads=self.threads, what=what)
+        return Session(model, threads=self.threads, what=what)
 
     def _build_backward(self, backward: Backward) -> Session:
         dtypes = self._forward_session().output_dtypes if self._wanted else {}
@@ -295,7 +313,7 @@ class OnnxModel:
         inputs += [Input(name, self._dtype(name, dtypes), None) for name in fed]
         made = {name for node in backward.nodes for name in node.outputs}
         results = dict.fromkeys(name for name in backward.gradients.values() if name in made)
-        model = build_model(
+        model = compact_model(
             backward.nodes,
             inputs,
             tuple(results),
@@ -305,7 +323,7 @@ class OnnxModel:
             domains=self.graph.domains,
         )
         what = f"the backward graph of '{self.graph.name}'"
-        return Session(serialize(model), threads=self.threads, what=what)
+        return Session(model, threads=self.threads, what=what)
 
     def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
         return self.facts[name].dtype if name in self.facts else fetched[name]
