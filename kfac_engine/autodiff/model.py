@@ -16,8 +16,9 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
-from kfac_engine.autodiff.feeds import check_inputs, measured_facts
+from kfac_engine.autodiff.feeds import check_inputs, measured_facts, sample_facts
 from kfac_engine.autodiff.lower import lowered
+from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
@@ -75,7 +76,9 @@ class OnnxModel:
             for name in trainable_parameters(loaded.graph, trainable)
         }
         self._handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
-        self.graph, self.facts = lowered(loaded.graph, self.parameters, sample_inputs)
+        graph, facts = lowered(loaded.graph, self.parameters, sample_inputs)
+        self.graph = plain_products(graph, facts, self.parameters.keys())
+        self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
         self.draws = drawn_values(self.graph)
         self._wanted: dict[str, None] = dict.fromkeys(self.draws)
         self._forward: Session | None = None
