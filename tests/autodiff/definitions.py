@@ -12,7 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx.reference.op_run import OpRun
 
-from tests.autodiff.definitions_sampling import DeformConv, GridSample, MaxRoiPool
+from tests.autodiff.definitions_sampling import (
+    AffineGrid,
+    DeformConv,
+    GridSample,
+    MaxRoiPool,
+)
 
 
 class ConvTranspose(OpRun):
@@ -292,6 +297,7 @@ class Pad(OpRun):
 
 DEFINITIONS = (
     LpNormalization, Unique,
-    AveragePool, ConvTranspose, DeformConv, GridSample, MaxPool, GlobalLpPool, GlobalMaxPool,
+    AffineGrid, AveragePool, ConvTranspose, DeformConv, GridSample, MaxPool, GlobalLpPool,
+    GlobalMaxPool,
     GroupNormalization, LRN, LpPool, MaxRoiPool, GatherElements, Pad,
 )  # fmt: skip

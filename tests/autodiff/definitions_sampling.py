@@ -44,6 +44,21 @@ _KERNELS = {
 }
 
 
+class AffineGrid(OpRun):
+    """The reference rounds to float32."""
+
+    op_domain = ""
+
+    def _run(self, matrices: NDArray, size: NDArray, *, align_corners: int) -> tuple[NDArray]:
+        lines = [
+            np.linspace(-1, 1, side) if align_corners else (2 * np.arange(side) + 1) / side - 1
+            for side in size[2:]
+        ]
+        places = np.meshgrid(*lines, indexing="ij")[::-1]
+        places = np.stack([*places, np.ones(size[2:])], axis=-1)
+        return (np.einsum("...j,nij->n...i", places, matrices).astype(matrices.dtype),)
+
+
 class DeformConv(OpRun):
     """The reference is slow."""
 

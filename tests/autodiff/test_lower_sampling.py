@@ -97,8 +97,18 @@ _POOLED = [
     )
 ]
 
-CASES = (*_SAMPLED, *_ALIGNED, *_DEFORMED, *_POOLED)
+_FRAMED = [
+    case("AffineGrid", "image", p(2, 2, 3), k([2, 3, 4, 5]), opset=20),
+    case("AffineGrid", "volume_corners", p(2, 3, 4), k([2, 1, 2, 3, 2]), opset=20,
+         align_corners=1),
+    case("CenterCropPad", "cut_and_filled", x(N, 3, 5), k([4, 2]), axes=(1, 2)),
+    case("CenterCropPad", "all_axes", p(3, 4), k([5, 4])),
+]  # fmt: skip
 
+CASES = (*_SAMPLED, *_ALIGNED, *_DEFORMED, *_POOLED, *_FRAMED)
+
+_ONE_PIXEL = case("AffineGrid", "one_pixel_corners", p(2, 2, 3), k([2, 1, 1, 3]), opset=20,
+                  align_corners=1)  # fmt: skip
 # Names of modes before operator set 20, which the reference does not know.
 _FORMER = [
     case("GridSample", mode, x(N, 2, 3, 4), x(N, 2, 2, 2, draw=_places), newest=19, mode=mode)
@@ -107,7 +117,7 @@ _FORMER = [
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("tested", [*CASES, *_FORMER], ids=str)
+@pytest.mark.parametrize("tested", [*CASES, *_FORMER, _ONE_PIXEL], ids=str)
 def test_values_are_those_of_the_operator(tested, batch):
     check_values(tested, batch)
 

@@ -65,6 +65,46 @@ def _grid_taps(pen: Pen, node: Node, axis: int) -> Taps:
     return line.taps(place, KERNELS[mode], outside=padding, corners=corners)
 
 
+# -- AffineGrid ------------------------------------------------------------------------------------
+
+
+@lowering("AffineGrid")
+def affine_grid(pen: Pen, node: Node) -> None:
+    """Places of pixels and a one, times each matrix, whose rows name the last axis first."""
+    matrices, size = node.inputs
+    spatial = pen.facts[matrices].shape[1]
+    sides = pen.op("Slice", size, pen.constant([2]), pen.constant([2 + spatial]))
+    columns = [_even_places(pen, node, axis, sides) for axis in reversed(range(spatial))]
+    ones = pen.op("Expand", pen.constant(np.ones(1), pen.facts[matrices].dtype.name), sides)
+    last = pen.constant([-1])
+    places = pen.op("Concat", *(pen.op("Unsqueeze", c, last) for c in (*columns, ones)), axis=-1)
+    rows = pen.op("Reshape", places, pen.constant([-1, spatial + 1]))
+    moved = pen.op("MatMul", rows, pen.op("Transpose", matrices, perm=(0, 2, 1)))
+    shape = pen.op("Concat", last, sides, pen.constant([spatial]), axis=0)
+    pen.op("Reshape", moved, shape, to=node.outputs[0])
+
+
+def _even_places(pen: Pen, node: Node, axis: int, sides: str) -> str:
+    """Places along one axis of all pixels, ``(*sides)``."""
+    matrices = node.inputs[0]
+    one, two = (pen.scalar(number, matrices) for number in (1, 2))
+    side = pen.op("Gather", sides, pen.constant(np.array(axis)))
+    count = pen.cast(side, pen.facts[matrices].dtype.name)
+    numbers = pen.op("Range", pen.scalar(0, matrices), count, one)
+    if integer(node, "align_corners", 0):
+        # Counted from the last corner, where ONNX Runtime puts a single pixel.
+        steps = pen.op("Sub", count, one)
+        left = pen.op("Mul", pen.op("Sub", steps, numbers), two)
+        places = pen.op("Sub", one, pen.op("Div", left, pen.op("Max", steps, one)))
+    else:
+        middles = pen.op("Add", pen.op("Mul", numbers, two), one)
+        places = pen.op("Sub", pen.op("Div", middles, count), one)
+    behind = pen.facts[matrices].shape[1] - 1 - axis
+    return pen.op(
+        "Expand", pen.op("Unsqueeze", places, pen.constant(range(1, 1 + behind), "int64")), sides
+    )
+
+
 # -- DeformConv ------------------------------------------------------------------------------------
 
 
