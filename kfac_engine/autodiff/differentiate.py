@@ -157,7 +157,7 @@ class _Sweep:
 
     def _gradients(self, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
         rounding = [self._rounded[name] for name in node.inputs if name in self._rounded]
-        if rounding or node.qualified_op in QUANTIZERS:
+        if rounding or _rounds(node, self._facts):
             raise _refused_quantizer(rounding[0] if rounding else node)
         if node.qualified_op not in self._rules or self._active.intersection(node.captures):
             self._refuse(node)
@@ -187,16 +187,32 @@ def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> froz
 
 
 def _rounded(graph: Graph, facts: Mapping[str, Fact], active: frozenset[str]) -> dict[str, Node]:
-    """Whole numbers that stand for active ones, each with the node that rounded."""
+    """Values of a coarse type that stand for active ones, each with the node that rounded."""
     found: dict[str, Node] = {}
     for node in graph.nodes:
         sources = [found[name] for name in node.inputs if name in found]
-        if node.qualified_op in QUANTIZERS and active.intersection(node.inputs):
+        if _rounds(node, facts) and active.intersection(node.inputs):
             sources = [node]
         if sources and node.qualified_op not in ZERO_DERIVATIVE:
-            whole = (n for n in node.outputs if n in facts and facts[n].dtype.kind in "iu")
-            found.update(dict.fromkeys(whole, sources[0]))
+            coarse = (name for name in node.outputs if name and not _is_floating(facts, name))
+            found.update(dict.fromkeys(coarse, sources[0]))
     return found
+
+
+def _rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
+    """Whether a node quantizes; so does a cast to a type of eight or four bits."""
+    if node.qualified_op not in _CASTS:
+        return node.qualified_op in QUANTIZERS
+    # A sample run shows no facts of types that NumPy lacks.
+    fact = facts.get(node.outputs[0])
+    return fact is None or (fact.dtype.kind == "V" and fact.dtype.name not in FLOAT_CODES)
+
+
+_CASTS = frozenset({"Cast", "CastLike"})
+
+
+def _is_floating(facts: Mapping[str, Fact], name: str) -> bool:
+    return name in facts and facts[name].dtype.name in FLOAT_CODES
 
 
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
@@ -217,8 +233,9 @@ def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
 
 def _refused_quantizer(node: Node) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"{node.qualified_op} at node '{node.name}' rounds to whole numbers, so that its "
-        f"derivative is zero or does not exist; use the model as it was before quantization."
+        f"{node.qualified_op} at node '{node.name}' rounds to numbers of a few bits, so "
+        f"that its derivative is zero or does not exist; use the model as it was before "
+        f"quantization."
     )
 
 

@@ -1,12 +1,13 @@
 """The reverse sweep: which paths it follows, what it adds up, what it refuses."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
 from kfac_engine.autodiff.differentiate import differentiate
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
-from kfac_engine.graph.structure import Graph, Input, Node, Subgraph
+from kfac_engine.graph.structure import Fact, Graph, Input, Node, Subgraph
 from tests.autodiff.harness import Bench, finite_differences
 
 # Graphs below are polynomials or small networks in float64: only rounding is left.
@@ -283,6 +284,17 @@ def test_rounding_to_whole_numbers_is_refused_where_a_derivative_would_pass(quan
     )  # fmt: skip
     with pytest.raises(UnsupportedOpError, match=rf"{quantizer} at node 'make_q'.*'x'"):
         _ = made.backward
+
+
+@pytest.mark.parametrize("facts", [{}, {"q": "float8_e4m3fn"}, {"q": "int4"}], ids=str)
+@pytest.mark.parametrize("rounding", ["Cast", "QuantizeLinear"])
+def test_rounding_to_types_that_numpy_lacks_is_refused(rounding, facts):
+    nodes = [node(rounding, "x", "q"), node("Cast", "q", "y", to=1)]
+    known = {name: Fact(np.dtype(getattr(ml_dtypes, kind)), (2,)) for name, kind in facts.items()}
+    known |= {name: Fact(np.dtype("float32"), (2,)) for name in "xy"}
+    graph = build(nodes, {"x": _FLOATS}, ["y"], ["x"]).graph
+    with pytest.raises(UnsupportedOpError, match=rf"{rounding} at node 'make_q'.*'x'"):
+        differentiate(graph, known, ["y"], ["x"])
 
 
 def test_a_scale_found_by_rounding_is_refused_too():
