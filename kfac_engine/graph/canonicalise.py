@@ -19,6 +19,9 @@ OLDEST_OPSET = 18
 # ONNX Runtime 1.31 executes operator sets up to 26.
 NEWEST_OPSET = min(26, defs.onnx_opset_version())
 
+# What ONNX Runtime adds to the standard domain, where onnx does not know it.
+_RUNTIME_OPERATORS = frozenset({"SimplifiedLayerNormalization"})
+
 # Two spellings of one domain.
 _STANDARD_DOMAINS = ("", "ai.onnx")
 # A format version of our own choice: old ones want initializers among the inputs.
@@ -97,10 +100,13 @@ def check_nodes(model: onnx.ModelProto) -> None:
     """
     # The checker wants types and shapes at the border that runtimes do not ask for: hand it a model
     # with the same nodes and a border of numbers.
+    known = [node for node in model.graph.node if node.op_type not in _RUNTIME_OPERATORS]
+    others = [node for node in model.graph.node if node.op_type in _RUNTIME_OPERATORS]
     given = dict.fromkeys(entry.name for entry in (*model.graph.input, *model.graph.initializer))
+    given |= dict.fromkeys(name for node in others for name in node.output if name)
     probe = helper.make_model(
         helper.make_graph(
-            model.graph.node,
+            known,
             "probe",
             [helper.make_tensor_value_info(name, 1, []) for name in given],
             [helper.make_tensor_value_info(entry.name, 1, []) for entry in model.graph.output],

@@ -33,7 +33,10 @@ from kfac_engine.graph.functions import has_definition
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
-_FAMILIES = ("dropout", "loops", "microsoft", "recurrent", "regions", "sampling", "sequences", "signal")
+_FAMILIES = (
+    "dropout", "loops", "microsoft", "microsoft_attention", "microsoft_norms", "microsoft_rotary",
+    "recurrent", "regions", "sampling", "sequences", "signal",
+)  # fmt: skip
 
 Lowering: TypeAlias = Callable[[Pen, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")

@@ -49,11 +49,27 @@ class Pen:
         **attributes: AttributeValue,
     ) -> tuple[str, ...]:
         """Add a node with several results, called as ``to`` says where not empty."""
-        return self._written(op, inputs, to, attributes, domain)
+        return self.write(op, inputs, to, attributes, domain)
+
+    def write(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        to: Sequence[str],
+        attributes: Mapping[str, AttributeValue],
+        domain: str = "",
+    ) -> tuple[str, ...]:
+        """Like ``multi``, with the attributes in a mapping."""
+        names = tuple(
+            name or f"{self.prefix}{op}_{len(self.nodes)}_{i}" for i, name in enumerate(to)
+        )
+        label = f"{self.prefix}node_{len(self.nodes)}"
+        self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
+        return names
 
     def cast(self, value: str, dtype: str, to: str = "") -> str:
         """``value`` in the element type that NumPy calls ``dtype``."""
-        return self._written("Cast", (value,), (to,), {"to": _CODES[dtype]})[0]
+        return self.write("Cast", (value,), (to,), {"to": _CODES[dtype]})[0]
 
     def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
         """A new constant; integers become int64."""
@@ -70,18 +86,3 @@ class Pen:
         return UnsupportedOpError(
             f"no derivative of {node.qualified_op} at node '{node.name}': {why}."
         )
-
-    def _written(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        to: Sequence[str],
-        attributes: Mapping[str, AttributeValue],
-        domain: str = "",
-    ) -> tuple[str, ...]:
-        names = tuple(
-            name or f"{self.prefix}{op}_{len(self.nodes)}_{i}" for i, name in enumerate(to)
-        )
-        label = f"{self.prefix}node_{len(self.nodes)}"
-        self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
-        return names

@@ -32,7 +32,7 @@ Rule: TypeAlias = Callable[[Builder, Node, Cotangents, Wanted], Gradients]
 
 _FAMILIES = (
     "activation", "convolution", "determinant", "einsum", "elementwise", "fourier", "indexing",
-    "matmul", "normalization", "pooling", "quantization", "reduction", "resize", "scan",
+    "inverse", "matmul", "normalization", "pooling", "quantization", "reduction", "resize", "scan",
     "scattering", "selection", "shape", "trigonometry",
 )  # fmt: skip
 

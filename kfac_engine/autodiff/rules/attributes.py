@@ -31,3 +31,10 @@ def text(node: Node, name: str, default: str) -> str:
     value = node.attributes.get(name, default)
     assert isinstance(value, str)
     return value
+
+
+def numbers(node: Node, name: str, default: Sequence[float]) -> tuple[float, ...]:
+    """An attribute that lists floating-point numbers."""
+    value = node.attributes.get(name, tuple(default))
+    assert isinstance(value, tuple)
+    return tuple(float(entry) for entry in value)

@@ -1,0 +1,14 @@
+"""The inverse of a matrix, which ONNX Runtime has and the standard has not."""
+
+from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.graph.structure import Node
+
+
+@vjp_rule("com.microsoft::Inverse")
+def inverse(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """−Yᵀ G Yᵀ, for each matrix of a batch."""
+    y = node.outputs[0]
+    rank = b.rank(y)
+    turned = b.op("Transpose", y, perm=(*range(rank - 2), rank - 1, rank - 2))
+    return {0: b.op("Neg", b.op("MatMul", b.op("MatMul", turned, g[0]), turned))}
