@@ -1,5 +1,6 @@
 """Convolutions over one, two or three spatial axes.
 
+Which form is chosen where, and what it was measured against, is in ``geometry``.
 Sizes of images stay open. Sizes of kernels are read from the sample run: a weight that is computed
 from parameters has the same sides in every batch.
 """
@@ -79,13 +80,12 @@ def _uncropped(b: Builder, node: Node, g: str, window: Sliding) -> str:
 
 
 def _image(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
-    """Cotangent of the image."""
-    # With unit strides it is a convolution with the kernel turned around, which ONNX Runtime
-    # computes up to three times faster than ConvTranspose.
+    """Cotangent of the image: a convolution with the kernel turned around, or ConvTranspose."""
     x, weight = node.inputs[:2]
     begins = tuple(r - p for r, p in zip(window.reaches, window.begins, strict=True))
     ends = tuple(r - p for r, p in zip(window.reaches, window.ends, strict=True))
-    if window.unit_strides and min(begins + ends) >= 0:
+    few_groups = group > 1 and b.sides(weight)[1] > 1
+    if window.unit_strides and min(begins + ends) >= 0 and not few_groups:
         turned = _turned(b, weight, window, group)
         return b.op("Conv", g, turned, pads=begins + ends, dilations=window.dilations, group=group)
     return spread(b, window, g, weight, x, node.outputs[0], group)

@@ -1,4 +1,25 @@
-"""How Conv and the pools slide over an image, and the way back from windows to pixels."""
+"""How Conv and the pools slide over an image, and the way back from windows to pixels.
+
+Several graphs compute the same cotangent. These are chosen; milliseconds are of ONNX Runtime 1.31
+on one thread, for 16 images of 28·28 pixels where nothing else is said:
+
+| of | form | ms | instead of | ms |
+|---|---|---|---|---|
+| Conv 1×1, unit strides, 64 → 128 | Conv, kernel transposed | 1.6 | ConvTranspose | 2.1 |
+| Conv 3×3, unit strides, 64 → 64 | Conv, kernel turned | 8.4 | ConvTranspose | 7.4 |
+| the same, 4 images of 56·56 pixels | | 13.1 | | 16.6 |
+| Conv 3×3, depthwise, 96 | Conv, kernel turned | 2.6 | ConvTranspose | 3.1 |
+| Conv 3×3, 8 groups, 64 → 64 | ConvTranspose | 2.6 | Conv, kernel turned | 7.6 |
+| Conv, strided | ConvTranspose | | Conv of a cotangent with zeros between | |
+| MaxPool in tiles | comparison with copied maxima | 2.3 | indices | 4.6 |
+| MaxPool 3×3, stride 2, 8 images of 64·112·112 | indices | 58 | a comparison for each tap | |
+| AveragePool 2×2 in tiles, 32 images of 64 | copies | 0.5 | ConvTranspose | 1.3 |
+| AveragePool 3×3, unit strides, 32 images of 64 | AveragePool | 1.7 | ConvTranspose | 4.3 |
+| AveragePool 3×3, stride 2, 32 images of 64 | ConvTranspose | 2.7 | a matrix for each axis | 1.1 |
+
+Matrices lose to ConvTranspose in the last row once images are large: their work grows with the
+third power of a side. Maxima are compared tile by tile, with 32 images of 32 channels.
+"""
 
 from dataclasses import dataclass
 from math import prod

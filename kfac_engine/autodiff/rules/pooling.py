@@ -98,8 +98,6 @@ def _signed_power(b: Builder, node: Node) -> str:
 
 def _shared(b: Builder, g: str, x: str, y: str, window: Sliding) -> str:
     """Each window of ``y`` gives its cotangent to all pixels of ``x`` that it saw."""
-    # Measured on 32 images of 64·28·28 pixels: tiles of 2×2 take 0.5 ms as copies, 1.3 ms with
-    # ConvTranspose; windows of 3×3 at every pixel 1.7 ms as a pool, 4.3 ms with ConvTranspose.
     if _tiles(window):
         return _tiled(b, g, x, window)
     if window.unit_strides and max(window.dilations) == 1:
