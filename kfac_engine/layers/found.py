@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from kfac_engine._types import Array, DType
+from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.layers.parts import Held
 
@@ -63,6 +64,8 @@ class Scene:
         held: Where the entries of parts of parameters lie.
         dtypes: Element types of values.
         shared: Those of ``trainable`` whose entries are computed with in another layout as well.
+        by_shape: Whether what depends on the data by its shape alone counts as data: the initial
+            state of a recurrence.
     """
 
     graph: Graph
@@ -72,15 +75,15 @@ class Scene:
     held: Mapping[str, Held]
     dtypes: Mapping[str, DType]
     shared: frozenset[str] = frozenset()
+    by_shape: bool = False
 
     @cached_property
     def data(self) -> frozenset[str]:
-        """Values that depend on the data inputs, by more than their shape."""
+        """Values that depend on the data inputs, by more than their shape unless ``by_shape``."""
         found = {entry.name for entry in self.graph.inputs}
         for node in self.graph.nodes:
-            if node.op not in ("Shape", "Size") and found.intersection(
-                (*node.inputs, *node.captures)
-            ):
+            depends = not found.isdisjoint((*node.inputs, *node.captures))
+            if depends and (self.by_shape or node.op not in ONLY_SHAPES):
                 found.update(node.outputs)
         return frozenset(found)
 

@@ -221,3 +221,43 @@ def test_joining_puts_every_entry_back():
     expected = array.copy()
     expected[:, 2] *= 7
     np.testing.assert_array_equal(join(parts, arrays, array, rest=7), expected)
+
+
+def recurrence(op, gates, **attributes):
+    """A recurrence over five steps and a dense layer on its last state."""
+    net = PartsNet()
+    x = net.op("Transpose", "input", to="steps", perm=[1, 0, 2])
+    w, r = net.weight("W", 1, gates * 3, WIDTH), net.weight("R", 1, gates * 3, 3)
+    b = net.weight("B", 1, 6 * gates)
+    net.several(op, x, w, r, b, to=("all", "last"), hidden_size=3, **attributes)
+    flat = net.op("Flatten", "last", to="flat", axis=2)
+    state = net.op("Reshape", flat, net.constant("sides", np.array([-1, 3])), to="state")
+    net.op("Gemm", state, net.weight("w", 3, 2), net.weight("b", 2), to="output")
+    return net.model({"input": ["batch", 5, WIDTH]}, {"output": ["batch", 2]})
+
+
+RECURRENCES = {
+    "LSTM": ("LSTM", 4, {}),
+    "GRU": ("GRU", 3, {}),
+    "GRU, reset after": ("GRU", 3, {"linear_before_reset": 1}),
+    "RNN": ("RNN", 1, {}),
+}
+
+
+@pytest.mark.parametrize("approximation", ["kron_indep", "kron_series_1"])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_all_weights_of_a_recurrence_are_layers_of_as_many_uses_as_steps(name, approximation):
+    op, gates, attributes = RECURRENCES[name]
+    model = recurrence(op, gates, **attributes)
+    engine = ke.Engine.from_onnx(
+        model, loss="normal", approximations={"fully_connected_multi": approximation}
+    )
+    recurrent = [layer for layer in engine.layers if layer.parameters[0] in ("W", "R")]
+    assert {len(layer.inputs) for layer in recurrent} == {5}
+    assert {layer.kind for layer in engine.layers} == {"fully_connected_multi", "fully_connected"}
+    assert {name for layer in recurrent for name in layer.parameters} == {"W", "R", "B"}
+    result = engine.step(models.random_inputs(model, BATCH), np.zeros((BATCH, 2), np.float32))
+    back = engine.precondition(result.natural_gradients, exp=1)
+    for key, gradient in result.gradients.items():
+        # Inverting twice loses digits by the condition of the block: λ = 1e-3.
+        np.testing.assert_allclose(back[key], gradient, atol=2e-2 * np.abs(gradient).max())
