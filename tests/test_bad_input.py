@@ -126,7 +126,7 @@ def test_several_outputs_need_a_choice():
 
 
 def test_operator_without_rule_is_named_with_node_and_parameter():
-    with pytest.raises(ke.UnsupportedOpError, match=r"Det.*fc0\.weight"):
+    with pytest.raises(ke.UnsupportedOpError, match=r"QuantizeLinear.*fc0\.weight"):
         ke.Engine.from_onnx(models.odd_ops(), loss="normal")
 
 

@@ -152,7 +152,7 @@ BAD = {
     "unknown loss": (models.mlp, {"loss": "hinge"}, "hinge"),
     "unknown pattern": (models.mlp, {"wrt": ["head.*"]}, "head"),
     "no path": (models.two_outputs, {"output": "logits", "wrt": ["mean.*"]}, "depends on none"),
-    "no rule": (models.odd_ops, {}, "Det"),
+    "no rule": (models.odd_ops, {}, "QuantizeLinear"),
     "bad axis": (models.mlp, {"loss": "normal", "class_axis": 5}, "class_axis=5"),
     "bad reduction": (models.mlp, {"loss": "normal", "reduction": "median"}, "median"),
 }

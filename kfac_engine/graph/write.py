@@ -55,7 +55,9 @@ def build_model(
     total = sum(array.nbytes for array in constants.values())
     if total > MAX_BYTES:
         raise ModelError(_too_large(name, f"holds {total / 1e9:.1f} GB of constants"))
-    versions = {"": opset, **(domains or {})}
+    # Domains that only nodes name were written by rules: of ONNX Runtime's own, at version one.
+    named = dict.fromkeys((node.domain for node in nodes), 1)
+    versions = {**named, "": opset, **(domains or {})}
     graph = helper.make_graph(
         [node_proto(node, versions) for node in nodes],
         name,

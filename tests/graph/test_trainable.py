@@ -32,7 +32,7 @@ SETTINGS = {
     "resnet_block": {f"bn{i}.running_{kind}" for i in range(2) for kind in ("mean", "var")},
     "layer_norm": {"sqrt_two", "one", "half"},
     "embedding": {"axes"},
-    "odd_ops": {"sides", "axes"},
+    "odd_ops": {"scale", "zero"},
 }
 
 

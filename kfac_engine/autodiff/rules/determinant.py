@@ -3,11 +3,10 @@
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
-from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 # Cofactors are n² determinants, n⁵ multiplications: a million for one matrix of this size.
-_LARGEST = 16
+_LARGEST_OF_COFACTORS = 16
 _INT64 = 7  # TensorProto.INT64
 
 
@@ -19,17 +18,18 @@ def triangle(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Det")
 def determinant(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times the cofactors, which singular matrices have too (Jacobi's formula)."""
-    x = node.inputs[0]
-    if (n := b.sides(x)[-1]) > _LARGEST:
-        raise UnsupportedOpError(
-            f"Det at node '{node.name}' is of {n}×{n} matrices; ONNX has no inverse, and the "
-            f"derivative by cofactors is written for matrices up to {_LARGEST}×{_LARGEST}."
-        )
+    """The cotangent times the cofactors (Jacobi's formula)."""
+    x, y = node.inputs[0], node.outputs[0]
+    n, matrix = b.sides(x)[-1], b.constant([-2, -1])
     if n == 1:
         return {0: b.reshape_like(g[0], x)}
-    matrix = b.op("Unsqueeze", g[0], b.constant([-2, -1]))
-    return {0: b.op("Mul", matrix, _cofactors(b, x))}
+    if n <= _LARGEST_OF_COFACTORS:
+        return {0: b.op("Mul", b.op("Unsqueeze", g[0], matrix), _cofactors(b, x))}
+    # Of regular matrices they are det(X) X⁻ᵀ. A singular one gives infinity or NaN here.
+    scaled = b.op("Unsqueeze", b.op("Mul", g[0], y), matrix)
+    rank = b.rank(x)
+    turned = b.op("Transpose", x, perm=(*range(rank - 2), rank - 1, rank - 2))
+    return {0: b.op("Mul", scaled, b.op("Inverse", turned, domain="com.microsoft"))}
 
 
 def _cofactors(b: Builder, x: str) -> str:
