@@ -129,7 +129,14 @@ APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
         "kron_series_2": Approximation(_series(2), "Σ_d u · A_d ⊗ G_d", _SERIES),
     },
     "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
+    "convolution_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
+    "conv_transpose_multi": {
+        "kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)
+    },
     "grouped_convolution": _GROUPS,
+    "grouped_convolution_multi": {
+        "kron_indep": Approximation(GroupedKroneckerFB, "⊕ u·t · A_g ⊗ G_g", _USES)
+    },
     "depthwise_conv2d": _GROUPS,
     "stacked_dense": _GROUPS,
     "embedding": {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)},
@@ -153,7 +160,10 @@ DEFAULTS: Mapping[str, str] = {
     "conv_transpose": "kron",
     "fully_connected_multi": "kron_indep",
     "conv2d_multi": "kron_indep",
+    "convolution_multi": "kron_indep",
+    "conv_transpose_multi": "kron_indep",
     "grouped_convolution": "kron",
+    "grouped_convolution_multi": "kron_indep",
     "depthwise_conv2d": "diagonal",
     "stacked_dense": "kron",
     "embedding": "kron",

@@ -8,7 +8,13 @@ from kfac_engine.blocks.base import TowerNames
 from kfac_engine.blocks.multi import count_uses
 from kfac_engine.collection.dense import require_diagonal_input
 from kfac_engine.collection.registry import BlockRegistry, canonical_key, names_of
-from kfac_engine.layers.forms import convolution_form, dense_form, embedding_form
+from kfac_engine.layers.forms import (
+    convolution_form,
+    dense_form,
+    embedding_form,
+    transposed_form,
+)
+from kfac_engine.layers.grouped import grouped_form
 from kfac_engine.layers.sampling import choose_sampling
 from kfac_engine.layers.views import Padding
 from kfac_engine.losses.collection import Reuse
@@ -27,6 +33,7 @@ class MultiUseLayers(BlockRegistry):
         reuse: Reuse = "VARIABLE_SCOPE",
         weight_format: str = "IO",
         dense_inputs: bool = True,
+        feature_axis: int = -1,
     ) -> None:
         """Register a dense layer that is used several times.
 
@@ -41,10 +48,12 @@ class MultiUseLayers(BlockRegistry):
             weight_format: ``"IO"`` or ``"OI"``.
             dense_inputs: As in ``register_fully_connected``; a single tensor of identifiers is
                 ``(num_uses·n,)`` or ``(num_uses, n)``.
+            feature_axis: As in ``register_fully_connected``.
         """
         key = canonical_key(params)
         if dense_inputs:
-            form = dense_form(weight_format, not isinstance(key, str))
+            has_bias = not isinstance(key, str)
+            form = dense_form(weight_format, has_bias, feature_axis=feature_axis)
         else:
             require_diagonal_input(self._resolve("fully_connected_multi", approx, key))
             form = embedding_form(self.require_vocabulary(key), rank=1)
@@ -94,3 +103,132 @@ class MultiUseLayers(BlockRegistry):
         )
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("conv2d_multi", key, form, (inputs, outputs), approx, reuse)
+
+    def register_convolution_multi(  # noqa: PLR0913 (a convolution has so many sides)
+        self,
+        params: Params | Sequence[str],
+        inputs: TowerNames,
+        outputs: TowerNames,
+        padding: Padding,
+        num_uses: int | None = None,
+        strides: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        data_format: str | None = None,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        weight_format: str | None = None,
+    ) -> None:
+        """Register a convolution over one, two or three axes that is used several times.
+
+        Args:
+            params: The filter, or ``(filter, bias)``; the filter's shape must be declared.
+            inputs: As in ``register_conv2d_multi``.
+            outputs: Likewise.
+            padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
+            num_uses: Uses; may be left out where they are listed.
+            strides: One a spatial axis, or one an axis of the data; ones when left out.
+            dilations: Likewise.
+            data_format: ``"NHWC"`` and its relatives (default), or ``"NCHW"`` and its relatives.
+            approx: ``"kron_indep"``.
+            reuse: Whether this is a further tower.
+            weight_format: ``"HWIO"`` and its relatives (default), or ``"OIHW"``.
+        """
+        key = canonical_key(params)
+        form = convolution_form(
+            self.require_filter(names_of(key)[0], (3, 4, 5)),
+            has_bias=not isinstance(key, str),
+            padding=padding,
+            strides=strides,
+            dilations=dilations,
+            data_format=data_format,
+            weight_format=weight_format,
+            sampling=choose_sampling(self.config),
+        )
+        form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
+        self._register("convolution_multi", key, form, (inputs, outputs), approx, reuse)
+
+    def register_conv_transpose_multi(  # noqa: PLR0913 (a convolution has so many sides)
+        self,
+        params: str,
+        inputs: TowerNames,
+        outputs: TowerNames,
+        padding: Padding,
+        num_uses: int | None = None,
+        strides: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        data_format: str | None = None,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        weight_format: str | None = None,
+    ) -> None:
+        """Register a transposed convolution that is used several times.
+
+        Args:
+            params: The filter; its shape must be declared.
+            inputs: As in ``register_conv2d_multi``.
+            outputs: Likewise.
+            padding: As in ``register_conv_transpose``, as all that follow.
+            num_uses: Uses; may be left out where they are listed.
+            strides: One a spatial axis, or one an axis of the data; ones when left out.
+            dilations: Likewise.
+            data_format: ``"NHWC"`` and its relatives (default), or ``"NCHW"``.
+            approx: ``"kron_indep"``.
+            reuse: Whether this is a further tower.
+            weight_format: ``"HWOI"`` and its relatives (default), or ``"IOHW"``.
+        """
+        form = transposed_form(
+            self.require_filter(params, (3, 4, 5)),
+            padding=padding,
+            strides=strides,
+            dilations=dilations,
+            data_format=data_format,
+            weight_format=weight_format,
+        )
+        form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
+        self._register("conv_transpose_multi", params, form, (inputs, outputs), approx, reuse)
+
+    def register_grouped_convolution_multi(  # noqa: PLR0913 (a convolution has so many sides)
+        self,
+        params: Params | Sequence[str],
+        inputs: TowerNames,
+        outputs: TowerNames,
+        padding: Padding,
+        groups: int,
+        num_uses: int | None = None,
+        strides: Sequence[int] | None = None,
+        dilation_rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        weight_format: str | None = None,
+    ) -> None:
+        """Register a convolution in groups that is used several times.
+
+        Args:
+            params: As in ``register_grouped_convolution``.
+            inputs: As in ``register_conv2d_multi``.
+            outputs: Likewise.
+            padding: As in ``register_grouped_convolution``, as all that follow.
+            groups: Number of groups.
+            num_uses: Uses; may be left out where they are listed.
+            strides: One a spatial axis, or one an axis of the data; ones when left out.
+            dilation_rate: Likewise.
+            data_format: ``"NHWC"`` and its relatives (default) or ``"NCHW"`` and its relatives.
+            approx: ``"kron_indep"``, a Kronecker pair a group.
+            reuse: Whether this is a further tower.
+            weight_format: ``"HWIO"`` and its relatives (default) or ``"OIHW"`` and its relatives.
+        """
+        key = canonical_key(params)
+        form = grouped_form(
+            self.require_filter(names_of(key)[0], (3, 4, 5)),
+            groups,
+            has_bias=not isinstance(key, str),
+            padding=padding,
+            strides=strides,
+            dilations=dilation_rate,
+            data_format=data_format,
+            weight_format=weight_format,
+        )
+        uses = replace(form.layer, num_uses=count_uses(num_uses, inputs, outputs))
+        form = replace(form, layer=uses)
+        self._register("grouped_convolution_multi", key, form, (inputs, outputs), approx, reuse)

@@ -7,13 +7,14 @@ from kfac_engine.layers.found import Found, Tensors
 
 # Kind of a layer used once to the kind that takes several uses.
 _SEVERAL_USES = {
-    "fully_connected": "fully_connected_multi",
+    "conv1d": "convolution_multi",
     "conv2d": "conv2d_multi",
+    "conv_transpose": "conv_transpose_multi",
+    "convolution": "convolution_multi",
     "embedding": "embedding_multi",
+    "fully_connected": "fully_connected_multi",
+    "grouped_convolution": "grouped_convolution_multi",
 }
-
-# Options that the registration of several uses does not have.
-_ONE_USE_ONLY = {"feature_axis": "with its features on an inner axis"}
 
 
 def joined(uses: Sequence[Found], several: str) -> Found | str:
@@ -34,14 +35,15 @@ def joined(uses: Sequence[Found], several: str) -> Found | str:
         return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
     if any(use.options != first.options for use in uses):
         return f"{several}, not all alike"
-    inner = [text for option, text in _ONE_USE_ONLY.items() if option in first.options]
-    if inner:
-        return f"{several} {inner[0]}"
+    kind, options = _SEVERAL_USES[first.kind], dict(first.options)
+    if "dilation_rate" in options and kind == "convolution_multi":
+        options["dilations"] = options.pop("dilation_rate")
     # A bias that is not the same in all uses has a use of its own: it stays outside.
     same = all(use.parameters == first.parameters for use in uses)
     return replace(
         first,
-        kind=_SEVERAL_USES[first.kind],
+        kind=kind,
+        options=options,
         parameters=first.parameters if same else first.parameters[:1],
         inputs=_over([use.inputs for use in uses]),
         outputs=_over([use.outputs for use in uses]),

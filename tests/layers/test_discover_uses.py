@@ -145,23 +145,9 @@ def transposed_once(net):
     net.op("Gemm", net.op("MatMul", "input", w, to="s0"), w, to="output", transB=1)
 
 
-def twice_from_the_left(net):
-    w = net.weight("w", 4, 4)
-    net.op("MatMul", w, net.op("MatMul", w, "input", to="s0"), to="output")
-
-
-def line_twice(net):
-    w = net.weight("w", 2, 2, 3)
-    net.op("Conv", net.op("Conv", "input", w, to="s0"), w, to="output")
-
-
 REASONS = {
     "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, not all alike"),
     "layouts": (transposed_once, _FLAT, _FLAT, "used 2 times, by Gemm, MatMul, not all alike"),
-    "inner_axis": (twice_from_the_left, _TOKENS, _TOKENS,
-                   "used 2 times, by MatMul with its features on an inner axis"),
-    "line": (line_twice, ("batch", 2, 8), ("batch", 2, 4),
-             "used 2 times, by Conv: no approximation covers several uses as conv1d"),
 }  # fmt: skip
 
 
@@ -170,3 +156,77 @@ def test_uses_that_make_no_layer_are_generic_with_the_reason(name):
     build, inputs, outputs, reason = REASONS[name]
     (layer,) = layers_of(made(build, inputs, outputs))
     assert (layer.kind, layer.reason) == ("generic", reason)
+
+
+# -- other kinds, by the layers that the uses make alone -------------------------------------------
+
+
+def line(net, x, w, b, to):
+    net.op("Conv", x, w, b, to=to, pads=[1, 1])
+
+
+def volume(net, x, w, b, to):
+    net.op("Conv", x, w, b, to=to, pads=[1] * 6)
+
+
+def in_groups(net, x, w, b, to):
+    net.op("Conv", x, w, b, to=to, pads=[1] * 4, group=2)
+
+
+def spread(net, x, w, b, to):
+    net.op("ConvTranspose", x, w, to=to, pads=[1] * 4)
+
+
+def from_the_left(net, x, w, b, to):
+    net.op("MatMul", w, x, to=to)
+
+
+# Operation, sides of the data, of the weight, kinds of one use and of two.
+KINDS = {
+    "line": (line, (2, 6), (2, 2, 3), "conv1d", "convolution_multi"),
+    "volume": (volume, (2, 2, 3, 2), (2, 2, 3, 3, 3), "convolution", "convolution_multi"),
+    "groups": (in_groups, (4, 3, 3), (4, 2, 3, 3), "grouped_convolution",
+               "grouped_convolution_multi"),
+    "transposed": (spread, (2, 4, 3), (2, 2, 3, 3), "conv_transpose", "conv_transpose_multi"),
+    "left": (from_the_left, (3, 4), (3, 3), "fully_connected", "fully_connected_multi"),
+}  # fmt: skip
+
+
+def used_twice(name, shared):
+    write, sides, weight, *_ = KINDS[name]
+    net = models.Net()
+    rng = np.random.default_rng(0)
+    w, b = 0.5 * rng.standard_normal(weight), rng.standard_normal(weight[0])
+    x = "input"
+    for use in range(2):
+        own = "" if shared else str(use)
+        names = [net.constant(n + own, v.astype("float32")) for n, v in (("w", w), ("b", b))]
+        write(net, x, *names, f"s{use}")
+        x = net.op("Tanh", f"s{use}", to=f"a{use}" if use == 0 else "output")
+    read = {name for node in net._nodes for name in node.input}
+    net._constants = {key: v for key, v in net._constants.items() if key in read}
+    return net.model({"input": ["batch", *sides]}, {"output": ["batch", *sides]})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_factors_of_two_uses_are_the_means_of_those_of_each(name):
+    *_, single, several = KINDS[name]
+    factors = []
+    for shared in (True, False):
+        proto = used_twice(name, shared)
+        feeds = models.random_inputs(proto, 4)
+        engine = ke.Engine.from_onnx(
+            proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
+        )
+        engine.observe(feeds, np.zeros_like(feeds["input"]))
+        layers = [layer for layer in engine.layers if layer.parameters[0].startswith("w")]
+        assert {layer.kind for layer in layers} == {several if shared else single}
+        blocks = [engine.collection.fisher_blocks[layer.key] for layer in layers]
+        factors.append([[f.average.read("") for f in block.factors] for block in blocks])
+        repeats = {block.repeats for block in blocks}
+        assert len(repeats) == 1
+        factors[-1].append(repeats.pop())
+    ((both, uses), (first, second, positions)) = factors
+    assert uses == 2 * positions
+    for shared, *alone in zip(both, first, second, strict=True):
+        np.testing.assert_allclose(shared, sum(alone) / 2, atol=SINGLE * np.abs(shared).max())
