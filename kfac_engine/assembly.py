@@ -1,23 +1,26 @@
 """Puts the parts of an engine together: layers found and registered, refreshes priced."""
 
-from collections.abc import Container, Sequence
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from kfac_engine._types import Params
+from kfac_engine._types import Array, Params
+from kfac_engine.autodiff.axes import Batch, Place
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
-from kfac_engine.blocks.base import uses
+from kfac_engine.blocks.base import parts, uses
 from kfac_engine.collection import LayerCollection
-from kfac_engine.errors import InputError, ModelError
+from kfac_engine.errors import InputError, ModelError, ShapeError, UnsupportedError
 from kfac_engine.factors.base import FisherFactor
+from kfac_engine.graph.structure import Node
+from kfac_engine.heads import Head, LossOptions, choose_heads
 from kfac_engine.inspection import refresh_cost
 from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.found import Found
 from kfac_engine.layers.parts import Part
-from kfac_engine.objective import Objective
+from kfac_engine.objective import Objective, Reduction
 from kfac_engine.scheduler import Work
 
 # A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
@@ -26,14 +29,88 @@ from kfac_engine.scheduler import Work
 LARGEST_FULL_SIDE = 512
 
 
+# Approximations that measure the gradient of each example, which must come first in every tensor.
+_PER_EXAMPLE = frozenset({"diagonal", "ekfac", "full"})
+_FIRST = Place(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an engine minimises.
+
+    Attributes:
+        objective: Losses under a reduction.
+        heads: Where the losses are put.
+        batch: Where the examples lie.
+        inputs: The batch of the sample run; None if it was made up.
+    """
+
+    objective: Objective
+    heads: tuple[Head, ...]
+    batch: Batch
+    inputs: Mapping[str, Array] | None = None
+
+
+def register_losses(
+    model: OnnxModel,
+    collection: LayerCollection,
+    options: LossOptions,
+    reduction: Reduction,
+    inputs: Mapping[str, Array] | None,
+) -> Task:
+    """Put losses on the outputs of a model and register them.
+
+    Args:
+        model: The model; values that the losses need are added to it.
+        collection: Where the losses go.
+        options: What the user says of the losses.
+        reduction: What the user says of their sum.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        The losses, and where the examples lie.
+    """
+    heads, batch = choose_heads(model.graph, model.facts, options, inputs)
+    for head in heads:
+        if head.logits:
+            model.extend(head.logits.nodes, head.logits.facts)
+    counted = _batch_first(model, batch)
+    if counted:
+        collection.count_examples_by(counted)
+    for index, (head, weight) in enumerate(zip(heads, options.coefficients, strict=True)):
+        value = head.loss.inputs[0]
+        collection.register_loss_function(head.loss, value, f"loss_{index}", coeff=weight)
+    outputs = {head.loss.inputs[0]: head.output for head in heads}
+    objective = Objective(collection.registered_losses, reduction, counted, outputs)
+    return Task(objective, heads, batch, inputs)
+
+
+def _batch_first(model: OnnxModel, batch: Batch) -> str:
+    """A value with the examples alone on its first axis; empty if no input has them."""
+    if not batch.inputs:
+        return ""
+    name, axis = min(batch.inputs.items(), key=lambda item: item[1])
+    if axis == 0:
+        return name
+    first = f"{name} with the batch first"
+    others = [i for i in range(len(model.facts[name].shape)) if i != axis]
+    model.define(
+        Node("Transpose", (name,), (first,), {"perm": (axis, *others)}, f"node of {first}"),
+        {},
+        like=name,
+    )
+    model.want([first])
+    return first
+
+
 def register_layers(
-    model: OnnxModel, objective: Objective, collection: LayerCollection, chosen: Container[str]
+    model: OnnxModel, task: Task, collection: LayerCollection, chosen: Container[str]
 ) -> Discovery:
     """Find layers and register them by the functions a user would call.
 
     Args:
         model: The model.
-        objective: What its parameters are to change.
+        task: What its parameters are to change.
         collection: Where the layers go.
         chosen: Kinds of layers whose approximation the user chose.
 
@@ -43,6 +120,7 @@ def register_layers(
     Raises:
         ModelError: The loss depends on no trainable parameter.
     """
+    objective = task.objective
     reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
     if not reached:
         raise ModelError(
@@ -57,15 +135,14 @@ def register_layers(
     ]
     # A use that the loss does not depend on is none.
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
-    batch = shapes[objective.inputs[0]][0]
     dtypes = {name: fact.dtype for name, fact in model.facts.items()}
-    found = discover(graph, tuple(reached), shapes, batch, dtypes)
+    found = discover(graph, tuple(reached), shapes, task.batch.size, dtypes)
     apart = {layer.parameters[0]: (Part(layer.parameters[0]),) for layer in unreached}
     found = Discovery((*found.layers, *unreached), {**found.parts, **apart})
     for layer in found.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
-            collection.register_generic(key, objective.inputs[0])
+            collection.register_generic(key, objective.batch or objective.inputs[0])
         else:
             if layer.computed:
                 model.define(layer.computed.node, layer.computed.constants, layer.computed.like)
@@ -77,7 +154,26 @@ def register_layers(
                 approx=_frugal(layer, collection) if layer.kind not in chosen else None,
                 **layer.options,
             )
+            _check_places(layer, collection.approximation_of(key), task.batch)
     return found
+
+
+def _check_places(layer: Found, approximation: str, batch: Batch) -> None:
+    """Refuse an approximation that needs the examples first where they are not.
+
+    Raises:
+        UnsupportedError: They are not.
+    """
+    needy = approximation in _PER_EXAMPLE or layer.kind in {"embedding", "scale_and_shift"}
+    for name in (*uses(layer.inputs), *uses(layer.outputs)):
+        place = batch.places.get(name, _FIRST)
+        if needy and place != _FIRST:
+            raise UnsupportedError(
+                f"approximation '{approximation}' of {', '.join(layer.parameters)} measures each "
+                f"example's gradient, but the examples lie on axis {place.axis} of '{name}'"
+                f"{' together with positions' if place.repeats > 1 else ''}; choose another "
+                f"approximation for {layer.kind}."
+            )
 
 
 def _frugal(layer: Found, collection: LayerCollection) -> str | None:
@@ -99,6 +195,53 @@ def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work
         for index, factor in enumerate(collection.get_factors())
         if factor.has_inverses
     }
+
+
+def multiplied(
+    collection: LayerCollection, given: Mapping[str, Array], exp: float
+) -> dict[str, Array]:
+    """Gradients of parts of parameters, times a power of their blocks.
+
+    Args:
+        collection: The blocks.
+        given: Part to gradient; all parts of each block that is to be used.
+        exp: The power.
+
+    Returns:
+        Part to product.
+
+    Raises:
+        InputError: A part of a block is missing.
+    """
+    results: dict[str, Array] = {}
+    for key, block in collection.fisher_blocks.items():
+        names = uses(key)
+        present = [name for name in names if name in given]
+        if not present:
+            continue
+        if len(present) < len(names):
+            raise InputError(
+                f"{', '.join(names)} form one block; give the gradients of all of them."
+            )
+        vector = given[key] if isinstance(key, str) else tuple(given[name] for name in key)
+        results.update(zip(names, parts(block.multiply_matpower(vector, exp)), strict=True))
+    return results
+
+
+def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
+    """Refuse a number of examples that the model cannot be run with.
+
+    Args:
+        batch: What was found out of the batch.
+        inputs: Input name to array.
+
+    Raises:
+        ShapeError: There are more or fewer examples than the model fixes.
+    """
+    for name, axis in batch.inputs.items() if batch.fixed else ():
+        shape = np.shape(inputs.get(name, ()))
+        if axis < len(shape) and shape[axis] != batch.size:
+            raise ShapeError(f"input '{name}' has {shape[axis]} examples, but {batch.fixed}.")
 
 
 def check_options(

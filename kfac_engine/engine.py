@@ -10,37 +10,45 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from kfac_engine._types import Array, Params, Vector
-from kfac_engine.assembly import check_options, refreshes, register_layers
+from kfac_engine._types import Array
+from kfac_engine.assembly import (
+    Task,
+    check_batch_size,
+    check_options,
+    multiplied,
+    refreshes,
+    register_layers,
+    register_losses,
+)
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.trace import Trace
-from kfac_engine.blocks.base import parts, uses
+from kfac_engine.blocks.base import uses
 from kfac_engine.checkpoint import State, load_state, save_state, write_atomically
 from kfac_engine.collection import LayerCollection
 from kfac_engine.config import Schedule
-from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.graph.export import export_model
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.widen import GradientDType, in_single
 from kfac_engine.graph.write import serialize
+from kfac_engine.heads import LossChoice, LossOptions
 from kfac_engine.inspection import (
     LayerReport,
+    LossReport,
     MemoryReport,
     available_memory,
     layer_reports,
+    loss_reports,
     memory_report,
     require_memory,
 )
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.parts import join, split
 from kfac_engine.objective import (
-    LossChoice,
-    Objective,
     Reduction,
     Targets,
     check_reduction,
-    choose_losses,
 )
 from kfac_engine.result import Result
 from kfac_engine.scheduler import plan
@@ -53,7 +61,7 @@ class Engine:
 
     Args:
         model: The model with its sessions.
-        objective: What is minimised.
+        task: What is minimised.
         found: Layers of the graph, parameters without one, and the parts that they name.
         collection: Their blocks, and the losses.
         estimator: Statistics and products over the collection.
@@ -70,7 +78,7 @@ class Engine:
     def __init__(
         self,
         model: OnnxModel,
-        objective: Objective,
+        task: Task,
         found: Discovery,
         collection: LayerCollection,
         estimator: FisherEstimator,
@@ -79,10 +87,11 @@ class Engine:
     ) -> None:
         self.collection = collection
         self.estimator = estimator
-        self.objective = objective
+        self.objective = task.objective
         self.schedule = schedule
         self.counter = 0
         self._model = model
+        self._task = task
         self._found = found
         self._exps = tuple(exps)
         self._refreshes = refreshes(collection)
@@ -96,6 +105,8 @@ class Engine:
         loss: LossChoice | Sequence[LossChoice],
         output: str | Sequence[str] | None = None,
         class_axis: int = -1,
+        find_logits: bool = True,
+        loss_weights: Sequence[float] | None = None,
         reduction: Reduction = "mean",
         trainable: Sequence[str] | None = None,
         damping: float = 1e-3,
@@ -116,8 +127,12 @@ class Engine:
             model: Path, bytes or ``ModelProto``.
             loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object,
                 or a list of them.
-            output: The output a loss given by name is put on; needed where there are several.
+            output: The output a loss given by name is put on, or a list of them; needed where
+                there are more of floating-point type than losses.
             class_axis: Axis of the classes in that output.
+            find_logits: Whether a loss by name on an output of probabilities reads the logits that
+                the model makes them of.
+            loss_weights: What each loss is multiplied by; ones by default.
             reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
             trainable: Patterns of parameter names; by default what the graph uses like parameters.
             damping: λ > 0, added to the Fisher matrix.
@@ -154,10 +169,9 @@ class Engine:
         collection = LayerCollection(onnx_model, backend=backend)
         for kind, approximation in (approximations or {}).items():
             collection.set_default_approximation(kind, approximation)
-        for index, found in enumerate(choose_losses(onnx_model.graph, loss, output, class_axis)):
-            collection.register_loss_function(found, found.inputs[0], f"loss_{index}")
-        objective = Objective(collection.registered_losses, reduction)
-        discovery = register_layers(onnx_model, objective, collection, approximations or {})
+        options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
+        task = register_losses(onnx_model, collection, options, reduction, sample_inputs)
+        discovery = register_layers(onnx_model, task, collection, approximations or {})
         estimator = FisherEstimator(
             collection.registered_variables,
             ema_decay,
@@ -168,11 +182,9 @@ class Engine:
             seed=seed,
         )
         read = (name for layer in discovery.layers if layer.inputs for name in uses(layer.inputs))
-        onnx_model.want([*objective.inputs, *read])
-        onnx_model.backward(objective.inputs, estimator.differentiated)
-        return cls(
-            onnx_model, objective, discovery, collection, estimator, schedule or Schedule(), exps
-        )
+        onnx_model.want([*task.objective.inputs, *read])
+        onnx_model.backward(task.objective.inputs, estimator.differentiated)
+        return cls(onnx_model, task, discovery, collection, estimator, schedule or Schedule(), exps)
 
     # -- the line ---------------------------------------------------------------------------------
 
@@ -239,7 +251,7 @@ class Engine:
         """
         given = {name: self._check_gradient(name, array) for name, array in gradients.items()}
         with self._threads():
-            products = self._multiplied(split(self._found.parts, given), exp)
+            products = multiplied(self.collection, split(self._found.parts, given), exp)
         # Entries that nothing reads have no curvature: damping alone.
         rest = self.estimator.damping**exp
         return self._model.hand_out(
@@ -294,6 +306,11 @@ class Engine:
         """Every parameter with its block, or the reason why it has no layer."""
         return layer_reports(self._found, self.collection, self._model, self._exps)
 
+    @property
+    def losses(self) -> tuple[LossReport, ...]:
+        """Every loss with the value it reads, and what was found out of the batch."""
+        return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
+
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Peak memory of a step, known before anything runs."""
         return memory_report(self.layers, self._model, self.collection, batch_size)
@@ -301,6 +318,7 @@ class Engine:
     # -- private ----------------------------------------------------------------------------------
 
     def _run(self, inputs: Mapping[str, Array], targets: Targets) -> Trace:
+        check_batch_size(self._task.batch, inputs)
         return self._model.run(inputs, self.objective.named_targets(targets))
 
     def _differentiate(self, trace: Trace) -> tuple[float, dict[str, Array]]:
@@ -315,7 +333,7 @@ class Engine:
 
     def _observe(self, trace: Trace) -> None:
         if self.counter == 0:
-            batch = len(trace[self.objective.inputs[0]])
+            batch = self.objective.examples(trace)
             require_memory(self.memory(batch), self.layers, available_memory())
         due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
@@ -324,22 +342,6 @@ class Engine:
         for key in due.refresh:
             self._refreshes[key][0].refresh()
         self.counter += 1
-
-    def _multiplied(self, given: Mapping[str, Array], exp: float) -> dict[str, Array]:
-        """Gradients of parts of parameters, times a power of their blocks."""
-        results: dict[str, Array] = {}
-        for key, block in self.collection.fisher_blocks.items():
-            names = uses(key)
-            present = [name for name in names if name in given]
-            if not present:
-                continue
-            if len(present) < len(names):
-                raise InputError(
-                    f"{', '.join(names)} form one block; give the gradients of all of them."
-                )
-            product = block.multiply_matpower(_vector(key, given), exp)
-            results.update(zip(names, parts(product), strict=True))
-        return results
 
     def _check_gradient(self, name: str, value: Array) -> Array:
         parameter = self._model.parameters.get(name)
@@ -388,7 +390,3 @@ def precondition(
     """
     engine = Engine.from_onnx(model, loss=loss, **{"sample_inputs": inputs, **options})  # type: ignore[arg-type] # options are from_onnx's own
     return engine.step(inputs, targets)
-
-
-def _vector(key: Params, arrays: Mapping[str, Array]) -> Vector:
-    return arrays[key] if isinstance(key, str) else tuple(arrays[name] for name in key)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from kfac_engine._types import Params
+from kfac_engine._types import Array, Params
 from kfac_engine.approximations import formula
+from kfac_engine.autodiff.axes import Batch, find_coupling
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import MemoryLimitError
+from kfac_engine.heads import Head
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.found import Found, Tensors
 from kfac_engine.layers.parts import Part, describe
@@ -52,6 +54,32 @@ class LayerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LossReport:
+    """A loss, what it reads, and what was found out of the batch.
+
+    Attributes:
+        loss: Class of the predictive distribution.
+        output: The output that it is put on.
+        reads: The value that it reads.
+        how: Why that is another value than the output; empty where it is the output.
+        batch_axis: Axis of the output that holds the examples.
+        positions: Positions of each example that are folded into this axis; 1 for none.
+        fixed_batch: Why the model runs with one batch size only; empty where any will do.
+        coupling: The node that makes results of one example depend on the others; empty if none
+            was found. Curvature takes examples for independent.
+    """
+
+    loss: str
+    output: str
+    reads: str
+    how: str
+    batch_axis: int
+    positions: int
+    fixed_batch: str
+    coupling: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """Peak memory of a step by part, in bytes.
 
@@ -89,6 +117,37 @@ def layer_reports(
     """
     owners = {part.name: (name, part) for name, parts in found.parts.items() for part in parts}
     return tuple(_report(layer, owners, collection, model, exps) for layer in found.layers)
+
+
+def loss_reports(
+    heads: Sequence[Head], batch: Batch, model: OnnxModel, inputs: Mapping[str, Array] | None
+) -> tuple[LossReport, ...]:
+    """One report for each loss; runs the model to find examples that depend on each other.
+
+    Args:
+        heads: The losses.
+        batch: Where the examples lie.
+        model: The model.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        The reports.
+    """
+    outputs = [head.output for head in heads]
+    coupling = find_coupling(model.graph, model.facts, outputs, batch, inputs)
+    return tuple(
+        LossReport(
+            loss=type(head.loss).__name__,
+            output=head.output,
+            reads=head.logits.value if head.logits else head.output,
+            how=head.logits.how if head.logits else "",
+            batch_axis=batch.places[head.output].axis,
+            positions=batch.places[head.output].repeats,
+            fixed_batch=batch.fixed,
+            coupling=coupling,
+        )
+        for head in heads
+    )
 
 
 def memory_report(

@@ -12,20 +12,17 @@ sum            sum                 mean over n, × n
 =============  ==================  ======================
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Literal, TypeAlias
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.errors import InputError, UnknownNameError
-from kfac_engine.graph.structure import Graph
-from kfac_engine.losses import LOSSES
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
 
 Reduction: TypeAlias = Literal["mean", "batch_mean", "sum"]
-LossChoice: TypeAlias = str | LossFunction
 Targets: TypeAlias = Array | Mapping[str, Array] | None
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")
 
@@ -37,10 +34,15 @@ class Objective:
     Attributes:
         losses: One or more; their values are added.
         reduction: A row of the table above.
+        batch: Name of a value with the examples, and nothing else, on its first axis; without one
+            the loss inputs are taken for such.
+        outputs: Loss input to the model output that the user put the loss on, where it is another.
     """
 
     losses: tuple[RegisteredLoss, ...]
     reduction: Reduction
+    batch: str = ""
+    outputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -60,16 +62,25 @@ class Objective:
 
         Raises:
             InputError: One array was given for several losses.
+            UnknownNameError: No loss is on an output of that name.
         """
         towers = [tower for loss in self.losses for tower in loss.towers]
-        names = {tower.inputs[0]: tower.targets for tower in towers if tower.targets}
+        targeted = {tower.inputs[0]: tower.targets for tower in towers if tower.targets}
+        by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
         if targets is None:
             return {}
-        if isinstance(targets, Mapping):
-            return {names.get(name, name): array for name, array in targets.items()}
-        if len(towers) > 1:
-            raise InputError(f"give the targets by output: {', '.join(names)}.")
-        return {name: as_array(targets) for name in names.values()}
+        if not isinstance(targets, Mapping):
+            if len(towers) > 1:
+                raise InputError(f"give the targets by output: {', '.join(by_output)}.")
+            return {name: as_array(targets) for name in by_output.values()}
+        names = {name: name for name in targeted.values()} | targeted | by_output
+        for name in targets:
+            if name not in names:
+                raise UnknownNameError(
+                    f"targets are given for '{name}', but no loss is on an output of that name; "
+                    f"the losses are on: {', '.join(by_output)}."
+                )
+        return {names[name]: as_array(array) for name, array in targets.items()}
 
     def value(self, values: Values) -> float:
         """The reduced loss on the targets of the batch."""
@@ -102,56 +113,18 @@ class Objective:
         }
 
     def _gradient_weight(self, loss: LossFunction, values: Values) -> float:
-        n = len(values[loss.inputs[0]])
-        weights = {"mean": 1 / (n * loss.positions(values)), "batch_mean": 1 / n, "sum": 1.0}
+        n, predictions = self.examples(values), _predictions(loss, values)
+        weights = {"mean": 1 / predictions, "batch_mean": 1 / n, "sum": 1.0}
         return weights[self.reduction]
 
     def _fisher_weight(self, loss: LossFunction, values: Values) -> float:
-        n = len(values[loss.inputs[0]])
-        weights = {"mean": 1 / loss.positions(values), "batch_mean": 1.0, "sum": float(n)}
+        n, predictions = self.examples(values), _predictions(loss, values)
+        weights = {"mean": n / predictions, "batch_mean": 1.0, "sum": float(n)}
         return weights[self.reduction]
 
-
-def choose_losses(
-    graph: Graph,
-    loss: LossChoice | Sequence[LossChoice],
-    output: str | Sequence[str] | None,
-    class_axis: int,
-) -> tuple[LossFunction, ...]:
-    """Loss objects on the outputs of a model.
-
-    Args:
-        graph: The model.
-        loss: A name of ``LOSSES`` or a loss object, or a list of them, one an output.
-        output: The output each loss is put on; may be left out where there is one.
-        class_axis: Axis of the classes, for losses given by name.
-
-    Returns:
-        The losses. The targets of a single one are named ``"targets"``.
-
-    Raises:
-        UnknownNameError: A loss or an output goes by no such name.
-        InputError: The outputs do not tell which loss is meant for which.
-    """
-    choices = [loss] if isinstance(loss, str | LossFunction) else list(loss)
-    named = [choice for choice in choices if isinstance(choice, str)]
-    outputs = _outputs(graph, len(named), output)
-    single = len(choices) == 1
-    losses = []
-    for choice in choices:
-        if isinstance(choice, str):
-            value = outputs.pop(0)
-            targets = "targets" if single else f"targets of {value}"
-            losses.append(LOSSES[choice](value, targets=targets, class_axis=class_axis))
-        else:
-            losses.append(choice)
-    known = set(graph.values())
-    for missing in (n for found in losses for n in found.inputs if n not in known):
-        raise UnknownNameError(
-            f"the loss reads '{missing}', which is no value of model '{graph.name}'; its outputs "
-            f"are: {', '.join(graph.outputs)}."
-        )
-    return tuple(losses)
+    def examples(self, values: Values) -> int:
+        """Examples in a batch."""
+        return len(values[self.batch or self.inputs[0]])
 
 
 def check_reduction(reduction: str) -> None:
@@ -166,13 +139,6 @@ def check_reduction(reduction: str) -> None:
         )
 
 
-def _outputs(graph: Graph, count: int, output: str | Sequence[str] | None) -> list[str]:
-    if output is None and count == len(graph.outputs):
-        return list(graph.outputs)
-    chosen = [output] if isinstance(output, str) else list(output or ())
-    if len(chosen) != count:
-        raise InputError(
-            f"the model has the outputs {', '.join(graph.outputs)}; name the {count} that the "
-            f"loss is put on with output=…."
-        )
-    return chosen
+def _predictions(loss: LossFunction, values: Values) -> int:
+    """Examples times positions: the order of these two axes does not matter."""
+    return len(values[loss.inputs[0]]) * loss.positions(values)

@@ -84,11 +84,9 @@ def test_empirical_mode_asks_for_targets(inputs):
 
 
 @pytest.mark.parametrize("axis", [7, 0, -3])
-def test_class_axis_that_is_none_is_refused(inputs, axis):
-    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", class_axis=axis)
-    for call in (lambda: engine.step(inputs, TARGETS), lambda: engine.observe(inputs)):
-        with pytest.raises(ke.ShapeError, match=f"class_axis={axis}"):
-            call()
+def test_class_axis_that_is_none_is_refused(axis):
+    with pytest.raises(ke.ShapeError, match=f"class_axis={axis}"):
+        ke.Engine.from_onnx(models.mlp(), loss="categorical", class_axis=axis)
 
 
 def test_gradients_without_targets_ask_for_them(engine, inputs):

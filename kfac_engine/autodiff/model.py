@@ -8,6 +8,7 @@ values need no new session because parameters are fed like data.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -26,7 +27,7 @@ from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
-from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.structure import Fact, Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 
@@ -182,6 +183,16 @@ class OnnxModel:
         self._appended_constants |= constants
         self.facts[node.outputs[0]] = self.facts[like]
         self.defined.add(node.outputs[0])
+
+    def extend(self, nodes: Sequence[Node], facts: Mapping[str, Fact]) -> None:
+        """Add nodes behind those of the graph, before anything is differentiated.
+
+        Args:
+            nodes: In topological order.
+            facts: Element type and shape of their results.
+        """
+        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes))
+        self.facts = {**self.facts, **facts}
 
     def fetch(
         self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None

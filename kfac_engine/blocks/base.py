@@ -30,6 +30,10 @@ class FactorOwner(Protocol):
     def batch_value(self) -> str | None:
         """Name of a value whose first axis is the batch, if one is known."""
 
+    @property
+    def batch_is_exact(self) -> bool:
+        """Whether that axis is known to hold examples alone, no positions."""
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The declared shape of a tensor; None where it is not known before a batch."""
 

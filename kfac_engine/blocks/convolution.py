@@ -41,7 +41,13 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
     modelled = not config.assume_zero_mean_activations
 
     def statistic(
-        tensors: Tensors, view: View, *, homogeneous: bool, num_uses: int, batch: str | None
+        tensors: Tensors,
+        view: View,
+        *,
+        homogeneous: bool,
+        num_uses: int,
+        batch: str | None,
+        exact: bool,
     ) -> PixelCovariance:
         del view  # of patches: never extracted
         return PixelCovariance.configured(
@@ -52,6 +58,7 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
             taps=taps,
             num_uses=num_uses,
             batch=batch,
+            exact=exact,
         )
 
     def shape(d: int) -> tuple[int, ...]:

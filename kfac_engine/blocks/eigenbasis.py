@@ -31,8 +31,9 @@ class EigenbasisFB(LayerDiagonalFB):
         form, collection = self.form, self._collection
         inputs, gradients = tuple(self._towers.inputs), self._towers.gradients(grads_list)
         bias, batch = form.packing.has_bias, collection.batch_value
-        a = KroneckerMoment((inputs,), form.input_view, homogeneous=bias, batch=batch)
-        ds = KroneckerMoment(gradients, form.output_view, batch=batch)
+        exact = collection.batch_is_exact
+        a = KroneckerMoment((inputs,), form.input_view, bias, batch=batch, exact=exact)
+        ds = KroneckerMoment(gradients, form.output_view, batch=batch, exact=exact)
         sides = (
             collection.make_or_get_factor(DenseSquareMatrixFactor, (a,)),
             collection.make_or_get_factor(DenseSquareMatrixFactor, (ds,)),

@@ -106,9 +106,14 @@ class KroneckerProductFB(FisherBlock):
             homogeneous=form.packing.has_bias,
             num_uses=form.num_uses,
             batch=collection.batch_value,
+            exact=collection.batch_is_exact,
         )
         ds = output_side.statistic(
-            gradients, form.output_view, num_uses=form.num_uses, batch=collection.batch_value
+            gradients,
+            form.output_view,
+            num_uses=form.num_uses,
+            batch=collection.batch_value,
+            exact=collection.batch_is_exact,
         )
         self._input_factor = collection.make_or_get_factor(input_side.factor, (a,))
         self._output_factor = collection.make_or_get_factor(output_side.factor, (ds,))

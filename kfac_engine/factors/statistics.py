@@ -68,6 +68,7 @@ class KroneckerMoment:
         num_uses: Uses of the layer; a tower with a single name has them all in that tensor.
         batch: Name of a value whose first axis is the batch (a loss's input). With it, layers whose
             first axis also holds positions or uses are told apart from plain ones.
+        exact: Whether that axis is known to hold examples alone; else it may hold positions, too.
     """
 
     tensors: Tensors
@@ -75,6 +76,7 @@ class KroneckerMoment:
     homogeneous: bool = False
     num_uses: int = 1
     batch: str | None = None
+    exact: bool = False
 
     def names(self) -> tuple[str, ...]:
         return tuple(name for source in self.tensors for tower in source for name in tower)
@@ -107,13 +109,20 @@ class KroneckerMoment:
         the_same("examples", own)
         batch = self._batch(values)
         return sum(
-            examples([values[name].shape for name in tower], self.view, self.num_uses, batch)
+            examples(
+                [values[name].shape for name in tower],
+                self.view,
+                self.num_uses,
+                batch,
+                exact=self.exact,
+            )
             for tower in self.tensors[0]
         )
 
     def repeats(self, values: Values) -> int:
         shapes = [values[name].shape for name in self.tensors[0][0]]
-        return rows_per_example(shapes, self.view, self.num_uses, self._batch(values))
+        batch = self._batch(values)
+        return rows_per_example(shapes, self.view, self.num_uses, batch, exact=self.exact)
 
     def _batch(self, values: Values) -> int | None:
         known = self.batch is not None and self.batch in values

@@ -56,6 +56,7 @@ class PixelCovariance(KroneckerMoment):
         taps: int,
         num_uses: int = 1,
         batch: str | None = None,
+        exact: bool = False,
     ) -> "PixelCovariance":
         """The statistic as a configuration wants it.
 
@@ -67,13 +68,14 @@ class PixelCovariance(KroneckerMoment):
             taps: Pixels in a patch.
             num_uses: As in ``KroneckerMoment``.
             batch: As in ``KroneckerMoment``.
+            exact: As in ``KroneckerMoment``.
 
         Returns:
             The statistic.
         """
         modelled = not config.assume_zero_mean_activations
         centred = modelled or config.subtract_mean_contrib_from_cov
-        return cls(tensors, view, homogeneous, num_uses, batch, taps, centred, modelled)
+        return cls(tensors, view, homogeneous, num_uses, batch, exact, taps, centred, modelled)
 
     def shape(self, values: Values) -> tuple[int, ...]:
         channels = self.features(values)

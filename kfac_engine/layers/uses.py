@@ -36,7 +36,12 @@ def folded_shape(shape: tuple[int, ...], view: View, num_uses: int) -> tuple[int
 
 
 def examples(
-    shapes: Sequence[tuple[int, ...]], view: View, num_uses: int, batch: int | None = None
+    shapes: Sequence[tuple[int, ...]],
+    view: View,
+    num_uses: int,
+    batch: int | None = None,
+    *,
+    exact: bool = False,
 ) -> int:
     """Examples behind the tensors of one tower.
 
@@ -47,17 +52,25 @@ def examples(
         batch: Length of a value known to have the batch axis first. A shorter one means that
             positions are folded into the tensors' first axis; a longer one has positions itself.
             Not asked where uses are folded: their number tells.
+        exact: Whether ``batch`` is the number of examples, wherever the tensors have them.
 
     Returns:
         Their number.
     """
     folded = num_uses if len(shapes) == 1 else 1
     own = folded_shape(shapes[0], view, folded)[0] // folded
-    return own if batch is None or folded > 1 else min(own, batch)
+    if batch is None or folded > 1:
+        return own
+    return batch if exact else min(own, batch)
 
 
 def rows_per_example(
-    shapes: Sequence[tuple[int, ...]], view: View, num_uses: int, batch: int | None = None
+    shapes: Sequence[tuple[int, ...]],
+    view: View,
+    num_uses: int,
+    batch: int | None = None,
+    *,
+    exact: bool = False,
 ) -> int:
     """Uses × positions: rows that the tensors of one tower make of each example.
 
@@ -66,10 +79,11 @@ def rows_per_example(
         view: As in ``examples``.
         num_uses: As in ``examples``.
         batch: As in ``examples``.
+        exact: As in ``examples``.
 
     Returns:
         Their number.
     """
     folded = num_uses if len(shapes) == 1 else 1
     rows = sum(view.count(folded_shape(shape, view, folded)) for shape in shapes)
-    return rows // examples(shapes, view, num_uses, batch)
+    return rows // examples(shapes, view, num_uses, batch, exact=exact)

@@ -44,9 +44,13 @@ class PredictiveDistribution(ABC):
         targets: Name of the observed targets, if there are any.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the classes or features, negative ones counted from the end.
+
+    Attributes:
+        links: Operators of ONNX that turn the inputs into probabilities.
     """
 
     min_rank: ClassVar[int] = 1
+    links: ClassVar[frozenset[str]] = frozenset()
     ggn_equals_fisher: ClassVar[bool] = True
 
     def __init__(

@@ -4,6 +4,8 @@ Formulas with z a logit and p = σ(z): −log p(t) = softplus(z) − t z, Fisher
 All of them go through ``e = exp(−|z|)``, which never overflows and keeps the tails' digits.
 """
 
+from typing import ClassVar
+
 import numpy as np
 
 from kfac_engine._types import Array, Values
@@ -23,6 +25,8 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
     """
+
+    links: ClassVar[frozenset[str]] = frozenset({"Sigmoid"})
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     """
 
     min_rank: ClassVar[int] = 2
+    links: ClassVar[frozenset[str]] = frozenset({"Softmax", "LogSoftmax"})
 
     def __init__(
         self,

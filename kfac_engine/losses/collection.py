@@ -33,6 +33,7 @@ class LossCollection:
         self._losses: dict[str, RegisteredLoss] = {}
         self._colocation_ops: dict[LossFunction, str | None] = {}
         self._finalized = False
+        self._batch_value: str | None = None
 
     @property
     def losses(self) -> tuple[LossFunction, ...]:
@@ -61,8 +62,19 @@ class LossCollection:
 
     @property
     def batch_value(self) -> str | None:
-        """Name of a value whose first axis is the batch: the first loss's input, if any."""
-        return self.losses[0].inputs[0] if self._losses else None
+        """Name of a value whose first axis is the batch: as told, or the first loss's input."""
+        first = self.losses[0].inputs[0] if self._losses else None
+        return self._batch_value or first
+
+    @property
+    def batch_is_exact(self) -> bool:
+        """Whether ``count_examples_by`` was told a value; a loss's input may have positions."""
+        return self._batch_value is not None
+
+    def count_examples_by(self, value: str) -> None:
+        """Have the examples counted on the first axis of a value, which holds nothing else."""
+        self._require_open("the batch")
+        self._batch_value = value
 
     def register_loss_function(
         self,

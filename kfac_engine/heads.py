@@ -1,0 +1,175 @@
+"""Which values of a model the losses read, and where the examples lie in them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.axes import Batch, Place, find_batch
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.graph.structure import Fact, Graph
+from kfac_engine.losses import LOSSES
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.checks import require_class_axis
+from kfac_engine.losses.logits import Logits, logits_before, logits_of_probabilities
+
+LossChoice: TypeAlias = str | LossFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A loss on an output.
+
+    Attributes:
+        loss: Reads ``logits.value`` where there are logits, else the output.
+        output: The model output, or the first input of a loss object.
+        logits: What is read in place of the output.
+    """
+
+    loss: LossFunction
+    output: str
+    logits: Logits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """What the user says of the losses.
+
+    Attributes:
+        loss: A name of ``LOSSES`` or a loss object, or a list of them, one an output.
+        output: The output each loss given by name is put on; may be left out where there is one.
+        class_axis: Axis of the classes, for losses given by name.
+        find_logits: Whether a loss by name on an output of probabilities reads the logits.
+        weights: What each loss is multiplied by; ones when left out.
+    """
+
+    loss: LossChoice | Sequence[LossChoice]
+    output: str | Sequence[str] | None = None
+    class_axis: int = -1
+    find_logits: bool = True
+    weights: Sequence[float] | None = None
+
+    @property
+    def choices(self) -> list[LossChoice]:
+        """The losses as a list."""
+        return [self.loss] if isinstance(self.loss, str | LossFunction) else list(self.loss)
+
+    @property
+    def coefficients(self) -> Sequence[float]:
+        """One weight a loss.
+
+        Raises:
+            InputError: There are more or fewer.
+        """
+        count = len(self.choices)
+        weights = [1.0] * count if self.weights is None else self.weights
+        if len(weights) != count:
+            raise InputError(f"{len(weights)} loss weights for {count} loss(es); give one each.")
+        return weights
+
+
+def choose_heads(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    options: LossOptions,
+    inputs: Mapping[str, Array] | None = None,
+) -> tuple[tuple[Head, ...], Batch]:
+    """Losses on the outputs of a model.
+
+    Args:
+        graph: The model.
+        facts: Of a sample run on ``inputs``.
+        options: What the user says.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        The heads, and the batch. The targets of a single head are named ``"targets"``.
+
+    Raises:
+        UnknownNameError: A loss or an output goes by no such name.
+        InputError: The outputs do not tell which loss is meant for which.
+        ShapeError: The classes lie on another axis, or an output has no examples.
+    """
+    choices, axis = options.choices, options.class_axis
+    count = sum(isinstance(choice, str) for choice in choices)
+    named = _outputs(graph, facts, count, options.output)
+    heads = []
+    for choice in choices:
+        if isinstance(choice, str):
+            value = named.pop(0)
+            targets = "targets" if len(choices) == 1 else f"targets of {value}"
+            heads.append(Head(LOSSES[choice](value, targets=targets, class_axis=axis), value))
+        else:
+            heads.append(Head(choice, choice.inputs[0]))
+    _check_known(graph, heads)
+    batch = find_batch(graph, facts, [head.output for head in heads], inputs)
+    for head in heads:
+        _check_place(head, facts, batch.places.get(head.output))
+    if options.find_logits:
+        heads = [
+            _before_link(graph, facts, head, choice, batch) if isinstance(choice, str) else head
+            for head, choice in zip(heads, choices, strict=True)
+        ]
+    return tuple(heads), batch
+
+
+def find_head_logits(
+    graph: Graph, facts: Mapping[str, Fact], loss: str, output: str, class_axis: int
+) -> Logits | None:
+    """What a loss given by name reads in place of an output that an operator made probabilities."""
+    links = LOSSES[loss](output).links
+    return logits_before(graph, facts, output, links, class_axis)
+
+
+def _before_link(
+    graph: Graph, facts: Mapping[str, Fact], head: Head, name: str, batch: Batch
+) -> Head:
+    """The head on logits, if its output holds probabilities."""
+    loss, output = head.loss, head.output
+    logits = logits_before(graph, facts, output, loss.links, loss.class_axis)
+    if logits is None and "Softmax" in loss.links and output in batch.samples:
+        logits = logits_of_probabilities(facts, output, batch.samples[output], loss.class_axis)
+    if logits is None:
+        return head
+    moved = LOSSES[name](logits.value, targets=loss.targets, class_axis=loss.class_axis)
+    return Head(moved, output, logits)
+
+
+def _outputs(
+    graph: Graph, facts: Mapping[str, Fact], count: int, output: str | Sequence[str] | None
+) -> list[str]:
+    """The outputs that losses given by name are put on; labels are passed over."""
+    real = [name for name in graph.outputs if name in facts and facts[name].dtype.kind == "f"]
+    if output is None and count in (len(real), 0):
+        return real[:count]
+    chosen = [output] if isinstance(output, str) else list(output or ())
+    if len(chosen) != count:
+        raise InputError(
+            f"the model has the outputs {', '.join(graph.outputs)}; name the {count} that the "
+            f"loss is put on with output=…."
+        )
+    return chosen
+
+
+def _check_known(graph: Graph, heads: Sequence[Head]) -> None:
+    known = set(graph.values())
+    for missing in (n for head in heads for n in head.loss.inputs if n not in known):
+        raise UnknownNameError(
+            f"the loss reads '{missing}', which is no value of model '{graph.name}'; its outputs "
+            f"are: {', '.join(graph.outputs)}."
+        )
+
+
+def _check_place(head: Head, facts: Mapping[str, Fact], place: Place | None) -> None:
+    shape, axis = facts[head.output].shape, head.loss.class_axis
+    if place is None:
+        raise ShapeError(
+            f"'{head.output}' has shape {shape} whatever the number of examples, so no loss of "
+            f"each example can be put on it; choose an output with one prediction an example."
+        )
+    require_class_axis(head.output, shape, axis)
+    if len(shape) > 1 and axis % len(shape) == place.axis:
+        raise ShapeError(
+            f"class_axis={axis} is the axis of '{head.output}' (shape {shape} in a sample run) "
+            f"that holds the examples; give another class axis."
+        )
