@@ -53,8 +53,9 @@ def test_rule_equals_finite_differences(case, batch):
         check(case, runtime, opset, batch, cotangents, truth)
 
 
-def test_every_rule_has_a_case():
-    assert not set(load_rules()) - {case.op for case in CASES}
+def test_every_rule_of_a_standard_operator_has_a_case():
+    standard = {op for op in load_rules() if "::" not in op}
+    assert not standard - {case.op for case in CASES}
 
 
 def test_cases_have_different_names():
