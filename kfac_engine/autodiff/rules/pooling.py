@@ -126,7 +126,7 @@ def _refuse_misplaced(node: Node, window: Sliding) -> None:
     apart = any(s > k for s, k in zip(window.strides, window.kernel, strict=True))
     if text(node, "auto_pad", "").startswith("SAME") and (apart or max(window.dilations) > 1):
         raise UnsupportedOpError(
-            f"AveragePool at node '{node.name}' pads by auto_pad with dilations "
+            f"{node.op} at node '{node.name}' pads by auto_pad with dilations "
             f"{window.dilations}, strides {window.strides} and kernel {window.kernel}, for which "
             f"ONNX Runtime's padding is not the one ONNX defines; state the padding as pads."
         )
