@@ -1,5 +1,7 @@
 """The reverse sweep: which paths it follows, what it adds up, what it refuses."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -148,9 +150,9 @@ def refusal(nodes, outputs, wrt, **fed):
 
 def test_an_operator_without_rule_is_named_with_node_and_parameter():
     message = refusal(
-        [node("MatMul", "w x", "h"), node("BitCast", "h", "y")], ["y"], ["x", "w"], w=A, x=B
+        [node("MatMul", "w x", "h"), node("Unheard", "h", "y")], ["y"], ["x", "w"], w=A, x=B
     )
-    assert "BitCast (opset 18)" in message
+    assert "Unheard (opset 18)" in message
     assert "'make_y'" in message
     assert "'x'" in message
 
@@ -295,6 +297,19 @@ def test_rounding_to_types_that_numpy_lacks_is_refused(rounding, facts):
     graph = build(nodes, {"x": _FLOATS}, ["y"], ["x"]).graph
     with pytest.raises(UnsupportedOpError, match=rf"{rounding} at node 'make_q'.*'x'"):
         differentiate(graph, known, ["y"], ["x"])
+
+
+def test_the_runtimes_own_quantizer_is_refused():
+    nodes = [
+        node("QuantizeLinear", "x scale zero", "q"),
+        node("DequantizeLinear", "q scale zero", "y"),
+    ]
+    nodes = [replace(entry, domain="com.microsoft") for entry in nodes]
+    made = build(nodes, {"x": _FLOATS}, ["y"], ["x"], "ort", scale=_SCALE, zero=np.int16(3))
+    with pytest.raises(
+        UnsupportedOpError, match=r"com\.microsoft::QuantizeLinear at node 'make_q'"
+    ):
+        _ = made.backward
 
 
 def test_a_scale_found_by_rounding_is_refused_too():

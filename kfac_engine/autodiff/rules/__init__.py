@@ -52,8 +52,11 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
 # Operators that round real numbers to whole ones that stand for them. Zero would be their
 # derivative too, but whoever asks for it wants another: they are refused by name.
 QUANTIZERS: frozenset[str] = frozenset(
-    {"DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"}
-)
+    {
+        "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear",
+        "com.microsoft::QuantizeLinear",
+    }
+)  # fmt: skip
 
 
 def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
