@@ -31,7 +31,7 @@ def _reduction(b: Builder, node: Node, g: Cotangents) -> _Reduction:
     given = node.inputs[1] if len(node.inputs) > 1 else ""
     if given and b.sides(given) != (0,):
         axes = given
-    elif integer(node, "noop_with_empty_axes", 0):
+    elif integer(node, "noop_with_empty_axes", 0) == 1:
         if node.op not in _IDENTITIES_OVER_NO_AXES:
             raise UnsupportedOpError(
                 f"node '{node.name}' reduces with {node.op} over no axes, which ONNX defines in "
@@ -40,7 +40,7 @@ def _reduction(b: Builder, node: Node, g: Cotangents) -> _Reduction:
         axes = b.constant([], "int64")
     else:
         axes = b.constant(range(b.rank(x)), "int64")
-    kept = integer(node, "keepdims", 1) or b.rank(y) == b.rank(x)
+    kept = integer(node, "keepdims", 1) == 1 or b.rank(y) == b.rank(x)
     if kept:
         return _Reduction(x, y, g[0], axes)
     return _Reduction(x, b.op("Unsqueeze", y, axes), b.op("Unsqueeze", g[0], axes), axes)

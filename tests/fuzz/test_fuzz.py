@@ -1,0 +1,25 @@
+"""Whatever the graph, its gradient is right or refused by an error of ours."""
+
+from collections import Counter
+
+import pytest
+
+from tests.fuzz.check import MAKERS, check
+
+EACH = 100
+SEEDS = range(0, 1500, EACH)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # a random graph may divide by zero
+@pytest.mark.parametrize("first", SEEDS)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_random_graph_is_differentiated_right_or_refused(kind: str, first: int) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(first, first + EACH):
+        try:
+            outcomes[check(MAKERS[kind](seed))] += 1
+        except Exception as failure:
+            raise AssertionError(f"seed {seed} of {kind}") from failure
+    # Otherwise the test would hold of a library that refuses everything.
+    assert outcomes["right"] >= {"valid": EACH - 5, "damaged": 5}[kind], outcomes
