@@ -5,10 +5,9 @@ in the file: the result takes the model's inputs and the targets (without a loss
 gives the loss and the gradients. It can be differentiated again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from math import log, pi
 from typing import TypeAlias
 
 import numpy as np
@@ -18,27 +17,30 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.twice import joint_graph
-from kfac_engine.errors import InputError, ModelError, ShapeError, UnknownNameError
+from kfac_engine.errors import InputError, ModelError, UnknownNameError
 from kfac_engine.graph.borders import with_borders
-from kfac_engine.graph.load import ModelSource, load_model
-from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 from kfac_engine.graph.write import ModelProto, build_model
+from kfac_engine.heads import LossOptions, choose_heads
+from kfac_engine.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.objective import Reduction, check_reduction
-from kfac_engine.registry import Registry
 
-LOSS, TARGETS, COTANGENT, GRADIENT = "loss", "targets", "cotangent", "gradient/"
+TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
 Sides: TypeAlias = tuple[int | str | None, ...]
 
 
 def differentiate(  # noqa: PLR0913 (every choice a user has, each with a default)
     model: ModelSource,
-    loss: str | None = None,
-    output: str | None = None,
+    loss: str | Sequence[str] | None = None,
+    output: str | Sequence[str] | None = None,
     wrt: Sequence[str] | None = None,
     *,
     class_axis: int = -1,
+    find_logits: bool = True,
+    loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
     sample_inputs: Mapping[str, Array] | None = None,
     gradient_dtype: GradientDType = "file",
@@ -47,18 +49,22 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias; without one the
-            gradient is that of ``⟨cotangent, output⟩``.
-        output: The output to differentiate; may be left out where there is one.
+        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, or a list of them,
+            one an output; without one the gradient is that of ``⟨cotangent, output⟩``.
+        output: The output to differentiate, or a list; may be left out where there is one.
         wrt: Patterns of parameter and input names; the trainable parameters by default.
         class_axis: Axis of the classes or features in the output.
+        find_logits: Whether a loss on an output of probabilities reads the logits that the model
+            makes them of.
+        loss_weights: What each loss is multiplied by; ones by default.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
         sample_inputs: A batch to find shapes with, where none can be made up.
         gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for
             their own, or ``"float32"``, which is what everything in between is computed in.
 
     Returns:
-        A model with the inputs of the old one and ``targets`` (or ``cotangent``, with a number
+        A model with the inputs of the old one and ``targets`` (for several losses ``targets of
+        <output>``; or ``cotangent``, with a number
         where the model has a value of that name), and the outputs
         ``loss`` (or the output) and ``gradient/<name>`` for each name.
 
@@ -76,129 +82,56 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     }
     names = _chosen(loaded.graph, wrt)
     graph, facts = lowered(loaded.graph, names, sample_inputs)
-    value = _only_output(graph, output)
-    sides = loaded.output_shapes.get(value, (None,) * len(facts[value].shape))
     if loss is None:
-        backward = backward_graph(graph, facts, [value], names)
+        value = _only_output(graph, output)
+        sides = _declared(loaded, value, facts[value])
     else:
-        pen = _Pen(facts[value])
-        LOSS_GRAPHS[loss](pen, value, _checked_axis(value, facts[value], class_axis), reduction)
-        graph, facts = _extended(graph, pen), {**facts, **pen.facts}
-        backward = backward_graph(graph, facts, [LOSS], names)
+        options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
+        graph, facts = _minimised(graph, facts, options, reduction, sample_inputs)
         value, sides = LOSS, ()
+    backward = backward_graph(graph, facts, [value], names)
     if not backward.gradients:
         raise ModelError(f"'{value}' depends on none of: {', '.join(names)}.")
     stored = {**loaded.stored, **narrow}
     return _written(graph, facts, backward, (value, sides), names, stored)
 
 
-# -- losses as operators ---------------------------------------------------------------------------
-
-
-class _Pen:
-    """Writes the nodes of a loss, with what is known of their results.
-
-    Args:
-        fact: Of the output the loss is put on.
-    """
-
-    def __init__(self, fact: Fact) -> None:
-        self.fact = fact
-        self.nodes: list[Node] = []
-        self.facts: dict[str, Fact] = {}
-        self.constants: dict[str, Array] = {}
-        self.targets: Input | None = None
-
-    def op(
-        self,
-        op: str,
-        *inputs: str,
-        sides: tuple[int, ...],
-        to: str = "",
-        **attributes: AttributeValue,
-    ) -> str:
-        """Add a node with a result of these sides in the sample run; returns its name."""
-        name = to or f"{LOSS}_{op}_{len(self.nodes)}"
-        self.nodes.append(Node(op, inputs, (name,), attributes, name=f"node_{name}"))
-        self.facts[name] = Fact(self.fact.dtype, sides)
-        return name
-
-    def constant(self, value: float | Sequence[int]) -> str:
-        """A number in the output's type, or a list of axes."""
-        dtype = self.fact.dtype if isinstance(value, float) else np.dtype(np.int64)
-        name = f"{LOSS}_constant_{len(self.constants)}"
-        self.constants[name] = array = np.asarray(value, dtype)
-        self.facts[name] = Fact(array.dtype, array.shape)
-        return name
-
-    def take_targets(self, sides: tuple[int, ...], dtype: str | None = None) -> str:
-        """Declare the targets."""
-        self.targets = Input(
-            TARGETS, np.dtype(dtype) if dtype else self.fact.dtype, (None,) * len(sides)
-        )
-        self.facts[TARGETS] = Fact(self.targets.dtype, sides)
-        return TARGETS
-
-    def reduce(self, nll: str, axis: int, reduction: Reduction) -> None:
-        """Sum over the classes, then over positions and examples as the reduction says."""
-        sides = self.facts[nll].shape
-        if len(sides) > 1 and reduction != "sum":
-            within = [axis] if reduction == "mean" else list(range(1, len(sides)))
-            kept = tuple(side for i, side in enumerate(sides) if i not in within)
-            nll = self.op("ReduceSum", nll, self.constant(within), sides=kept, keepdims=0)
-        op = "ReduceSum" if reduction == "sum" else "ReduceMean"
-        self.op(op, nll, sides=(), to=LOSS, keepdims=0)
-
-
-LossGraph: TypeAlias = Callable[[_Pen, str, int, Reduction], None]
-
-
-def _categorical(pen: _Pen, logits: str, axis: int, reduction: Reduction) -> None:
-    """``−log softmax(z)[target]``, with integer targets."""
-    sides = pen.fact.shape
-    one = tuple(1 if i == axis else side for i, side in enumerate(sides))
-    targets = pen.take_targets((*sides[:axis], *sides[axis + 1 :]), "int64")
-    log_p = pen.op("LogSoftmax", logits, sides=sides, axis=axis)
-    index = pen.op("Unsqueeze", targets, pen.constant([axis]), sides=one)
-    pen.facts[index] = Fact(np.dtype(np.int64), one)
-    picked = pen.op("GatherElements", log_p, index, sides=one, axis=axis)
-    pen.reduce(pen.op("Neg", picked, sides=one), axis, reduction)
-
-
-def _normal(pen: _Pen, mean: str, axis: int, reduction: Reduction) -> None:
-    """``(t − m)² + ½ log π``: variance ½."""
-    sides = pen.fact.shape
-    error = pen.op("Sub", mean, pen.take_targets(sides), sides=sides)
-    square = pen.op("Mul", error, error, sides=sides)
-    nll = pen.op("Add", square, pen.constant(0.5 * log(pi)), sides=sides)
-    pen.reduce(nll, axis, reduction)
-
-
-def _multi_bernoulli(pen: _Pen, logits: str, axis: int, reduction: Reduction) -> None:
-    """``softplus(z) − t·z``."""
-    sides = pen.fact.shape
-    softplus = pen.op("Softplus", logits, sides=sides)
-    hit = pen.op("Mul", logits, pen.take_targets(sides), sides=sides)
-    pen.reduce(pen.op("Sub", softplus, hit, sides=sides), axis, reduction)
-
-
-LOSS_GRAPHS: Registry[LossGraph] = Registry(
-    "loss",
-    {
-        "categorical": _categorical,
-        "softmax_cross_entropy": _categorical,
-        "normal": _normal,
-        "squared_error": _normal,
-        "multi_bernoulli": _multi_bernoulli,
-        "sigmoid_cross_entropy": _multi_bernoulli,
-    },
-)
-
-
 # -- private ---------------------------------------------------------------------------------------
 
 
-def _only_output(graph: Graph, output: str | None) -> str:
+def _declared(loaded: LoadedModel, value: str, fact: Fact) -> Sides:
+    """The shape a file declares for an output, where that is what the model computes."""
+    sides = loaded.output_shapes.get(value, ())
+    fits = len(sides) == len(fact.shape) and all(
+        side == found for side, found in zip(sides, fact.shape, strict=True) if type(side) is int
+    )
+    return sides if fits else (None,) * len(fact.shape)
+
+
+def _minimised(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    options: LossOptions,
+    reduction: Reduction,
+    inputs: Mapping[str, Array] | None,
+) -> tuple[Graph, dict[str, Fact]]:
+    """The graph of the losses."""
+    heads, batch = choose_heads(graph, facts, options, inputs)
+    terms = []
+    for head, name, weight in zip(heads, options.choices, options.coefficients, strict=True):
+        if head.logits:
+            graph = replace(graph, nodes=(*graph.nodes, *head.logits.nodes))
+            facts = {**facts, **head.logits.facts}
+        value, place = head.loss.inputs[0], batch.places[head.output]
+        axis = head.loss.class_axis % len(facts[value].shape)
+        targets = head.loss.targets or TARGETS
+        terms.append(Term(str(name), value, targets, axis, place, weight))
+    return with_losses(graph, facts, terms, reduction)
+
+
+def _only_output(graph: Graph, output: str | Sequence[str] | None) -> str:
+    if output is not None and not isinstance(output, str):
+        raise InputError("several outputs are differentiated together through losses: name those.")
     if output is None and len(graph.outputs) == 1:
         return graph.outputs[0]
     if output is None:
@@ -226,29 +159,6 @@ def _chosen(graph: Graph, patterns: Sequence[str] | None) -> tuple[str, ...]:
             )
         chosen.update(dict.fromkeys(matched))
     return tuple(chosen)
-
-
-def _checked_axis(value: str, fact: Fact, class_axis: int) -> int:
-    rank = len(fact.shape)
-    if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
-        raise ShapeError(f"class_axis={class_axis} is no axis of '{value}' besides the batch axis.")
-    return class_axis % rank
-
-
-def _extended(graph: Graph, pen: _Pen) -> Graph:
-    taken = {LOSS, TARGETS, *pen.facts}.intersection(graph.values())
-    if taken:
-        raise ModelError(f"the model has values of its own called {', '.join(sorted(taken))}.")
-    assert pen.targets is not None  # every loss takes targets
-    return Graph(
-        nodes=(*graph.nodes, *pen.nodes),
-        inputs=(*graph.inputs, pen.targets),
-        outputs=(LOSS,),
-        constants={**graph.constants, **pen.constants},
-        opset=graph.opset,
-        name=graph.name,
-        domains=graph.domains,
-    )
 
 
 def _written(

@@ -1,0 +1,190 @@
+"""Losses written as operators behind a graph: what ``differentiate`` puts into a file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log, pi
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.axes import Place
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
+from kfac_engine.objective import Reduction
+from kfac_engine.registry import Registry
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One of the losses that are added up.
+
+    Attributes:
+        loss: A name of ``LOSS_GRAPHS``.
+        value: The value that it reads.
+        targets: Name of the input that holds its targets.
+        axis: Axis of the classes or features, not negative.
+        place: Where the examples lie in the value.
+        weight: What it is multiplied by.
+    """
+
+    loss: str
+    value: str
+    targets: str
+    axis: int
+    place: Place
+    weight: float
+
+
+def with_losses(
+    graph: Graph, facts: Mapping[str, Fact], terms: Sequence[Term], reduction: Reduction
+) -> tuple[Graph, dict[str, Fact]]:
+    """A graph whose only output is the weighted sum of losses, called ``loss``.
+
+    Args:
+        graph: The model.
+        facts: Element type and shape of its values in a sample run.
+        terms: The losses; their targets become inputs.
+        reduction: How they run over examples and positions.
+
+    Returns:
+        The graph, and facts about all its values.
+
+    Raises:
+        ModelError: The model has values of its own by the names of the loss or the targets.
+    """
+    pens, weighted = [], []
+    for index, term in enumerate(terms):
+        pen = _Pen(term, facts[term.value], reduction, f"{LOSS}_{index}")
+        LOSS_GRAPHS[term.loss](pen, term.value, term.axis)
+        weighted.append(pen.times(pen.result, term.weight))
+        pens.append(pen)
+    total = Node("Sum", tuple(weighted), (LOSS,), name=f"node_{LOSS}")
+    added = {LOSS: Fact(facts[terms[0].value].dtype, ())}
+    for pen in pens:
+        added |= pen.facts
+    taken = sorted(added.keys() & set(graph.values()))
+    if taken:
+        raise ModelError(f"the model has values of its own called {', '.join(taken)}.")
+    return (
+        Graph(
+            nodes=(*graph.nodes, *(node for pen in pens for node in pen.nodes), total),
+            inputs=(*graph.inputs, *(pen.targets for pen in pens if pen.targets)),
+            outputs=(LOSS,),
+            constants={**graph.constants, **{n: a for p in pens for n, a in p.constants.items()}},
+            opset=graph.opset,
+            name=graph.name,
+            domains=graph.domains,
+        ),
+        {**facts, **added},
+    )
+
+
+class _Pen:
+    """Writes the nodes of one loss, with what is known of their results.
+
+    Args:
+        term: The loss.
+        fact: Of the value that it reads.
+        reduction: How it runs over examples and positions.
+        prefix: Of the names of its values.
+    """
+
+    def __init__(self, term: Term, fact: Fact, reduction: Reduction, prefix: str) -> None:
+        self.fact = fact
+        self.nodes: list[Node] = []
+        self.facts: dict[str, Fact] = {}
+        self.constants: dict[str, Array] = {}
+        self.targets: Input | None = None
+        self.result = ""
+        self._term, self._reduction, self._prefix = term, reduction, prefix
+
+    def op(
+        self, op: str, *inputs: str, sides: tuple[int, ...], **attributes: AttributeValue
+    ) -> str:
+        """Add a node with a result of these sides in the sample run; returns its name."""
+        name = f"{self._prefix}_{op}_{len(self.nodes)}"
+        self.nodes.append(Node(op, inputs, (name,), attributes, name=f"node_{name}"))
+        self.facts[name] = Fact(self.fact.dtype, sides)
+        return name
+
+    def constant(self, value: float | Sequence[int]) -> str:
+        """A number in the value's type, or a list of axes."""
+        dtype = self.fact.dtype if isinstance(value, float) else np.dtype(np.int64)
+        name = f"{self._prefix}_constant_{len(self.constants)}"
+        self.constants[name] = array = np.asarray(value, dtype)
+        self.facts[name] = Fact(array.dtype, array.shape)
+        return name
+
+    def times(self, value: str, factor: float) -> str:
+        """A multiple of a value; the value itself where the factor is one."""
+        if factor == 1:
+            return value
+        return self.op("Mul", value, self.constant(float(factor)), sides=self.facts[value].shape)
+
+    def take_targets(self, sides: tuple[int, ...], dtype: str | None = None) -> str:
+        """Declare the targets."""
+        name, own = self._term.targets, np.dtype(dtype) if dtype else self.fact.dtype
+        self.targets = Input(name, own, (None,) * len(sides))
+        self.facts[name] = Fact(own, sides)
+        return name
+
+    def reduce(self, nll: str, axis: int) -> None:
+        """Sum over the classes, then over positions and examples as the reduction says."""
+        sides, place = self.facts[nll].shape, self._term.place
+        if len(sides) > 1 and self._reduction != "sum":
+            every = [i for i in range(len(sides)) if i != place.axis]
+            within = [axis] if self._reduction == "mean" else every
+            kept = tuple(side for i, side in enumerate(sides) if i not in within)
+            nll = self.op("ReduceSum", nll, self.constant(within), sides=kept, keepdims=0)
+        op = "ReduceSum" if self._reduction == "sum" else "ReduceMean"
+        self.result = self.op(op, nll, sides=(), keepdims=0)
+        if self._reduction == "batch_mean":  # so far a mean over positions, too, if folded in
+            self.result = self.times(self.result, float(place.repeats))
+
+
+_LossGraph: TypeAlias = Callable[[_Pen, str, int], None]
+
+
+def _categorical(pen: _Pen, logits: str, axis: int) -> None:
+    """``−log softmax(z)[target]``, with integer targets."""
+    sides = pen.fact.shape
+    one = tuple(1 if i == axis else side for i, side in enumerate(sides))
+    targets = pen.take_targets((*sides[:axis], *sides[axis + 1 :]), "int64")
+    log_p = pen.op("LogSoftmax", logits, sides=sides, axis=axis)
+    index = pen.op("Unsqueeze", targets, pen.constant([axis]), sides=one)
+    pen.facts[index] = Fact(np.dtype(np.int64), one)
+    picked = pen.op("GatherElements", log_p, index, sides=one, axis=axis)
+    pen.reduce(pen.op("Neg", picked, sides=one), axis)
+
+
+def _normal(pen: _Pen, mean: str, axis: int) -> None:
+    """``(t − m)² + ½ log π``: variance ½."""
+    sides = pen.fact.shape
+    error = pen.op("Sub", mean, pen.take_targets(sides), sides=sides)
+    square = pen.op("Mul", error, error, sides=sides)
+    nll = pen.op("Add", square, pen.constant(0.5 * log(pi)), sides=sides)
+    pen.reduce(nll, axis)
+
+
+def _multi_bernoulli(pen: _Pen, logits: str, axis: int) -> None:
+    """``softplus(z) − t·z``."""
+    sides = pen.fact.shape
+    softplus = pen.op("Softplus", logits, sides=sides)
+    hit = pen.op("Mul", logits, pen.take_targets(sides), sides=sides)
+    pen.reduce(pen.op("Sub", softplus, hit, sides=sides), axis)
+
+
+LOSS_GRAPHS: Registry[_LossGraph] = Registry(
+    "loss",
+    {
+        "categorical": _categorical,
+        "softmax_cross_entropy": _categorical,
+        "normal": _normal,
+        "squared_error": _normal,
+        "multi_bernoulli": _multi_bernoulli,
+        "sigmoid_cross_entropy": _multi_bernoulli,
+    },
+)
