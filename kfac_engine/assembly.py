@@ -10,11 +10,20 @@ from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.axes import Batch, Place
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.blocks.base import parts, uses
 from kfac_engine.collection import LayerCollection
-from kfac_engine.errors import InputError, ModelError, ShapeError, UnsupportedError
+from kfac_engine.errors import (
+    InputError,
+    ModelError,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.structure import Node
+from kfac_engine.graph.widen import in_single
 from kfac_engine.heads import Head, LossOptions, choose_heads
 from kfac_engine.inspection import refresh_cost
 from kfac_engine.layers.discover import Discovery, discover
@@ -30,7 +39,8 @@ LARGEST_FULL_SIDE = 512
 
 
 # Approximations that measure the gradient of each example, which must come first in every tensor.
-_PER_EXAMPLE = frozenset({"diagonal", "ekfac", "full"})
+_PER_EXAMPLE = frozenset({"diagonal", "ekfac", "full", "kron_reduce"})
+_PER_EXAMPLE_KINDS = frozenset({"embedding", "embedding_multi", "scale_and_shift"})
 _FIRST = Place(0, 1)
 
 
@@ -137,8 +147,9 @@ def register_layers(
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
     dtypes = {name: fact.dtype for name, fact in model.facts.items()}
     found = discover(graph, tuple(reached), shapes, task.batch.size, dtypes)
+    placed = [kept for layer in found.layers for kept in _placed(layer, task.batch, chosen)]
     apart = {layer.parameters[0]: (Part(layer.parameters[0]),) for layer in unreached}
-    found = Discovery((*found.layers, *unreached), {**found.parts, **apart})
+    found = Discovery((*placed, *unreached), {**found.parts, **apart})
     for layer in found.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
@@ -158,22 +169,37 @@ def register_layers(
     return found
 
 
+def _placed(layer: Found, batch: Batch, chosen: Container[str]) -> list[Found]:
+    """The layer; its parameters without it where it needs the examples first and has them not."""
+    moved = _moved(layer, batch)
+    if not moved or layer.kind not in _PER_EXAMPLE_KINDS or layer.kind in chosen:
+        return [layer]
+    reason = f"{layer.kind}, but {moved}"
+    return [Found("generic", (name,), reason=reason) for name in layer.parameters]
+
+
+def _moved(layer: Found, batch: Batch) -> str:
+    """Where the examples of a layer lie if not alone on the first axis, in words."""
+    for name in (*uses(layer.inputs), *uses(layer.outputs)):
+        place = batch.places.get(name, _FIRST)
+        if place != _FIRST:
+            folded = " together with positions" if place.repeats > 1 else ""
+            return f"the examples lie on axis {place.axis} of '{name}'{folded}"
+    return ""
+
+
 def _check_places(layer: Found, approximation: str, batch: Batch) -> None:
     """Refuse an approximation that needs the examples first where they are not.
 
     Raises:
         UnsupportedError: They are not.
     """
-    needy = approximation in _PER_EXAMPLE or layer.kind in {"embedding", "scale_and_shift"}
-    for name in (*uses(layer.inputs), *uses(layer.outputs)):
-        place = batch.places.get(name, _FIRST)
-        if needy and place != _FIRST:
-            raise UnsupportedError(
-                f"approximation '{approximation}' of {', '.join(layer.parameters)} measures each "
-                f"example's gradient, but the examples lie on axis {place.axis} of '{name}'"
-                f"{' together with positions' if place.repeats > 1 else ''}; choose another "
-                f"approximation for {layer.kind}."
-            )
+    moved = _moved(layer, batch)
+    if moved and (approximation in _PER_EXAMPLE or layer.kind in _PER_EXAMPLE_KINDS):
+        raise UnsupportedError(
+            f"approximation '{approximation}' of {', '.join(layer.parameters)} measures each "
+            f"example's gradient, but {moved}; choose another approximation for {layer.kind}."
+        )
 
 
 def _frugal(layer: Found, collection: LayerCollection) -> str | None:
@@ -266,3 +292,39 @@ def check_options(
         raise InputError(f"exps must be one or more numbers, got {exps}.")
     if threads is not None and threads < 1:
         raise InputError(f"threads must be at least 1, got {threads}.")
+
+
+def checked_gradients(
+    model: OnnxModel, backend: Backend, gradients: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Gradients that a caller gives, by parameter, as arrays of the backend in single precision.
+
+    Args:
+        model: Knows the parameters.
+        backend: Array library.
+        gradients: Parameter name to array, from any library.
+
+    Returns:
+        Parameter name to array.
+
+    Raises:
+        UnknownNameError: A name is not a parameter.
+        InputError: Weights that are tied have different gradients.
+        ShapeError: A gradient has another shape than its parameter.
+        NonFiniteError: A gradient holds NaN or infinity.
+    """
+    checked: dict[str, Array] = {}
+    for name, value in model.take_in(gradients).items():
+        parameter = model.parameters.get(name)
+        if parameter is None:
+            raise UnknownNameError(
+                f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
+            )
+        checked[name] = array = in_single(backend.asarray(value))
+        if array.shape != parameter.shape:
+            raise ShapeError(
+                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
+            )
+        if not backend.all_finite(array):
+            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
+    return checked

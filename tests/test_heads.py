@@ -1,0 +1,250 @@
+"""What losses read: models that end in probabilities, or have their batch elsewhere.
+
+The truth is the same network written plainly: ending in its logits, with the batch first.
+"""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models, oracle
+
+# Two float32 runs of one small network with its operators in another order.
+SAME = {"rtol": 2e-4, "atol": 2e-6}
+
+
+def dense_net(*endings, d_out=3, outputs=None):
+    """Dense layers, then operators as ``(op, attributes)``; the last result is ``output``."""
+    net = models.Net(seed=3)
+    x = net.op("Tanh", net.dense("fc0", "input", 4, 5), to="act0")
+    x = net.dense("fc1", x, 5, d_out)
+    net.constant("(-1, 1, classes)", np.array([-1, 1, d_out]))
+    for index, (op, extra, attributes) in enumerate(endings):
+        last = index == len(endings) - 1
+        x = net.op(op, x, *extra, to="output" if last else f"end{index}", **attributes)
+    return net.model({"input": ["batch", 4]}, outputs or {"output": ["batch", d_out]})
+
+
+PLAIN = dense_net(("Identity", (), {}))
+UNSQUEEZED = {"output": ["batch", 1, 3]}
+
+# Model, loss, and what precedes the value that the loss reads.
+ENDINGS = {
+    "softmax": ((("Softmax", (), {"axis": 1}),), "categorical", "Softmax"),
+    "log-softmax": ((("LogSoftmax", (), {"axis": -1}),), "categorical", "LogSoftmax"),
+    "sigmoid": ((("Sigmoid", (), {}),), "multi_bernoulli", "Sigmoid"),
+    "softmax behind an identity": (
+        (("Softmax", (), {}), ("Identity", (), {})),
+        "softmax_cross_entropy",
+        "Softmax",
+    ),
+    "softmax behind two turns": (
+        (("Softmax", (), {}), ("Transpose", (), {}), ("Transpose", (), {"perm": [1, 0]})),
+        "categorical",
+        "Softmax",
+    ),
+    "sigmoid behind a flattening": (
+        (("Sigmoid", (), {}), ("Flatten", (), {"axis": 1})),
+        "sigmoid_cross_entropy",
+        "Sigmoid",
+    ),
+}
+
+
+def batch(loss, size=6):
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((size, 4)).astype(np.float32)
+    one = rng.integers(0, 3, size)
+    many = rng.integers(0, 2, (size, 3)).astype(np.float32)
+    return {"input": x}, one if "oft" in loss or loss == "categorical" else many
+
+
+def assert_same(found, expected):
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for name, gradient in expected.gradients.items():
+        np.testing.assert_allclose(found.gradients[name], gradient, **SAME)
+        np.testing.assert_allclose(
+            found.natural_gradients[name], expected.natural_gradients[name], **SAME
+        )
+
+
+@pytest.mark.parametrize(("endings", "loss", "op"), ENDINGS.values(), ids=ENDINGS)
+def test_probabilities_are_read_at_their_logits(endings, loss, op):
+    inputs, targets = batch(loss)
+    engine = ke.Engine.from_onnx(dense_net(*endings), loss=loss, damping=0.1)
+    assert_same(
+        engine.step(inputs, targets),
+        ke.precondition(PLAIN, inputs, targets, loss, damping=0.1),
+    )
+    (report,) = engine.losses
+    assert (report.output, report.how.split(" (")[0]) == ("output", f"before {op}")
+
+
+def test_reshaped_probabilities_keep_the_targets_of_the_output():
+    model = dense_net(
+        ("Softmax", (), {}), ("Reshape", ("(-1, 1, classes)",), {}), outputs=UNSQUEEZED
+    )
+    inputs, targets = batch("categorical")
+    found = ke.precondition(model, inputs, targets[:, None], "categorical", damping=0.1)
+    assert_same(found, ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1))
+
+
+def test_normal_loss_stays_on_probabilities():
+    inputs, _ = batch("normal")
+    model = dense_net(("Softmax", (), {}))
+    targets = np.full((6, 3), 0.3, np.float32)
+    engine = ke.Engine.from_onnx(model, loss="normal")
+    found = engine.gradients(inputs, targets)
+    value, _ = oracle.loss_and_gradient(model, inputs, "output", ["fc1.bias"], "normal", targets)
+    assert found.loss == pytest.approx(value, rel=1e-5)
+    assert engine.losses[0].reads == "output"
+
+
+def test_probabilities_can_be_taken_for_logits_on_request():
+    inputs, targets = batch("categorical")
+    model = dense_net(("Softmax", (), {}))
+    found = ke.precondition(model, inputs, targets, "categorical", find_logits=False)
+    value, gradients = oracle.loss_and_gradient(
+        model, inputs, "output", ["fc1.weight"], "categorical", targets
+    )
+    assert found.loss == pytest.approx(value, rel=1e-5)
+    np.testing.assert_allclose(found.gradients["fc1.weight"], gradients["fc1.weight"], atol=1e-5)
+
+
+def divided():
+    """Positive numbers divided by their sum: probabilities without a Softmax."""
+    net = models.Net(seed=3)
+    x = net.op("Tanh", net.dense("fc0", "input", 4, 5), to="act0")
+    x = net.op("Exp", net.dense("fc1", x, 5, 3), to="positive")
+    total = net.op("ReduceSum", x, net.constant("axes", np.array([1])), to="total")
+    net.op("Div", x, total, to="output")
+    return net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
+
+
+def test_probabilities_of_other_make_are_read_through_their_logarithm():
+    inputs, targets = batch("categorical")
+    engine = ke.Engine.from_onnx(divided(), loss="categorical", damping=0.1)
+    assert "holds probabilities" in engine.losses[0].how
+    assert_same(
+        engine.step(inputs, targets),
+        ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1),
+    )
+
+
+def with_labels():
+    """As converters write classifiers: labels first, then probabilities."""
+    net = models.Net(seed=3)
+    x = net.op("Tanh", net.dense("fc0", "input", 4, 5), to="act0")
+    p = net.op("Softmax", net.dense("fc1", x, 5, 3), to="probabilities")
+    net.op("ArgMax", p, to="label", axis=1, keepdims=0)
+    model = net.model({"input": ["batch", 4]}, {"probabilities": ["batch", 3]})
+    label = type(model.graph.output[0])()
+    label.name = "label"
+    label.type.tensor_type.elem_type = 7
+    label.type.tensor_type.shape.dim.add().dim_param = "batch"
+    model.graph.output.insert(0, label)
+    return model
+
+
+def test_labels_beside_probabilities_are_passed_over():
+    inputs, targets = batch("categorical")
+    found = ke.precondition(with_labels(), inputs, targets, "categorical", damping=0.1)
+    assert_same(found, ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1))
+
+
+def test_softmax_along_another_axis_names_the_right_class_axis():
+    net = models.Net()
+    x = net.conv("conv", "input", 2, 3, 1)
+    net.op("Softmax", x, to="output", axis=1)
+    model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
+    with pytest.raises(ke.ShapeError, match="classes on axis 1; give class_axis=1"):
+        ke.Engine.from_onnx(model, loss="categorical")
+    with pytest.raises(ke.ShapeError, match="class_axis=1"):
+        ke.differentiate(model, "categorical")
+    assert ke.Engine.from_onnx(model, loss="categorical", class_axis=1).losses[0].reads == "conv"
+
+
+# -- the batch elsewhere ---------------------------------------------------------------------------
+
+
+def tokens(order):
+    """Two dense layers on (n, t, d) data; ``order`` says what the file's axes are."""
+    net = models.Net(seed=2)
+    x = "input"
+    if order == "folded":
+        x = net.op("Reshape", x, net.constant("rows", np.array([-1, 4])), to="rows_of")
+    x = net.op("MatMul", x, net.weight("w0", 4, 5), to="s0")
+    x = net.op("Tanh", net.op("Add", x, net.weight("b0", 5), to="s0b"), to="a0")
+    if order == "folded late":
+        x = net.op("Reshape", x, net.constant("rows", np.array([-1, 5])), to="rows_of")
+    net.op("MatMul", x, net.weight("w1", 5, 3), to="output")
+    axes = {"time first": ["time", "batch", 4]}.get(order, ["batch", 7, 4])
+    out = [*axes[:2], 3] if "folded" not in order else ["rows", 3]
+    return net.model({"input": axes}, {"output": out})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+@pytest.mark.parametrize("order", ["time first", "folded", "folded late"])
+def test_layout_of_the_batch_changes_no_number(order, reduction):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 7, 4)).astype(np.float32)
+    y = rng.integers(0, 3, (3, 7))
+    options = {"reduction": reduction, "damping": 0.1, "estimation_mode": "empirical"}
+    expected = ke.precondition(tokens("plain"), {"input": x}, y, "categorical", **options)
+    moved = (x.swapaxes(0, 1), y.T) if order == "time first" else (x, y.reshape(-1))
+    found = ke.precondition(tokens(order), {"input": moved[0]}, moved[1], "categorical", **options)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+@pytest.mark.parametrize("order", ["time first", "folded late"])
+def test_gradient_models_count_the_same_examples(order, reduction):
+    from onnx.reference import ReferenceEvaluator
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 7, 4)).astype(np.float32)
+    y = rng.integers(0, 3, (3, 7))
+    moved = (x.swapaxes(0, 1), y.T) if order == "time first" else (x, y.reshape(-1))
+    model = ke.differentiate(tokens(order), "categorical", reduction=reduction)
+    engine = ke.Engine.from_onnx(tokens("plain"), loss="categorical", reduction=reduction)
+    expected = engine.gradients({"input": x}, y)
+    loss, gradient = ReferenceEvaluator(model).run(
+        ["loss", "gradient/w0"], {"input": moved[0], "targets": moved[1]}
+    )
+    assert float(loss) == pytest.approx(expected.loss, rel=1e-5)
+    np.testing.assert_allclose(gradient, expected.gradients["w0"], **SAME)
+
+
+def test_per_example_approximations_are_refused_where_examples_are_not_first():
+    with pytest.raises(ke.UnsupportedError, match="lie on axis 1 of 'input'; choose another"):
+        ke.Engine.from_onnx(
+            tokens("time first"), loss="categorical", approximations={"fully_connected": "diagonal"}
+        )
+
+
+def test_output_without_examples_is_refused():
+    net = models.Net()
+    x = net.op("MatMul", "input", net.weight("w", 4, 3), to="rows")
+    net.op("ReduceMean", x, net.constant("axes", np.array([0])), to="output", keepdims=1)
+    model = net.model({"input": ["batch", 4]}, {"output": [1, 3]})
+    with pytest.raises(ke.ShapeError, match="'output' has shape .* whatever the number"):
+        ke.Engine.from_onnx(model, loss="normal")
+
+
+def fixed(size, inside):
+    net = models.Net()
+    x = "input"
+    if inside:
+        x = net.op("Reshape", x, net.constant("to", np.array([size, 4])), to="flat")
+    net.op("MatMul", x, net.weight("w", 4, 3), to="output")
+    return net.model({"input": ["batch" if inside else size, 4]}, {"output": ["batch", 3]})
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_other_sizes_of_a_fixed_batch_are_refused_by_name(inside):
+    x, y = np.zeros((4, 4), np.float32), np.zeros((4, 3), np.float32)
+    engine = ke.Engine.from_onnx(fixed(4, inside), loss="normal", sample_inputs={"input": x})
+    assert engine.losses[0].fixed_batch
+    assert engine.step({"input": x}, y).loss > 0
+    with pytest.raises(ke.ShapeError, match=r"'input' has 3 examples, but .* open batch axis"):
+        engine.step({"input": x[:3]}, y[:3])
