@@ -18,6 +18,8 @@ from kfac_engine.graph.tensors import to_array
 OLDEST_OPSET = 18
 # ONNX Runtime 1.31 executes operator sets up to 26.
 NEWEST_OPSET = min(26, defs.onnx_opset_version())
+# What sets 27 and 28 added is defined in operators of older sets.
+_NEWEST_KNOWN = min(28, defs.onnx_opset_version())
 
 # What ONNX Runtime adds to the standard domain, where onnx does not know it.
 _RUNTIME_OPERATORS = frozenset({"SimplifiedLayerNormalization"})
@@ -42,10 +44,10 @@ def check_versions(model: onnx.ModelProto) -> None:
             f"the model has ONNX format version {model.ir_version}, but onnx {onnx.__version__} "
             f"reads versions up to {onnx.IR_VERSION}; export it again or install a newer onnx."
         )
-    if not 1 <= opset(model) <= NEWEST_OPSET:
+    if not 1 <= opset(model) <= _NEWEST_KNOWN:
         raise ModelError(
-            f"the model uses operator set {opset(model)}, but only 1 to {NEWEST_OPSET} can be "
-            f"executed; export it with operator set {NEWEST_OPSET} or older."
+            f"the model uses operator set {opset(model)}, but only 1 to {_NEWEST_KNOWN} are known; "
+            f"export it with operator set {NEWEST_OPSET} or older."
         )
 
 
@@ -73,7 +75,7 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
         return inliner.inline_local_functions(model, convert_version=True)
     except (RuntimeError, ValueError, IndexError, checker.ValidationError) as failure:
         raise ModelError(
-            f"the model's functions cannot be inlined: {_first_line(failure)}."
+            f"the model's functions cannot be inlined: {first_line(failure)}."
         ) from failure
 
 
@@ -117,7 +119,23 @@ def check_nodes(model: onnx.ModelProto) -> None:
     try:
         checker.check_model(probe)
     except checker.ValidationError as failure:
-        raise ModelError(f"the model is not valid ONNX: {_first_line(failure)}") from failure
+        raise ModelError(f"the model is not valid ONNX: {first_line(failure)}") from failure
+    for node in all_nodes(model.graph.node):
+        _refuse_missing_operands(node, opset(model))
+
+
+def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
+    """The checker lets operands without a name pass anywhere; ONNX Runtime may crash on them."""
+    missing = [index for index, name in enumerate(node.input) if not name]
+    if not missing or node.domain or not defs.has(node.op_type, max_inclusive_version=version):
+        return
+    formal = defs.get_schema(node.op_type, version).inputs
+    for index in missing:
+        kind = formal[min(index, len(formal) - 1)].option
+        if kind != defs.OpSchema.FormalParameterOption.Optional:
+            raise ModelError(
+                f"operand {index} of the {describe(node)} has no name, but it cannot be left out."
+            )
 
 
 def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -142,7 +160,7 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
     except (RuntimeError, ValueError, IndexError, version_converter.ConvertError) as failure:
         raise ModelError(
             f"the model's operator set {old} cannot be brought to {OLDEST_OPSET}: "
-            f"{_first_line(failure)}; export it with operator set {OLDEST_OPSET}."
+            f"{first_line(failure)}; export it with operator set {OLDEST_OPSET}."
         ) from failure
     if old < 11:
         # Upsample and the first Resize had one way to place samples. The converter leaves the
@@ -192,7 +210,7 @@ def _set(node: onnx.NodeProto, **attributes: str) -> None:
     node.attribute.extend([*kept, *new])
 
 
-def _first_line(failure: Exception) -> str:
+def first_line(failure: Exception) -> str:
     """What onnx's C++ says, without the path of its source file."""
     text = next((line for line in str(failure).splitlines() if line.strip()), "no reason given")
     return text.strip().rstrip(".")

@@ -14,6 +14,7 @@ import onnx
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.batchwise import put_steps_first
 from kfac_engine.graph.bodies import hoist_initializers
 from kfac_engine.graph.branches import fold_constant_ifs
 from kfac_engine.graph.canonicalise import (
@@ -27,6 +28,7 @@ from kfac_engine.graph.canonicalise import (
 )
 from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.external import ExternalData
+from kfac_engine.graph.newer import executable
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.order import refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
@@ -160,6 +162,9 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
     hoist_initializers(working.graph, constants)
     _declare_constants(working.graph, constants)
     check_nodes(working)
+    newer, working = working, executable(working)
+    if newer is not working:
+        lift_constants(working.graph, constants)
     while fold_constant_ifs(working.graph, constants):
         lift_constants(working.graph, constants)
     if opset(working) < OLDEST_OPSET:
@@ -167,6 +172,7 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
         working = upgrade(working)
         constants.update((entry.name, to_array(entry)) for entry in working.graph.initializer)
         lift_constants(working.graph, constants)
+    put_steps_first(working.graph)
     return working
 
 
