@@ -15,6 +15,7 @@ from kfac_engine.assembly import (
     Task,
     check_batch_size,
     check_options,
+    checked_gradients,
     multiplied,
     refreshes,
     register_layers,
@@ -26,11 +27,12 @@ from kfac_engine.blocks.base import uses
 from kfac_engine.checkpoint import State, load_state, save_state, write_atomically
 from kfac_engine.collection import LayerCollection
 from kfac_engine.config import Schedule
-from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.errors import NonFiniteError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.graph.export import export_model
 from kfac_engine.graph.load import ModelSource, load_model
-from kfac_engine.graph.widen import GradientDType, in_single
+from kfac_engine.graph.ties import Tie, find_ties, spread
+from kfac_engine.graph.widen import GradientDType
 from kfac_engine.graph.write import serialize
 from kfac_engine.heads import LossChoice, LossOptions
 from kfac_engine.inspection import (
@@ -120,6 +122,7 @@ class Engine:
         seed: int = 0,
         sample_inputs: Mapping[str, Array] | None = None,
         gradient_dtype: GradientDType = "file",
+        tie_weights: bool = False,
     ) -> "Engine":
         """An engine for a model.
 
@@ -148,6 +151,8 @@ class Engine:
             sample_inputs: A batch to find shapes with, where none can be made up.
             gradient_dtype: Element type of gradients and parameters of a half-precision model,
                 which is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
+            tie_weights: Whether weights that are equal in the file (see ``ties``) stay equal: they
+                are then one parameter, and their gradients are its own.
 
         Returns:
             The engine; nothing was computed on data yet.
@@ -165,6 +170,7 @@ class Engine:
             threads=threads or 0,
             sample_inputs=sample_inputs,
             gradient_dtype=gradient_dtype,
+            tie_weights=tie_weights,
         )
         collection = LayerCollection(onnx_model, backend=backend)
         for kind, approximation in (approximations or {}).items():
@@ -249,7 +255,7 @@ class Engine:
             NonFiniteError: A gradient holds NaN or infinity.
             NotReadyError: Nothing was observed yet.
         """
-        given = {name: self._check_gradient(name, array) for name, array in gradients.items()}
+        given = checked_gradients(self._model, self.collection.backend, gradients)
         with self._threads():
             products = multiplied(self.collection, split(self._found.parts, given), exp)
         # Entries that nothing reads have no curvature: damping alone.
@@ -274,7 +280,8 @@ class Engine:
 
     def export(self, path: str | Path) -> None:
         """Write the model with the current parameter values, otherwise as its file spells it."""
-        proto = export_model(self._model.loaded, self._model.parameters)
+        values = spread(self._model.ties, self._model.parameters)
+        proto = export_model(self._model.loaded, values)
         write_atomically(path, serialize(proto))
 
     def save(self, path: str | Path) -> None:
@@ -305,6 +312,11 @@ class Engine:
     def layers(self) -> tuple[LayerReport, ...]:
         """Every parameter with its block, or the reason why it has no layer."""
         return layer_reports(self._found, self.collection, self._model, self._exps)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Weights that equal another one of the file, whether or not they are trained as one."""
+        return self._model.ties or find_ties(self._model.parameters, self._model.parameters)
 
     @property
     def losses(self) -> tuple[LossReport, ...]:
@@ -342,22 +354,6 @@ class Engine:
         for key in due.refresh:
             self._refreshes[key][0].refresh()
         self.counter += 1
-
-    def _check_gradient(self, name: str, value: Array) -> Array:
-        parameter = self._model.parameters.get(name)
-        if parameter is None:
-            raise UnknownNameError(
-                f"'{name}' is not a trainable parameter; they are: "
-                f"{', '.join(self._model.parameters)}."
-            )
-        array = in_single(self.collection.backend.asarray(value))
-        if array.shape != parameter.shape:
-            raise ShapeError(
-                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
-            )
-        if not self.collection.backend.all_finite(array):
-            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
-        return array
 
     def _threads(self) -> AbstractContextManager[object]:
         """Bounds BLAS to the thread budget, if one was given; the sessions got it when made."""

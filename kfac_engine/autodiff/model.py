@@ -28,6 +28,7 @@ from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
 from kfac_engine.graph.structure import Fact, Input, Node
+from kfac_engine.graph.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 
@@ -46,10 +47,12 @@ class OnnxModel:
             the declared input shapes when left out.
         gradient_dtype: What ``hand_out`` gives for float16 and bfloat16 parameters, which are
             float32 in here: ``"file"`` for their own type, or ``"float32"``.
+        tie_weights: Whether weights that are equal in the file are one parameter.
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
         parameters: Name to current value; change values through ``set_parameters``.
+        ties: Weights that are copies of parameters; ``hand_out`` and ``take_in`` know them.
         facts: Element type and shape of every value in the sample run.
         draws: Names of values that are drawn at random, in every forward pass anew.
         defined: Names of values added to those of the graph; add some through ``define``.
@@ -68,6 +71,7 @@ class OnnxModel:
         threads: int = 0,
         sample_inputs: Mapping[str, Array] | None = None,
         gradient_dtype: GradientDType = "file",
+        tie_weights: bool = False,
     ) -> None:
         self.loaded = loaded
         self.threads = threads
@@ -76,8 +80,12 @@ class OnnxModel:
             name: loaded.graph.constants[name]
             for name in trainable_parameters(loaded.graph, trainable)
         }
+        self.ties = find_ties(self.parameters, self.parameters) if tie_weights else ()
+        for tie in self.ties:
+            del self.parameters[tie.copy]
         self._handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
-        graph, facts = lowered(loaded.graph, self.parameters, sample_inputs)
+        graph = tied(loaded.graph, self.ties) if self.ties else loaded.graph
+        graph, facts = lowered(graph, self.parameters, sample_inputs)
         self.graph = plain_products(graph, facts, self.parameters.keys())
         self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
         self.draws = drawn_values(self.graph)
@@ -115,7 +123,7 @@ class OnnxModel:
         feeds = check_inputs(self.graph, inputs)
         feeds |= self.parameters
         if parameters is not None:
-            feeds |= self._checked(parameters)
+            feeds |= self._checked(self.take_in(parameters))
         if targets is None:
             return Trace(self, feeds, {})
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
@@ -129,24 +137,39 @@ class OnnxModel:
 
         Raises:
             UnknownNameError: A name is not a trainable parameter.
+            InputError: A parameter and a weight that is tied to it are given different values.
             ShapeError: A value has another shape than the parameter.
             NonFiniteError: A value holds NaN or infinity.
         """
-        self.parameters.update(self._checked(values))
+        self.parameters.update(self._checked(self.take_in(values)))
 
     def hand_out(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Parameters or their gradients, in the element types that the user gets.
+        """Parameters or their gradients as the user gets them: in the file's types, with copies.
 
         Args:
             values: Parameter name to array.
 
         Returns:
-            Name to array.
+            Name to array, those of tied weights under every name.
 
         Raises:
             NonFiniteError: A number is too large for its type.
         """
-        return in_types(values, self._handed_out_types)
+        return in_types(spread(self.ties, values), self._handed_out_types)
+
+    def take_in(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of parameters and copies of them, by parameter.
+
+        Args:
+            values: Name to array.
+
+        Returns:
+            Parameter name to array.
+
+        Raises:
+            InputError: A parameter and its copy are given different arrays.
+        """
+        return gathered(self.ties, values)
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a constant, or of what is made of constants; None for data."""

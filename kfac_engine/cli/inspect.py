@@ -41,12 +41,17 @@ def inspect(model: Path, batch: int, options: EngineOptions, as_json: bool) -> N
                 {"name": name, "shape": shape, "reason": reason}
                 for name, shape, reason in untrained
             ],
+            "ties": [asdict(tie) for tie in engine.ties],
             "memory": {**asdict(memory), "total": memory.total},
         }
         print_json(report)
         return
     print_layers(engine)
     _print_uncovered(engine.layers)
+    for tie in engine.ties:
+        turned = ", transposed" if tie.transposed else ""
+        kept = "trained as one" if options.tie_weights else "--tie-weights keeps them so"
+        click.echo(f"{tie.copy} equals {tie.first}{turned}: {kept}")
     if untrained:
         rows = [(name, show_shape(shape), reason) for name, shape, reason in untrained]
         print_table("constants that are not trained", ("name", "shape", "because it is"), rows)
@@ -60,7 +65,7 @@ def print_layers(engine: "ke.Engine") -> None:
         ("parameters", "shapes", "kind", "block", "factors", " bytes", " flops to refresh"),
         [
             (
-                "\n".join(layer.parameters),
+                "\n".join(_names(layer)),
                 "\n".join(show_shape(engine.parameters[name].shape) for name in layer.parameters),
                 layer.kind,
                 layer.formula,
@@ -92,7 +97,12 @@ def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
     """Print why parameters without a layer have none; nothing where there are none."""
     for layer in layers:
         if layer.reason:
-            click.echo(f"{', '.join(layer.parameters)}: no layer, {layer.reason}")
+            click.echo(f"{', '.join(_names(layer))}: no layer, {layer.reason}")
+
+
+def _names(layer: "LayerReport") -> list[str]:
+    """Parameters of a layer, each with the part that it takes."""
+    return [name + part for name, part in zip(layer.parameters, layer.parts, strict=True)]
 
 
 def _print_memory(memory: "MemoryReport", batch: int) -> None:

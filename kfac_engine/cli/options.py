@@ -53,6 +53,7 @@ class EngineOptions:
     class_axis: int
     reduction: Literal["mean", "batch_mean", "sum"]
     trainable: tuple[str, ...]
+    tie_weights: bool
     damping: float
     mode: str
     approx: Mapping[str, str]
@@ -88,6 +89,7 @@ class EngineOptions:
             class_axis=self.class_axis,
             reduction=self.reduction,
             trainable=self.trainable or None,
+            tie_weights=self.tie_weights,
             damping=self.damping,
             estimation_mode=self.mode,
             exps=(exp,),
@@ -128,6 +130,9 @@ _ENGINE_OPTIONS = (
         multiple=True,
         metavar="PATTERN",
         help="Only parameters whose name matches; may be repeated.",
+    ),
+    click.option(
+        "--tie-weights", is_flag=True, help="Train weights that are equal in the file as one."
     ),
     click.option("--damping", default=1e-3, show_default=True, help="Added to the curvature."),
     click.option(

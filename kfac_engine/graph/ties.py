@@ -1,0 +1,121 @@
+"""Weights that are equal in a file: one weight, which an exporter wrote down twice.
+
+Exporters write a table that also ends the network, transposed, as two constants. The file alone
+does not say whether they are to stay equal: a user does.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+from kfac_engine.graph.structure import Graph, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A weight and its copy.
+
+    Attributes:
+        first: The weight that comes first in the file.
+        copy: The other one.
+        transposed: Whether the copy is turned around.
+    """
+
+    first: str
+    copy: str
+    transposed: bool = False
+
+    def turned(self, array: Array) -> Array:
+        """An array in the layout of one, in that of the other."""
+        return array.T if self.transposed else array
+
+
+def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie, ...]:
+    """Weights with two axes or more that equal one before them, as they are or transposed.
+
+    Args:
+        constants: Arrays by name.
+        names: Of the weights.
+
+    Returns:
+        One tie for each copy. What holds one number only is no copy of anything: ones and zeros
+        are how different weights begin.
+    """
+    alike: dict[object, list[str]] = {}
+    ties: list[Tie] = []
+    for name in names:
+        array = constants[name]
+        if array.ndim < 2 or _is_one_number(array):
+            continue
+        # Both ends and the sides tell nearly all arrays apart before their entries are compared.
+        ends = array[(0,) * array.ndim].tobytes(), array[(-1,) * array.ndim].tobytes()
+        firsts = alike.setdefault((array.dtype, tuple(sorted(array.shape)), ends), [])
+        found = (tie for first in firsts for tie in _ties_of(constants, first, name))
+        tie = next(found, None)
+        ties += [tie] if tie else []
+        if not tie:
+            firsts.append(name)
+    return tuple(ties)
+
+
+def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
+    """The graph with every copy computed from the weight it is a copy of."""
+    copies = {tie.copy for tie in ties}
+    views = tuple(
+        Node(
+            "Transpose" if tie.transposed else "Identity",
+            (tie.first,),
+            (tie.copy,),
+            name=f"tie {tie.copy}",
+        )
+        for tie in ties
+    )
+    kept = {name: array for name, array in graph.constants.items() if name not in copies}
+    return replace(graph, nodes=(*views, *graph.nodes), constants=kept)
+
+
+def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
+    """Arrays by weight, those of copies added in their own layout."""
+    copies = {tie.copy: tie.turned(values[tie.first]) for tie in ties if tie.first in values}
+    return {**values, **copies}
+
+
+def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
+    """Arrays by weight, those of copies taken for the weights they are copies of.
+
+    Args:
+        ties: The copies.
+        values: Arrays; of a weight and its copies one is enough.
+
+    Returns:
+        Arrays of weights that are no copies.
+
+    Raises:
+        InputError: A weight and its copy are given different arrays.
+    """
+    found = dict(values)
+    for tie in ties:
+        if tie.copy in found:
+            array = tie.turned(found.pop(tie.copy))
+            first = found.setdefault(tie.first, array)
+            if first.shape != array.shape or not bool((first == array).all()):
+                raise InputError(
+                    f"'{tie.copy}' is tied to '{tie.first}' and cannot have another value; give "
+                    f"one of them, or leave tie_weights out."
+                )
+    return found
+
+
+def _ties_of(constants: Mapping[str, Array], first: str, name: str) -> Iterable[Tie]:
+    a, b = constants[first], constants[name]
+    if a.shape == b.shape and np.array_equal(a, b):
+        yield Tie(first, name)
+    elif a.ndim == b.ndim == 2 and a.shape == b.shape[::-1] and np.array_equal(a, b.T):
+        yield Tie(first, name, transposed=True)
+
+
+def _is_one_number(array: Array) -> bool:
+    return array.size == 0 or bool((array == array.flat[0]).all())
