@@ -11,7 +11,6 @@ from kfac_engine.autodiff.axes import Batch, Place
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.blocks.base import parts, uses
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import (
@@ -24,7 +23,6 @@ from kfac_engine.errors import (
 )
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.structure import Node
-from kfac_engine.graph.widen import in_single
 from kfac_engine.graph.widen import in_single
 from kfac_engine.heads import Head, LossOptions, choose_heads
 from kfac_engine.inspection import refresh_cost
@@ -294,42 +292,6 @@ def check_options(
         raise InputError(f"exps must be one or more numbers, got {exps}.")
     if threads is not None and threads < 1:
         raise InputError(f"threads must be at least 1, got {threads}.")
-
-
-def checked_gradients(
-    model: OnnxModel, backend: Backend, gradients: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Gradients that a caller gives, by parameter, as arrays of the backend in single precision.
-
-    Args:
-        model: Knows the parameters.
-        backend: Array library.
-        gradients: Parameter name to array, from any library.
-
-    Returns:
-        Parameter name to array.
-
-    Raises:
-        UnknownNameError: A name is not a parameter.
-        InputError: Weights that are tied have different gradients.
-        ShapeError: A gradient has another shape than its parameter.
-        NonFiniteError: A gradient holds NaN or infinity.
-    """
-    checked: dict[str, Array] = {}
-    for name, value in model.take_in(gradients).items():
-        parameter = model.parameters.get(name)
-        if parameter is None:
-            raise UnknownNameError(
-                f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
-            )
-        checked[name] = array = in_single(backend.asarray(value))
-        if array.shape != parameter.shape:
-            raise ShapeError(
-                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
-            )
-        if not backend.all_finite(array):
-            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
-    return checked
 
 
 def checked_gradients(
