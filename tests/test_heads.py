@@ -227,7 +227,7 @@ def test_output_without_examples_is_refused():
     x = net.op("MatMul", "input", net.weight("w", 4, 3), to="rows")
     net.op("ReduceMean", x, net.constant("axes", np.array([0])), to="output", keepdims=1)
     model = net.model({"input": ["batch", 4]}, {"output": [1, 3]})
-    with pytest.raises(ke.ShapeError, match="'output' has shape .* whatever the number"):
+    with pytest.raises(ke.ShapeError, match=r"'output' has shape .* whatever the number"):
         ke.Engine.from_onnx(model, loss="normal")
 
 
