@@ -3,9 +3,10 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy
@@ -90,8 +91,8 @@ def print_suite(console: Console, name: str, rows: Sequence[Row]) -> None:
     console.print(table)
 
 
-def write_json(path: Path, found: dict[str, object], suites: dict[str, list[Row]]) -> None:
-    """Write machine and measurements; times are in seconds."""
+def write_json(path: Path, found: dict[str, object], suites: Mapping[str, Sequence[Any]]) -> None:
+    """Write machine and measurements, which are dataclasses; times are in seconds."""
     report = {
         "machine": found,
         "suites": {name: [asdict(row) for row in rows] for name, rows in suites.items()},

@@ -1,11 +1,13 @@
 """The measurements themselves: check the result first, then time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from rich.console import Console
 
+from kfac_engine.bench.build import Stage, run_build
 from kfac_engine.bench.cases import SUITES, Case
 from kfac_engine.bench.report import (
     Row,
@@ -16,6 +18,10 @@ from kfac_engine.bench.report import (
 )
 from kfac_engine.bench.timing import time_in_turn
 from kfac_engine.errors import BackendError
+from kfac_engine.registry import Registry
+
+# Measures a suite, prints its table and returns the rows.
+Suite: TypeAlias = Callable[[Console, str], Sequence[Row | Stage]]
 
 _ROUNDS = 9
 # Of output that does not go to a terminal: wide enough for a table.
@@ -33,17 +39,22 @@ def run_suites(names: Sequence[str] = (), json_path: str | Path | None = None) -
         UnknownNameError: No suite has this name.
         BackendError: A result is not that of its definition.
     """
-    chosen = {name: SUITES[name] for name in names or SUITES}
+    known: Registry[Suite] = Registry("suite", dict.fromkeys(SUITES, _run_contests))
+    known.add("build", run_build)
+    chosen = {name: known[name] for name in names or known}
     found, console = machine(), Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_FILE_WIDTH)
     print_machine(console, found)
-    measured = {}
-    for name, cases in chosen.items():
-        measured[name] = [measure(case) for case in cases]
-        print_suite(console, name, measured[name])
+    measured = {name: run(console, name) for name, run in chosen.items()}
     if json_path is not None:
         write_json(Path(json_path), found, measured)
+
+
+def _run_contests(console: Console, name: str) -> list[Row]:
+    rows = [measure(case) for case in SUITES[name]]
+    print_suite(console, name, rows)
+    return rows
 
 
 def measure(case: Case, rounds: int = _ROUNDS) -> Row:

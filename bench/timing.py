@@ -1,7 +1,7 @@
 """Times of several ways to the same result, measured fairly on a machine that others use too."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter
@@ -44,9 +44,10 @@ def time_in_turn(contenders: Mapping[str, Callable[[], object]], rounds: int) ->
     finally:
         if collecting:
             gc.enable()
-    return {name: _spread(found) for name, found in times.items()}
+    return {name: spread(found) for name, found in times.items()}
 
 
-def _spread(times: list[float]) -> Spread:
+def spread(times: Sequence[float]) -> Spread:
+    """Median and quartiles of at least two times."""
     low, _, high = quantiles(times, n=4, method="inclusive")
     return Spread(median(times), low, high)

@@ -79,7 +79,7 @@ class SampleRun:
             domains=graph.domains,
         )
         what = f"a sample run of '{graph.name}'"
-        self._session = Session(model, threads=1, optimize=False, what=what)
+        self._session = Session(model, threads=0, optimize=False, what=what)
         self._computed = tuple(name for name in computed if name in self._session.output_dtypes)
 
     def values(self, feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -53,8 +53,9 @@ class Node:
     @property
     def captures(self) -> tuple[str, ...]:
         """Outer values that subgraph attributes of this node read."""
-        bodies = (value for value in self.attributes.values() if isinstance(value, Subgraph))
-        return tuple(name for body in bodies for name in body.captures)
+        # Asked of every node again and again, and nearly none has a body.
+        bodies = [value for value in self.attributes.values() if type(value) is Subgraph]
+        return tuple(name for body in bodies for name in body.captures) if bodies else ()
 
     @property
     def qualified_op(self) -> str:

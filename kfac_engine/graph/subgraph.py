@@ -26,6 +26,10 @@ class SubGraph:
                 nodes.append(node)
         self.nodes = tuple(reversed(nodes))
         self._members = frozenset(members)
+        self._readers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys((*node.inputs, *node.captures)):
+                self._readers.setdefault(name, []).append(node)
 
     def is_member(self, name: str) -> bool:
         """Whether a value is an ancestor, or one of the values themselves."""
@@ -37,9 +41,8 @@ class SubGraph:
 
     def variable_uses(self, name: str) -> int:
         """Number of nodes that read a value; a node that only hands it on counts as its readers."""
-        readers = [node for node in self.nodes if name in (*node.inputs, *node.captures)]
         return sum(
             self.variable_uses(node.outputs[0]) if node.qualified_op in RELAYS else 1
-            for node in readers
+            for node in self._readers.get(name, ())
             if node.qualified_op not in ONLY_SHAPES
         )

@@ -101,12 +101,13 @@ def _groups(graph: Graph, parameters: Set[str], held: Mapping[str, Held]) -> tup
     return tuple(groups.values())
 
 
-def _overlapping(groups: Iterable[_Group], held: Mapping[str, Held]) -> dict[str, str]:
+def _overlapping(groups: Sequence[_Group], held: Mapping[str, Held]) -> dict[str, str]:
     """Parameters that are read in different parts that meet, with the reason."""
     times: dict[str, Array] = {}
+    groups_of = Counter(group.parameter for group in groups)
     for group in groups:
         entries = held.get(group.values[0])
-        if entries is not None:
+        if entries is not None and groups_of[group.parameter] > 1:
             counts = times.setdefault(group.parameter, np.zeros(entries.size, np.int32))
             counts[entries.index] += 1
     return {

@@ -76,12 +76,14 @@ def held_values(
     Returns:
         Value to what it holds, entries once each. A parameter is listed if such values come of it.
     """
+    varying = _varying(graph)
     moved_first = {
-        node.inputs[0] for node in graph.nodes if node.inputs and not node.domain and _moves(node)
+        node.inputs[0]
+        for node in graph.nodes
+        if node.inputs and _moves(node) and varying.isdisjoint(node.inputs[1:])
     }
     # The numbers of all entries are an array as large as the parameter: only where one is needed.
     found = {name: _all_entries(name, shapes[name]) for name in parameters if name in moved_first}
-    varying = _varying(graph)
     for node in graph.nodes:
         known = node.inputs and node.inputs[0] in found and _moves(node)
         if known and not varying.intersection(node.inputs[1:]):

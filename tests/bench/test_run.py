@@ -60,7 +60,7 @@ def test_a_run_prints_a_table_and_writes_json(tmp_path, capsys, monkeypatch):
 
 
 def test_unknown_suites_list_the_known_ones():
-    with pytest.raises(UnknownNameError, match="choose one of: conv, dense, inverse"):
+    with pytest.raises(UnknownNameError, match="choose one of: build, conv, dense, inverse"):
         run_suites(["gpu"])
 
 

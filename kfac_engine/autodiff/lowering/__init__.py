@@ -23,6 +23,7 @@ definition takes their place.
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import TypeAlias
 
@@ -62,6 +63,7 @@ def find_lowering(node: Node, graph: Graph) -> Lowering | None:
     return write_definition if has_definition(node, versions) else None
 
 
+@cache
 def load_lowerings() -> Registry[Lowering]:
     """The full table: imports every family once."""
     for family in _FAMILIES:

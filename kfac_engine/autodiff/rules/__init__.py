@@ -18,6 +18,7 @@ Conventions:
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from typing import TypeAlias
 
@@ -70,6 +71,7 @@ def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
     return enter
 
 
+@cache
 def load_rules() -> Registry[Rule]:
     """The full table: imports every family once."""
     for family in _FAMILIES:

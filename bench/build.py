@@ -1,0 +1,110 @@
+"""How long it takes until a model is ready: reading, rewriting, finding layers, sessions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.bench.networks import NETWORKS
+from kfac_engine.bench.timing import Spread, spread
+from kfac_engine.engine import Engine
+from kfac_engine.graph.load import load_model
+from kfac_engine.graph.structure import Input
+
+_ROUNDS = 3
+# Of axes that networks leave open, the batch apart.
+_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step on the way from a file's bytes to the first gradient.
+
+    Attributes:
+        network: Name of the network.
+        stage: What is done.
+        seconds: Wall times.
+    """
+
+    network: str
+    stage: str
+    seconds: Spread
+
+
+def run_build(console: Console, name: str) -> list[Stage]:
+    """Time how engines for well-known networks are built, and print a table.
+
+    Args:
+        console: Where to print.
+        name: Of the suite.
+
+    Returns:
+        The rows of the table.
+    """
+    stages = [stage for network, make in NETWORKS.items() for stage in measure_build(network, make)]
+    table = Table(title=f"Suite {name}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("network")
+    table.add_column("stage")
+    for head in ("seconds", "quartiles"):
+        table.add_column(head, justify="right")
+    for row in stages:
+        times = row.seconds
+        table.add_row(
+            row.network, row.stage, f"{times.median:.2f}", f"{times.low:.2f} – {times.high:.2f}"
+        )
+    console.print(table)
+    return stages
+
+
+def measure_build(network: str, make: Callable[[], bytes], rounds: int = _ROUNDS) -> list[Stage]:
+    """Times of one network, by stage.
+
+    Args:
+        network: Its name.
+        make: Gives the bytes of its file, with logits of classes as output.
+        rounds: How often an engine is built.
+
+    Returns:
+        A row for each stage; the first two are parts of the third.
+    """
+    data = make()
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for stage, seconds in _stages(data).items():
+            times.setdefault(stage, []).append(seconds)
+    return [Stage(network, stage, spread(found)) for stage, found in times.items()]
+
+
+def _stages(data: bytes) -> dict[str, float]:
+    times = [perf_counter()]
+    loaded = load_model(data)
+    times.append(perf_counter())
+    model = OnnxModel(loaded)
+    times.append(perf_counter())
+    engine = Engine.from_onnx(data, loss="categorical")
+    times.append(perf_counter())
+    inputs = {entry.name: _made_up(entry) for entry in model.graph.inputs}
+    targets = np.zeros(1, np.int64)
+    # The first batch builds the sessions, the second only uses them.
+    for _ in range(2):
+        engine.gradients(inputs, targets)
+        times.append(perf_counter())
+    read, lower, build, first, second = np.diff(times).tolist()
+    return {
+        "read the file": read,
+        "rewrite, sample run": lower,
+        "engine, all of it": build,
+        "sessions": max(first - second, 0.0),
+    }
+
+
+def _made_up(entry: Input) -> Array:
+    """One example of ones."""
+    sides = (side if isinstance(side, int) else _LENGTH for side in (entry.shape or ())[1:])
+    return np.ones((1, *sides), entry.dtype)
