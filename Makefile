@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own: Python >= 3.11 with pip is all a machine needs.
 #   make test    lint, types and tests        make demo    K-FAC on real data, with a picture
 #   make lint    lint and types               make clean   remove what these make
+#   make test-exporters    models written by PyTorch, transformers and scikit-learn (installs them)
 # Choose the interpreter with `make PYTHON=python3.13 …`.
 
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -11,10 +12,15 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup format lint test demo clean
+EXPORTERS := .venv-exporters
+EXPORTERS_READY := $(EXPORTERS)/.ready
+# Where to find the CPU build of torch, if the package index has only that for CUDA.
+TORCH_INDEX ?=
+
+.PHONY: help setup format lint test test-exporters demo clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 setup: $(READY)
 
@@ -41,8 +47,20 @@ lint: $(READY)
 test: lint
 	$(BIN)/pytest -n $(WORKERS)
 
+# An environment of its own, with the frameworks whose exporters are under test: about 2 GB.
+$(EXPORTERS_READY): pyproject.toml tests/exporters/requirements.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set PYTHON=/path/to/python." >&2; exit 2; }
+	rm -rf $(EXPORTERS)
+	$(PYTHON) -m venv $(EXPORTERS)
+	$(EXPORTERS)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		--requirement tests/exporters/requirements.txt --editable .
+	touch $@
+
+test-exporters: $(EXPORTERS_READY)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(EXPORTERS)/bin/python -m pytest tests/exporters -q -n $(WORKERS) $(EXPORTERS_ARGS)
+
 demo: $(READY)
 	$(BIN)/python -m kfac_engine demo --out demo-output
 
 clean:
-	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXPORTERS) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,82 @@
+"""One model of the corpus: how to build it, what goes in, what is known of its export."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Inputs = Callable[[int], tuple[Tensor, ...]]
+EXPORTERS = ("legacy", "dynamo")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module with inputs for any batch size.
+
+    Attributes:
+        name: Unique in the corpus.
+        module: Builds it; called with a fixed seed.
+        inputs: Batch size to inputs, drawn from torch's generator.
+        loss: ``"normal"`` or ``"categorical"``, on the first output and its last axis.
+        training: Exported, and differentiated, in training mode.
+        folded: Exported as the exporter likes, which may fold constants; otherwise unoptimised.
+        static: The batch size is part of the exported model.
+        exporters: Those that can write it.
+        refused: Exporter to words of the error, where the engine refuses the model.
+        constant: Parameters that the exporter turns into something else, as patterns.
+    """
+
+    name: str
+    module: Callable[[], nn.Module]
+    inputs: Inputs
+    loss: str = "normal"
+    training: bool = False
+    folded: bool = True
+    static: bool = False
+    exporters: tuple[str, ...] = EXPORTERS
+    refused: Mapping[str, str] = field(default_factory=dict)
+    constant: tuple[str, ...] = ()
+
+
+def floats(*sides: int) -> Inputs:
+    """Standard normal inputs, each example of these sides."""
+    return lambda batch: (torch.randn(batch, *sides),)
+
+
+def tokens(vocabulary: int, *sides: int, first: int = 0) -> Inputs:
+    """Uniform identifiers from ``first`` on."""
+    return lambda batch: (torch.randint(first, vocabulary, (batch, *sides)),)
+
+
+def together(*parts: Inputs) -> Inputs:
+    """Several inputs."""
+    return lambda batch: tuple(entry for part in parts for entry in part(batch))
+
+
+class Function(nn.Module):
+    """A module from a function of its parts and inputs.
+
+    Args:
+        forward: Called with the module and the inputs.
+        **parts: Modules, or parameters given as tensors.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self._forward = forward
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._forward(self, *inputs)
+
+
+def chain(*modules: nn.Module) -> nn.Module:
+    """Modules one after the other."""
+    return nn.Sequential(*modules)
+
+
+def names(cases: Sequence[Case]) -> list[str]:
+    """Test identifiers."""
+    return [case.name for case in cases]
