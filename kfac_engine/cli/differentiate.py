@@ -1,43 +1,73 @@
 """``differentiate``: the gradient of a model as a plain ONNX file."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import click
 
 from kfac_engine.cli.display import working
-from kfac_engine.cli.options import debug_option, file_path
+from kfac_engine.cli.options import debug_option, file_path, gathered
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOptions:
+    """What is differentiated: the arguments of ``differentiate``."""
+
+    loss: tuple[str, ...]
+    output: tuple[str, ...]
+    loss_weight: tuple[float, ...]
+    find_logits: bool
+    wrt: tuple[str, ...]
+    class_axis: int
+    reduction: Literal["mean", "batch_mean", "sum"]
+
+
+_OPTIONS = (
+    click.option(
+        "--loss",
+        multiple=True,
+        help="Loss, by name; repeated, one an output. Without one a cotangent becomes an input.",
+    ),
+    click.option(
+        "--output",
+        multiple=True,
+        help="Value to differentiate, one for each loss; the model's own.",
+    ),
+    click.option(
+        "--loss-weight", type=float, multiple=True, help="Weight of each loss; one by default."
+    ),
+    click.option(
+        "--find-logits/--no-find-logits",
+        default=True,
+        show_default=True,
+        help="Whether a loss on probabilities reads the logits before them.",
+    ),
+    click.option(
+        "--wrt",
+        multiple=True,
+        metavar="PATTERN",
+        help="Parameters and inputs to differentiate with respect to; may be repeated.",
+    ),
+    click.option(
+        "--class-axis", default=-1, show_default=True, help="Axis of classes or features."
+    ),
+    click.option(
+        "--reduction",
+        type=click.Choice(["mean", "batch_mean", "sum"]),
+        default="mean",
+        show_default=True,
+        help="How the loss runs over examples and positions.",
+    ),
+)
 
 
 @click.command
 @click.argument("model", type=file_path)
-@click.option("--loss", help="Loss, by name; without one a cotangent becomes an input.")
-@click.option("--output", help="Value to differentiate; the only model output by default.")
-@click.option(
-    "--wrt",
-    multiple=True,
-    metavar="PATTERN",
-    help="Parameters and inputs to differentiate with respect to; may be repeated.",
-)
-@click.option("--class-axis", default=-1, show_default=True, help="Axis of classes or features.")
-@click.option(
-    "--reduction",
-    type=click.Choice(["mean", "batch_mean", "sum"]),
-    default="mean",
-    show_default=True,
-    help="How the loss runs over examples and positions.",
-)
+@gathered("options", GradientOptions, _OPTIONS)
 @click.option("-o", "target", type=file_path, required=True, help="File to write.")
 @debug_option
-def differentiate(
-    model: Path,
-    loss: str | None,
-    output: str | None,
-    wrt: tuple[str, ...],
-    class_axis: int,
-    reduction: Literal["mean", "batch_mean", "sum"],
-    target: Path,
-) -> None:
+def differentiate(model: Path, options: GradientOptions, target: Path) -> None:
     """Write the gradient of a model as an ONNX model of standard operators."""
     import kfac_engine as ke
     from kfac_engine.checkpoint import write_atomically
@@ -45,9 +75,21 @@ def differentiate(
 
     with working("differentiating the model"):
         gradient = ke.differentiate(
-            model, loss, output, wrt or None, class_axis=class_axis, reduction=reduction
+            model,
+            _one_or_all(options.loss),
+            _one_or_all(options.output),
+            options.wrt or None,
+            class_axis=options.class_axis,
+            find_logits=options.find_logits,
+            loss_weights=options.loss_weight or None,
+            reduction=options.reduction,
         )
         write_atomically(target, serialize(gradient))
     click.echo(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
     click.echo(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
     click.echo(f"written to {target}")
+
+
+def _one_or_all(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The only name, several, or none."""
+    return names[0] if len(names) == 1 else names or None

@@ -50,6 +50,24 @@ def read_inputs(path: Path, model: Path) -> dict[str, Array]:
     return {names[0]: arrays[None]}
 
 
+def read_targets_by_output(path: Path) -> dict[str, Array]:
+    """The targets of several losses.
+
+    Args:
+        path: ``.npz`` keyed by output.
+
+    Returns:
+        Output to targets.
+
+    Raises:
+        InputError: The file is missing, broken or a lone array.
+    """
+    arrays = {name: array for name, array in read_arrays(path).items() if name is not None}
+    if not arrays:
+        raise InputError(f"'{path}' must be an .npz file with the targets by output: of each loss.")
+    return arrays
+
+
 def read_targets(path: Path) -> Array:
     """The array ``targets`` of a file, or its only array.
 

@@ -17,7 +17,7 @@ from kfac_engine.cli.options import (
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-    from kfac_engine.inspection import LayerReport, MemoryReport
+    from kfac_engine.inspection import LayerReport, LossReport, MemoryReport
 
 
 @click.command
@@ -32,10 +32,11 @@ def inspect(model: Path, batch: int, options: EngineOptions, as_json: bool) -> N
     """Show each parameter's layer, block, factors and costs."""
     with working("preparing the model"):
         engine = options.engine(model)
-    memory = engine.memory(batch)
+    memory, losses = engine.memory(batch), engine.losses
     untrained = _untrained(engine)
     if as_json:
         report = {
+            "losses": [asdict(loss) for loss in losses],
             "layers": [asdict(layer) for layer in engine.layers],
             "not_trained": [
                 {"name": name, "shape": shape, "reason": reason}
@@ -46,6 +47,7 @@ def inspect(model: Path, batch: int, options: EngineOptions, as_json: bool) -> N
         }
         print_json(report)
         return
+    _print_losses(losses)
     print_layers(engine)
     _print_uncovered(engine.layers)
     for tie in engine.ties:
@@ -103,6 +105,28 @@ def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
 def _names(layer: "LayerReport") -> list[str]:
     """Parameters of a layer, each with the part that it takes."""
     return [name + part for name, part in zip(layer.parameters, layer.parts, strict=True)]
+
+
+def _print_losses(losses: "tuple[LossReport, ...]") -> None:
+    """Print what each loss reads, and what was found out of the batch."""
+    rows = [
+        (
+            loss.loss.removesuffix("NegativeLogProbLoss"),
+            loss.output,
+            f"'{loss.reads}', {loss.how}" if loss.how else "the output",
+            f"axis {loss.batch_axis}"
+            + (f", with {loss.positions} positions each" if loss.positions > 1 else ""),
+        )
+        for loss in losses
+    ]
+    print_table("losses", ("loss", "output", "reads", "examples"), rows)
+    if losses[0].fixed_batch:
+        click.echo(f"one batch size only: {losses[0].fixed_batch}.")
+    if losses[0].coupling:
+        click.echo(
+            f"examples depend on each other, first by {losses[0].coupling}: "
+            f"the curvature takes them for independent."
+        )
 
 
 def _print_memory(memory: "MemoryReport", batch: int) -> None:

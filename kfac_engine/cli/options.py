@@ -48,8 +48,10 @@ json_option = click.option(
 class EngineOptions:
     """How a model is differentiated and preconditioned: the arguments of ``Engine.from_onnx``."""
 
-    loss: str
-    output: str | None
+    loss: tuple[str, ...]
+    output: tuple[str, ...]
+    loss_weight: tuple[float, ...]
+    find_logits: bool
     class_axis: int
     reduction: Literal["mean", "batch_mean", "sum"]
     trainable: tuple[str, ...]
@@ -84,8 +86,10 @@ class EngineOptions:
 
         return ke.Engine.from_onnx(
             model,
-            loss=self.loss,
-            output=self.output,
+            loss=self.loss if len(self.loss) > 1 else self.loss[0],
+            output=self.output or None,
+            loss_weights=self.loss_weight or None,
+            find_logits=self.find_logits,
             class_axis=self.class_axis,
             reduction=self.reduction,
             trainable=self.trainable or None,
@@ -113,8 +117,27 @@ def _parse_approximations(
 
 
 _ENGINE_OPTIONS = (
-    click.option("--loss", default="categorical", show_default=True, help="Loss, by name."),
-    click.option("--output", help="Value that the loss reads; the only model output by default."),
+    click.option(
+        "--loss",
+        multiple=True,
+        default=("categorical",),
+        show_default=True,
+        help="Loss, by name; repeated, one an output.",
+    ),
+    click.option(
+        "--output",
+        multiple=True,
+        help="Output that the loss is put on; the model's own by default. One for each loss.",
+    ),
+    click.option(
+        "--loss-weight", type=float, multiple=True, help="Weight of each loss; one by default."
+    ),
+    click.option(
+        "--find-logits/--no-find-logits",
+        default=True,
+        show_default=True,
+        help="Whether a loss on probabilities reads the logits before them.",
+    ),
     click.option(
         "--class-axis", default=-1, show_default=True, help="Axis of classes or features."
     ),

@@ -20,6 +20,7 @@ from kfac_engine.errors import InputError
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
+    from kfac_engine.objective import Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +76,25 @@ def precondition(
     model: Path, files: Files, exp: float, refresh_every: int, options: EngineOptions, as_json: bool
 ) -> None:
     """Write the gradients of a batch and their preconditioned form."""
-    from kfac_engine.cli.files import read_gradients, read_inputs, read_targets, write_result
+    from kfac_engine.cli import files as reading
 
     with working("reading"):
-        inputs = read_inputs(files.inputs, model)
-        targets = None if files.targets is None else read_targets(files.targets)
+        inputs = reading.read_inputs(files.inputs, model)
+        read = reading.read_targets_by_output if len(options.loss) > 1 else reading.read_targets
+        targets: Targets = None if files.targets is None else read(files.targets)
     with working("preparing the model"):
         engine = options.engine(model, exp=exp, refresh_every=refresh_every, sample_inputs=inputs)
         if files.state is not None and files.state.exists():
             # The parameters are those of the model's file, not those of the state's time.
             engine.load(files.state, parameters=False)
         given = (
-            None if files.gradients is None else read_gradients(files.gradients, engine.parameters)
+            None
+            if files.gradients is None
+            else reading.read_gradients(files.gradients, engine.parameters)
         )
     with working("preconditioning"):
         outcome = _precondition(engine, inputs, targets, given, exp)
-        write_result(files.out, outcome.gradients, outcome.natural_gradients)
+        reading.write_result(files.out, outcome.gradients, outcome.natural_gradients)
     if files.state is not None:
         engine.save(files.state)
     _report(outcome, files.out, as_json)
@@ -99,7 +103,7 @@ def precondition(
 def _precondition(
     engine: "ke.Engine",
     inputs: "dict[str, Array]",
-    targets: "Array | None",
+    targets: "Targets",
     given: "dict[str, Array] | None",
     exp: float,
 ) -> Outcome:

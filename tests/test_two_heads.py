@@ -1,0 +1,164 @@
+"""A trunk with two heads, end to end: the truth is a finite difference of the weighted sum."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from safetensors.numpy import load_file
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from tests import models, oracle
+
+LOSSES = {"logits": "categorical", "mean": "normal"}
+WEIGHTS = {"logits": 1.0, "mean": 0.25}
+BATCH = 5
+# Relative to the largest entry: float32 passes of a small network.
+GRADIENT = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.two_outputs()
+
+
+@pytest.fixture(scope="module")
+def inputs(model):
+    return models.random_inputs(model, batch=BATCH)
+
+
+@pytest.fixture(scope="module")
+def targets():
+    rng = np.random.default_rng(2)
+    return {
+        "mean": rng.standard_normal((BATCH, 2)).astype(np.float32),
+        "logits": rng.integers(0, 3, BATCH),
+    }
+
+
+@pytest.fixture(scope="module")
+def truth(model, inputs, targets):
+    names = list(ke.load_model(model).parameters)
+    value, total = 0.0, dict.fromkeys(names, 0.0)
+    for output, loss in LOSSES.items():
+        part, gradients = oracle.loss_and_gradient(
+            model, inputs, output, names, loss, targets[output]
+        )
+        value += WEIGHTS[output] * part
+        total = {name: total[name] + WEIGHTS[output] * gradients[name] for name in names}
+    return value, total
+
+
+def assert_gradients(found, truth):
+    scale = max(np.abs(gradient).max() for gradient in truth.values())
+    for name, gradient in truth.items():
+        np.testing.assert_allclose(found[name], gradient, atol=GRADIENT * scale, err_msg=name)
+
+
+def test_gradient_is_that_of_the_weighted_sum(model, inputs, targets, truth):
+    engine = ke.Engine.from_onnx(
+        model, loss=list(LOSSES.values()), loss_weights=list(WEIGHTS.values())
+    )
+    result = engine.step(inputs, targets)
+    assert result.loss == pytest.approx(truth[0], rel=1e-5)
+    assert_gradients(result.gradients, truth[1])
+    assert result.natural_gradients.keys() == truth[1].keys()
+
+
+def test_statistics_of_a_head_are_those_of_its_own_loss(model, inputs, targets):
+    """The exact Fisher of two losses is the sum of theirs: heads see their own alone."""
+    options = {"estimation_mode": "exact", "damping": 0.1}
+    engine = ke.Engine.from_onnx(model, loss=["categorical", "normal"], **options)
+    result = engine.step(inputs, targets)
+    alone = ke.precondition(
+        model, inputs, targets["logits"], "categorical", output="logits", **options
+    )
+    for name in ("logits.weight", "logits.bias"):
+        np.testing.assert_allclose(
+            result.natural_gradients[name], alone.natural_gradients[name], rtol=1e-4, atol=1e-6
+        )
+
+
+def test_outputs_may_be_named_in_any_order(model, inputs, targets):
+    one = ke.Engine.from_onnx(model, loss=["categorical", "normal"])
+    other = ke.Engine.from_onnx(model, loss=["normal", "categorical"], output=["mean", "logits"])
+    assert one.gradients(inputs, targets).loss == pytest.approx(
+        other.gradients(inputs, targets).loss
+    )
+
+
+def test_gradient_model_of_the_weighted_sum(model, inputs, targets, truth):
+    gradient = ke.differentiate(model, list(LOSSES.values()), loss_weights=list(WEIGHTS.values()))
+    onnx.checker.check_model(gradient, full_check=True)
+    feeds = {**inputs, **{f"targets of {name}": array for name, array in targets.items()}}
+    names = [entry.name for entry in gradient.graph.output]
+    found = dict(zip(names, ReferenceEvaluator(gradient).run(names, feeds), strict=True))
+    assert float(found["loss"]) == pytest.approx(truth[0], rel=1e-5)
+    assert_gradients({name.removeprefix("gradient/"): found[name] for name in names}, truth[1])
+
+
+MISTAKES = {
+    "one array for two losses": (lambda t: t["mean"], "give the targets by output: logits, mean"),
+    "a missing target": (lambda t: {"mean": t["mean"]}, "'targets of logits' .* are missing"),
+    "an unknown output": (lambda t: {**t, "mode": t["mean"]}, "'mode', but no loss is on"),
+    "a class out of range": (
+        lambda t: {**t, "logits": t["logits"] + 3},
+        "is not a class: 'logits' has 3 classes, 0 to 2",
+    ),
+    "classes of another type": (
+        lambda t: {**t, "logits": t["logits"].astype(np.float32)},
+        r"integer class ids, got float32; convert them with targets.astype\('int64'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_wrong_targets_are_refused_by_name(model, inputs, targets, change, said):
+    engine = ke.Engine.from_onnx(model, loss=["categorical", "normal"])
+    with pytest.raises(ke.KfacError, match=said):
+        engine.gradients(inputs, change(targets))
+
+
+def test_number_of_weights_must_be_that_of_losses(model):
+    with pytest.raises(ke.InputError, match=r"3 loss weights for 2 loss\(es\)"):
+        ke.Engine.from_onnx(model, loss=["categorical", "normal"], loss_weights=[1, 2, 3])
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+HEADS = ["--loss", "categorical", "--output", "logits", "--loss", "normal", "--output", "mean"]
+OPTIONS = [*HEADS, "--loss-weight", "1", "--loss-weight", "0.25"]
+
+
+@pytest.fixture
+def files(tmp_path, model, inputs, targets):
+    onnx.save(model, tmp_path / "model.onnx")
+    np.savez(tmp_path / "x.npz", **inputs)
+    np.savez(tmp_path / "y.npz", **targets)
+    return tmp_path
+
+
+def test_precondition_takes_targets_by_output(files, truth):
+    out = files / "out.safetensors"
+    data = ["--inputs", str(files / "x.npz"), "--targets", str(files / "y.npz")]
+    assert main(["precondition", str(files / "model.onnx"), *data, *OPTIONS, "-o", str(out)]) == 0
+    saved = load_file(out)
+    assert_gradients({name: saved[f"gradient/{name}"] for name in truth[1]}, truth[1])
+
+
+def test_inspect_lists_both_losses(files, capsys):
+    assert main(["inspect", str(files / "model.onnx"), *OPTIONS, "--json"]) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
+    assert [loss["output"] for loss in losses] == ["logits", "mean"]
+    assert main(["inspect", str(files / "model.onnx"), *OPTIONS]) == 0
+    assert "mean" in capsys.readouterr().out
+
+
+def test_differentiate_writes_the_weighted_sum(files, inputs, targets, truth):
+    out = files / "gradient.onnx"
+    assert main(["differentiate", str(files / "model.onnx"), *OPTIONS, "-o", str(out)]) == 0
+    feeds = {**inputs, **{f"targets of {name}": array for name, array in targets.items()}}
+    (loss,) = ReferenceEvaluator(onnx.load(out)).run(["loss"], feeds)
+    assert float(loss) == pytest.approx(truth[0], rel=1e-5)
