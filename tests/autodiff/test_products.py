@@ -5,7 +5,6 @@ import pytest
 
 import kfac_engine as ke
 from tests import models, oracle
-from tests.autodiff.harness import bench, case, k, p, x
 
 # float32 passes against float64 differences, relative to the largest entry.
 SINGLE = 5e-5
@@ -165,16 +164,3 @@ def test_padding_between_transpositions_survives_the_optimizer_of_the_runtime():
     expected = np.zeros((3, 5, 2))
     expected[:, 1:3] = weight[1:3, None]
     np.testing.assert_allclose(found["input"], expected, rtol=1e-6)
-
-
-_REFUSED = [
-    case("ConvTranspose", "same", x(2, 1, 3), p(1, 1, 2), auto_pad="SAME_UPPER"),
-    case("ConvTranspose", "given_size", x(2, 1, 3), p(1, 1, 2), output_shape=(4,)),
-    case("Resize", "linear", x(2, 1, 3), None, k([1, 1, 2], "float32"), mode="linear"),
-]
-
-
-@pytest.mark.parametrize("refused", _REFUSED, ids=str)
-def test_a_form_without_rule_is_refused_by_operator_and_node(refused):
-    with pytest.raises(ke.UnsupportedOpError, match=f"{refused.op}.*'tested'"):
-        _ = bench(refused, "ort", batch=2).backward
