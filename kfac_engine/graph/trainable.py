@@ -2,7 +2,8 @@
 
 A file does not say: weights, running statistics, masks, epsilons and interpolation factors are all
 float initializers. What tells them apart is the operand they are. A constant is left out if every
-use of it, followed through views such as ``Transpose``, is one of those below.
+use of it, followed through views such as ``Transpose``, is one of those below, or if its values
+show that it is a table (see ``tables``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
 from kfac_engine.graph.bodies import Body, body_of
 from kfac_engine.graph.structure import Graph, Node, Subgraph
+from kfac_engine.graph.tables import is_mask, table_reason
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -120,6 +122,9 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
+    table = table_reason(graph.constants, name)
+    if table:
+        return table
     reasons = [_setting(scope, array, node, i) for scope, node, i in _uses(graph, name)]
     if not reasons:
         return "read by nothing"
@@ -178,15 +183,30 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
     setting = None if node.domain else _SETTINGS.get((node.op, index))
     if index >= 0 and node.qualified_op in _ITERATIONS:
         setting = "an initial value of a loop"
+    if _of_bare_groups(graph, array, node, index):
+        setting = "the scale or shift of a normalization of groups, which has none here"
     if setting:
         return f"{setting} {where}"
     if node.domain or node.op not in _ARITHMETIC:
         return None
     if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
         return f"a single number in arithmetic {where}"
-    if node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any():
+    if is_mask(array) or (node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any()):
         return f"a mask {where}"
     return None
+
+
+def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
+    """Whether an operand fills a place of an InstanceNormalization that normalises groups."""
+    # Exporters write group normalization as Reshape to groups, InstanceNormalization with ones and
+    # zeros, Reshape back; its own scale and shift come after that.
+    neutral = {1: 1, 2: 0}.get(index)
+    if node.qualified_op != "InstanceNormalization" or neutral is None:
+        return False
+    around = [graph.producers.get(node.inputs[0])]
+    around += [user for user, _ in graph.consumers.get(node.outputs[0], ())]
+    shaped = all(other is not None and other.op == "Reshape" for other in around)
+    return shaped and bool((array == neutral).all())
 
 
 def _follows_layer(graph: Graph, node: Node) -> bool:
