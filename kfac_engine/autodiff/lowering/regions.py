@@ -89,7 +89,11 @@ def _places_in_bins(pen: Pen, line: Axis, step: str, ratio: int) -> tuple[str, s
     if ratio > 0:
         return line.number(np.full((1, 1, 1), ratio)), line.number(np.arange(ratio))
     count = pen.op("Ceil", step)
-    most = pen.op("Max", pen.op("ReduceMax", count, keepdims=0), line.number(1))
+    # With a one among them: there may be no regions.
+    counts = pen.op(
+        "Concat", pen.op("Reshape", count, pen.constant([-1])), line.number([1]), axis=0
+    )
+    most = pen.op("ReduceMax", counts, keepdims=0)
     return count, pen.op("Range", line.number(0), most, line.number(1))
 
 
