@@ -13,7 +13,7 @@ from typing import TypeAlias
 from kfac_engine.autodiff.contraction import Letters, write_product
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules.attributes import integer, number, text
-from kfac_engine.autodiff.weights import dependent, merged, unscaled
+from kfac_engine.autodiff.weights import merged, moved, of_data, unscaled
 from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
@@ -32,7 +32,7 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
         The graph, the given one where nothing changes; new values are called after their node.
     """
     graph, facts = unscaled(merged(graph, parameters), facts, parameters)
-    weights, data = dependent(graph, parameters)
+    weights, data = moved(graph, parameters), of_data(graph)
     written: dict[str, Sequence[Node]] = {}
     constants = dict(graph.constants)
     for node in graph.nodes:

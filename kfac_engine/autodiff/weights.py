@@ -17,15 +17,22 @@ _PRODUCTS: Mapping[str, Mapping[int, int]] = {
 }
 
 
-def dependent(graph: Graph, parameters: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Values computed from parameters alone (and other constants), and those computed from data."""
-    weights = set(parameters)
-    data = {entry.name for entry in graph.inputs}
+def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
+    """Parameters, and values that hold entries of one in another order."""
+    found = set(parameters)
     for node in graph.nodes:
-        operands = {*node.inputs, *node.captures}
-        target = data if operands & data else weights if operands & weights else set[str]()
-        target.update(node.outputs)
-    return frozenset(weights - {""}), frozenset(data - {""})
+        if not node.domain and node.op in MOVES and node.inputs[0] in found:
+            found.update(node.outputs)
+    return frozenset(found - {""})
+
+
+def of_data(graph: Graph) -> frozenset[str]:
+    """Values that are computed from data."""
+    found = {entry.name for entry in graph.inputs}
+    for node in graph.nodes:
+        if not found.isdisjoint((*node.inputs, *node.captures)):
+            found.update(node.outputs)
+    return frozenset(found - {""})
 
 
 def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
@@ -38,7 +45,7 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
     Returns:
         The graph; the given one where nothing was written twice.
     """
-    weights, _ = dependent(graph, parameters)
+    weights = moved(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}
     kept = captured.union(graph.outputs)
     names: dict[str, str] = {}
@@ -80,28 +87,28 @@ def unscaled(
     Returns:
         The graph, and facts about its values; the given ones where no weight is scaled.
     """
-    weights, data = dependent(graph, parameters)
-    moved: set[str] = set()  # names of nodes that scale
+    weights, data = moved(graph, parameters), of_data(graph)
+    scaling: set[str] = set()  # names of nodes
     factors: dict[str, list[_Factor]] = {}  # by the name of the product
     for node in graph.nodes:
         factor = _factor(node, graph.constants, weights, parameters)
         products = _products_of(node.outputs[0], graph, data) if factor else ()
         if factor and products:
-            moved.add(node.name)
+            scaling.add(node.name)
             for product, operand in products:
                 factors.setdefault(product.name, []).append(replace(factor, operand=operand))
-    if not moved:
+    if not scaling:
         return graph, facts
     known = dict(facts)
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.name in moved:
+        if node.name in scaling:
             weight = next(name for name in node.inputs if name in weights)
             node = replace(node, op="Identity", inputs=(weight,), attributes={})
         for factor in factors.get(node.name, ()):
-            scaling, node = factor.applied(node)
-            known[scaling.outputs[0]] = known[scaling.inputs[0]]
-            nodes.append(scaling)
+            scaled, node = factor.applied(node)
+            known[scaled.outputs[0]] = known[scaled.inputs[0]]
+            nodes.append(scaled)
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes)), known
 
@@ -140,8 +147,9 @@ def _factor(
     number, weight = node.inputs[::-1] if node.inputs[0] in weights else node.inputs
     if weight not in weights or number not in constants or number in parameters:
         return None
-    # A scalar never adds axes; c / W is not linear.
-    if constants[number].ndim or (node.op == "Div" and weight != node.inputs[0]):
+    # One number on one axis adds no axes to any data; c / W is not linear.
+    array = constants[number]
+    if array.size != 1 or array.ndim > 1 or (node.op == "Div" and weight != node.inputs[0]):
         return None
     return _Factor(node.op, number, node.name)
 

@@ -101,6 +101,15 @@ def divided_weight(net):
     net.op("Gemm", "input", w, net.weight("b", K), to="y")
 
 
+def scaled_filter(net):
+    """A dense layer as a convolution of one pixel, its filter scaled by an array of one number."""
+    c = net.constant("c", np.array([0.5], np.float32))
+    w = net.op("Mul", net.weight("w", K, D, 1), c, to="scaled")
+    x = net.op("Unsqueeze", "input", numbers(net, "axis", 2), to="pixels")
+    x = net.op("Conv", x, w, net.weight("b", K), to="s")
+    net.op("Squeeze", x, numbers(net, "axis_2", 2), to="y")
+
+
 def scaled_plain(net):
     x = net.op("Mul", "input", scalar(net, "half", 0.5), to="x")
     net.op("Gemm", x, "w", "b", to="y")
@@ -173,6 +182,7 @@ CASES = {
     "Einsum, weight first": (einsum_weight_first, plain, _FLAT, lambda w: w.T),
     "scaled weight": (scaled_weight, scaled_plain, _FLAT, lambda w: w.T),
     "divided weight": (divided_weight, scaled_plain, _FLAT, lambda w: w),
+    "scaled filter": (scaled_filter, scaled_plain, _FLAT, lambda w: w[:, :, 0].T),
     "Einsum to heads": (einsum_to_heads, to_heads_plain, _TOKENS, lambda w: w.reshape(D, H * K)),
     "Einsum from heads": (einsum_from_heads, from_heads_plain, ["batch", H, T, K],
                           lambda w: w.reshape(H * K, D)),
@@ -200,14 +210,6 @@ def step(model):
     return engine, engine.step(feeds, targets)
 
 
-def rank_of(build, sides, constants=None):
-    net = models.Net()
-    for name, values in (constants or {}).items():
-        net.constant(name, values)
-    build(net)
-    return net
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_natural_gradients_are_those_of_the_plain_spelling(name):
     spelled, write_plain, sides, matrix = CASES[name]
@@ -225,7 +227,8 @@ def test_natural_gradients_are_those_of_the_plain_spelling(name):
     expected = step(finished(other, sides, rank))[1]
     engine, found = step(model)
     (layer,) = engine.layers
-    assert (layer.kind, layer.parameters) == ("fully_connected", tuple(values))
+    kind = "conv1d" if name == "scaled filter" else "fully_connected"
+    assert (layer.kind, layer.parameters) == (kind, tuple(values))
     np.testing.assert_allclose(found.loss, expected.loss, rtol=SINGLE)
     moved = {"w": matrix(found.natural_gradients["w"])}
     if "b" in values:
