@@ -104,6 +104,10 @@ def _conv_transpose(scene: Scene, node: Node, index: int) -> Found | str:
         return _aside(node, index)
     if axes not in _CONVOLUTIONS or groups != 1:
         return f"transposed convolution over {axes} axes in {groups} group(s)"
+    automatic = str(node.attributes.get("auto_pad", "")).startswith("SAME")
+    if "output_shape" in node.attributes or (automatic and "output_padding" in node.attributes):
+        # The padding changes with the size of the images; a layer's is the same in all batches.
+        return "transposed convolution whose padding follows from the size of its result"
     spatial = _CONVOLUTIONS[axes][2][2:]
     options = {
         "strides": node.attributes.get("strides", (1,) * axes),
