@@ -46,6 +46,8 @@ RANDOM = {
     "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
 }  # fmt: skip
+NO_OPERAND = "no operand to differentiate with respect to"
+NO_RESULT = "no floating-point result"
 NO_ARRAYS = "sequences or optional values at the border"
 # Kinks are few and thin: a little noise moves operands off them and off ties.
 NOISE = 0.02
@@ -139,11 +141,11 @@ def check(graph: Graph, feeds: Arrays, expected: Arrays | None = None) -> None:
     feeds = {entry.name: feeds[entry.name].astype(entry.dtype) for entry in graph.inputs}
     wrt = [entry.name for entry in graph.inputs if entry.dtype.kind == "f"]
     if not wrt:
-        raise NotApplicableError("no operand to differentiate with respect to")
+        raise NotApplicableError(NO_OPERAND)
     truth = _Evaluator(graph, graph.outputs)
     outputs = [name for name in graph.outputs if truth.is_float(name)]
     if not outputs:
-        raise NotApplicableError("no floating-point result")
+        raise NotApplicableError(NO_RESULT)
     found = truth(feeds)
     if expected is not None:
         _same(found, expected, "ONNX Runtime itself", NotApplicableError)
@@ -166,6 +168,10 @@ def _prepared(case: object) -> tuple[onnx.ModelProto, Arrays, Arrays]:
     fixed = {n: array for n, array in feeds.items() if not _is_variable(model, n, array)}
     if any(array.dtype.kind in "OSU" for array in feeds.values()):
         raise NotApplicableError("strings")
+    if len(fixed) == len(feeds):
+        raise NotApplicableError(NO_OPERAND)
+    if not any(array.dtype.name in FLOATS for array in results):
+        raise NotApplicableError(NO_RESULT)
     kept = [entry for entry in model.graph.input if entry.name not in fixed]
     del model.graph.input[:]
     model.graph.input.extend(kept)
@@ -221,7 +227,7 @@ class _Evaluator:
             domains=graph.domains,
         )
         try:
-            compact = CompactModel(serialize(model), {})
+            compact = CompactModel(serialize(model))
             self._session = Session(compact, threads=1, optimize=False, what="a case")
         except ke.BackendError as error:
             raise NotApplicableError(str(error)) from error

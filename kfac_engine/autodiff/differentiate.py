@@ -20,8 +20,12 @@ from kfac_engine.autodiff.rules import (
     Wanted,
     load_rules,
 )
+from kfac_engine.autodiff.rules.refused import REFUSED
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
+
+# Operators that may cut off, hand on or put back a part without elements.
+_CUTTERS = frozenset({"Cast", "CastLike", "Concat", "Identity", "Slice", "Split"})
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,13 @@ class _Sweep:
             raise _refused_quantizer(rounding[0] if rounding else node)
         if node.qualified_op not in self._rules or self._active.intersection(node.captures):
             self._refuse(node)
+        for name in self._active.intersection((*node.inputs, *node.outputs)):
+            empty = name in self._facts and 0 in self._facts[name].shape
+            if empty and node.qualified_op not in _CUTTERS:
+                raise UnsupportedOpError(
+                    f"'{name}' at node '{node.name}' has no elements: its shape is "
+                    f"{self._facts[name].shape}."
+                )
         return self._rules[node.qualified_op](self._builder, node, g, wanted)
 
     def _refuse(self, node: Node) -> NoReturn:
@@ -240,9 +251,14 @@ def _refused_quantizer(node: Node) -> UnsupportedOpError:
 
 
 def _unsupported(node: Node, opset: int) -> UnsupportedOpError:
+    if node.qualified_op in REFUSED:
+        return UnsupportedOpError(
+            f"no derivative of {node.qualified_op} at node '{node.name}': "
+            f"{REFUSED[node.qualified_op]}."
+        )
     return UnsupportedOpError(
-        f"no derivative rule for {node.qualified_op} (opset {opset}) at node '{node.name}'; add "
-        f"one with @vjp_rule in autodiff/rules/."
+        f"no derivative rule for {node.qualified_op} (opset {opset}) at node '{node.name}'; "
+        f"docs/operators.md shows how to add one."
     )
 
 

@@ -1,0 +1,19 @@
+"""Standard operators that have no derivative here on purpose, and why."""
+
+from collections.abc import Mapping
+
+_WHOLE = "it computes with whole numbers that stand for rounded ones"
+_TEXT = "it reads text"
+
+REFUSED: Mapping[str, str] = {
+    "BitCast": "it reads the bits of a number as those of another type",
+    "ConvInteger": _WHOLE,
+    "ImageDecoder": "it reads the bytes of a picture",
+    "MatMulInteger": _WHOLE,
+    "OptionalHasElement": "it asks whether there is a value",
+    "RegexFullMatch": _TEXT,
+    "StringConcat": _TEXT,
+    "StringNormalizer": _TEXT,
+    "StringSplit": _TEXT,
+    "TfIdfVectorizer": "it counts words",
+}

@@ -1,0 +1,220 @@
+"""Write docs/operators.md: how each operator is differentiated, and what onnx's node tests show.
+
+Run from the repository root: ``python -m scripts.list_operators``. With ``--failures`` the page
+stays as it is, and the node tests that are wrong or refused are printed; names or parts of names
+choose among them.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+
+import onnx
+import onnxruntime
+from onnx import defs
+
+from kfac_engine.autodiff.lowering import load_lowerings
+from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
+from kfac_engine.autodiff.rules.refused import REFUSED
+from scripts import node_tests
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "operators.md"
+WIDTH = 100
+EXAMPLE = "## Add your own"
+
+UNROLLED = frozenset({"GRU", "If", "LSTM", "Loop", "RNN", "Scan", "SequenceMap"})
+# Sequences are no arrays: who reads one is led back to the arrays it was made of.
+SEQUENCES = frozenset(
+    ["Optional", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert"]
+)
+# Forms of old operator sets, which loading brings to newer ones.
+REPLACED = {"Scatter": "ScatterElements", "Upsample": "Resize"}
+FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An operator, and how it is handled.
+
+    Attributes:
+        name: With its domain.
+        versions: Operator sets that changed it.
+        how: One of a few phrases.
+        tests: Node tests passed, of those that apply.
+    """
+
+    name: str
+    versions: str
+    how: str
+    tests: str
+
+
+def standard_rows(outcomes: Sequence[node_tests.Outcome]) -> Iterator[Row]:
+    """One for each operator of the standard set."""
+    versions: dict[str, list[int]] = {}
+    for schema in defs.get_all_schemas_with_history():
+        if not schema.domain:
+            versions.setdefault(schema.name, []).append(schema.since_version)
+    for name in sorted(versions):
+        found = ", ".join(str(version) for version in sorted(versions[name]))
+        yield Row(name, found, handling(name), counted(name, outcomes))
+
+
+def handling(name: str) -> str:
+    """How a standard operator is differentiated."""
+    schema = defs.get_schema(name)
+    defined = schema.has_function or schema.has_context_dependent_function
+    found = [
+        ("unrolled", name in UNROLLED),
+        ("rewritten", name in load_lowerings()),
+        ("rule", name in load_rules()),
+        ("derivative is zero", name in ZERO_DERIVATIVE),
+        ("refused: it rounds to whole numbers", name in QUANTIZERS),
+        (f"refused: {REFUSED.get(name)}", name in REFUSED),
+        ("traced to the arrays it holds", name in SEQUENCES),
+        (f"loaded as {REPLACED.get(name)}", name in REPLACED),
+        ("by its definition", defined),
+    ]
+    return next((how for how, holds in found if holds), "unknown")
+
+
+def counted(name: str, outcomes: Sequence[node_tests.Outcome]) -> str:
+    """``passed / applicable`` of the tests whose model has the operator."""
+    counts = Counter(outcome.verdict for outcome in outcomes if name in outcome.ops)
+    applicable = counts["passed"] + counts["refused"] + counts["wrong"]
+    return f"{counts['passed']} / {applicable}" if applicable else ""
+
+
+def fused_rows() -> Iterator[str]:
+    """Operators of other domains that have a rule or a rewriting."""
+    table = {**dict.fromkeys(load_rules(), "rule"), **dict.fromkeys(load_lowerings(), "rewritten")}
+    own = {name: how for name, how in table.items() if not defs.has(name)}
+    return (f"| `{name}` | {own[name]} |" for name in sorted(own))
+
+
+def page(outcomes: Sequence[node_tests.Outcome]) -> str:
+    """The whole page."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    applicable = len(outcomes) - counts["not applicable"]
+    rows = list(standard_rows(outcomes))
+    kinds = Counter(row.how.split(":")[0] for row in rows)
+    operators = [f"| {row.name} | {row.versions} | {row.how} | {row.tests} |" for row in rows]
+    refused = [
+        f"| `{outcome.name}` | {' '.join(outcome.why.split())} |"
+        for outcome in outcomes
+        if outcome.verdict in {"refused", "wrong"}
+    ]
+    reasons = Counter(
+        outcome.why.split(": ")[0].split(" at ")[0]
+        for outcome in outcomes
+        if outcome.verdict == "not applicable"
+    )
+    return "\n".join([
+        HEAD.format(
+            onnx=onnx.__version__,
+            runtime=onnxruntime.__version__,
+            count=len(rows),
+            kinds=fill(", ".join(f"{n} {kind}" for kind, n in kinds.most_common()), WIDTH),
+        ),
+        *operators, FUSED, *fused_rows(),
+        TESTS.format(
+            count=len(outcomes),
+            applicable=applicable,
+            passed=counts["passed"],
+            share=100 * counts["passed"] / applicable,
+            refused=counts["refused"],
+            wrong=counts["wrong"],
+        ),
+        *refused, REASONS,
+        *(f"| {count} | {reason} |" for reason, count in sorted(reasons.items(), key=_by_count)),
+        "", written_by_hand(),
+    ])  # fmt: skip
+
+
+def _by_count(entry: tuple[str, int]) -> tuple[int, str]:
+    return -entry[1], entry[0]
+
+
+def written_by_hand() -> str:
+    """The end of the page, which stays as it is."""
+    _, mark, rest = PAGE.read_text(encoding="utf-8").partition(EXAMPLE)
+    return mark + rest
+
+
+HEAD = """# How each operator is differentiated
+
+Written by `scripts/list_operators.py` with onnx {onnx} and ONNX Runtime {runtime}; the last part is
+by hand.
+
+| how | meaning |
+|---|---|
+| rule | a function in `kfac_engine/autodiff/rules` writes its derivative |
+| rewritten | a function in `kfac_engine/autodiff/lowering` replaces it by operators with rules |
+| unrolled | its body takes its place, once for each step |
+| by its definition | ONNX defines it by other operators, which take its place |
+| traced to the arrays it holds | whoever reads the sequence reads the arrays it was made of |
+| derivative is zero | it changes in jumps, or its operands are no real numbers |
+| loaded as … | an old form, replaced when the file is read |
+| refused | an error names it, where a derivative is asked for |
+
+## Standard operators
+
+{count} operators:
+{kinds}.
+
+*Versions* are the operator sets that changed an operator; *tests* are the node tests with it, those
+that pass of those that apply.
+
+| operator | versions | how | tests |
+|---|---|---|---|"""
+FUSED = """
+## Operators of ONNX Runtime
+
+Those of `com.microsoft` that run on the CPU and have no row are refused by name. Attention is
+covered without a shared cache; quantized operators are refused.
+
+| operator | how |
+|---|---|"""
+TESTS = """
+## Node tests of the onnx package
+
+Each of the {count} models of one operator, or of an operator's definition, is read, rewritten and
+run; its results must be those that come with it, and its gradient must agree with central
+differences of ONNX Runtime's kernels along random directions.
+
+{applicable} apply: **{passed} pass ({share:.1f} %)**, {refused} are refused, {wrong} are wrong.
+
+| refused | why |
+|---|---|"""
+REASONS = """
+The others do not apply:
+
+| tests | why |
+|---|---|"""
+
+
+def print_failures(parts: Sequence[str]) -> None:
+    """The cases that are wrong or refused, of those whose names have one of ``parts``."""
+    chosen = [
+        case for case in node_tests.cases() if not parts or any(p in case.name for p in parts)
+    ]
+    outcomes = list(node_tests.outcomes(chosen))
+    for outcome in outcomes:
+        if outcome.verdict in {"refused", "wrong"}:
+            print(f"{outcome.verdict:8} {outcome.name}: {outcome.why}")
+    print(dict(Counter(outcome.verdict for outcome in outcomes)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write docs/operators.md.")
+    parser.add_argument("--failures", nargs="*", metavar="NAME", help="only print what fails")
+    failures = parser.parse_args().failures
+    if failures is None:
+        PAGE.write_text(page(list(node_tests.outcomes(node_tests.cases()))), encoding="utf-8")
+        print(f"written to {PAGE}")
+    else:
+        print_failures(failures)

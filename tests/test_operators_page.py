@@ -1,0 +1,76 @@
+"""The page of operators says what is so, and what onnx's node tests show is right."""
+
+import re
+
+import numpy as np
+import onnx
+import pytest
+from onnx import defs
+
+from kfac_engine.autodiff.lowering import LOWERINGS, load_lowerings
+from kfac_engine.autodiff.rules import QUANTIZERS, RULES, ZERO_DERIVATIVE, load_rules
+from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.graph.load import load_graph
+from kfac_engine.graph.structure import Graph, Input, Node
+from scripts import list_operators, node_tests
+
+PAGE = list_operators.PAGE.read_text(encoding="utf-8")
+STANDARD = sorted(
+    {schema.name for schema in defs.get_all_schemas_with_history() if not schema.domain}
+)
+# How far the share of node tests that pass may fall before somebody is asked.
+LEAST_SHARE = 0.95
+
+
+@pytest.mark.slow
+def test_no_node_test_is_wrong_and_the_page_counts_them():
+    outcomes = list(node_tests.outcomes(node_tests.cases()))
+    wrong = [f"{o.name}: {o.why}" for o in outcomes if o.verdict == "wrong"]
+    assert not wrong
+    passed, refused = (
+        sum(outcome.verdict == verdict for outcome in outcomes) for verdict in ("passed", "refused")
+    )
+    assert passed >= LEAST_SHARE * (passed + refused)
+    if f"with onnx {onnx.__version__} " in PAGE:
+        assert list_operators.page(outcomes) == PAGE, "run python -m scripts.list_operators"
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_every_standard_operator_has_a_row(name):
+    how = list_operators.handling(name)
+    assert how != "unknown"
+    assert re.search(rf"^\| {name} \| [\d, ]+ \| {re.escape(how)} \|", PAGE, re.M)
+
+
+def test_an_operator_is_refused_or_handled_but_not_both():
+    handled = {*load_rules(), *load_lowerings(), *ZERO_DERIVATIVE, *QUANTIZERS}
+    assert not handled.intersection(REFUSED)
+    assert set(REFUSED) <= set(STANDARD)
+
+
+def test_a_wrong_gradient_is_noticed(monkeypatch):
+    (case,) = [case for case in node_tests.cases() if case.name == "test_tanh"]
+    monkeypatch.setitem(RULES._rows, "Tanh", load_rules()["Sigmoid"])
+    (outcome,) = node_tests.outcomes([case])
+    assert outcome.verdict == "wrong"
+
+
+def test_the_examples_of_the_page_differentiate_what_they_add(monkeypatch):
+    for table in (load_rules(), load_lowerings()):
+        monkeypatch.setattr(table, "_rows", dict(table._rows))
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+        exec(code, names)  # what the reader is told to run
+    rng = np.random.default_rng(0)
+    node_tests.check(load_graph(names["model"]), {"x": rng.normal(size=(5, 4)).astype("f")})
+    assert {"com.microsoft::CDist"} <= set(LOWERINGS)
+    sides = {"x": (5, 4), "y": (5, 4), "gate": (5, 1)}
+    graph = Graph(
+        (Node("GatedAdd", tuple(sides), ("z",), name="n", domain="com.microsoft"),),
+        tuple(Input(name, np.dtype("float32"), shape) for name, shape in sides.items()),
+        ("z",),
+        {},
+        20,
+        domains={"com.microsoft": 1},
+    )
+    node_tests.check(graph, {name: rng.normal(size=s).astype("f") for name, s in sides.items()})
