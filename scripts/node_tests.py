@@ -125,13 +125,16 @@ def _check(case: object) -> None:
     check(graph, {e.name: feeds[e.name] for e in graph.inputs if e.name in feeds}, expected)
 
 
-def check(graph: Graph, feeds: Arrays, expected: Arrays | None = None) -> None:
+def check(
+    graph: Graph, feeds: Arrays, expected: Arrays | None = None, sample: Arrays | None = None
+) -> None:
     """Compare a graph's results and gradients with those of ONNX Runtime.
 
     Args:
         graph: Its floating-point inputs are differentiated with respect to.
         feeds: All its inputs.
         expected: Its results; those of ONNX Runtime's own kernels when left out.
+        sample: The batch of the sample run; ``feeds`` when left out.
 
     Raises:
         NotApplicableError: There is nothing to differentiate, or nothing runs it.
@@ -149,7 +152,7 @@ def check(graph: Graph, feeds: Arrays, expected: Arrays | None = None) -> None:
     found = truth(feeds)
     if expected is not None:
         _same(found, expected, "ONNX Runtime itself", NotApplicableError)
-    rewritten, facts = lowered(graph, wrt, feeds)
+    rewritten, facts = lowered(graph, wrt, feeds if sample is None else sample)
     _same(_Evaluator(rewritten, graph.outputs)(feeds), expected or found, "a result", WrongError)
     backward = differentiate(rewritten, facts, outputs, wrt)
     _compare(rewritten, backward, truth, _moved(feeds, truth, outputs), outputs)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
-from kfac_engine.autodiff.lowering import load_lowerings
+from kfac_engine.autodiff.lowering import find_lowering
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import (
     QUANTIZERS,
@@ -176,7 +176,7 @@ class _Sweep:
 
     def _refuse(self, node: Node) -> NoReturn:
         """Raise the reason why a node was not rewritten, or say that nobody knows how to."""
-        lowering = load_lowerings().get(node.qualified_op)
+        lowering = find_lowering(node, self._graph)
         if lowering is not None:
             lowering(Pen(self._graph, self._facts, f"{node.name}/"), node)
         raise _unsupported(node, self._graph.opset)
