@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +32,13 @@ class State:
         counter: Calls of ``observe`` and ``step`` so far.
         generator: State of the random generator, as NumPy describes it.
         parameters: Parameter name to value.
+        buffers: Running statistic to value.
     """
 
     counter: int
     generator: Mapping[str, object]
     parameters: Mapping[str, Array]
+    buffers: Mapping[str, Array] = field(default_factory=dict)
 
 
 def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) -> None:
@@ -48,6 +50,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         state: The rest.
     """
     tensors = {f"parameter/{name}": value for name, value in state.parameters.items()}
+    tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
     for index, factor in enumerate(factors):
         tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
     header = {
@@ -63,7 +66,10 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
 
 
 def load_state(
-    path: str | Path, factors: Sequence[FisherFactor], parameters: Mapping[str, Array]
+    path: str | Path,
+    factors: Sequence[FisherFactor],
+    parameters: Mapping[str, Array],
+    buffers: Mapping[str, Array] | None = None,
 ) -> State:
     """Read a checkpoint into factors of the same model and options.
 
@@ -71,6 +77,7 @@ def load_state(
         path: Where from.
         factors: All factors, in the order of creation; changed only when everything fits.
         parameters: Parameter name to an array of the right shape.
+        buffers: Running statistic to an array of the right shape.
 
     Returns:
         The rest.
@@ -82,16 +89,17 @@ def load_state(
     header, tensors = _read(path)
     saved = json.loads(header["factors"])
     arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
-    values = _below("parameter/", tensors)
+    values, statistics = _below("parameter/", tensors), _below("buffer/", tensors)
     differences = _factor_differences(factors, saved, arrays)
-    differences += _parameter_differences(parameters, values)
+    differences += _array_differences("parameter", parameters, values)
+    differences += _array_differences("running statistic", buffers or {}, statistics)
     if differences:
         raise InputError(
             f"state '{path}' belongs to another model or options: {'; '.join(differences)}."
         )
     for factor, old, its_arrays in zip(factors, saved, arrays, strict=True):
         factor.restore(its_arrays, old["weight"], old["repeats"])
-    return State(int(header["counter"]), json.loads(header["generator"]), values)
+    return State(int(header["counter"]), json.loads(header["generator"]), values, statistics)
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -177,13 +185,15 @@ def _factor_differences(
     return found
 
 
-def _parameter_differences(here: Mapping[str, Array], there: Mapping[str, Array]) -> list[str]:
-    """Parameters that differ in presence, shape or type."""
+def _array_differences(
+    what: str, here: Mapping[str, Array], there: Mapping[str, Array]
+) -> list[str]:
+    """Parameters, say, that differ in presence, shape or type."""
     found = []
     for name in dict.fromkeys((*here, *there)):
         one, other = (_form(arrays.get(name)) for arrays in (here, there))
         if one != other:
-            found.append(f"parameter '{name}' is {one} here and {other} there")
+            found.append(f"{what} '{name}' is {one} here and {other} there")
     return found
 
 

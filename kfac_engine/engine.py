@@ -194,7 +194,9 @@ class Engine:
 
     # -- the line ---------------------------------------------------------------------------------
 
-    def step(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
+    def step(
+        self, inputs: Mapping[str, Array], targets: Targets, *, update_buffers: bool = True
+    ) -> Result:
         """Gradients of a batch, statistics and inverses as scheduled, preconditioned gradients.
 
         Parameters stay as they are: what to do with the result is the caller's choice.
@@ -202,6 +204,7 @@ class Engine:
         Args:
             inputs: Input name to array, the batch first.
             targets: The targets of the loss; for several losses, by output.
+            update_buffers: Whether ``buffers`` become those that the batch leaves.
 
         Returns:
             Loss, gradients and natural gradients.
@@ -215,6 +218,8 @@ class Engine:
             loss, gradients = self._differentiate(trace)
             self._observe(trace)
             natural = self.precondition(gradients, self._exps[0])
+            if update_buffers:
+                self._model.update_buffers(trace)
             return Result(loss, self._model.hand_out(gradients), natural)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
@@ -223,11 +228,7 @@ class Engine:
             loss, gradients = self._differentiate(self._run(inputs, targets))
             return Result(loss, self._model.hand_out(gradients), {})
 
-    def observe(
-        self,
-        inputs: Mapping[str, Array],
-        targets: Targets = None,
-    ) -> None:
+    def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.
 
         Args:
@@ -274,20 +275,25 @@ class Engine:
         """Parameter name to current value; change them through ``set_parameters``."""
         return self._model.hand_out(self._model.parameters)
 
+    @property
+    def buffers(self) -> dict[str, Array]:
+        """Running statistics of normalizations in training form; no parameters."""
+        return self._model.hand_out(self._model.buffers)
+
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values; the next call uses them."""
         self._model.set_parameters(values)
 
     def export(self, path: str | Path) -> None:
-        """Write the model with the current parameter values, otherwise as its file spells it."""
-        values = spread(self._model.ties, self._model.parameters)
+        """Write the model with current parameters and buffers, otherwise as its file spells it."""
+        values = {**spread(self._model.ties, self._model.parameters), **self._model.buffers}
         proto = export_model(self._model.loaded, values)
         write_atomically(path, serialize(proto))
 
     def save(self, path: str | Path) -> None:
         """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
         generator = self.estimator.rng.bit_generator.state
-        state = State(self.counter, generator, self._model.parameters)
+        state = State(self.counter, generator, self._model.parameters, self._model.buffers)
         save_state(path, self.estimator.factors, state)
 
     def load(self, path: str | Path, *, parameters: bool = True) -> None:
@@ -295,16 +301,18 @@ class Engine:
 
         Args:
             path: The file.
-            parameters: Whether parameter values are taken, too.
+            parameters: Whether parameter values and buffers are taken, too.
 
         Raises:
             InputError: The file does not fit this engine.
         """
-        state = load_state(path, self.estimator.factors, dict(self._model.parameters))
+        held = self._model.parameters, self._model.buffers
+        state = load_state(path, self.estimator.factors, *held)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
         if parameters:
             self._model.set_parameters(state.parameters)
+            self._model.buffers.update(state.buffers)
 
     # -- reports ----------------------------------------------------------------------------------
 

@@ -55,6 +55,41 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     return checked
 
 
+def check_parameters(
+    model: str, parameters: Mapping[str, Array], values: Mapping[str, Array]
+) -> dict[str, Array]:
+    """New values of parameters, as arrays that fit.
+
+    Args:
+        model: Name of the model, for messages.
+        parameters: Parameter name to current value.
+        values: Parameter name to new value.
+
+    Returns:
+        Parameter name to new value: copies in the parameter's element type.
+
+    Raises:
+        UnknownNameError: A name is not a trainable parameter.
+        ShapeError: A value has another shape than the parameter.
+        NonFiniteError: A value holds NaN or infinity.
+    """
+    checked = {}
+    for name, value in values.items():
+        if name not in parameters:
+            raise UnknownNameError(
+                f"'{name}' is not a trainable parameter of model '{model}'; they are: "
+                f"{', '.join(parameters)}."
+            )
+        old = parameters[name]
+        array = np.array(value, dtype=old.dtype)
+        if array.shape != old.shape:
+            raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
+        if not np.isfinite(array).all():
+            raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
+        checked[name] = array
+    return checked
+
+
 class SampleRun:
     """A session that gives every value of a graph, for a few runs on small batches.
 

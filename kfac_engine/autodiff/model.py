@@ -7,6 +7,7 @@ cotangent and returns gradients. Several backward passes share one forward pass,
 values need no new session because parameters are fed like data.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,15 +16,15 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
-from kfac_engine.autodiff.feeds import check_inputs, measured_facts, sample_facts
+from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
-from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
@@ -53,6 +54,8 @@ class OnnxModel:
         graph: The canonical graph, in operators that have derivative rules.
         parameters: Name to current value; change values through ``set_parameters``.
         ties: Weights that are copies of parameters; ``hand_out`` and ``take_in`` know them.
+        buffers: Running statistics of normalizations in training form, likewise; see
+            ``update_buffers``.
         facts: Element type and shape of every value in the sample run.
         draws: Names of values that are drawn at random, in every forward pass anew.
         defined: Names of values added to those of the graph; add some through ``define``.
@@ -85,11 +88,14 @@ class OnnxModel:
             del self.parameters[tie.copy]
         self._handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
         graph = tied(loaded.graph, self.ties) if self.ties else loaded.graph
+        graph, self._statistics = with_running_statistics(graph)
+        self.buffers = {name: graph.constants[name] for name in self._statistics}
+        self._stored = ChainMap(self.parameters, self.buffers)
         graph, facts = lowered(graph, self.parameters, sample_inputs)
         self.graph = plain_products(graph, facts, self.parameters.keys())
         self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
         self.draws = drawn_values(self.graph)
-        self._wanted: dict[str, None] = dict.fromkeys(self.draws)
+        self._wanted: dict[str, None] = dict.fromkeys((*self.draws, *self._statistics.values()))
         self._forward: Session | None = None
         self.defined: set[str] = set()
         self._appended: dict[str, Node] = {}
@@ -121,9 +127,10 @@ class OnnxModel:
             NonFiniteError: An input holds NaN or infinity.
         """
         feeds = check_inputs(self.graph, inputs)
-        feeds |= self.parameters
+        feeds |= self._stored
         if parameters is not None:
-            feeds |= self._checked(self.take_in(parameters))
+            given = self.take_in(parameters)
+            feeds |= check_parameters(self.graph.name, self.parameters, given)
         if targets is None:
             return Trace(self, feeds, {})
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
@@ -141,7 +148,12 @@ class OnnxModel:
             ShapeError: A value has another shape than the parameter.
             NonFiniteError: A value holds NaN or infinity.
         """
-        self.parameters.update(self._checked(self.take_in(values)))
+        given = self.take_in(values)
+        self.parameters.update(check_parameters(self.graph.name, self.parameters, given))
+
+    def update_buffers(self, trace: Trace) -> None:
+        """Have the running statistics be those that a batch leaves."""
+        self.buffers.update({old: np.array(trace[new]) for old, new in self._statistics.items()})
 
     def hand_out(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Parameters or their gradients as the user gets them: in the file's types, with copies.
@@ -275,7 +287,7 @@ class OnnxModel:
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
         """What a backward session is fed besides cotangents: all it reads but frozen constants."""
-        frozen = self.graph.constants.keys() - self.parameters.keys()
+        frozen = self.graph.constants.keys() - self._stored.keys()
         return tuple(name for name in backward.saved if name not in frozen)
 
     def backward_session(self, backward: Backward) -> Session:
@@ -303,24 +315,7 @@ class OnnxModel:
 
     def _is_computed(self, name: str) -> bool:
         given = {entry.name for entry in self.graph.inputs}
-        return name not in given and name not in self.parameters
-
-    def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        checked = {}
-        for name, value in values.items():
-            if name not in self.parameters:
-                raise UnknownNameError(
-                    f"'{name}' is not a trainable parameter of model '{self.graph.name}'; they "
-                    f"are: {', '.join(self.parameters)}."
-                )
-            old = self.parameters[name]
-            array = np.array(value, dtype=old.dtype)
-            if array.shape != old.shape:
-                raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
-            if not np.isfinite(array).all():
-                raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
-            checked[name] = array
-        return checked
+        return name not in given and name not in self._stored
 
     def _forward_session(self) -> Session:
         if self._forward is None:
@@ -330,12 +325,12 @@ class OnnxModel:
     def _build_forward(self, drawn: Mapping[str, Array]) -> Session:
         nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
         constants = {**self.graph.constants, **self._appended_constants}
-        fed = {**self.parameters, **drawn}
+        fed = {**self._stored, **drawn}
         model = compact_model(
             nodes,
             [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
             tuple(name for name in self._wanted if name not in drawn),
-            _read_by(nodes, constants, excluded=self.parameters),
+            _read_by(nodes, constants, excluded=self._stored),
             self.graph.opset,
             name=self.graph.name,
             domains=self.graph.domains,

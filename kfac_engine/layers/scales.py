@@ -127,5 +127,16 @@ def _normalised(scene: Scene, node: Node) -> NewValue:
         inputs[2] = zero
         values[zero] = np.zeros(scene.shapes[node.inputs[2]], dtype)
     others = tuple(f"{name}: {output}" for output in node.outputs[1:] if output)
-    made = replace(node, inputs=tuple(inputs), outputs=(name, *others), name=f"make {name}")
+    attributes = dict(node.attributes)
+    if node.op == "BatchNormalization":
+        # ONNX Runtime 1.31 writes new running statistics over the old ones, in the memory that the
+        # node shares with the original: with momentum one they stay what they are.
+        attributes["momentum"] = 1.0
+    made = replace(
+        node,
+        inputs=tuple(inputs),
+        outputs=(name, *others),
+        attributes=attributes,
+        name=f"make {name}",
+    )
     return NewValue(made, values, node.outputs[0])

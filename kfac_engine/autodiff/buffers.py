@@ -1,0 +1,62 @@
+"""Running statistics of normalizations in training form: constants that each batch moves."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.graph.structure import Graph, Node
+
+# Operands of BatchNormalization that are running statistics, and the results that replace them.
+_STATISTICS: Mapping[int, int] = {3: 1, 4: 2}
+_DEFAULT_MOMENTUM = 0.9
+
+
+def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
+    """The graph with all new running statistics among its values.
+
+    Where normalizations share statistics, each moves what the one before it left.
+
+    Args:
+        graph: The canonical graph.
+
+    Returns:
+        The graph, the given one if it has no such normalization; and for each constant that is a
+        running statistic the value that it becomes.
+    """
+    newest: dict[str, str] = {}
+    constants: dict[str, Array] = {}
+    nodes = [new for node in graph.nodes for new in _written(node, graph, newest, constants)]
+    if not newest:
+        return graph, newest
+    return replace(graph, nodes=tuple(nodes), constants={**graph.constants, **constants}), newest
+
+
+def _written(
+    node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
+) -> Iterator[Node]:
+    """The node, and nodes that make its new statistics, which are entered into ``newest``."""
+    training = node.op == "BatchNormalization" and node.attributes.get("training_mode", 0)
+    if node.domain or not training:
+        yield node
+        return
+    # ONNX Runtime 1.31 writes the new statistics over the old ones, even where those are fed from
+    # memory that is not its own. It gets zeros, which no other node reads, and so yields
+    # (1 − momentum) · that of the batch.
+    momentum = float(str(node.attributes.get("momentum", _DEFAULT_MOMENTUM)))
+    inputs, outputs, later = list(node.inputs), [*node.outputs, "", ""][:3], []
+    for operand, result in _STATISTICS.items():
+        statistic = inputs[operand]
+        if statistic not in graph.constants:
+            continue
+        prefix = f"{statistic} at {node.name}"
+        zero, kept, share = (f"{prefix}: {what}" for what in ("zero", "kept", "share"))
+        constants[f"{prefix}: momentum"] = np.asarray(momentum, graph.constants[statistic].dtype)
+        old, new = newest.get(statistic, statistic), outputs[result] or f"{prefix}: new"
+        yield Node("Sub", (old, old), (zero,), name=f"node of {zero}")
+        yield Node("Mul", (old, f"{prefix}: momentum"), (kept,), name=f"node of {kept}")
+        later.append(Node("Add", (kept, share), (new,), name=f"node of {new}"))
+        inputs[operand], outputs[result], newest[statistic] = zero, share, new
+    yield replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
+    yield from later

@@ -1,0 +1,129 @@
+"""Running statistics of normalizations in training form, against ONNX's own reference."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+import kfac_engine as ke
+from tests import models, oracle
+
+STATISTICS = ("norm.mean", "norm.var")
+# float32 averages over a batch in another order of addition.
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def normalised(momentum=0.8, uses=1):
+    """A dense layer, normalizations by the statistics of the batch, a dense layer."""
+    net = models.Net(seed=4)
+    x = net.dense("fc0", "input", 4, 5)
+    scale, shift = net.positive("norm.scale", 5), net.weight("norm.shift", 5)
+    mean, var = net.weight("norm.mean", 5), net.positive("norm.var", 5)
+    for index in range(uses):
+        names = [f"norm{index}", f"mean{index}", f"var{index}"]
+        node = helper.make_node(
+            "BatchNormalization", [x, scale, shift, mean, var], names, name=f"node_norm{index}",
+            training_mode=1, momentum=momentum,
+        )  # fmt: skip
+        net._nodes.append(node)
+        x = net.op("Tanh", names[0], to=f"act{index}")
+    net.op("Gemm", x, net.weight("fc1.weight", 5, 3), to="output")
+    return net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
+
+
+@pytest.fixture
+def data():
+    rng = np.random.default_rng(0)
+    return {"input": rng.standard_normal((7, 4)).astype(np.float32)}, rng.integers(0, 3, 7)
+
+
+def reference(model, inputs, names):
+    wanted = onnx.ModelProto()
+    wanted.CopyFrom(model)
+    return ReferenceEvaluator(wanted).run(list(names), inputs)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named results", "results left out"])
+def test_step_leaves_the_statistics_that_onnx_defines(data, named):
+    inputs, targets = data
+    model = normalised()
+    if not named:
+        del model.graph.node[1].output[1:]
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    assert set(engine.buffers) == set(STATISTICS)
+    assert not set(engine.buffers) & set(engine.parameters)
+    engine.step(inputs, targets)
+    expected = reference(normalised(), inputs, ["mean0", "var0"])
+    for name, value in zip(STATISTICS, expected, strict=True):
+        np.testing.assert_allclose(engine.buffers[name], value, **ROUNDING)
+
+
+def test_statistics_move_with_every_step_but_not_on_request(data):
+    inputs, targets = data
+    engine = ke.Engine.from_onnx(normalised(momentum=0.75), loss="categorical")
+    start = engine.buffers["norm.mean"]
+    engine.gradients(inputs, targets)
+    engine.observe(inputs)
+    engine.step(inputs, targets, update_buffers=False)
+    np.testing.assert_array_equal(engine.buffers["norm.mean"], start)
+    (before,) = reference(normalised(), inputs, ["fc0"])
+    for _ in range(3):
+        engine.step(inputs, targets)
+    # Three steps of one batch: what is left of the start is 0.75³.
+    expected = before.mean(0) + 0.75**3 * (start - before.mean(0))
+    np.testing.assert_allclose(engine.buffers["norm.mean"], expected, **ROUNDING)
+
+
+def test_shared_statistics_move_once_for_each_use(data):
+    inputs, targets = data
+    model = normalised(momentum=0.5, uses=2)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    start = engine.buffers["norm.mean"]
+    engine.step(inputs, targets)
+    first, second = (x.mean(0) for x in reference(model, inputs, ["fc0", "act0"]))
+    expected = 0.5 * (0.5 * start + 0.5 * first) + 0.5 * second
+    np.testing.assert_allclose(engine.buffers["norm.mean"], expected, **ROUNDING)
+
+
+def test_gradient_goes_through_the_statistics_of_the_batch(data):
+    inputs, targets = data
+    model = normalised()
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    result = engine.gradients(inputs, targets)
+    value, gradients = oracle.loss_and_gradient(
+        model, inputs, "output", list(engine.parameters), "categorical", targets
+    )
+    assert result.loss == pytest.approx(value, rel=1e-5)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(result.gradients[name], gradient, atol=2e-5, err_msg=name)
+
+
+def test_statistics_are_saved_and_exported(data, tmp_path):
+    inputs, targets = data
+    engine = ke.Engine.from_onnx(normalised(), loss="categorical")
+    engine.step(inputs, targets)
+    engine.save(tmp_path / "state.safetensors")
+    engine.export(tmp_path / "model.onnx")
+    resumed = ke.Engine.from_onnx(normalised(), loss="categorical")
+    resumed.load(tmp_path / "state.safetensors")
+    exported = ke.Engine.from_onnx(tmp_path / "model.onnx", loss="categorical")
+    for name, value in engine.buffers.items():
+        np.testing.assert_array_equal(resumed.buffers[name], value)
+        np.testing.assert_array_equal(exported.buffers[name], value)
+
+
+def test_state_of_another_form_of_the_model_is_refused(data, tmp_path):
+    engine = ke.Engine.from_onnx(normalised(), loss="categorical")
+    engine.save(tmp_path / "state.safetensors")
+    model = normalised()
+    del model.graph.node[1].output[1:], model.graph.node[1].attribute[:]
+    frozen = ke.Engine.from_onnx(model, loss="categorical")
+    assert frozen.buffers == {}
+    with pytest.raises(ke.InputError, match=r"running statistic 'norm.mean' is absent here"):
+        frozen.load(tmp_path / "state.safetensors")
+
+
+def test_examples_that_share_statistics_are_reported():
+    engine = ke.Engine.from_onnx(normalised(), loss="categorical")
+    assert engine.losses[0].coupling == "BatchNormalization node 'node_norm0'"
