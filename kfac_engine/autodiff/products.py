@@ -10,6 +10,8 @@ from dataclasses import replace
 from string import ascii_lowercase
 from typing import TypeAlias
 
+import numpy as np
+
 from kfac_engine.autodiff.contraction import Letters, write_product
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules.attributes import integer, number, text
@@ -18,6 +20,8 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
 _Rewrite: TypeAlias = Callable[[Pen, Node, int], None]
+
+_SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
 
 
 def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]) -> Graph:
@@ -152,4 +156,25 @@ def _squeezed(pen: Pen, value: str, sides: Mapping[str, int], kept: Mapping[str,
     return pen.op("Squeeze", value, pen.constant(axes)) if axes else value
 
 
-_REWRITES: Mapping[str, _Rewrite] = {"Gemm": _gemm, "MatMul": _matmul, "Einsum": _einsum}
+def _group_normalization(pen: Pen, node: Node, index: int) -> None:
+    """Scale and shift as operators of their own where they have one number a group."""
+    if pen.graph.opset >= _SCALE_PER_CHANNEL or index != 1:
+        return
+    x, scale, shift = node.inputs
+    (groups,) = pen.facts[scale].shape
+    neutral = (pen.constant(make(groups, pen.facts[scale].dtype)) for make in (np.ones, np.zeros))
+    normal = f"{node.name}/plain"
+    pen.nodes.append(replace(node, inputs=(x, *neutral), outputs=(normal,), name=normal))
+    y = pen.op("Reshape", normal, pen.constant([0, groups, -1]))
+    one = pen.constant([1])
+    y = pen.op("Mul", y, pen.op("Unsqueeze", scale, one))
+    y = pen.op("Add", y, pen.op("Unsqueeze", shift, one))
+    pen.op("Reshape", y, pen.op("Shape", normal), to=node.outputs[0])
+
+
+_REWRITES: Mapping[str, _Rewrite] = {
+    "Einsum": _einsum,
+    "Gemm": _gemm,
+    "GroupNormalization": _group_normalization,
+    "MatMul": _matmul,
+}

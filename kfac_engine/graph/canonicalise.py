@@ -21,8 +21,9 @@ NEWEST_OPSET = min(26, defs.onnx_opset_version())
 # What sets 27 and 28 added is defined in operators of older sets.
 _NEWEST_KNOWN = min(28, defs.onnx_opset_version())
 
-# What ONNX Runtime adds to the standard domain, where onnx does not know it.
-_RUNTIME_OPERATORS = frozenset({"SimplifiedLayerNormalization"})
+# What ONNX Runtime has in the standard domain while onnx does not know it, or knows it no more: up
+# to which operator set.
+_RUNTIME_OPERATORS = {"SimplifiedLayerNormalization": _NEWEST_KNOWN, "GroupNormalization": 20}
 
 # Two spellings of one domain.
 _STANDARD_DOMAINS = ("", "ai.onnx")
@@ -102,8 +103,11 @@ def check_nodes(model: onnx.ModelProto) -> None:
     """
     # The checker wants types and shapes at the border that runtimes do not ask for: hand it a model
     # with the same nodes and a border of numbers.
-    known = [node for node in model.graph.node if node.op_type not in _RUNTIME_OPERATORS]
-    others = [node for node in model.graph.node if node.op_type in _RUNTIME_OPERATORS]
+    version = opset(model)
+    others = [
+        node for node in model.graph.node if version <= _RUNTIME_OPERATORS.get(node.op_type, 0)
+    ]
+    known = [node for node in model.graph.node if node not in others]
     given = dict.fromkeys(entry.name for entry in (*model.graph.input, *model.graph.initializer))
     given |= dict.fromkeys(name for node in others for name in node.output if name)
     probe = helper.make_model(

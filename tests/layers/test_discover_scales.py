@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.graph.structure import Graph, Input, Node
@@ -232,6 +232,37 @@ def test_scales_of_a_group_normalization_are_a_layer_where_there_is_one_a_channe
     else:
         assert (found.parameters, found.options) == (("scale", "shift"), {"feature_axis": 1})
         assert not rest
+
+
+def test_scales_of_groups_are_those_of_channels_that_share_them():
+    """GroupNormalization of set 18: ``y = scale · x̂ + shift`` with one number a group."""
+    text = (
+        '<ir_version: 8, opset_import: ["": 18]> m (float[N,4,3] input) => (float[N,4,3] output) '
+        "{ y = GroupNormalization <num_groups=2, epsilon=0.1> (input, scale, shift) "
+        "output = Tanh (y) }"
+    )
+    proto = parser.parse_model(text)
+    for name, values in (("scale", [0.7, 1.3]), ("shift", [0.2, -0.4])):
+        array = np.array(values, np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+    feeds = models.random_inputs(proto, BATCH)
+    engine = ke.Engine.from_onnx(
+        proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
+    )
+    (layer,) = engine.layers
+    assert (layer.kind, layer.parameters) == ("scale_and_shift", ("scale", "shift"))
+    result = engine.step(feeds, np.zeros((BATCH, 4, 3), np.float32))
+    grouped = feeds["input"].reshape(BATCH, 2, 6)
+    x = standardised(grouped, -1)
+    y = np.array([[[0.7], [1.3]]]) * x + np.array([[[0.2], [-0.4]]])
+    # -log N(0; tanh y, 1/2), twelve numbers an example
+    loss = (np.tanh(y) ** 2).sum() / BATCH + 12 * np.log(np.pi) / 2
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-5)
+    ds = 2 * np.tanh(y) * (1 - np.tanh(y) ** 2)
+    v = np.hstack([(ds * x).sum(-1), ds.sum(-1)])
+    found = engine.collection.fisher_blocks[layer.key].full_fisher_block()
+    expected = v.T @ v / BATCH
+    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
 def test_a_scale_used_twice_is_no_layer():
