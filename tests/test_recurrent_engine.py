@@ -1,0 +1,112 @@
+"""A classifier of sequences goes through the whole engine: gradients, layers, training."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
+
+import kfac_engine as ke
+from tests.autodiff.recurrences import GATES, recurrence
+
+STEPS, EXAMPLES, D_IN, HIDDEN, CLASSES = 4, 6, 2, 3, 3
+# A loss of order one in float32, through four steps.
+CLOSE = 1e-5
+# Central differences in float64.
+STEP = 1e-5
+
+
+def weights(op: str) -> dict[str, NDArray]:
+    rng = np.random.default_rng([7, *op.encode()])
+    rows = GATES[op] * HIDDEN
+    sides = {
+        "W": (1, rows, D_IN),
+        "R": (1, rows, HIDDEN),
+        "B": (1, 2 * rows),
+        "V": (HIDDEN, CLASSES),
+        "c": (CLASSES,),
+    }
+    return {name: (rng.normal(size=s) / 2).astype(np.float32) for name, s in sides.items()}
+
+
+def classifier(op: str) -> ModelProto:
+    """The last state of a recurrence, and a dense layer on it."""
+    nodes = [
+        helper.make_node(op, ["x", "W", "R", "B"], ["", "h"], name="memory", hidden_size=HIDDEN),
+        helper.make_node("Squeeze", ["h", "axes"], ["last"]),
+        helper.make_node("Gemm", ["last", "V", "c"], ["logits"]),
+    ]
+    held = {**weights(op), "axes": np.asarray([0])}
+    graph = helper.make_graph(
+        nodes,
+        "classifier",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [STEPS, "n", D_IN])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", CLASSES])],
+        [numpy_helper.from_array(array, name) for name, array in held.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def cross_entropy(op: str, x: NDArray, t: NDArray, values: Mapping[str, NDArray]) -> float:
+    feeds = {"X": x, **{name: values[name] for name in ("W", "R", "B")}}
+    logits = recurrence(op, feeds, {})[1][0] @ values["V"] + values["c"]
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return float(-log_p[np.arange(len(t)), t].mean())
+
+
+def batch() -> tuple[NDArray, NDArray]:
+    """Sequences, and whether their first feature rises, falls or does neither."""
+    rng = np.random.default_rng(3)
+    t = np.arange(EXAMPLES) % CLASSES
+    x = rng.normal(size=(STEPS, EXAMPLES, D_IN)) / 4
+    x[..., 0] += np.linspace(-1, 1, STEPS)[:, None] * (t - 1)
+    return x.astype(np.float32), t
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_loss_and_gradients_are_those_of_the_formula(op: str) -> None:
+    x, t = batch()
+    result = ke.Engine.from_onnx(classifier(op), loss="categorical").gradients({"x": x}, t)
+    values = {name: array.astype(float) for name, array in weights(op).items()}
+    assert abs(result.loss - cross_entropy(op, x, t, values)) < CLOSE
+    for name, value in values.items():
+        along = np.random.default_rng(0).normal(size=value.shape)
+        up, down = (
+            cross_entropy(op, x, t, {**values, name: value + step * along})
+            for step in (STEP, -STEP)
+        )
+        slope = (up - down) / (2 * STEP)
+        assert abs(float((result.gradients[name] * along).sum()) - slope) < CLOSE
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_both_matrices_of_a_step_are_layers_used_once_a_step(op: str) -> None:
+    engine = ke.Engine.from_onnx(classifier(op), loss="categorical")
+    used = {
+        layer.parameters[0]: len(layer.inputs)
+        for layer in engine.layers
+        if layer.kind == "fully_connected_multi"
+    }
+    assert used == {"W": STEPS, "R": STEPS}
+    covered = {name for layer in engine.layers for name in layer.parameters if not layer.reason}
+    assert covered == set(weights(op))
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_natural_gradients_train_it(op: str) -> None:
+    x, t = batch()
+    engine = ke.Engine.from_onnx(classifier(op), loss="categorical", damping=1e-2)
+    losses = []
+    for _ in range(20):
+        result = engine.step({"x": x}, t)
+        losses.append(result.loss)
+        steps = result.natural_gradients
+        engine.set_parameters({n: a - 0.2 * steps[n] for n, a in engine.parameters.items()})
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_its_gradient_is_a_valid_file(op: str) -> None:
+    gradient = ke.differentiate(classifier(op), loss="categorical")
+    checker.check_model(gradient, full_check=True)
