@@ -329,3 +329,19 @@ def test_damaged_models_load_or_raise_one_of_our_errors() -> None:
             outcomes["graph"] += 1
     # Both happen, so the damage is neither always fatal nor always harmless.
     assert min(outcomes.values()) > 50, outcomes
+
+
+@pytest.mark.parametrize(("op", "operands"), [("Max", ["x", ""]), ("Concat", ["", "x"])])
+def test_operands_that_cannot_be_left_out_are_missed(op: str, operands: list[str]) -> None:
+    """ONNX Runtime 1.31 ends the process on such a Max."""
+    attributes = {"axis": 0} if op == "Concat" else {}
+    node = helper.make_node(op, operands, ["y"], name="short", **attributes)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [value("x", TensorProto.FLOAT, [2])],
+        [value("y", TensorProto.FLOAT, None)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    check(model, ModelError, (f"operand {operands.index('')}", op, "cannot be left out"))
