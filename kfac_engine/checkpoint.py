@@ -8,7 +8,7 @@ recomputing them at load would not give the stale ones back.
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors.numpy import save
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.factors.base import FisherFactor
+from kfac_engine.graph.files import ModelFiles
 
 FORMAT_VERSION = 1
 
@@ -102,17 +103,35 @@ def load_state(
     return State(int(header["counter"]), json.loads(header["generator"]), values, statistics)
 
 
+def write_model(path: str | Path, files: ModelFiles) -> None:
+    """Write a model, and the file beside it if there is one; each is the old one or the new one.
+
+    A crash between the two leaves the old message beside new weights, which it fits if it was
+    written here from the same graph.
+
+    Raises:
+        InputError: The folder does not exist or cannot be written.
+    """
+    if files.tensors:
+        _write_chunks(Path(path).with_name(files.location), files.data())
+    write_atomically(path, files.message)
+
+
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one.
 
     Raises:
         InputError: The folder does not exist or cannot be written.
     """
+    _write_chunks(path, (data,))
+
+
+def _write_chunks(path: str | Path, chunks: Iterable[bytes | memoryview]) -> None:
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:
-            file.write(data)
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)

@@ -24,16 +24,15 @@ from kfac_engine.assembly import (
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.blocks.base import uses
-from kfac_engine.checkpoint import State, load_state, save_state, write_atomically
+from kfac_engine.checkpoint import State, load_state, save_state, write_model
 from kfac_engine.collection import LayerCollection
 from kfac_engine.config import Schedule
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.estimator import FisherEstimator
-from kfac_engine.graph.export import export_model
+from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.ties import Tie, find_ties, spread
 from kfac_engine.graph.widen import GradientDType
-from kfac_engine.graph.write import serialize
 from kfac_engine.heads import LossChoice, LossOptions
 from kfac_engine.inspection import (
     LayerReport,
@@ -285,10 +284,13 @@ class Engine:
         self._model.set_parameters(values)
 
     def export(self, path: str | Path) -> None:
-        """Write the model with current parameters and buffers, otherwise as its file spells it."""
+        """Write the model with current parameters and buffers, otherwise as its file spells it.
+
+        Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
+        """
         values = {**spread(self._model.ties, self._model.parameters), **self._model.buffers}
-        proto = export_model(self._model.loaded, values)
-        write_atomically(path, serialize(proto))
+        location = f"{Path(path).name}.data"
+        write_model(path, export_files(self._model.loaded, values, location))
 
     def save(self, path: str | Path) -> None:
         """Write averages, inverses, counters, generator state and parameters, to resume exactly."""

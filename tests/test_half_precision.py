@@ -19,7 +19,6 @@ from tests.graph.running import run_graph
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LOSSES = {
     "mlp": "categorical",
-    "cnn": "categorical",
     "layer_norm": "normal",
     "embedding": "categorical",
     "resnet_block": "normal",

@@ -112,6 +112,7 @@ class SampleRun:
             graph.opset,
             name=graph.name,
             domains=graph.domains,
+            once=True,
         )
         what = f"a sample run of '{graph.name}'"
         self._session = Session(model, threads=0, optimize=False, what=what)
@@ -188,6 +189,7 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
             graph.opset,
             name=graph.name,
             domains=graph.domains,
+            once=True,
         )
         what = f"a measuring run of '{graph.name}'"
         return Session(model, threads=0, optimize=False, what=what)

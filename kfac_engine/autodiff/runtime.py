@@ -26,9 +26,6 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
-# Kernels like constant weights in a form of their own: quicker, but a second copy.
-_MOST_PACKED_BYTES = 1 << 30
-
 _FAILURES = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -67,15 +64,10 @@ class Session:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        size = sum(array.nbytes for array in model.shared.values())
-        if not optimize or size > _MOST_PACKED_BYTES:
-            options.add_session_config_entry("session.disable_prepacking", "1")
         self._what = what
-        # The values view the arrays' memory: both live as long as the session.
-        self._shared = {
-            name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in model.shared.items()
-        }
-        options.add_external_initializers(list(self._shared), list(self._shared.values()))
+        self._fed = _values(model.fed)
+        copied = _values(model.copied)
+        options.add_external_initializers(list(copied), list(copied.values()))
         try:
             self._session = ort.InferenceSession(
                 model.proto, options, providers=["CPUExecutionProvider"]
@@ -105,10 +97,7 @@ class Session:
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
         """
-        values = {
-            name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-            for name, array in feeds.items()
-        }
+        values = _values(feeds) | self._fed
         try:
             results = self._session.run_with_ort_values(list(outputs), values)
         except _FAILURES as failure:
@@ -120,6 +109,14 @@ class Session:
             name: np.from_dlpack(value).view(self.output_dtypes[name])
             for name, value in zip(outputs, results, strict=True)
         }
+
+
+def _values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
+    """Views of the arrays, which they keep alive; copies of those that are not contiguous."""
+    return {
+        name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        for name, array in arrays.items()
+    }
 
 
 def _reason(failure: Exception) -> str:

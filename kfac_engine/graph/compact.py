@@ -1,11 +1,12 @@
-"""Models for a runtime in the same process, which reads large constants where they lie.
+"""Models for a runtime in the same process, which is handed large constants beside the message.
 
 Written into the message they would be copied twice, and a message ends at 2 GB. Here they are
-declared as external data, and their arrays are handed to the session beside the message.
+declared as external data, which ONNX Runtime copies once, into the form its kernels like; or as
+inputs, which it reads where they lie.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from onnx import TensorProto, helper
@@ -20,21 +21,26 @@ _SMALL_BYTES = 4096
 # The runtime takes arrays of NumPy's own types; packed and half types stay in the message.
 _SHARED_KINDS = "biuf"
 
+# With more constants than this, a copy is worth more than quicker kernels.
+_MOST_COPIED_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class CompactModel:
-    """A model in two parts.
+    """A model in parts.
 
     Attributes:
         proto: The serialized message.
-        shared: Constants that it declares, but does not hold; contiguous.
+        copied: Constants that it declares as external data; contiguous.
+        fed: Constants that it declares as inputs.
     """
 
     proto: bytes
-    shared: Mapping[str, Array]
+    copied: Mapping[str, Array] = field(default_factory=dict)
+    fed: Mapping[str, Array] = field(default_factory=dict)
 
 
-def compact_model(
+def compact_model(  # noqa: PLR0913 (those of build_model, and one)
     nodes: Sequence[Node],
     inputs: Sequence[Input],
     outputs: Sequence[Input | str],
@@ -43,30 +49,35 @@ def compact_model(
     *,
     name: str = "model",
     domains: Mapping[str, int] | None = None,
+    once: bool = False,
 ) -> CompactModel:
-    """A model made of ``nodes``; the arguments are those of ``build_model``.
+    """A model made of ``nodes``; the first arguments are those of ``build_model``.
 
     Args:
         nodes: In topological order.
         inputs: What is fed.
         outputs: What can be fetched.
-        constants: Large ones are shared, small ones become initializers.
+        constants: Small ones become initializers.
         opset: Version of the standard operator set.
         name: Name of the graph, for messages.
         domains: Versions of other operator domains in use.
+        once: Whether the model is run but once, so that no constant is worth a copy.
 
     Returns:
-        Message and shared constants.
+        The message, and the large constants.
 
     Raises:
         ModelError: The message is larger than 2 GB.
     """
     large = {key: array for key, array in constants.items() if _is_large(array)}
     small = {key: array for key, array in constants.items() if key not in large}
-    model = build_model(nodes, inputs, outputs, small, opset, name=name, domains=domains)
-    model.graph.initializer.extend(_declaration(key, array) for key, array in large.items())
-    shared = {key: np.ascontiguousarray(array) for key, array in large.items()}
-    return CompactModel(serialize(model), shared)
+    size = sum(array.nbytes for array in large.values())
+    copied, fed = ({}, large) if once or size > _MOST_COPIED_BYTES else (large, {})
+    given = [*inputs, *(Input(key, array.dtype, array.shape) for key, array in fed.items())]
+    model = build_model(nodes, given, outputs, small, opset, name=name, domains=domains)
+    model.graph.initializer.extend(_declaration(key, array) for key, array in copied.items())
+    contiguous = {key: np.ascontiguousarray(array) for key, array in copied.items()}
+    return CompactModel(serialize(model), contiguous, fed)
 
 
 def _is_large(array: Array) -> bool:

@@ -8,6 +8,7 @@ from onnx import helper
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
+from kfac_engine.graph.files import ModelFiles, model_files
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.widen import in_types
 from kfac_engine.graph.write import tensor
@@ -30,11 +31,39 @@ def export_model(model: LoadedModel, values: Mapping[str, Array]) -> onnx.ModelP
         NonFiniteError: A value does not fit the file's element type.
         UnsupportedError: The constant sits inside a function or a branch of the file.
     """
+    result, constants = _with_nodes(model, values)
+    for entry in result.graph.initializer:
+        entry.CopyFrom(tensor(constants[entry.name], entry.name))
+    return result
+
+
+def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
+    """Files of the model as its own file spells it, with other values for some of its constants.
+
+    Args:
+        model: From ``load_model``.
+        values: As for ``export_model``.
+        location: Name of a second file, for weights that one message cannot hold.
+
+    Returns:
+        What to write.
+
+    Raises:
+        UnknownNameError: The model has no such constant.
+        ShapeError: A value does not have the shape of the constant.
+        NonFiniteError: A value does not fit the file's element type.
+        UnsupportedError: The constant sits inside a function or a branch of the file.
+    """
+    return model_files(*_with_nodes(model, values), location)
+
+
+def _with_nodes(
+    model: LoadedModel, values: Mapping[str, Array]
+) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """The file's message with new values where nodes hold them, and what its initializers hold."""
     constants = in_types({**model.graph.constants, **_checked(model, values)}, model.stored)
     result = onnx.ModelProto()
     result.CopyFrom(model.template)
-    for entry in result.graph.initializer:
-        entry.CopyFrom(tensor(constants[entry.name], entry.name))
     written = {entry.name for entry in result.graph.initializer}
     for node in result.graph.node:
         made = [name for name in node.output if name in values]
@@ -47,7 +76,7 @@ def export_model(model: LoadedModel, values: Mapping[str, Array]) -> onnx.ModelP
             f"'{inner[0]}' lies inside a function or an If of the file, so it cannot be written "
             f"back; export the model again without functions."
         )
-    return result
+    return result, constants
 
 
 def _checked(model: LoadedModel, values: Mapping[str, Array]) -> dict[str, Array]:

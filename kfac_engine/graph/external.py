@@ -17,6 +17,11 @@ from kfac_engine.errors import ModelError, UnsupportedError
 _PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
 
 
+def is_packed(dtype: DType) -> bool:
+    """Whether several elements of this type share a byte."""
+    return dtype.name.startswith(_PACKED)
+
+
 class ExternalData:
     """The files beside one model, each mapped once however many tensors it holds.
 
@@ -51,7 +56,7 @@ class ExternalData:
         shape = tuple(tensor.dims)
         if any(side < 0 for side in shape):
             raise ModelError(f"{what} has a negative side in its shape {list(shape)}.")
-        if dtype.name.startswith(_PACKED):
+        if is_packed(dtype):
             raise UnsupportedError(f"{what} holds packed {dtype.name} values in external data.")
         needed = math.prod(shape) * dtype.itemsize
         if length not in {0, needed} or offset + needed > data.size:

@@ -1,0 +1,72 @@
+"""Weights that one message cannot hold lie in a second file, where onnx itself finds them."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+import kfac_engine as ke
+from kfac_engine.errors import InputError
+from kfac_engine.graph.load import load_graph
+from tests import models
+from tests.graph.running import run_model
+
+
+@pytest.fixture
+def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that the small models of the tests exceed, with weights small enough to pass it."""
+    monkeypatch.setattr("kfac_engine.graph.files._MOST_INLINE", 1000)
+    monkeypatch.setattr("kfac_engine.graph.files._SMALL_BYTES", 100)
+
+
+@pytest.mark.usefixtures("short_messages")
+def test_large_model_is_exported_into_two_files_that_onnx_reads(tmp_path: Path) -> None:
+    model = models.cnn()
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    weight = np.full_like(engine.parameters["conv0.weight"], 0.25)
+    engine.set_parameters({"conv0.weight": weight})
+    path = tmp_path / "model.onnx"
+    engine.export(path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    onnx.checker.check_model(path, full_check=True)
+    assert path.stat().st_size < (tmp_path / "model.onnx.data").stat().st_size
+    written = {e.name: numpy_helper.to_array(e) for e in onnx.load(path).graph.initializer}
+    for entry in model.graph.initializer:
+        expected = weight if entry.name == "conv0.weight" else numpy_helper.to_array(entry)
+        np.testing.assert_array_equal(written[entry.name], expected)
+
+
+@pytest.mark.usefixtures("short_messages")
+def test_exported_weights_are_mapped_where_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    ke.Engine.from_onnx(models.cnn(), loss="categorical").export(path)
+    weight = load_graph(path).constants["conv0.weight"]
+    assert weight.ctypes.data % 64 == 0
+    assert not weight.flags.owndata
+
+
+@pytest.mark.usefixtures("short_messages")
+def test_model_can_be_exported_over_the_files_it_was_read_from(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    ke.Engine.from_onnx(models.cnn(), loss="categorical").export(path)
+    engine = ke.Engine.from_onnx(path, loss="categorical")
+    before = engine.parameters
+    engine.set_parameters({"conv1.bias": before["conv1.bias"] + 1})
+    engine.export(path)
+    after = ke.Engine.from_onnx(path, loss="categorical").parameters
+    np.testing.assert_array_equal(after["conv1.bias"], before["conv1.bias"] + 1)
+    np.testing.assert_array_equal(after["conv1.weight"], before["conv1.weight"])
+    feeds = models.random_inputs(models.cnn())
+    expected = run_model(onnx.load(path).SerializeToString(), feeds)["output"]
+    np.testing.assert_allclose(ke.load_model(path).run(feeds)["output"], expected, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("short_messages")
+def test_failed_export_leaves_no_file_behind(tmp_path: Path) -> None:
+    engine = ke.Engine.from_onnx(models.cnn(), loss="categorical")
+    (tmp_path / "model.onnx").mkdir()
+    with pytest.raises(InputError, match="cannot write"):
+        engine.export(tmp_path / "model.onnx")
+    assert [entry.name for entry in tmp_path.iterdir() if entry.suffix == ".tmp"] == []

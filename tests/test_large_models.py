@@ -1,0 +1,118 @@
+"""A model of more than 2 GB, whose weights stay where they are: in a file that is mapped."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+ROOT = Path(__file__).parents[1]
+
+# A table that is larger than any message can be: 2.2 GB, as a sparse file of a few kilobytes.
+ROWS, WIDTH, CLASSES = 8_600_000, 64, 3
+SIZE = ROWS * WIDTH * 4
+FILLED = 5  # the last rows, which the batch reads
+
+# Python with the libraries takes 150 MB.
+MOST_BYTES = 500_000_000
+
+MEASURED = """
+import json, resource, sys
+import numpy as np
+import kfac_engine as ke
+path, batch = sys.argv[1:]
+engine = ke.Engine.from_onnx(path, loss="categorical", trainable=["fc.*"])
+ids = np.load(batch)
+result = engine.step({"input": ids}, np.arange(len(ids)) % 3)
+engine.memory(len(ids))
+print(json.dumps({
+    "gradient": result.gradients["fc.weight"].tolist(),
+    "layers": [layer.kind for layer in engine.layers],
+    "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``model.onnx``, its weights, a batch and the classifier's weights."""
+    where = tmp_path_factory.mktemp("large")
+    if shutil.disk_usage(where).free < 1 << 30:
+        pytest.skip("the disk has less than 1 GB left")
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((WIDTH, CLASSES)).astype(np.float32)
+    rows = rng.standard_normal((FILLED, WIDTH)).astype(np.float32)
+    with (where / "weights.bin").open("wb") as file:
+        file.truncate(SIZE)
+        file.seek(SIZE - rows.nbytes)
+        file.write(rows.tobytes())
+    onnx.save(_model(weight), where / "model.onnx")
+    np.save(where / "ids.npy", ROWS - FILLED + np.arange(FILLED, dtype=np.int64)[:, None])
+    np.savez(where / "truth.npz", weight=weight, rows=rows)
+    return where
+
+
+def _model(weight: np.ndarray) -> onnx.ModelProto:
+    table = TensorProto(
+        name="table",
+        data_type=TensorProto.FLOAT,
+        dims=(ROWS, WIDTH),
+        data_location=TensorProto.EXTERNAL,
+    )
+    table.external_data.add(key="location", value="weights.bin")
+    nodes = [
+        helper.make_node("Gather", ["table", "input"], ["rows"]),
+        helper.make_node("Flatten", ["rows"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "fc.weight"], ["output"]),
+    ]
+    ids = helper.make_tensor_value_info("input", TensorProto.INT64, ["batch", 1])
+    logits = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", CLASSES])
+    weights = [table, numpy_helper.from_array(weight, "fc.weight")]
+    graph = helper.make_graph(nodes, "large", [ids], [logits], weights)
+    opset = [helper.make_opsetid("", 18)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=10)
+
+
+def _gradient(folder: Path) -> np.ndarray:
+    """Of the mean cross-entropy with targets 0, 1, 2, 0, 1: closed form, in float64."""
+    truth = {
+        name: array.astype(np.float64) for name, array in np.load(folder / "truth.npz").items()
+    }
+    z = truth["rows"] @ truth["weight"]
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    p[np.arange(FILLED), np.arange(FILLED) % CLASSES] -= 1
+    return truth["rows"].T @ p / FILLED
+
+
+@pytest.mark.slow
+def test_weights_of_a_large_model_are_never_copied(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, folder / "model.onnx", folder / "ids.npy"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    np.testing.assert_allclose(found["gradient"], _gradient(folder), rtol=1e-4, atol=1e-6)
+    assert found["layers"] == ["fully_connected"]
+    assert found["peak"] < MOST_BYTES
+
+
+@pytest.mark.slow
+def test_large_model_is_preconditioned_from_the_command_line(folder: Path) -> None:
+    from safetensors.numpy import load_file
+
+    np.save(folder / "targets.npy", np.arange(FILLED) % CLASSES)
+    subprocess.run(
+        [sys.executable, "-m", "kfac_engine", "precondition", "model.onnx", "--inputs", "ids.npy",
+         "--targets", "targets.npy", "--trainable", "fc.*", "-o", "out.safetensors"],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
+    )  # fmt: skip
+    found = load_file(folder / "out.safetensors")
+    np.testing.assert_allclose(found["gradient/fc.weight"], _gradient(folder), rtol=1e-4, atol=1e-6)
+    assert np.isfinite(found["natural_gradient/fc.weight"]).all()
