@@ -255,7 +255,7 @@ REFUSED = {
                       " columns = Cast <to = 7> (top)"),
         "'Loop_3': data decides how often it runs, by way of 'columns'",
     ),
-    "limit": (RECURRENCE.replace("m = {4}", "m = {5000}"), "runs more than 2048 times"),
+    "limit": (RECURRENCE.replace("m = {4}", "m = {5000}"), "runs more than 1024 times"),
     "branch": (DATA_BRANCH, "If at node 'If_4': its condition depends on data"),
 }  # fmt: skip
 

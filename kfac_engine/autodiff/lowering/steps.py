@@ -6,9 +6,9 @@ from dataclasses import replace
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.graph.structure import Node
 
-# Every step becomes some ten to twenty nodes, and as many again in the backward graph, and ONNX
-# Runtime takes milliseconds for each when it builds a session.
-MOST_STEPS = 2048
+# A step of an LSTM becomes fifteen nodes and, with its derivative, fifty. ONNX Runtime takes some
+# tenths of a millisecond for each when it builds a session, and longer the more there are.
+MOST_STEPS = 1024
 
 
 def taken_apart(pen: Pen, node: Node, value: str, axis: int) -> tuple[str, ...]:
