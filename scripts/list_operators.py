@@ -172,10 +172,12 @@ that pass of those that apply.
 | operator | versions | how | tests |
 |---|---|---|---|"""
 FUSED = """
-## Operators of ONNX Runtime
+## Operators of other domains
 
-Those of `com.microsoft` that run on the CPU and have no row are refused by name. Attention is
-covered without a shared cache; quantized operators are refused.
+Those of ONNX Runtime's `com.microsoft` that run on the CPU and have no row are refused by name.
+Attention is covered without a shared cache; quantized operators are refused. Of `ai.onnx.ml`, linear
+models, scalers, normalizers and choices of columns are read as standard operators, their weights as
+parameters; trees change in jumps; the others are refused.
 
 | operator | how |
 |---|---|"""

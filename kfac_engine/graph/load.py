@@ -26,6 +26,7 @@ from kfac_engine.graph.canonicalise import (
     unify_standard_domain,
     upgrade,
 )
+from kfac_engine.graph.classic import spell_out
 from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.newer import executable
@@ -119,7 +120,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     stored |= widen(working.graph, constants)
     return LoadedModel(
         graph=Graph(
-            nodes=tuple(canonical_nodes(working.graph.node)),
+            nodes=spell_out(canonical_nodes(working.graph.node), constants),
             inputs=tuple(_inputs(working.graph.input, constants, stored)),
             outputs=tuple(entry.name for entry in working.graph.output),
             constants=constants,

@@ -47,6 +47,8 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
     ConstantOfShape Equal EyeLike Floor Greater GreaterOrEqual Hardmax IsInf IsNaN Less LessOrEqual
     MelWeightMatrix Multinomial NonMaxSuppression NonZero Not Or RandomNormal RandomNormalLike
     RandomUniform RandomUniformLike Round Shape Sign Size Xor
+    ai.onnx.ml::Binarizer ai.onnx.ml::LabelEncoder ai.onnx.ml::TreeEnsemble
+    ai.onnx.ml::TreeEnsembleClassifier ai.onnx.ml::TreeEnsembleRegressor
     """.split()  # noqa: SIM905 (a list literal would be forty lines)
 )
 

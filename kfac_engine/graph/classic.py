@@ -1,0 +1,158 @@
+"""Linear models of ``ai.onnx.ml``, whose weights are attributes: in operators with operands.
+
+scikit-learn's models come in these. Their weights become constants, and so parameters.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.structure import AttributeValue, Node
+
+_FLOAT = 1  # TensorProto.FLOAT
+
+
+@dataclass
+class Spelled:
+    """Nodes that stand for one node.
+
+    Attributes:
+        node: What they stand for.
+        nodes: Grows as they are written.
+        constants: Values that they read, by name.
+    """
+
+    node: Node
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[str, Array] = field(default_factory=dict)
+
+    def op(self, op: str, *inputs: str, made: str = "", **attributes: AttributeValue) -> str:
+        """Add a node with one result, called ``made`` if that is given; returns its name."""
+        name = made or f"{self.node.outputs[0]}.{op}_{len(self.nodes)}"
+        label = f"{self.node.name}.{op}_{len(self.nodes)}"
+        self.nodes.append(Node(op, inputs, (name,), attributes, label))
+        return name
+
+    def constant(self, label: str, value: Array) -> str:
+        """A constant named after its place in the file."""
+        name = f"{self.node.name}.{label}"
+        value.flags.writeable = False
+        self.constants[name] = value
+        return name
+
+    def numbers(self, name: str) -> Array:
+        """An attribute that lists numbers; empty if it is not there."""
+        return np.array(self.node.attributes.get(name, ()), np.float32)
+
+
+def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
+    """``nodes`` with those of linear models in standard operators.
+
+    Args:
+        nodes: In topological order.
+        constants: Grows by the weights, called ``<node>.coefficients`` and so on.
+
+    Returns:
+        The nodes, in topological order.
+
+    Raises:
+        UnsupportedError: A linear model has an output function that is not covered.
+    """
+    result: list[Node] = []
+    for node in nodes:
+        spell = _SPELLINGS.get(node.qualified_op)
+        if spell is None or (spell is _linear_classifier and not _has_score_for_each_class(node)):
+            result.append(node)
+            continue
+        spelled = Spelled(node)
+        spell(spelled)
+        result += spelled.nodes
+        constants |= spelled.constants
+    return tuple(result)
+
+
+def _scaler(s: Spelled) -> None:
+    """``(x − offset) · scale``."""
+    offset = s.constant("offset", s.numbers("offset"))
+    scale = s.constant("scale", s.numbers("scale"))
+    s.op("Mul", s.op("Sub", _floats(s), offset), scale, made=s.node.outputs[0])
+
+
+def _linear_regressor(s: Spelled) -> None:
+    """``x Wᵀ + b``."""
+    targets = s.node.attributes.get("targets", 1)
+    _transformed(s, _product(s, int(str(targets))), s.node.outputs[0])
+
+
+def _linear_classifier(s: Spelled) -> None:
+    """Scores ``x Wᵀ + b``, of each class one, and an output function."""
+    labels, scores = s.node.outputs
+    # What finds the labels stays; its scores are read by nobody.
+    s.nodes.append(replace(s.node, outputs=(labels, f"{scores}.unread")))
+    _transformed(s, _product(s, s.numbers("intercepts").size), scores)
+
+
+def _has_score_for_each_class(node: Node) -> bool:
+    """Where there is one score for two classes, the output function makes the other."""
+    given = (node.attributes.get(f"classlabels_{kind}", ()) for kind in ("ints", "strings"))
+    classes = sum(len(labels) for labels in given if isinstance(labels, tuple))
+    intercepts = node.attributes.get("intercepts", ())
+    return isinstance(intercepts, tuple) and len(intercepts) == classes
+
+
+def _normalizer(s: Spelled) -> None:
+    """Rows over their largest entry, their sum of sizes or their length; rows of zeros stay."""
+    x = _floats(s)
+    axis = s.constant("axis", np.array([1]))
+    norm = str(s.node.attributes.get("norm", "MAX"))
+    measure = s.op(_NORMS[norm], x, axis, keepdims=1)
+    zero, one = (s.constant(name, np.array(n, np.float32)) for name, n in (("zero", 0), ("one", 1)))
+    divisor = s.op("Where", s.op("Equal", measure, zero), one, measure)
+    s.op("Div", x, divisor, made=s.node.outputs[0])
+
+
+_NORMS = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}
+
+
+def _array_feature_extractor(s: Spelled) -> None:
+    """Columns, chosen by number."""
+    x, places = s.node.inputs
+    flat = s.op("Reshape", places, s.constant("flat", np.array([-1])))
+    s.op("Gather", x, flat, made=s.node.outputs[0], axis=-1)
+
+
+def _product(s: Spelled, rows: int) -> str:
+    weights = s.constant("coefficients", s.numbers("coefficients").reshape(rows, -1))
+    intercepts = s.numbers("intercepts")
+    operands = [_floats(s), weights]
+    operands += [s.constant("intercepts", intercepts)] if intercepts.size else []
+    return s.op("Gemm", *operands, transB=1)
+
+
+def _transformed(s: Spelled, scores: str, made: str) -> None:
+    transform = str(s.node.attributes.get("post_transform", "NONE"))
+    if transform not in _TRANSFORMS:
+        raise UnsupportedError(
+            f"node '{s.node.name}' ({s.node.qualified_op}) has post_transform '{transform}'; only "
+            f"{', '.join(_TRANSFORMS)} are covered."
+        )
+    s.op(_TRANSFORMS[transform], scores, made=made)
+
+
+_TRANSFORMS = {"NONE": "Identity", "SOFTMAX": "Softmax", "LOGISTIC": "Sigmoid"}
+
+
+def _floats(s: Spelled) -> str:
+    return s.op("Cast", s.node.inputs[0], to=_FLOAT)
+
+
+_SPELLINGS: Mapping[str, Callable[[Spelled], None]] = {
+    "ai.onnx.ml::ArrayFeatureExtractor": _array_feature_extractor,
+    "ai.onnx.ml::LinearClassifier": _linear_classifier,
+    "ai.onnx.ml::LinearRegressor": _linear_regressor,
+    "ai.onnx.ml::Normalizer": _normalizer,
+    "ai.onnx.ml::Scaler": _scaler,
+}

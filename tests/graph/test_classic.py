@@ -1,0 +1,79 @@
+"""Linear models of the classical domain compute the same once their weights are operands."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+import kfac_engine as ke
+from kfac_engine.graph.load import load_graph
+from tests.graph.running import run_graph, run_model
+
+DOMAIN = "ai.onnx.ml"
+# Sums of three products, in float32, by two programs.
+CLOSE = 1e-5
+RNG = np.random.default_rng(0)
+WEIGHTS = [float(number) for number in RNG.normal(size=6)]
+X = RNG.normal(size=(4, 3)).astype(np.float32)
+X[1] = 0
+
+
+def classical(op, outputs=("y",), dtype=TensorProto.FLOAT, operands=("x",), **attributes):
+    node = helper.make_node(op, operands, outputs, name="model", domain=DOMAIN, **attributes)
+    graph = helper.make_graph(
+        [node],
+        op,
+        [helper.make_tensor_value_info("x", dtype, ["n", 3])],
+        [helper.make_tensor_value_info(outputs[-1], TensorProto.FLOAT, None)],
+        [helper.make_tensor("places", TensorProto.INT64, [2], [2, 0])] if len(operands) > 1 else [],
+    )
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, 3)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def classifier(**attributes):
+    return classical(
+        "LinearClassifier",
+        ("label", "y"),
+        coefficients=WEIGHTS,
+        intercepts=[0.1, -0.2],
+        classlabels_ints=[0, 1],
+        **attributes,
+    )
+
+
+CASES = {
+    "scaler": classical("Scaler", offset=[0.1, 0.2, 0.3], scale=[1.0, 2.0, 3.0]),
+    "scaler_of_whole_numbers": classical(
+        "Scaler", dtype=TensorProto.INT64, offset=[0.1], scale=[2.0]
+    ),
+    "regressor": classical("LinearRegressor", coefficients=WEIGHTS[:3], intercepts=[0.5]),
+    "regressor_of_two": classical("LinearRegressor", coefficients=WEIGHTS, targets=2),
+    "classifier": classifier(),
+    "classifier_softmax": classifier(post_transform="SOFTMAX"),
+    "classifier_logistic": classifier(post_transform="LOGISTIC"),
+    "normalizer_l1": classical("Normalizer", norm="L1"),
+    "normalizer_l2": classical("Normalizer", norm="L2"),
+    "columns": classical("ArrayFeatureExtractor", operands=("x", "places")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_runtimes_own_kernel(name):
+    model = CASES[name]
+    graph = load_graph(model)
+    (entry,) = graph.inputs
+    feeds = {"x": X.astype(entry.dtype)}
+    expected = run_model(model.SerializeToString(), feeds)["y"]
+    np.testing.assert_allclose(run_graph(graph, feeds)["y"], expected, CLOSE, CLOSE)
+    assert all(node.domain == "" or node.outputs[0] == "label" for node in graph.nodes)
+
+
+def test_weights_of_a_classifier_can_be_trained():
+    engine = ke.Engine.from_onnx(CASES["classifier"], loss="categorical", output="y")
+    assert {layer.kind for layer in engine.layers} == {"fully_connected"}
+    assert engine.parameters["model.coefficients"].shape == (2, 3)
+
+
+def test_another_output_function_is_refused_by_name():
+    with pytest.raises(ke.UnsupportedError, match=r"'model'.*PROBIT"):
+        load_graph(classifier(post_transform="PROBIT"))
