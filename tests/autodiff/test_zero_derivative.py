@@ -57,4 +57,5 @@ def test_a_near_operand_gives_the_same_result(op):
 
 
 def test_every_such_operator_with_numbers_for_results_has_a_case():
-    assert {op for op in ZERO_DERIVATIVE if gives_floats(op)} == {*_STEPS, *_WITHOUT_OPERANDS}
+    standard = {op for op in ZERO_DERIVATIVE if "::" not in op}
+    assert {op for op in standard if gives_floats(op)} == {*_STEPS, *_WITHOUT_OPERANDS}
