@@ -303,7 +303,8 @@ class OnnxModel:
     def _computed_from_constants(self) -> frozenset[str]:
         known = set(self.graph.constants)
         for node in self.graph.nodes:
-            if known.issuperset(filter(None, (*node.inputs, *node.captures))):
+            operands = node.inputs[:1] if node.op == "CastLike" else node.inputs
+            if known.issuperset(filter(None, (*operands, *node.captures))):
                 known.update(node.outputs)
         return frozenset(known - {""})
 

@@ -15,7 +15,7 @@ import numpy as np
 from kfac_engine.autodiff.contraction import Letters, write_product
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules.attributes import integer, number, text
-from kfac_engine.autodiff.weights import merged, moved, of_data, unscaled
+from kfac_engine.autodiff.weights import merged, moved, of_data, settled, unscaled
 from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
@@ -35,7 +35,7 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
     Returns:
         The graph, the given one where nothing changes; new values are called after their node.
     """
-    graph, facts = unscaled(merged(graph, parameters), facts, parameters)
+    graph, facts = unscaled(merged(settled(graph, parameters), parameters), facts, parameters)
     weights, data = moved(graph, parameters), of_data(graph)
     written: dict[str, Sequence[Node]] = {}
     constants = dict(graph.constants)
@@ -98,11 +98,13 @@ def _matmul(pen: Pen, node: Node, index: int) -> None:
     names = node.inputs[1 - index], node.inputs[index]
     shapes = [pen.facts[name].shape for name in names]
     fine = len(shapes[1]) == 2 and (index == 1 or len(shapes[0]) > 2)
-    if fine or min(len(shape) for shape in shapes) < 2:
+    if fine or len(shapes[0]) < 2:
         return
     rank = max(len(shape) for shape in shapes)
     outer = ascii_lowercase[: rank - 2]
     inner = ("XS", "SY", "XY") if index == 1 else ("SY", "XS", "XY")
+    if len(shapes[1]) == 1:  # one number a row: the weight is a column
+        inner = (inner[0], "S", inner[0].replace("S", ""))
     letters = Letters(*(outer + pair for pair in inner))
     _contract(pen, names, shapes, letters, node.outputs[0])
 

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.autodiff.runtime import Session
+from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.moves import MOVES
 from kfac_engine.graph.structure import Fact, Graph, Node
 
@@ -15,6 +18,9 @@ _PRODUCTS: Mapping[str, Mapping[int, int]] = {
     "Gemm": {0: 1, 1: 0},
     "MatMul": {0: 1, 1: 0},
 }
+
+_SCALINGS = frozenset({"Mul", "Div"})
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "Dropout"})
 
 
 def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
@@ -33,6 +39,54 @@ def of_data(graph: Graph) -> frozenset[str]:
         if not found.isdisjoint((*node.inputs, *node.captures)):
             found.update(node.outputs)
     return frozenset(found - {""})
+
+
+def settled(graph: Graph, parameters: Set[str]) -> Graph:
+    """The same function; numbers that a weight is cut, turned or scaled by are constants.
+
+    Args:
+        graph: Canonical graph.
+        parameters: Names of the weights.
+
+    Returns:
+        The graph; the given one where all of them are constants already.
+    """
+    weights = moved(graph, parameters)
+    known = _without_data(graph, parameters)
+    wanted = {
+        name
+        for node in graph.nodes
+        if not node.domain and node.op in MOVES | _SCALINGS and weights.intersection(node.inputs)
+        for name in node.inputs
+        if name in known and name not in graph.constants
+    }
+    if not wanted:
+        return graph
+    nodes = needed(graph.nodes, wanted)
+    reads = {name for node in nodes for name in node.inputs}
+    held = {name: array for name, array in graph.constants.items() if name in reads}
+    model = compact_model(nodes, [], list(wanted), held, graph.opset)
+    found = Session(model, threads=1, what="numbers that weights are cut by").run(list(wanted), {})
+    names = {name: f"{name}/settled" for name in wanted}
+    constants = {names[name]: array for name, array in found.items()}
+    return replace(
+        graph,
+        nodes=tuple(
+            replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
+            for node in graph.nodes
+        ),
+        constants={**graph.constants, **constants},
+    )
+
+
+def _without_data(graph: Graph, parameters: Set[str]) -> frozenset[str]:
+    """Values that standard operators compute of constants which are not trained, without chance."""
+    known = graph.constants.keys() - parameters
+    for node in graph.nodes:
+        plain = not node.domain and not node.captures and not node.op.startswith("Random")
+        if plain and node.op not in _RANDOM and known.issuperset(filter(None, node.inputs)):
+            known.update(node.outputs)
+    return frozenset(known - {""})
 
 
 def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
@@ -142,7 +196,7 @@ def _factor(
     node: Node, constants: Mapping[str, Array], weights: Set[str], parameters: Set[str]
 ) -> _Factor | None:
     """The number that a node multiplies a weight by."""
-    if node.domain or node.op not in ("Mul", "Div"):
+    if node.domain or node.op not in _SCALINGS:
         return None
     number, weight = node.inputs[::-1] if node.inputs[0] in weights else node.inputs
     if weight not in weights or number not in constants or number in parameters:

@@ -1,7 +1,9 @@
 """Operators that move the entries of an array about and change none."""
 
 # All of the first operand's entries, each once.
-RELAYS = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+RELAYS = frozenset(
+    {"Cast", "CastLike", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
 
 # Some of them.
 MOVES = RELAYS | {"Gather", "Slice", "Split"}

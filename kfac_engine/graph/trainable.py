@@ -53,6 +53,20 @@ _SETTINGS: Mapping[tuple[str, int], str] = {
     },
 }
 
+# Operators with these in their names compute with whole numbers; floats among their operands are
+# scales.
+_QUANTIZED = (
+    "BlockQuantized", "DequantizeLinear", "IntegerToFloat", "MatMulBnb4", "MatMulFpQ4",
+    "MatMulNBits", "QAttention", "QLinear", "QMoE", "QuantizeLSTM", "QuantizeLinear",
+    "QuantizeMatMul",
+)  # fmt: skip
+_WHOLE = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
+
+# Where operators for classical models keep their weights.
+_WEIGHT_ATTRIBUTES = frozenset(
+    {"coefficients", "nodes_values", "nodes_splits", "prob_a", "support_vectors", "target_weights"}
+)
+
 # One number in these is an epsilon, a temperature, the half of a Gelu.
 _ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
 # ...unless it is the bias of a layer with one output.
@@ -67,7 +81,18 @@ _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
 # The values of these are their operand's, elsewhere or in another form.
 _VIEWS = frozenset(
-    {"Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze"}
+    {
+        "Cast",
+        "CastLike",
+        "Concat",
+        "Expand",
+        "Flatten",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+    }
     | {"Tile", "Transpose", "Unsqueeze"}
 )
 
@@ -95,10 +120,7 @@ def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) ->
         matched = {name for pattern in patterns for name in _matches(pattern, floats)}
         chosen = tuple(name for name in floats if name in matched)
     if not chosen:
-        raise ModelError(
-            f"model '{graph.name}' has no trainable parameter: none of its {len(graph.constants)} "
-            f"constants is a float weight of a layer; export it with its weights as initializers."
-        )
+        raise ModelError(f"model '{graph.name}' has no trainable parameter: {_why_none(graph)}.")
     for name in chosen:
         _refuse_non_finite(name, graph.constants[name])
     return chosen
@@ -178,11 +200,35 @@ def _handed_on(body: Body, result: str, index: int) -> bool:
     return result == body.inputs[index]
 
 
+def _why_none(graph: Graph) -> str:
+    whole = [n for n, array in graph.constants.items() if array.dtype.name.startswith(_WHOLE)]
+    for node in graph.nodes:
+        held = [key for key in node.attributes if key in _WEIGHT_ATTRIBUTES]
+        if node.domain == "ai.onnx.ml" and held:
+            return (
+                f"the weights of the {node.op} node '{node.name}' are its attribute '{held[0]}'; "
+                f"write the model with MatMul and Add, and the weights as initializers"
+            )
+        quantized = [name for name in node.inputs if name in whole]
+        if quantized and any(part in node.op for part in (*_QUANTIZED, "Integer")):
+            return (
+                f"its weights are quantized ('{quantized[0]}' is "
+                f"{graph.constants[quantized[0]].dtype}), and those stay as they are; take the "
+                f"model as it was before quantization"
+            )
+    return (
+        f"none of its {len(graph.constants)} constants is a float weight of a layer; export it "
+        f"with its weights as initializers"
+    )
+
+
 def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
     where = f"({node.op} node '{node.name}')"
     setting = None if node.domain else _SETTINGS.get((node.op, index))
     if index >= 0 and node.qualified_op in _ITERATIONS:
         setting = "an initial value of a loop"
+    if setting is None and index > 0 and any(part in node.op for part in _QUANTIZED):
+        setting = "part of a quantized layer, which stays as it is"
     if _of_bare_groups(graph, array, node, index):
         setting = "the scale or shift of a normalization of groups, which has none here"
     if setting:

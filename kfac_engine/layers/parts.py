@@ -80,13 +80,13 @@ def held_values(
     moved_first = {
         node.inputs[0]
         for node in graph.nodes
-        if node.inputs and _moves(node) and varying.isdisjoint(node.inputs[1:])
+        if node.inputs and _moves(node) and varying.isdisjoint(_settings(node))
     }
     # The numbers of all entries are an array as large as the parameter: only where one is needed.
     found = {name: _all_entries(name, shapes[name]) for name in parameters if name in moved_first}
     for node in graph.nodes:
         known = node.inputs and node.inputs[0] in found and _moves(node)
-        if known and not varying.intersection(node.inputs[1:]):
+        if known and varying.isdisjoint(_settings(node)):
             moved = _moved(found[node.inputs[0]], node, graph, shapes)
             found |= {name: held for name, held in moved.items() if name}
     return found
@@ -180,6 +180,11 @@ def _moves(node: Node) -> bool:
     """Whether a node can move entries about: a Cast may also round them."""
     known = not node.domain and node.op in _MOVES
     return known and (node.op != "Cast" or node.attributes.get("to") in _FLOAT_CODES)
+
+
+def _settings(node: Node) -> tuple[str, ...]:
+    """Operands whose values say where entries go."""
+    return () if node.op == "CastLike" else node.inputs[1:]
 
 
 def _moved(

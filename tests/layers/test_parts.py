@@ -80,6 +80,26 @@ def interleaved(net):
             net.op("Slice", name, start, end, at, two, to=f"{name}{i}")
 
 
+def by_computed_bounds(net):
+    """Bounds that operators compute of constants, as exporters write them."""
+    w, b = net.weight("w", WIDTH, 2 * WIDTH), net.weight("b", 2 * WIDTH)
+    line = net.constant("line", np.array([-1]))
+    for i in range(2):
+        bounds = []
+        for name, value in (("start", i * WIDTH), ("end", (i + 1) * WIDTH), ("axis", -1)):
+            number = net.constant(f"{name}{i}", np.array(value // 2))
+            scalar = net.op(
+                "Add",
+                number,
+                net.constant(f"{name}{i} rest", np.array(value - value // 2)),
+                to=f"{name}{i} sum",
+            )
+            bounds.append(net.op("Reshape", scalar, line, to=f"{name}{i} line"))
+        for name in (w, b):
+            part = net.op("Slice", name, *bounds, to=f"{name}{i} cut")
+            net.op("CastLike", part, "input", to=f"{name}{i}")
+
+
 class PartsNet(models.Net):
     """A net whose nodes may have several results."""
 
@@ -87,7 +107,7 @@ class PartsNet(models.Net):
         self._nodes.append(helper.make_node(op, inputs, to, name=f"node_{to[0]}", **attributes))
 
 
-CASES = (by_slices, by_split, stacked, flat, relayed, interleaved)
+CASES = (by_slices, by_split, stacked, flat, relayed, interleaved, by_computed_bounds)
 
 
 def finished(net):

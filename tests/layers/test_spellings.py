@@ -80,6 +80,16 @@ def matmul_thin_weight(net):
     net.op("Add", x, net.weight("b", K), to="y")
 
 
+def matmul_vector(net):
+    x = net.op("MatMul", "input", net.weight("w", D), to="s")
+    net.op("Unsqueeze", x, numbers(net, "axis", 1), to="y")
+
+
+def matmul_vector_first(net):
+    x = net.op("MatMul", net.weight("w", D), turned(net, "input", "columns", 1, 0), to="s")
+    net.op("Unsqueeze", x, numbers(net, "axis", 1), to="y")
+
+
 def einsum(net):
     x = net.op("Einsum", "input", net.weight("w", K, D), to="s", equation="nd,kd->nk")
     net.op("Add", x, net.weight("b", K), to="y")
@@ -178,6 +188,8 @@ CASES = {
     "MatMul, weight first": (matmul_weight_first, plain, _FLAT, lambda w: w.T),
     "Gemm, then Add": (gemm_then_add, plain, _FLAT, lambda w: w),
     "weight of an axis more": (matmul_thin_weight, plain, _FLAT, lambda w: w[0]),
+    "vector": (matmul_vector, plain_without_bias, _FLAT, lambda w: w[:, None]),
+    "vector first": (matmul_vector_first, plain_without_bias, _FLAT, lambda w: w[:, None]),
     "Einsum": (einsum, plain, _FLAT, lambda w: w.T),
     "Einsum, weight first": (einsum_weight_first, plain, _FLAT, lambda w: w.T),
     "scaled weight": (scaled_weight, scaled_plain, _FLAT, lambda w: w.T),
