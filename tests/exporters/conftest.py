@@ -23,7 +23,7 @@ def quiet_cores() -> None:
 
 
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
     """Print the table; with ``--write-page`` put it into the documentation, too."""
     rows = [row for row in map(_row, _reports(terminalreporter)) if row]
@@ -31,7 +31,8 @@ def pytest_terminal_summary(
         return
     terminalreporter.section("exporters")
     terminalreporter.write_line(table(rows))
-    if config.getoption("--write-page"):
+    whole = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+    if whole and config.getoption("--write-page"):
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 

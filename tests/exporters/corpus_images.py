@@ -183,6 +183,7 @@ RESIZES = (
             ),
             grid=torch.randn(1, 4, 5, 2),
         ),
+        folded=False,
     ),
     _on(
         "affine-grid",

@@ -89,7 +89,8 @@ RECURRENT = (
     _recurrent("lstm-two-layers", nn.LSTM, num_layers=2),
     _recurrent("lstm-two-layers-bidirectional", nn.LSTM, num_layers=2, bidirectional=True),
     _recurrent("lstm-no-bias", nn.LSTM, bias=False),
-    Case("lstm-states", _States, floats(4, 5)),
+    # Initial states are zeros in most files, and not trained unless they are asked for.
+    Case("lstm-states", _States, floats(4, 5), constant=("start",)),
     _recurrent("gru", nn.GRU),
     _recurrent("gru-bidirectional", nn.GRU, bidirectional=True),
     _recurrent("gru-two-layers", nn.GRU, num_layers=2),

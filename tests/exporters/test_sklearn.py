@@ -113,7 +113,7 @@ def test_gradients_are_those_of_the_network_written_out(
         found = result.gradients[parameter].reshape(gradient.shape)
         worst = max(worst, np.abs(found - gradient).max() / np.abs(gradient).max())
         assert np.isfinite(result.natural_gradients[parameter]).all()
-    record_property("worst", worst)
+    record_property("worst", float(worst))
     record_property("outcome", "passed")
     assert worst < RELATIVE
     assert {report.kind for report in engine.layers} == {"fully_connected"}
