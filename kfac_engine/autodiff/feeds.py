@@ -234,7 +234,8 @@ def _made_up(entry: Input, first: int, other: int) -> Array:
     ]
     if np.issubdtype(entry.dtype, np.floating):
         return np.random.default_rng(0).uniform(0.1, 0.9, sides).astype(entry.dtype)
-    return np.full(sides, entry.dtype == np.bool_, dtype=entry.dtype)
+    filling: bool | str = "" if entry.dtype == np.object_ else entry.dtype == np.bool_
+    return np.full(sides, filling, dtype=entry.dtype)
 
 
 def _doubled(entry: Input, array: Array) -> Array:

@@ -62,6 +62,8 @@ class Session:
         # Idle threads of one session would spin against the other session and the BLAS threads:
         # measured 1.7 to 10 times slower on two cores.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Fused with products, int8 weights have their operands rounded to int8 as well.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._what = what
@@ -97,18 +99,27 @@ class Session:
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
         """
-        values = _values(feeds) | self._fed
+        has_text = any(array.dtype.kind not in "biuf" for array in feeds.values())
         try:
-            results = self._session.run_with_ort_values(list(outputs), values)
+            # Text cannot be handed over in place.
+            run = self._run_on_copies if has_text else self._run_in_place
+            return dict(zip(outputs, run(list(outputs), feeds), strict=True))
         except _FAILURES as failure:
             raise BackendError(
                 f"ONNX Runtime failed in {self._what}: {_reason(failure)}"
             ) from failure
+
+    def _run_in_place(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
+        results = self._session.run_with_ort_values(outputs, _values(feeds) | self._fed)
         # DLPack shows truth values as bytes: the view gives them their type back.
-        return {
-            name: np.from_dlpack(value).view(self.output_dtypes[name])
+        return [
+            np.from_dlpack(value).view(self.output_dtypes[name])
             for name, value in zip(outputs, results, strict=True)
-        }
+        ]
+
+    def _run_on_copies(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
+        results: list[Array] = self._session.run(outputs, {**feeds, **self._fed})
+        return results
 
 
 def _values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
@@ -122,6 +133,14 @@ def _values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
 def _reason(failure: Exception) -> str:
     """The readable part of ONNX Runtime's message, on one line, and which node it speaks of."""
     text = str(failure).replace("\n", " ")
+    kernel = re.search(
+        r"Could not find an implementation for (\w+)\(\d+\) node with name '(.*)'", text
+    )
+    if kernel:
+        return (
+            f"it has no {kernel[1]} for the CPU in the element types of node '{kernel[2]}'; "
+            f"float32 has the most kernels, so export the model in float32"
+        )
     said = text.split("Status Message: ")[-1].split(" : ", 3)[-1].strip()
     node = re.search(r"while running \w+ node\. Name:'([^']+)'", text)
     return f"at node '{node[1]}': {said}" if node else said

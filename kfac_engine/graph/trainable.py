@@ -16,7 +16,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
 from kfac_engine.graph.bodies import Body, body_of
 from kfac_engine.graph.structure import Graph, Node, Subgraph
-from kfac_engine.graph.tables import is_mask, table_reason
+from kfac_engine.graph.tables import is_count, is_mask, table_reason
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -201,13 +201,17 @@ def _handed_on(body: Body, result: str, index: int) -> bool:
 
 
 def _why_none(graph: Graph) -> str:
-    whole = [n for n, array in graph.constants.items() if array.dtype.name.startswith(_WHOLE)]
+    whole = {
+        name
+        for name, array in graph.constants.items()
+        if array.dtype.name.startswith(_WHOLE) and array.size > 1
+    }
     for node in graph.nodes:
         held = [key for key in node.attributes if key in _WEIGHT_ATTRIBUTES]
         if node.domain == "ai.onnx.ml" and held:
             return (
-                f"the weights of the {node.op} node '{node.name}' are its attribute '{held[0]}'; "
-                f"write the model with MatMul and Add, and the weights as initializers"
+                f"the {node.op} node '{node.name}' keeps what it learned in its attribute "
+                f"'{held[0]}', where no gradient reaches it"
             )
         quantized = [name for name in node.inputs if name in whole]
         if quantized and any(part in node.op for part in (*_QUANTIZED, "Integer")):
@@ -237,6 +241,8 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
         return None
     if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
         return f"a single number in arithmetic {where}"
+    if node.op == "Div" and index == 1 and is_count(array):
+        return f"a count {where}"
     if is_mask(array) or (node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any()):
         return f"a mask {where}"
     return None

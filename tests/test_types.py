@@ -1,0 +1,154 @@
+"""Models in float64, models with quantized parts, and models with text beside the numbers."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import kfac_engine as ke
+from kfac_engine.errors import BackendError, ModelError, UnsupportedOpError
+from tests import models, oracle
+
+# Relative to the largest gradient, of finite differences in float64...
+DOUBLE = 1e-8
+# ...and of float32 passes.
+SINGLE = 2e-5
+
+
+def assert_gradients(model: onnx.ModelProto, names: list[str], tolerance: float) -> None:
+    inputs = models.random_inputs(model)
+    targets = np.arange(3) % 3
+    found = ke.Engine.from_onnx(model, loss="categorical").gradients(inputs, targets).gradients
+    assert list(found) == names
+    _, truth = oracle.loss_and_gradient(model, inputs, "output", names, "categorical", targets)
+    scale = max(np.abs(array).max() for array in truth.values())
+    for name in names:
+        np.testing.assert_allclose(found[name], truth[name], atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", ["mlp", "embedding", "token_mlp"])
+def test_float64_models_are_computed_in_float64(name: str) -> None:
+    model = models.MODELS[name](dtype="float64")
+    engine = ke.Engine.from_onnx(model, loss="normal")
+    inputs = models.random_inputs(model)
+    (z,) = oracle.evaluate(model, inputs, "output")
+    result = engine.step(inputs, np.zeros_like(z))
+    names = list(engine.parameters)
+    _, truth = oracle.loss_and_gradient(model, inputs, "output", names, "normal", np.zeros_like(z))
+    for key in names:
+        assert result.natural_gradients[key].dtype == np.float64
+        scale = np.abs(truth[key]).max()
+        np.testing.assert_allclose(result.gradients[key], truth[key], atol=DOUBLE * scale)
+
+
+def test_float64_operator_without_a_kernel_is_named_with_its_node() -> None:
+    with pytest.raises(BackendError, match=r"no Conv for the CPU.*'node_conv0'.*float32"):
+        ke.Engine.from_onnx(models.cnn(dtype="float64"), loss="categorical")
+
+
+# -- quantized -------------------------------------------------------------------------------------
+
+
+def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto:
+    """A layer with int8 weights, maybe between float layers, maybe with rounded activations."""
+    rng = np.random.default_rng(0)
+    held = {
+        "q.weight": rng.integers(-100, 100, (6, 3), dtype=np.int8),
+        "q.scale": np.float32(0.01),
+        "q.zero": np.int8(0),
+        "x.scale": np.float32(0.02),
+        "x.zero": np.uint8(128),
+        "before.weight": rng.standard_normal((6, 6), np.float32),
+        "head.weight": rng.standard_normal((3, 3), np.float32),
+    }
+    nodes, x = [], "input"
+
+    def op(name: str, *inputs: str, to: str) -> str:
+        nodes.append(helper.make_node(name, inputs, [to], name=f"node_{to}"))
+        return to
+
+    if before:
+        x = op("MatMul", x, "before.weight", to="before")
+    if activations:
+        x = op("QuantizeLinear", x, "x.scale", "x.zero", to="whole")
+        x = op("DequantizeLinear", x, "x.scale", "x.zero", to="rounded")
+    weight = op("DequantizeLinear", "q.weight", "q.scale", "q.zero", to="weight")
+    x = op("MatMul", x, weight, to="hidden" if head else "output")
+    if head:
+        op("MatMul", op("Tanh", x, to="act"), "head.weight", to="output")
+    read = {name for node in nodes for name in node.input}
+    graph = helper.make_graph(
+        nodes,
+        "quantized",
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 6])],
+        [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 3])],
+        [numpy_helper.from_array(np.asarray(a), n) for n, a in held.items() if n in read],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+@pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
+def test_float_layer_behind_quantized_ones_trains_and_these_stay(activations: bool) -> None:
+    model = quantized(activations=activations, before=False, head=True)
+    assert_gradients(model, ["head.weight"], SINGLE)
+
+
+def test_float_layer_before_int8_weights_trains_through_them() -> None:
+    model = quantized(activations=False, before=True, head=True)
+    assert_gradients(model, ["before.weight", "head.weight"], SINGLE)
+
+
+def test_gradient_through_rounding_is_refused_by_node_with_the_parameter_to_leave_out() -> None:
+    model = quantized(activations=True, before=True, head=True)
+    with pytest.raises(
+        UnsupportedOpError, match=r"'node_whole' rounds .*leave 'before.weight' out"
+    ):
+        ke.Engine.from_onnx(model, loss="categorical")
+    engine = ke.Engine.from_onnx(model, loss="categorical", trainable=["head.*"])
+    assert list(engine.parameters) == ["head.weight"]
+
+
+@pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
+def test_model_without_a_float_weight_is_refused_for_its_quantized_ones(activations: bool) -> None:
+    model = quantized(activations=activations, before=False, head=False)
+    with pytest.raises(ModelError, match=r"its weights are quantized .'q.weight' is int8.*before"):
+        ke.Engine.from_onnx(model, loss="categorical")
+
+
+def test_trees_have_nothing_to_train() -> None:
+    node = helper.make_node(
+        "TreeEnsembleRegressor", ["input"], ["output"], "trees", domain="ai.onnx.ml",
+        n_targets=1, nodes_treeids=[0], nodes_nodeids=[0], nodes_featureids=[0],
+        nodes_modes=["LEAF"], nodes_values=[0.0], nodes_truenodeids=[0], nodes_falsenodeids=[0],
+        target_treeids=[0], target_nodeids=[0], target_ids=[0], target_weights=[1.0],
+    )  # fmt: skip
+    x = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 4])
+    y = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 1])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 3)]
+    graph = helper.make_graph([node], "forest", [x], [y])
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    with pytest.raises(ModelError, match=r"TreeEnsembleRegressor node 'trees' keeps .*'nodes_val"):
+        ke.Engine.from_onnx(model, loss="normal")
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_text_beside_the_path_is_fed_and_left_alone() -> None:
+    model = models.mlp()
+    text = helper.make_tensor_value_info("text", TensorProto.STRING, ["batch"])
+    echo = helper.make_tensor_value_info("echo", TensorProto.STRING, ["batch"])
+    model.graph.input.append(text)
+    model.graph.node.append(helper.make_node("Identity", ["text"], ["echo"]))
+    model.graph.output.append(echo)
+    inputs = models.random_inputs(models.mlp())
+    targets = np.arange(3)
+    plain = ke.Engine.from_onnx(models.mlp(), loss="categorical").gradients(inputs, targets)
+    engine = ke.Engine.from_onnx(model, loss="categorical", output="output")
+    inputs["text"] = np.asarray(["one", "two", "three"], object)
+    found = engine.gradients(inputs, targets)
+    assert found.loss == plain.loss
+    for name, gradient in plain.gradients.items():
+        np.testing.assert_array_equal(found.gradients[name], gradient)
