@@ -19,6 +19,7 @@ from onnx import defs
 from kfac_engine.autodiff.lowering import load_lowerings
 from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.graph.spelling import SPELLINGS
 from scripts import node_tests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,9 +90,14 @@ def counted(name: str, outcomes: Sequence[node_tests.Outcome]) -> str:
     return f"{counts['passed']} / {applicable}" if applicable else ""
 
 
-def fused_rows() -> Iterator[str]:
-    """Operators of other domains that have a rule or a rewriting."""
-    table = {**dict.fromkeys(load_rules(), "rule"), **dict.fromkeys(load_lowerings(), "rewritten")}
+def other_rows() -> Iterator[str]:
+    """Operators of other domains that have a derivative."""
+    table = {
+        **dict.fromkeys(load_rules(), "rule"),
+        **dict.fromkeys(load_lowerings(), "rewritten"),
+        **dict.fromkeys(ZERO_DERIVATIVE, "derivative is zero"),
+        **dict.fromkeys(SPELLINGS, "read as standard operators"),
+    }
     own = {name: how for name, how in table.items() if not defs.has(name)}
     return (f"| `{name}` | {own[name]} |" for name in sorted(own))
 
@@ -120,7 +126,7 @@ def page(outcomes: Sequence[node_tests.Outcome]) -> str:
             count=len(rows),
             kinds=fill(", ".join(f"{n} {kind}" for kind, n in kinds.most_common()), WIDTH),
         ),
-        *operators, FUSED, *fused_rows(),
+        *operators, OTHERS, *other_rows(),
         TESTS.format(
             count=len(outcomes),
             applicable=applicable,
@@ -171,13 +177,12 @@ that pass of those that apply.
 
 | operator | versions | how | tests |
 |---|---|---|---|"""
-FUSED = """
+OTHERS = """
 ## Operators of other domains
 
-Those of ONNX Runtime's `com.microsoft` that run on the CPU and have no row are refused by name.
-Attention is covered without a shared cache; quantized operators are refused. Of `ai.onnx.ml`, linear
-models, scalers, normalizers and choices of columns are read as standard operators, their weights as
-parameters; trees change in jumps; the others are refused.
+Those that ONNX Runtime executes on the CPU but that have no row are refused by name. Attention is
+covered without a shared cache; quantized operators are refused. The weights of linear models, which
+`ai.onnx.ml` keeps in attributes, are read as parameters.
 
 | operator | how |
 |---|---|"""

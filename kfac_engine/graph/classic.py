@@ -3,75 +3,16 @@
 scikit-learn's models come in these. Their weights become constants, and so parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from kfac_engine._types import Array
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.graph.structure import AttributeValue, Node
+from kfac_engine.graph.spelled import Spelled
+from kfac_engine.graph.structure import Node
 
 _FLOAT = 1  # TensorProto.FLOAT
-
-
-@dataclass
-class Spelled:
-    """Nodes that stand for one node.
-
-    Attributes:
-        node: What they stand for.
-        nodes: Grows as they are written.
-        constants: Values that they read, by name.
-    """
-
-    node: Node
-    nodes: list[Node] = field(default_factory=list)
-    constants: dict[str, Array] = field(default_factory=dict)
-
-    def op(self, op: str, *inputs: str, made: str = "", **attributes: AttributeValue) -> str:
-        """Add a node with one result, called ``made`` if that is given; returns its name."""
-        name = made or f"{self.node.outputs[0]}.{op}_{len(self.nodes)}"
-        label = f"{self.node.name}.{op}_{len(self.nodes)}"
-        self.nodes.append(Node(op, inputs, (name,), attributes, label))
-        return name
-
-    def constant(self, label: str, value: Array) -> str:
-        """A constant named after its place in the file."""
-        name = f"{self.node.name}.{label}"
-        value.flags.writeable = False
-        self.constants[name] = value
-        return name
-
-    def numbers(self, name: str) -> Array:
-        """An attribute that lists numbers; empty if it is not there."""
-        return np.array(self.node.attributes.get(name, ()), np.float32)
-
-
-def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
-    """``nodes`` with those of linear models in standard operators.
-
-    Args:
-        nodes: In topological order.
-        constants: Grows by the weights, called ``<node>.coefficients`` and so on.
-
-    Returns:
-        The nodes, in topological order.
-
-    Raises:
-        UnsupportedError: A linear model has an output function that is not covered.
-    """
-    result: list[Node] = []
-    for node in nodes:
-        spell = _SPELLINGS.get(node.qualified_op)
-        if spell is None or (spell is _linear_classifier and not _has_score_for_each_class(node)):
-            result.append(node)
-            continue
-        spelled = Spelled(node)
-        spell(spelled)
-        result += spelled.nodes
-        constants |= spelled.constants
-    return tuple(result)
 
 
 def _scaler(s: Spelled) -> None:
@@ -90,6 +31,9 @@ def _linear_regressor(s: Spelled) -> None:
 def _linear_classifier(s: Spelled) -> None:
     """Scores ``x Wᵀ + b``, of each class one, and an output function."""
     labels, scores = s.node.outputs
+    if not _has_score_for_each_class(s.node):
+        s.nodes.append(s.node)
+        return
     # What finds the labels stays; its scores are read by nobody.
     s.nodes.append(replace(s.node, outputs=(labels, f"{scores}.unread")))
     _transformed(s, _product(s, s.numbers("intercepts").size), scores)
@@ -149,7 +93,7 @@ def _floats(s: Spelled) -> str:
     return s.op("Cast", s.node.inputs[0], to=_FLOAT)
 
 
-_SPELLINGS: Mapping[str, Callable[[Spelled], None]] = {
+SPELLINGS: Mapping[str, Callable[[Spelled], None]] = {
     "ai.onnx.ml::ArrayFeatureExtractor": _array_feature_extractor,
     "ai.onnx.ml::LinearClassifier": _linear_classifier,
     "ai.onnx.ml::LinearRegressor": _linear_regressor,

@@ -26,13 +26,13 @@ from kfac_engine.graph.canonicalise import (
     unify_standard_domain,
     upgrade,
 )
-from kfac_engine.graph.classic import spell_out
 from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.newer import executable
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.order import refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
+from kfac_engine.graph.spelling import spell_out
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
     element_type,

@@ -1,0 +1,36 @@
+"""Operators that are spelled out when a model is read: before anything of it is run."""
+
+from collections.abc import Iterable
+
+from kfac_engine._types import Array
+from kfac_engine.graph import accelerated, classic
+from kfac_engine.graph.spelled import Spelled
+from kfac_engine.graph.structure import Node
+
+SPELLINGS = {**classic.SPELLINGS, **accelerated.SPELLINGS}
+
+
+def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
+    """``nodes`` with some in standard operators.
+
+    Args:
+        nodes: In topological order.
+        constants: Grows by weights that were attributes, called ``<node>.coefficients`` and so on.
+
+    Returns:
+        The nodes, in topological order.
+
+    Raises:
+        UnsupportedError: A linear model has an output function that is not covered.
+    """
+    result: list[Node] = []
+    for node in nodes:
+        spell = SPELLINGS.get(node.qualified_op)
+        if spell is None:
+            result.append(node)
+            continue
+        spelled = Spelled(node)
+        spell(spelled)
+        result += spelled.nodes
+        constants |= spelled.constants
+    return tuple(result)
