@@ -47,6 +47,11 @@ def is_mask(array: Array) -> bool:
     return several and _is_binary(array) and bool(array.any()) and not bool(array.all())
 
 
+def is_count(array: Array) -> bool:
+    """Whether an array holds positive whole numbers, and more than ones."""
+    return bool((array >= 1).all() and (array == np.round(array)).all() and (array > 1).any())
+
+
 def _is_binary(array: Array) -> bool:
     head = array.reshape(-1)[:_FEWEST]  # nearly all weights end here
     return bool(np.isin(head, (0, 1)).all()) and bool(np.isin(array, (0, 1)).all())

@@ -139,10 +139,9 @@ def _layer_of(scene: Scene, group: _Group) -> Found | str:
         if not is_move(node, index, scene.held) and node.op not in ONLY_SHAPES
     ]
     matches = [match(scene, node, index) for _, node, index in uses]
-    if any(isinstance(found, Found) for found in matches):
+    if len({isinstance(found, Found) for found in matches}) > 1:
         # The first step of a recurrence may act on a state that is the same for all examples.
-        loose = replace(scene, by_shape=True)
-        matches = [match(loose, node, index) for _, node, index in uses]
+        matches = [match(scene.loose, node, index) for _, node, index in uses]
     roles = ", ".join(sorted({node.qualified_op for _, node, _ in uses}))
     several = f"used {len(uses)} times, by {roles}"
     layers = [found for found in matches if isinstance(found, Found)]

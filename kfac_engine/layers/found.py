@@ -1,7 +1,7 @@
 """What discovery says of a parameter, and what it looks at: shared by all matchers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -76,6 +76,11 @@ class Scene:
     dtypes: Mapping[str, DType]
     shared: frozenset[str] = frozenset()
     by_shape: bool = False
+
+    @cached_property
+    def loose(self) -> "Scene":
+        """The same with ``by_shape``."""
+        return replace(self, by_shape=True)
 
     @cached_property
     def data(self) -> frozenset[str]:

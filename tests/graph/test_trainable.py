@@ -57,6 +57,7 @@ EXCLUDED = {
                      "running mean"),
     "running_variance": ("y = BatchNormalization (x, s, s, s, c)", {"c": [1.0] * 3, "s": [1.0] * 3},
                          "running variance"),
+    "counts": ("y = Div (x, c)", {"c": [2.0, 3.0, 2.0]}, "count"),
     "mask_of_ones": ("y = Mul (x, c)", {"c": [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]}, "mask"),
     "frequencies": ("m = Mul (x, c)  y = Sin (m)", {"c": [1.0, 0.1, 0.01, 0.001]}, "geometric"),
     "group_scale": ("r = Reshape (x, g)  i = InstanceNormalization (r, c, z)  y = Reshape (i, g)",
