@@ -171,6 +171,43 @@ def branch(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
     return np.sin(x @ w)
 
 
+# No iteration at all: what goes in comes out.
+IDLE = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 m = {{0}}, bool on = {{1}}> {{
+    z = MatMul (x, w)
+    y = Loop (m, on, z) <body = step (int64 i, bool c, float[n,3] h)
+      => (bool c_out, float[n,3] h_out) {{ c_out = Identity (c)  h_out = Tanh (h) }}>
+  }}"""
+
+
+def idle(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+    return x @ w
+
+
+# A branch on data that no derivative goes through stays, once in each iteration.
+STAYING = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 m = {{3}}, bool on = {{1}},
+    float half = {{0.5}}> {{
+    y = Loop (m, on, x) <body = step (int64 i, bool c, float[n,3] h)
+      => (bool c_out, float[n,3] h_out) {{
+        c_out = Identity (c)
+        top = ReduceMax <keepdims = 0> (x)
+        large = Greater (top, half)
+        s = If (large) <
+          then_branch = yes () => (float p) {{ q = Cast <to = 1> (i)  p = Add (q, half) }},
+          else_branch = no () => (float r) {{ r = Identity (half) }}
+        >
+        k = MatMul (h, w)
+        h_out = Mul (k, s)
+      }}>
+  }}"""
+
+
+def staying(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+    h = x
+    for i in range(3):
+        h = h @ w * (i + 0.5 if x.max() > 0.5 else 0.5)
+    return h
+
+
 Function = Callable[[NDArray, NDArray, NDArray], NDArray]
 # Model, its formula, the shape of x for a batch of n, and the weights by their name in the graph.
 CASES: Mapping[str, tuple[str, Function, tuple[object, ...], Mapping[str, str]]] = {
@@ -179,6 +216,8 @@ CASES: Mapping[str, tuple[str, Function, tuple[object, ...], Mapping[str, str]]]
     "times-a-size": (SIZED, sized, ("n", 3), {"w": "y.w", "b": "b"}),
     "scan": (SCAN, scan, ("n", 5, 3), {"w": "w", "b": "b"}),
     "loop-in-loop": (NESTED, nested, ("n", 3), {"w": "w", "b": "b"}),
+    "no-iteration": (IDLE, idle, ("n", 3), {"w": "w"}),
+    "branch-stays": (STAYING, staying, ("n", 3), {"w": "w"}),
     "branch-on-a-size": (BRANCH, branch, ("n", 3), {"w": "w", "b": "b"}),
 }
 
