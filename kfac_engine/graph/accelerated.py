@@ -10,13 +10,13 @@ from kfac_engine.graph.spelled import Spelled
 
 def _bias_add(s: Spelled) -> None:
     """``x + bias + skip``."""
-    x, bias, skip = s.node.inputs
+    x, bias, skip = s.operands(3, 3)
     s.op("Add", s.op("Add", x, bias), skip, made=s.node.outputs[0])
 
 
 def _bias_split_gelu(s: Spelled) -> None:
     """The first half of the features of ``x + bias`` times Gelu of the second."""
-    x, bias = s.node.inputs
+    x, bias = s.operands(2, 2)
     kept, gate = s.halves(s.op("Add", x, bias))
     bell = s.op("Erf", s.op("Mul", gate, _like(s, gate, 1 / sqrt(2))))
     half = s.op("Mul", gate, _like(s, gate, 0.5))
@@ -26,7 +26,7 @@ def _bias_split_gelu(s: Spelled) -> None:
 
 def _gemm_fast_gelu(s: Spelled) -> None:
     """Gelu, in its approximation by tanh, of ``x W + bias``."""
-    x, weights, bias = (*s.node.inputs, "")[:3]
+    x, weights, bias = s.operands(2, 3)
     y = s.op("MatMul", x, weights)
     y = s.op("Add", y, bias) if bias else y
     square = s.op("Mul", s.op("Mul", y, y), _like(s, y, 0.044715))
@@ -38,13 +38,13 @@ def _gemm_fast_gelu(s: Spelled) -> None:
 
 def _group_norm(s: Spelled) -> None:
     """GroupNormalization with channels last, unless told otherwise, and perhaps a Swish."""
-    x, scale, shift = s.node.inputs
+    x, scale, shift = s.operands(3, 3)
     _normalized(s, x, scale, shift)
 
 
 def _skip_group_norm(s: Spelled) -> None:
     """``GroupNorm`` of a sum, which may be a result too."""
-    x, scale, shift, skip, bias = (*s.node.inputs, "")[:5]
+    x, scale, shift, skip, bias = s.operands(4, 5)
     summed = s.op("Add", x, s.op("Add", skip, bias) if bias else skip)
     if len(s.node.outputs) > 1 and s.node.outputs[1]:
         s.op("Identity", summed, made=s.node.outputs[1])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kfac_engine.errors import UnsupportedError
+from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.spelled import Spelled
 from kfac_engine.graph.structure import Node
 
@@ -69,7 +69,13 @@ def _array_feature_extractor(s: Spelled) -> None:
 
 
 def _product(s: Spelled, rows: int) -> str:
-    weights = s.constant("coefficients", s.numbers("coefficients").reshape(rows, -1))
+    numbers = s.numbers("coefficients")
+    if rows < 1 or numbers.size % rows:
+        raise ModelError(
+            f"node '{s.node.name}' ({s.node.qualified_op}) has {numbers.size} coefficients, which "
+            f"make no {rows} rows."
+        )
+    weights = s.constant("coefficients", numbers.reshape(rows, -1))
     intercepts = s.numbers("intercepts")
     operands = [_floats(s), weights]
     operands += [s.constant("intercepts", intercepts)] if intercepts.size else []

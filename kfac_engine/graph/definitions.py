@@ -8,14 +8,17 @@ from onnx import AttributeProto, defs
 
 # Calls of a definition go by a domain of our own: one that no operator has.
 DOMAIN = "definition"
+# Files hold longer integers than onnx takes for versions.
+_NO_VERSION = 2**31
 
 
 def schema_of(op: str, domain: str, versions: Mapping[str, int]) -> Any:
     """The row of onnx's table for an operator; None if it has none."""
     # Typed as anything: the stub of OpSchema lacks half of it.
     version = versions.get(domain, 0)
-    known = version and defs.has(op, version, domain)
-    return defs.get_schema(op, version, domain) if known else None
+    # Protobuf gives bytes where a name is not UTF-8.
+    named = isinstance(op, str) and 0 < version < _NO_VERSION
+    return defs.get_schema(op, version, domain) if named and defs.has(op, version, domain) else None
 
 
 def is_defined(op: str, domain: str, versions: Mapping[str, int]) -> bool:

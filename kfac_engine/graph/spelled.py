@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
 from kfac_engine.graph.structure import AttributeValue, Node
 
 
@@ -36,15 +37,27 @@ class Spelled:
         self.constants[name] = value
         return name
 
+    def operands(self, least: int, most: int) -> list[str]:
+        """All operands, empty names for those that are left out at the end."""
+        given = [*self.node.inputs, *[""] * most][: max(most, len(self.node.inputs))]
+        if len(self.node.inputs) > most or not all(given[:least]):
+            raise ModelError(f"{self._what} needs {least} to {most} operands, all with names.")
+        return given
+
     def number(self, name: str, default: float) -> float:
         """An attribute that is a number."""
         value = self.node.attributes.get(name, default)
-        assert isinstance(value, int | float)
+        if not isinstance(value, int | float):
+            raise ModelError(f"attribute '{name}' of {self._what} is {value!r}, but not a number.")
         return value
 
     def numbers(self, name: str) -> Array:
         """An attribute that lists numbers; empty if it is not there."""
         return np.array(self.node.attributes.get(name, ()), np.float32)
+
+    @property
+    def _what(self) -> str:
+        return f"{self.node.qualified_op} node '{self.node.name}'"
 
     def halves(self, value: str) -> tuple[str, str]:
         """The names of both halves of ``value``, along its last axis."""

@@ -1,9 +1,12 @@
 """Operators without a kernel for the CPU compute what their definition says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.special import erf
 
+from kfac_engine.errors import ModelError
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.write import build_model
@@ -72,3 +75,20 @@ def test_results_and_gradients_are_those_of_the_definition(name):
     expected = definition(*(array.astype(np.float64) for array in feeds.values()))
     np.testing.assert_allclose(run_graph(graph, feeds)["y"], expected, CLOSE, CLOSE)
     check(graph, feeds, {"y": expected.astype(np.float32)})
+
+
+def damaged(**changes):
+    node = Node("GroupNorm", ("x", "scale", "shift"), ("y",), NORM, "n", "com.microsoft")
+    inputs = [Input(name, np.dtype("float32"), None) for name in node.inputs]
+    domains = {"com.microsoft": 1}
+    return build_model([replace(node, **changes)], inputs, ["y"], {}, 18, domains=domains)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"inputs": ("x",)}, {"inputs": ("x", "", "shift")}, {"attributes": {"groups": "two"}}],
+    ids=["too-few-operands", "unnamed-operand", "wrong-attribute"],
+)
+def test_a_damaged_node_is_refused_by_name(changes):
+    with pytest.raises(ModelError, match=r"com\.microsoft::GroupNorm node 'n'"):
+        load_graph(damaged(**changes))

@@ -77,3 +77,8 @@ def test_weights_of_a_classifier_can_be_trained():
 def test_another_output_function_is_refused_by_name():
     with pytest.raises(ke.UnsupportedError, match=r"'model'.*PROBIT"):
         load_graph(classifier(post_transform="PROBIT"))
+
+
+def test_coefficients_that_make_no_matrix_are_refused_by_name():
+    with pytest.raises(ke.ModelError, match=r"'model'.* 6 coefficients, which make no 4 rows"):
+        load_graph(classical("LinearRegressor", coefficients=WEIGHTS, targets=4))

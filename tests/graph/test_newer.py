@@ -66,3 +66,11 @@ def test_an_operator_without_definition_is_refused(monkeypatch):
     monkeypatch.setattr("kfac_engine.graph.newer.is_defined", lambda *_: False)
     with pytest.raises(ModelError, match=r"SwiGLU that makes 'y' is of operator set 28"):
         load_graph(CASES["new_operator"])
+
+
+def test_a_version_beyond_all_numbers_is_refused():
+    model = one_operator("Relu", 28, [(2, 3)])
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 2**40))
+    model.graph.node.append(helper.make_node("Scaler", ["x0"], ["z"], domain="ai.onnx.ml"))
+    with pytest.raises(ModelError):
+        load_graph(model)
