@@ -25,7 +25,10 @@ from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Operators that may cut off, hand on or put back a part without elements.
-_CUTTERS = frozenset({"Cast", "CastLike", "Concat", "Identity", "Slice", "Split"})
+_CUTTERS = frozenset(
+    {"Cast", "CastLike", "Concat", "Flatten", "Identity", "Reshape", "Slice", "Split"}
+    | {"Squeeze", "Transpose", "Unsqueeze"}
+)
 
 
 @dataclass(frozen=True)
