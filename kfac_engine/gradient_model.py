@@ -8,6 +8,7 @@ gives the loss and the gradients. It can be differentiated again.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -17,8 +18,10 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.twice import joint_graph
+from kfac_engine.checkpoint import write_model
 from kfac_engine.errors import InputError, ModelError, UnknownNameError
 from kfac_engine.graph.borders import with_borders
+from kfac_engine.graph.files import declare, model_files, with_constants
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.trainable import trainable_parameters
@@ -44,6 +47,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     reduction: Reduction = "mean",
     sample_inputs: Mapping[str, Array] | None = None,
     gradient_dtype: GradientDType = "file",
+    path: str | Path | None = None,
 ) -> ModelProto:
     """The gradient of a model as an ONNX model of standard operators.
 
@@ -61,6 +65,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         sample_inputs: A batch to find shapes with, where none can be made up.
         gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for
             their own, or ``"float32"``, which is what everything in between is computed in.
+        path: Where to write the result as well. With more than 2 GB of weights it is needed: they
+            go into ``<name>.data`` beside it, and what is returned only refers to them.
 
     Returns:
         A model with the inputs of the old one and ``targets`` (for several losses ``targets of
@@ -93,7 +99,12 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     if not backward.gradients:
         raise ModelError(f"'{value}' depends on none of: {', '.join(names)}.")
     stored = {**loaded.stored, **narrow}
-    return _written(graph, facts, backward, (value, sides), names, stored)
+    result, constants = _written(graph, facts, backward, (value, sides), names, stored)
+    if path is None:
+        return with_constants(result, constants)
+    files = model_files(declare(result, constants), constants, f"{Path(path).name}.data")
+    write_model(path, files)
+    return result
 
 
 # -- private ---------------------------------------------------------------------------------------
@@ -168,8 +179,8 @@ def _written(
     result: tuple[str, Sides],
     names: Sequence[str],
     stored: Mapping[str, DType],
-) -> ModelProto:
-    """The joint graph with readable names for what goes in and comes out, in stored types."""
+) -> tuple[ModelProto, dict[str, Array]]:
+    """The joint graph with readable names for what goes in and comes out, and its constants."""
     value, sides = result
     joint = joint_graph(graph, backward)
     cotangent = backward.cotangents[value]
@@ -193,7 +204,7 @@ def _written(
 
 def _model(
     joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
-) -> ModelProto:
+) -> tuple[ModelProto, dict[str, Array]]:
     """What of ``joint`` the outputs need, in float32 between borders of stored types."""
     made = [entry.name for entry in outputs]
     nodes = needed(joint.nodes, made)
@@ -201,7 +212,7 @@ def _model(
     inputs = [entry for entry in inputs if entry.name in read]
     constants = {name: array for name, array in joint.constants.items() if name in read}
     given = (*(entry.name for entry in inputs), *constants)
-    return build_model(
+    model = build_model(
         with_borders(
             nodes,
             {name: stored[name] for name in given if name in stored},
@@ -209,11 +220,12 @@ def _model(
         ),
         [_in_type(entry, stored) for entry in inputs],
         [_in_type(entry, stored) for entry in outputs],
-        in_types(constants, stored),
+        {},
         joint.opset,
         name=f"gradient of {joint.name}",
         domains=joint.domains,
     )
+    return model, in_types(constants, stored)
 
 
 def _free(name: str, graph: Graph) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 import click
 
 from kfac_engine.cli.display import working
-from kfac_engine.cli.options import debug_option, file_path, gathered
+from kfac_engine.cli.options import debug_option, file_path, gathered, gradient_dtype_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class GradientOptions:
     wrt: tuple[str, ...]
     class_axis: int
     reduction: Literal["mean", "batch_mean", "sum"]
+    gradient_dtype: Literal["file", "float32"]
 
 
 _OPTIONS = (
@@ -59,6 +60,7 @@ _OPTIONS = (
         show_default=True,
         help="How the loss runs over examples and positions.",
     ),
+    gradient_dtype_option,
 )
 
 
@@ -70,8 +72,6 @@ _OPTIONS = (
 def differentiate(model: Path, options: GradientOptions, target: Path) -> None:
     """Write the gradient of a model as an ONNX model of standard operators."""
     import kfac_engine as ke
-    from kfac_engine.checkpoint import write_atomically
-    from kfac_engine.graph.write import serialize
 
     with working("differentiating the model"):
         gradient = ke.differentiate(
@@ -83,8 +83,9 @@ def differentiate(model: Path, options: GradientOptions, target: Path) -> None:
             find_logits=options.find_logits,
             loss_weights=options.loss_weight or None,
             reduction=options.reduction,
+            gradient_dtype=options.gradient_dtype,
+            path=target,
         )
-        write_atomically(target, serialize(gradient))
     click.echo(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
     click.echo(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
     click.echo(f"written to {target}")

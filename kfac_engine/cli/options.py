@@ -43,6 +43,14 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, for programs to read."
 )
 
+gradient_dtype_option = click.option(
+    "--gradient-dtype",
+    type=click.Choice(["file", "float32"]),
+    default="file",
+    show_default=True,
+    help="Element type of the gradients of float16 and bfloat16 weights: their own, or float32.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -54,6 +62,7 @@ class EngineOptions:
     find_logits: bool
     class_axis: int
     reduction: Literal["mean", "batch_mean", "sum"]
+    gradient_dtype: Literal["file", "float32"]
     trainable: tuple[str, ...]
     tie_weights: bool
     damping: float
@@ -92,6 +101,7 @@ class EngineOptions:
             find_logits=self.find_logits,
             class_axis=self.class_axis,
             reduction=self.reduction,
+            gradient_dtype=self.gradient_dtype,
             trainable=self.trainable or None,
             tie_weights=self.tie_weights,
             damping=self.damping,
@@ -148,6 +158,7 @@ _ENGINE_OPTIONS = (
         show_default=True,
         help="How the loss runs over examples and positions.",
     ),
+    gradient_dtype_option,
     click.option(
         "--trainable",
         multiple=True,

@@ -135,10 +135,14 @@ def norm_rows(
     gradients: "dict[str, Array]", natural_gradients: "dict[str, Array]"
 ) -> list[tuple[str, tuple[int, ...], float, float]]:
     """For each parameter its name, shape, and the norms of its gradient and natural gradient."""
-    from numpy.linalg import norm
+    import numpy as np
+
+    # In half precision the squares would overflow.
+    def norm(array: "Array") -> float:
+        return float(np.linalg.norm(array.astype(np.float64)))
 
     return [
-        (name, gradient.shape, float(norm(gradient)), float(norm(natural_gradients[name])))
+        (name, gradient.shape, norm(gradient), norm(natural_gradients[name]))
         for name, gradient in gradients.items()
     ]
 

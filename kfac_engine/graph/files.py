@@ -3,7 +3,7 @@
 The second file follows ONNX's convention for external data, so that every runtime finds it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
 from kfac_engine.graph.external import is_packed
 from kfac_engine.graph.write import MAX_BYTES, serialize, tensor
 
@@ -42,6 +43,35 @@ class ModelFiles:
         for array in self.tensors:
             yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             yield memoryview(bytes(-array.nbytes % _ALIGNMENT))
+
+
+def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> onnx.ModelProto:
+    """``model`` with initializers of these values, which lie in the message.
+
+    Args:
+        model: Has none of them yet; changed in place.
+        constants: Name to value.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: One message cannot hold them.
+    """
+    size = sum(array.nbytes for array in constants.values())
+    if size > _MOST_INLINE:
+        raise ModelError(
+            f"'{model.graph.name}' holds {size / 1e9:.1f} GB of weights, but one ONNX message ends "
+            f"at 2 GB; give a path to write it to, so that they can go into a file beside it."
+        )
+    model.graph.initializer.extend(tensor(array, name) for name, array in constants.items())
+    return model
+
+
+def declare(model: onnx.ModelProto, constants: Iterable[str]) -> onnx.ModelProto:
+    """``model`` with initializers of these names, which lack their data; changed in place."""
+    model.graph.initializer.extend(TensorProto(name=name) for name in constants)
+    return model
 
 
 def model_files(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from kfac_engine.autodiff.differentiate import differentiate
+from kfac_engine.autodiff.differentiate import differentiate, needed
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Input, Node, Subgraph
 from tests.autodiff.harness import Bench, finite_differences
@@ -338,3 +338,10 @@ def test_rounding_beside_the_path_stops_nothing():
         zero=np.int8(0),
     )  # fmt: skip
     np.testing.assert_array_equal(gradients(made, y=_FLOATS)["x"], _FLOATS)
+
+
+def test_what_a_body_reads_is_needed_with_the_node_that_has_the_body():
+    source, other = node("Neg", "x", "read"), node("Neg", "x", "unread")
+    branch = Subgraph(b"", ("read",))
+    chosen = node("If", "flag", "y", then_branch=branch, else_branch=branch)
+    assert needed((source, other, chosen), ["y"]) == (source, chosen)

@@ -8,7 +8,7 @@ import pytest
 from onnx import numpy_helper
 
 import kfac_engine as ke
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, ModelError
 from kfac_engine.graph.load import load_graph
 from tests import models
 from tests.graph.running import run_model
@@ -70,3 +70,27 @@ def test_failed_export_leaves_no_file_behind(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot write"):
         engine.export(tmp_path / "model.onnx")
     assert [entry.name for entry in tmp_path.iterdir() if entry.suffix == ".tmp"] == []
+
+
+@pytest.mark.usefixtures("short_messages")
+def test_gradient_of_a_large_model_is_written_into_two_files(tmp_path: Path) -> None:
+    model = models.mlp((40, 30, 3))
+    path = tmp_path / "gradient.onnx"
+    whole = ke.differentiate(model, "categorical", path=path)
+    assert (tmp_path / "gradient.onnx.data").stat().st_size > 30 * 40 * 4
+    assert onnx.load(path, load_external_data=False) == whole
+    onnx.checker.check_model(path, full_check=True)
+    feeds = {**models.random_inputs(model), "targets": np.arange(3)}
+    found = run_model(onnx.load(path).SerializeToString(), feeds)
+    truth = ke.Engine.from_onnx(model, loss="categorical").gradients(
+        {"input": feeds["input"]}, feeds["targets"]
+    )
+    assert found["loss"] == pytest.approx(truth.loss, rel=1e-5)
+    for name, gradient in truth.gradients.items():
+        np.testing.assert_allclose(found[f"gradient/{name}"], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("short_messages")
+def test_large_gradient_without_a_path_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"GB of weights.*give a path"):
+        ke.differentiate(models.mlp((40, 30, 3)), "categorical")
