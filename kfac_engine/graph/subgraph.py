@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from kfac_engine.graph.moves import ONLY_SHAPES, RELAYS
 from kfac_engine.graph.structure import Graph, Node
 
+# A slice counts as all of its operand: so it is where it is the weight of a layer by itself.
+_HAND_ON = RELAYS | {"Slice"}
+
 
 class SubGraph:
     """All ancestors of some values, these included.
@@ -42,7 +45,7 @@ class SubGraph:
     def variable_uses(self, name: str) -> int:
         """Number of nodes that read a value; a node that only hands it on counts as its readers."""
         return sum(
-            self.variable_uses(node.outputs[0]) if node.qualified_op in RELAYS else 1
+            self.variable_uses(node.outputs[0]) if node.qualified_op in _HAND_ON else 1
             for node in self._readers.get(name, ())
             if node.qualified_op not in ONLY_SHAPES
         )

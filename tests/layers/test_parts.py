@@ -243,6 +243,16 @@ def test_joining_puts_every_entry_back():
     np.testing.assert_array_equal(join(parts, arrays, array, rest=7), expected)
 
 
+def test_all_of_a_weight_cut_out_at_once_keeps_its_name_in_several_uses():
+    net = models.Net()
+    w = cut(net, net.weight("w", WIDTH, WIDTH), 0, 0, 2**40, "all")
+    x = net.op("Tanh", net.op("MatMul", "input", w, to="s"), to="t")
+    net.op("MatMul", x, w, to="output")
+    engine, _ = step(net.model({"input": SIDES}, {"output": SIDES}))
+    (layer,) = engine.layers
+    assert (layer.kind, layer.key, layer.parts) == ("fully_connected_multi", "w", ("",))
+
+
 def recurrence(op, gates, **attributes):
     """A recurrence over five steps and a dense layer on its last state."""
     net = PartsNet()
