@@ -8,16 +8,15 @@ from onnx import helper
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.order import describe
-from kfac_engine.graph.tensors import to_array
 
 
-def fold_constant_ifs(graph: onnx.GraphProto, constants: dict[str, Array]) -> bool:
+def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
     """Replace each ``If`` on a constant by the nodes of the branch it takes, in place.
 
     Args:
         graph: Its nodes are in topological order, and stay so. Values of the branch get the name of
             the ``If``'s first result in front of their own.
-        constants: Value names to arrays; grows by the initializers of the branches.
+        constants: Value names to arrays, the initializers of branches among them.
 
     Returns:
         Whether there was one; its branch may hold further ones.
@@ -36,7 +35,7 @@ def fold_constant_ifs(graph: onnx.GraphProto, constants: dict[str, Array]) -> bo
 
 
 def _folded(
-    nodes: Iterable[onnx.NodeProto], constants: dict[str, Array], taken: set[str]
+    nodes: Iterable[onnx.NodeProto], constants: Mapping[str, Array], taken: set[str]
 ) -> Iterator[onnx.NodeProto]:
     for node in nodes:
         branch = _taken_branch(node, constants)
@@ -46,8 +45,6 @@ def _folded(
             yield copy
             continue
         outer = _outer_names(branch, f"{node.output[0]}.", taken)
-        for entry in branch.initializer:
-            constants[outer[entry.name]] = to_array(entry)
         rename(branch, outer)
         yield from branch.node
         for result, target in zip(branch.output, node.output, strict=True):
@@ -71,8 +68,7 @@ def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.
 
 def _outer_names(branch: onnx.GraphProto, prefix: str, taken: set[str]) -> dict[str, str]:
     """Names for the branch's own values that are free in the graph; adds them to ``taken``."""
-    own = [entry.name for entry in branch.initializer]
-    own += [name for node in branch.node for name in node.output if name]
+    own = [name for node in branch.node for name in node.output if name]
     names = {}
     for name in own:
         free = prefix + name
