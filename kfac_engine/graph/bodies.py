@@ -75,7 +75,7 @@ def hoist_initializers(graph: onnx.GraphProto, constants: dict[str, Array]) -> N
     taken.update(entry.name for entry in graph.input)
     for node in graph.node:
         for body in _bodies(node):
-            _hoist(body, f"{node.output[0]}.", taken, constants)
+            _hoist(body, _prefix(node), taken, constants)
 
 
 def _hoist(
@@ -93,7 +93,12 @@ def _hoist(
     _rename(body, names)
     for node in body.node:
         for inner in _bodies(node):
-            _hoist(inner, f"{prefix}{node.output[0]}.", taken, constants)
+            _hoist(inner, prefix + _prefix(node), taken, constants)
+
+
+def _prefix(node: onnx.NodeProto) -> str:
+    # Not checked yet: a node may lack results.
+    return f"{next(iter(node.output), node.name)}."
 
 
 def _rename(body: onnx.GraphProto, names: Mapping[str, str]) -> None:

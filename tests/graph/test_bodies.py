@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from kfac_engine.errors import UnsupportedError
+from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.bodies import body_of, with_names
 from kfac_engine.graph.export import export_model
 from kfac_engine.graph.load import load_graph, load_model
@@ -43,6 +43,14 @@ def test_a_weight_of_a_body_cannot_be_written_back() -> None:
     loaded = load_model(parser.parse_model(INSIDE))
     with pytest.raises(UnsupportedError, match=r"'y\.a' lies inside"):
         export_model(loaded, {"y.a": np.zeros(2)})
+
+
+def test_a_loop_without_results_is_refused_by_name() -> None:
+    model = parser.parse_model(INSIDE)
+    del model.graph.node[1].output[:]
+    model.graph.node[0].output[0] = "y"
+    with pytest.raises(ModelError, match="Loop"):
+        load_graph(model)
 
 
 def test_a_body_has_the_names_that_its_captures_are_given() -> None:
