@@ -25,6 +25,10 @@ def whole(values, dtype="int32"):
     return np.asarray(values, dtype)
 
 
+def nibbles(*sides):
+    return RNG.integers(0, 256, sides).astype(np.uint8)
+
+
 @dataclass(frozen=True)
 class Fused:
     """A node: its operands (None where one is left out), and which results it has."""
@@ -164,6 +168,14 @@ CASES = (
     case("Trilu", "lower", real(3, 3), upper=0),
     case("ExpandDims", "middle", real(2, 3), whole(1)),
     case("GridSample", "bilinear", real(1, 2, 4, 4), real(1, 3, 3, 2, low=-0.7, high=0.7)),
+    case("MatMulNBits", "four-bits", real(2, 40), nibbles(3, 2, 16), real(3, 2, low=0.1),
+         K=40, N=3, bits=4, block_size=32),
+    case("MatMulNBits", "zero-points", real(2, 2, 70), nibbles(3, 3, 16), real(9, low=0.1),
+         nibbles(6), None, real(3), K=70, N=3, bits=4, block_size=32),
+    case("MatMulNBits", "eight-bits", real(2, 32), nibbles(3, 2, 16), real(3, 2, low=0.1),
+         nibbles(3, 2), K=32, N=3, bits=8, block_size=16),
+    case("MatMulNBits", "real-zero-points", real(2, 32), nibbles(3, 2, 8), real(3, 2, low=0.1),
+         real(3, 2, low=6.0, high=9.0), K=32, N=3, bits=4, block_size=16),
     case("Inverse", "batch", real(2, 3, 3) + 3 * np.eye(3, dtype=np.float32)),
 )  # fmt: skip
 

@@ -35,8 +35,8 @@ from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
 _FAMILIES = (
-    "dropout", "loops", "microsoft", "microsoft_attention", "microsoft_norms", "microsoft_rotary",
-    "recurrent", "regions", "sampling", "sequences", "signal",
+    "dropout", "loops", "microsoft", "microsoft_attention", "microsoft_norms",
+    "microsoft_quantized", "microsoft_rotary", "recurrent", "regions", "sampling", "sequences", "signal",
 )  # fmt: skip
 
 Lowering: TypeAlias = Callable[[Pen, Node], None]
