@@ -36,7 +36,8 @@ from kfac_engine.registry import Registry
 
 _FAMILIES = (
     "dropout", "loops", "microsoft", "microsoft_attention", "microsoft_norms",
-    "microsoft_quantized", "microsoft_rotary", "recurrent", "regions", "sampling", "sequences", "signal",
+    "microsoft_quantized", "microsoft_rotary", "recurrent", "regions", "sampling", "sequences",
+    "signal",
 )  # fmt: skip
 
 Lowering: TypeAlias = Callable[[Pen, Node], None]
