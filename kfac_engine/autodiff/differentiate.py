@@ -234,7 +234,7 @@ def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
     wanted, kept = set(results), []
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):
-            wanted.update(node.inputs)
+            wanted.update((*node.inputs, *node.captures))
             kept.append(node)
     return tuple(reversed(kept))
 
