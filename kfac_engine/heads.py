@@ -101,7 +101,7 @@ def choose_heads(
             heads.append(Head(LOSSES[choice](value, targets=targets, class_axis=axis), value))
         else:
             heads.append(Head(choice, choice.inputs[0]))
-    _check_known(graph, heads)
+    _check_known(graph, facts, heads)
     batch = find_batch(graph, facts, [head.output for head in heads], inputs)
     for head in heads:
         _check_place(head, facts, batch.places.get(head.output))
@@ -151,12 +151,18 @@ def _outputs(
     return chosen
 
 
-def _check_known(graph: Graph, heads: Sequence[Head]) -> None:
+def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[Head]) -> None:
     known = set(graph.values())
     for missing in (n for head in heads for n in head.loss.inputs if n not in known):
         raise UnknownNameError(
             f"the loss reads '{missing}', which is no value of model '{graph.name}'; its outputs "
             f"are: {', '.join(graph.outputs)}."
+        )
+    for name in (n for head in heads for n in head.loss.inputs if n not in facts):
+        maker = graph.producers[name]
+        raise InputError(
+            f"the loss reads '{name}', which is no tensor but what {maker.op} (node "
+            f"'{maker.name}') makes of {', '.join(maker.inputs)}; put it on a tensor before."
         )
 
 

@@ -4,7 +4,9 @@ The truth is the same network written plainly: ending in its logits, with the ba
 """
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -222,6 +224,12 @@ def test_per_example_approximations_are_refused_where_examples_are_not_first():
         )
 
 
+@pytest.mark.parametrize("order", ["time first", "folded"])
+def test_exact_modes_are_refused_where_examples_are_not_first(order):
+    with pytest.raises(ke.UnsupportedError, match="'exact' needs the examples alone on the first"):
+        ke.Engine.from_onnx(tokens(order), loss="categorical", estimation_mode="exact")
+
+
 def test_output_without_examples_is_refused():
     net = models.Net()
     x = net.op("MatMul", "input", net.weight("w", 4, 3), to="rows")
@@ -248,3 +256,15 @@ def test_other_sizes_of_a_fixed_batch_are_refused_by_name(inside):
     assert engine.step({"input": x}, y).loss > 0
     with pytest.raises(ke.ShapeError, match=r"'input' has 3 examples, but .* open batch axis"):
         engine.step({"input": x[:3]}, y[:3])
+
+
+def test_a_loss_on_a_sequence_is_refused_by_what_made_it():
+    model = dense_net(("Softmax", (), {}))
+    model.graph.node.append(helper.make_node("SequenceConstruct", ["output"], ["all"], name="last"))
+    model.graph.output.append(
+        helper.make_tensor_sequence_value_info("all", onnx.TensorProto.FLOAT, None)
+    )
+    with pytest.raises(
+        ke.InputError, match=r"'all', which is no tensor but what SequenceCon.*last"
+    ):
+        ke.Engine.from_onnx(model, loss="categorical", output="all")
