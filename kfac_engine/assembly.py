@@ -270,6 +270,22 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
             raise ShapeError(f"input '{name}' has {shape[axis]} examples, but {batch.fixed}.")
 
 
+def check_mode(estimation_mode: str, task: Task) -> None:
+    """Refuse modes that tell positions apart where an axis holds positions and examples alike.
+
+    Raises:
+        UnsupportedError: One axis does, or the first one is not that of the examples.
+    """
+    for head in task.heads:
+        place = task.batch.places[head.output]
+        if estimation_mode.startswith("exact") and place != _FIRST:
+            raise UnsupportedError(
+                f"estimation_mode '{estimation_mode}' needs the examples alone on the first "
+                f"axis of '{head.output}', but they lie on axis {place.axis}"
+                f"{' together with positions' if place.repeats > 1 else ''}; choose another mode."
+            )
+
+
 def check_options(
     damping: float, ema_decay: float, exps: Sequence[float], threads: int | None
 ) -> None:

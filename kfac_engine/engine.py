@@ -14,6 +14,7 @@ from kfac_engine._types import Array
 from kfac_engine.assembly import (
     Task,
     check_batch_size,
+    check_mode,
     check_options,
     checked_gradients,
     multiplied,
@@ -129,8 +130,7 @@ class Engine:
             model: Path, bytes or ``ModelProto``.
             loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object,
                 or a list of them.
-            output: The output a loss given by name is put on, or a list of them; needed where
-                there are more of floating-point type than losses.
+            output: The output a loss by name is put on, or a list; needed where it is not clear.
             class_axis: Axis of the classes in that output.
             find_logits: Whether a loss by name on an output of probabilities reads the logits that
                 the model makes them of.
@@ -176,6 +176,7 @@ class Engine:
             collection.set_default_approximation(kind, approximation)
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
         task = register_losses(onnx_model, collection, options, reduction, sample_inputs)
+        check_mode(estimation_mode, task)
         discovery = register_layers(onnx_model, task, collection, approximations or {})
         estimator = FisherEstimator(
             collection.registered_variables,
@@ -335,7 +336,8 @@ class Engine:
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Peak memory of a step, known before anything runs."""
-        return memory_report(self.layers, self._model, self.collection, batch_size)
+        sample = self._task.batch, self._task.inputs
+        return memory_report(self.layers, self._model, self.collection, batch_size, *sample)
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from kfac_engine._types import Array, Params
 from kfac_engine.approximations import formula
 from kfac_engine.autodiff.axes import Batch, find_coupling
+from kfac_engine.autodiff.memory import activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import MemoryLimitError
@@ -85,12 +86,14 @@ class MemoryReport:
 
     Attributes:
         parameters: Trainable parameters and frozen constants.
-        activations: Values and gradients that sessions hand over, for the given batch size.
+        gradients: Gradients of parameters, and natural gradients.
+        activations: Peak of values and their gradients in the sessions, for the given batch size.
         factors: Moving averages and stored powers.
         scratch: Bound of temporary arrays.
     """
 
     parameters: int
+    gradients: int
     activations: int
     factors: int
     scratch: int
@@ -98,7 +101,7 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.parameters + self.activations + self.factors + self.scratch
+        return self.parameters + self.gradients + self.activations + self.factors + self.scratch
 
 
 def layer_reports(
@@ -151,7 +154,12 @@ def loss_reports(
 
 
 def memory_report(
-    layers: Sequence[LayerReport], model: OnnxModel, collection: LayerCollection, batch_size: int
+    layers: Sequence[LayerReport],
+    model: OnnxModel,
+    collection: LayerCollection,
+    batch_size: int,
+    batch: Batch,
+    inputs: Mapping[str, Array] | None,
 ) -> MemoryReport:
     """Peak memory of one step.
 
@@ -160,13 +168,16 @@ def memory_report(
         model: Knows what its sessions hand over.
         collection: Knows the bound of temporary arrays.
         batch_size: Examples.
+        batch: Where they lie.
+        inputs: The batch of the sample run; None if it was made up.
 
     Returns:
         Bytes by part.
     """
     return MemoryReport(
         parameters=sum(array.nbytes for array in model.graph.constants.values()),
-        activations=model.handed_over_bytes(batch_size),
+        gradients=2 * sum(array.nbytes for array in model.parameters.values()),
+        activations=activation_bytes(model, batch, batch_size, inputs),
         factors=sum(layer.factor_bytes for layer in layers),
         scratch=collection.backend.scratch_bytes,
     )
@@ -222,7 +233,10 @@ def _report(
     approximation = collection.approximation_of(key)
     item = max(model.parameters[owned[0][0]].dtype.itemsize, 4)
     shapes = block.factor_shapes([collection.require_shape(name) for name in layer.parameters])
-    stored = [f.has_inverses * (len(exps) - (1 in exps)) for f in block.factors]
+    kept = [
+        (shape, factor.stored_numbers(shape))
+        for shape, factor in zip(shapes, block.factors, strict=True)
+    ]
     return LayerReport(
         kind=layer.kind,
         parameters=tuple(name for name, _ in owned),
@@ -233,10 +247,8 @@ def _report(
         inputs=layer.inputs,
         outputs=layer.outputs,
         factor_shapes=shapes,
-        factor_bytes=sum(
-            item * prod(shape) * (1 + n) for shape, n in zip(shapes, stored, strict=True)
-        ),
-        inverse_flops=sum(refresh_cost(s) for s, n in zip(shapes, stored, strict=True) if n),
+        factor_bytes=item * sum(prod(shape) + n for shape, n in kept),
+        inverse_flops=sum(refresh_cost(shape) for shape, n in kept if n),
         reason=layer.reason,
     )
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.feeds import SampleRun, sample_feeds
+from kfac_engine.autodiff.feeds import SampleRun, sample_batch
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.structure import Fact, Graph
 
@@ -119,12 +119,7 @@ class _Probe:
         self._graph, self._facts = graph, facts
         self._run = SampleRun(graph, declared=False)
         self._made_up = inputs is None
-        # The feeds that the facts were measured on.
-        self._feeds = next(
-            feeds
-            for feeds in sample_feeds(graph, inputs)
-            if all(facts[name].shape == array.shape for name, array in feeds.items())
-        )
+        self._feeds = sample_batch(graph, facts, inputs)
 
     def batch_along(self, axes: _Axes, outputs: Sequence[str]) -> Batch | None:
         """Places of the examples if they lie along these axes; None if no second size runs."""

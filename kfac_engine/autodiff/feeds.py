@@ -150,7 +150,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
     facts = {name: Fact(array.dtype, array.shape) for name, array in graph.constants.items()}
     run = SampleRun(graph)
     failures = []
-    for feeds in sample_feeds(graph, inputs):
+    for feeds in _sample_feeds(graph, inputs):
         try:
             values = run.values(feeds)
         except BackendError as failure:
@@ -203,16 +203,28 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
     }
 
 
-def sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
-    """Inputs for a sample run, in the order in which they are tried.
+def sample_batch(
+    graph: Graph, facts: Mapping[str, Fact], inputs: Mapping[str, Array] | None
+) -> dict[str, Array]:
+    """The inputs that facts were measured on.
 
     Args:
         graph: The model.
+        facts: As ``sample_facts`` gave them for ``inputs``.
         inputs: A real batch; None makes some up.
 
-    Yields:
+    Returns:
         Input name to array.
     """
+    return next(
+        feeds
+        for feeds in _sample_feeds(graph, inputs)
+        if all(facts[name].shape == array.shape for name, array in feeds.items())
+    )
+
+
+def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
+    """Inputs for a sample run, in the order in which they are tried."""
     if inputs is None:
         for first, other in _TRIED_SIZES:
             yield {entry.name: _made_up(entry, first, other) for entry in graph.inputs}

@@ -11,7 +11,6 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
-from kfac_engine.graph.structure import Fact, Input, Node
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
@@ -188,16 +187,19 @@ class OnnxModel:
         known = name in self.graph.constants or name in self._computed_from_constants
         return self.facts[name].shape if known else None
 
-    def handed_over_bytes(self, batch_size: int) -> int:
-        """Bytes that the sessions hand over for a batch: fetched values and gradients of values."""
-        asked = (name for backward in self._backwards.values() for name in backward.gradients)
-        computed = [name for name in (*self._wanted, *asked) if self._is_computed(name)]
-        sample = max(
-            (self.facts[entry.name].shape[:1] for entry in self.graph.inputs), default=(1,)
-        )
-        sizes = (self.facts[name] for name in computed if name in self.facts)
-        total = sum(fact.dtype.itemsize * prod(fact.shape) for fact in sizes)
-        return total * batch_size // max(*sample, 1)
+    def fetched(self) -> frozenset[str]:
+        """Values that every forward pass hands over."""
+        return frozenset(name for name in self._wanted if self._is_computed(name))
+
+    def backwards(self) -> tuple[Backward, ...]:
+        """All backward graphs asked for so far."""
+        return tuple(self._backwards.values())
+
+    def extended_graph(self) -> Graph:
+        """The graph with the values that were added to it."""
+        nodes = (*self.graph.nodes, *self._appended.values())
+        constants = {**self.graph.constants, **self._appended_constants}
+        return replace(self.graph, nodes=nodes, constants=constants)
 
     def want(self, names: Sequence[str]) -> None:
         """Have these values computed by every forward pass from now on."""

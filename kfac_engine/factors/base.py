@@ -292,6 +292,11 @@ class FisherFactor(ABC):
     def has_inverses(self) -> bool:
         """Whether ``refresh`` has anything to do."""
 
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        """Numbers that refreshes keep beside an average of this shape."""
+        del shape
+        return 0
+
     @property
     @abstractmethod
     def side(self) -> int:

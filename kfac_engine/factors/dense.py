@@ -1,6 +1,7 @@
 """Factors that are a symmetric matrix: inverses, powers and Cholesky factors of it."""
 
 from collections.abc import Hashable, Mapping
+from math import prod
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
@@ -43,6 +44,9 @@ class DenseSquareMatrixFactor(FisherFactor):
     @property
     def has_inverses(self) -> bool:
         return bool(self._registered)
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        return len(self._registered) * prod(shape)
 
     @property
     def side(self) -> int:

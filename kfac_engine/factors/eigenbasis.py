@@ -108,6 +108,9 @@ class EigenbasisFactor(DiagonalFactor):
     def has_inverses(self) -> bool:
         return True
 
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        return sum(side * side for side in shape)
+
     def get_cov(self) -> Array:
         bases = self._basis()
         columns = self.backend.xp.kron(bases.input, bases.output)

@@ -46,7 +46,7 @@ class PixelCovariance(KroneckerMoment):
     with_mean: bool = True
 
     @classmethod
-    def configured(
+    def configured(  # noqa: PLR0913 (the fields of a statistic)
         cls,
         config: CollectionConfig,
         *,
@@ -185,6 +185,12 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
     @property
     def has_inverses(self) -> bool:
         return bool(self._registered)
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        # Of each inverse a kernel between channels, and a vector over patches with two numbers.
+        pixels, channels = self._pixels, shape[1]
+        patch = pixels.taps * channels + pixels.homogeneous
+        return len(self._registered) * (channels * channels + patch + 2)
 
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
         self._check_power(exp)

@@ -1,0 +1,90 @@
+"""Memory that the sessions of a model take for a batch, in bytes, told from its sample run."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from math import ceil, prod
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.axes import Batch
+from kfac_engine.autodiff.differentiate import Backward
+from kfac_engine.autodiff.feeds import SampleRun, measured_facts, sample_batch
+from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.autodiff.twice import joint_graph
+from kfac_engine.graph.structure import Graph, Node
+
+
+def activation_bytes(
+    model: OnnxModel, batch: Batch, size: int, inputs: Mapping[str, Array] | None
+) -> int:
+    """Peak of all values of a forward pass and a backward pass, masks and indices included.
+
+    Results are taken to be freed after their last use unless they are handed over. What an operator
+    needs while it runs is not counted.
+
+    Args:
+        model: Everything it will be asked for was asked for once.
+        batch: Where the examples lie.
+        size: Examples.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        Bytes. Axes other than the batch are as long as in the sample run.
+    """
+    feeds = sample_batch(model.graph, model.facts, inputs)
+    # Passes run one after the other: the largest decides.
+    backward = max(model.backwards(), key=lambda backward: len(backward.nodes))
+    graph = _joint(model, backward)
+    sizes = _sizes(model, graph, backward, feeds)
+    if not batch.fixed:
+        doubled = {
+            name: np.concatenate([array, array], batch.inputs[name])
+            if name in batch.inputs
+            else array
+            for name, array in feeds.items()
+        }
+        twice = _sizes(model, graph, backward, doubled)
+        more = size / batch.size - 1
+        sizes = {name: number + more * (twice[name] - number) for name, number in sizes.items()}
+    fetched = model.fetched()
+    kept = sum(sizes.get(name, 0) for name in fetched) + sum(sizes[name] for name in feeds)
+    forward = _peak(model.extended_graph().nodes, sizes, fetched)
+    return ceil(max(forward, kept + _peak(backward.nodes, sizes, backward.gradients.values())))
+
+
+def _joint(model: OnnxModel, backward: Backward) -> Graph:
+    """Forward graph, all that was added to it, and a backward graph."""
+    graph = model.extended_graph()
+    added = {node.name for node in backward.forward_nodes}
+    kept = tuple(node for node in graph.nodes if node.name not in added)
+    return joint_graph(replace(graph, nodes=kept), backward)
+
+
+def _sizes(
+    model: OnnxModel, graph: Graph, backward: Backward, feeds: Mapping[str, Array]
+) -> dict[str, float]:
+    """Bytes of every value by name; a cotangent is as large as its value."""
+    values = SampleRun(model.graph, declared=False).values(feeds)
+    cotangents = {
+        cotangent: np.zeros_like(values[name]) for name, cotangent in backward.cotangents.items()
+    }
+    facts = measured_facts(graph, {**feeds, **cotangents})
+    return {name: fact.dtype.itemsize * prod(fact.shape) for name, fact in facts.items()}
+
+
+def _peak(nodes: Iterable[Node], sizes: Mapping[str, float], kept: Collection[str]) -> float:
+    """Largest sum of results that are still to be read or to be handed over."""
+    nodes = tuple(nodes)
+    last = {name: i for i, node in enumerate(nodes) for name in (*node.inputs, *node.captures)}
+    made: set[str] = set()
+    live = peak = 0.0
+    for index, node in enumerate(nodes):
+        results = [name for name in node.outputs if name]
+        live += sum(sizes.get(name, 0) for name in results)
+        made.update(results)
+        peak = max(peak, live)
+        done = {name for name in (*node.inputs, *results) if last.get(name, -1) <= index}
+        live -= sum(sizes.get(name, 0) for name in done & made if name not in kept)
+        made -= done
+    return peak
