@@ -20,10 +20,10 @@ SIZE = ROWS * WIDTH * 4
 FILLED = 5  # the last rows, which the batch reads
 
 # Python with the libraries takes 150 MB.
-MOST_BYTES = 500_000_000
+MOST_BYTES = 400_000_000
 
 MEASURED = """
-import json, resource, sys
+import json, sys
 import numpy as np
 import kfac_engine as ke
 path, batch = sys.argv[1:]
@@ -31,10 +31,12 @@ engine = ke.Engine.from_onnx(path, loss="categorical", trainable=["fc.*"])
 ids = np.load(batch)
 result = engine.step({"input": ids}, np.arange(len(ids)) % 3)
 engine.memory(len(ids))
+# Not getrusage: what that gives starts at the size of the process that started this one.
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({
     "gradient": result.gradients["fc.weight"].tolist(),
     "layers": [layer.kind for layer in engine.layers],
-    "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    "peak": 1024 * int(status["VmHWM"].split()[0]),
 }))
 """
 
@@ -92,6 +94,7 @@ def _gradient(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_weights_of_a_large_model_are_never_copied(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, folder / "model.onnx", folder / "ids.npy"],
