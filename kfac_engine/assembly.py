@@ -60,6 +60,15 @@ class Task:
     batch: Batch
     inputs: Mapping[str, Array] | None = None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What losses read in place of outputs, in words."""
+        return tuple(
+            f"the loss on '{head.output}' reads '{head.logits.value}', {head.logits.how}"
+            for head in self.heads
+            if head.logits
+        )
+
 
 def register_losses(
     model: OnnxModel,

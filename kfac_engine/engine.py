@@ -220,13 +220,13 @@ class Engine:
             natural = self.precondition(gradients, self._exps[0])
             if update_buffers:
                 self._model.update_buffers(trace)
-            return Result(loss, self._model.hand_out(gradients), natural)
+            return Result(loss, self._model.hand_out(gradients), natural, self._task.notes)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with self._threads():
             loss, gradients = self._differentiate(self._run(inputs, targets))
-            return Result(loss, self._model.hand_out(gradients), {})
+            return Result(loss, self._model.hand_out(gradients), {}, self._task.notes)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.

@@ -14,8 +14,10 @@ class Result:
         gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
         natural_gradients: Parameter name to preconditioned gradient; empty where none was asked
             for.
+        notes: What a loss reads in place of the output that it was put on, in words.
     """
 
     loss: float
     gradients: dict[str, Array]
     natural_gradients: dict[str, Array]
+    notes: tuple[str, ...] = ()

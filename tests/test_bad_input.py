@@ -1,6 +1,7 @@
 """Everything a user can get wrong with a batch: one clear error, and the state stays as it was."""
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
@@ -87,6 +88,15 @@ def test_empirical_mode_asks_for_targets(inputs):
 def test_class_axis_that_is_none_is_refused(axis):
     with pytest.raises(ke.ShapeError, match=f"class_axis={axis}"):
         ke.Engine.from_onnx(models.mlp(), loss="categorical", class_axis=axis)
+
+
+def test_constant_that_a_file_lists_among_its_inputs_cannot_be_fed(inputs):
+    model = models.mlp()
+    model.graph.input.append(onnx.helper.make_tensor_value_info("fc0.bias", 1, [5]))
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    fed = {**inputs, "fc0.bias": np.zeros(5, np.float32)}
+    with pytest.raises(ke.UnknownNameError, match=r"'fc0.bias' is a constant .* set_parameters"):
+        engine.gradients(fed, TARGETS)
 
 
 def test_gradients_without_targets_ask_for_them(engine, inputs):

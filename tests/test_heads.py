@@ -80,6 +80,8 @@ def test_probabilities_are_read_at_their_logits(endings, loss, op):
     )
     (report,) = engine.losses
     assert (report.output, report.how.split(" (")[0]) == ("output", f"before {op}")
+    (note,) = engine.gradients(inputs, targets).notes
+    assert note.startswith(f"the loss on 'output' reads '{report.reads}', before {op}")
 
 
 def test_reshaped_probabilities_keep_the_targets_of_the_output():

@@ -43,6 +43,11 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """
     declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
     for name in inputs:
+        if name in graph.constants:
+            raise UnknownNameError(
+                f"'{name}' is a constant of the model, whether or not its file lists it among the "
+                f"inputs; a trainable one is changed with set_parameters. Inputs are: {declared}."
+            )
         if name not in {entry.name for entry in graph.inputs}:
             raise UnknownNameError(f"the model has no input '{name}'; its inputs are: {declared}.")
     symbols: dict[str, tuple[int, str]] = {}
