@@ -217,7 +217,7 @@ _ROLES: Mapping[tuple[str, int], str] = {
     ("BatchNormalization", 2): "shift of BatchNormalization",
     ("InstanceNormalization", 2): "shift of InstanceNormalization",
     ("GroupNormalization", 2): "shift of GroupNormalization",
-    ("Gemm", 2): "added by Gemm, but not one number a column",
-    ("Conv", 2): "bias of Conv, but not one number a channel",
+    ("Gemm", 2): "added by Gemm, but not one number a column of a layer",
+    ("Conv", 2): "bias of Conv, but not one number a channel of a layer",
     ("ConvTranspose", 2): "bias of ConvTranspose, added to pixels that the filter does not count",
 }
