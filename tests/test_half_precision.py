@@ -21,7 +21,7 @@ LOSSES = {
     "mlp": "categorical",
     "layer_norm": "normal",
     "embedding": "categorical",
-    "resnet_block": "normal",
+    "conv_linear": "normal",
     "tied": "normal",
 }
 BATCH = 3
