@@ -90,7 +90,7 @@ def _without_data(graph: Graph, parameters: Set[str]) -> frozenset[str]:
 
 
 def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
-    """The same function; what moves the entries of a weight about in the same way is one node.
+    """The same values; of nodes that move the entries of a weight about alike one is read.
 
     Args:
         graph: Canonical graph.
@@ -111,7 +111,6 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
             same = first.setdefault(_content(node, graph.constants), node)
             if same is not node and kept.isdisjoint(node.outputs):
                 names |= zip(node.outputs, same.outputs, strict=True)
-                continue
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes)) if names else graph
 
@@ -131,7 +130,7 @@ def _content(node: Node, constants: Mapping[str, Array]) -> object:
 def unscaled(
     graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
 ) -> tuple[Graph, Mapping[str, Fact]]:
-    """The same function; a constant that multiplies a weight multiplies the data instead.
+    """The same values; a constant that multiplies a weight multiplies the data instead.
 
     Args:
         graph: Canonical graph.
@@ -142,29 +141,44 @@ def unscaled(
         The graph, and facts about its values; the given ones where no weight is scaled.
     """
     weights, data = moved(graph, parameters), of_data(graph)
-    scaling: set[str] = set()  # names of nodes
+    names: dict[str, str] = {}  # scaled value to what it is without the scale
     factors: dict[str, list[_Factor]] = {}  # by the name of the product
     for node in graph.nodes:
         factor = _factor(node, graph.constants, weights, parameters)
         products = _products_of(node.outputs[0], graph, data) if factor else ()
         if factor and products:
-            scaling.add(node.name)
+            names[node.outputs[0]] = factor.weight
             for product, operand in products:
                 factors.setdefault(product.name, []).append(replace(factor, operand=operand))
-    if not scaling:
+    if not names:
         return graph, facts
     known = dict(facts)
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.name in scaling:
-            weight = next(name for name in node.inputs if name in weights)
-            node = replace(node, op="Identity", inputs=(weight,), attributes={})
+        product = node
         for factor in factors.get(node.name, ()):
-            scaled, node = factor.applied(node)
+            scaled, product = factor.applied(product)
             known[scaled.outputs[0]] = known[scaled.inputs[0]]
             nodes.append(scaled)
-        nodes.append(node)
+        if product is not node:
+            product = replace(
+                product, inputs=tuple(names.get(name, name) for name in product.inputs)
+            )
+        elif not node.domain and node.op in MOVES and node.inputs[0] in names:
+            # The scaled values stay for whoever asks for them; the products read these.
+            nodes.append(moved_on := _beside(node, names))
+            pairs = zip(node.outputs, moved_on.outputs, strict=True)
+            known |= {new: known[old] for old, new in pairs if old}
+        nodes.append(product)
     return replace(graph, nodes=tuple(nodes)), known
+
+
+def _beside(node: Node, names: dict[str, str]) -> Node:
+    """The same move of a weight without its scale; enters the new names of the results."""
+    outputs = tuple(f"{name}/unscaled" if name else "" for name in node.outputs)
+    names |= zip(node.outputs, outputs, strict=True)
+    inputs = names[node.inputs[0]], *node.inputs[1:]
+    return replace(node, inputs=inputs, outputs=outputs, name=f"{node.name}/unscaled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +188,14 @@ class _Factor:
     Attributes:
         op: ``"Mul"`` or ``"Div"``.
         constant: Its name.
-        source: Name of the node that it was taken from.
+        weight: Name of what it scales.
+        source: Name of the node that does.
         operand: Index of the operand.
     """
 
     op: str
     constant: str
+    weight: str
     source: str
     operand: int = 0
 
@@ -205,7 +221,7 @@ def _factor(
     array = constants[number]
     if array.size != 1 or array.ndim > 1 or (node.op == "Div" and weight != node.inputs[0]):
         return None
-    return _Factor(node.op, number, node.name)
+    return _Factor(node.op, number, weight, node.name)
 
 
 def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, int]]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests import models
+from tests import models, oracle
 
 # float32 sums of a few dozen terms, relative to the largest entry.
 SINGLE = 2e-4
@@ -331,3 +331,17 @@ def test_a_product_with_one_hot_rows_is_an_embedding():
         assert (layer.kind, layer.inputs) == ("embedding", "input")
         blocks.append(result.natural_gradients["w"])
     np.testing.assert_allclose(*blocks, rtol=SINGLE, atol=1e-6)
+
+
+def test_values_of_the_file_keep_their_names_and_numbers():
+    """Whatever is written anew: a trace still shows what the file computes."""
+    net = models.Net()
+    scaled_weight(net)
+    net.op("Tanh", net.op("Gemm", "y", net.weight("v", K, K), to="z", alpha=0.5), to="output")
+    model = net.model({"input": _FLAT}, {"output": ["batch", K]})
+    feeds = models.random_inputs(model, BATCH)
+    trace = ke.load_model(model).run(feeds)
+    values = ["scaled", "turned", "s", "y", "z", "output"]
+    expected = oracle.evaluate(oracle.to_float64(model), feeds, *values)
+    for name, wanted in zip(values, expected, strict=True):
+        np.testing.assert_allclose(trace[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
