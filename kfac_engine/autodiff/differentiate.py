@@ -26,8 +26,8 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Operators that may cut off, hand on or put back a part without elements.
 _CUTTERS = frozenset(
-    {"Cast", "CastLike", "Concat", "Flatten", "Identity", "Reshape", "Slice", "Split"}
-    | {"Squeeze", "Transpose", "Unsqueeze"}
+    {"Cast", "CastLike", "Concat", "Flatten", "Identity", "Pad", "Reshape", "Slice"}
+    | {"Split", "Squeeze", "Transpose", "Unsqueeze"}
 )
 
 
