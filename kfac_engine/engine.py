@@ -30,6 +30,7 @@ from kfac_engine.collection import LayerCollection
 from kfac_engine.config import Schedule
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.estimator import FisherEstimator
+from kfac_engine.factors.refresh import refresh
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.ties import Tie, find_ties, spread
@@ -363,8 +364,7 @@ class Engine:
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)
             self.estimator.update_covariances(trace, scales=scales)
-        for key in due.refresh:
-            self._refreshes[key][0].refresh()
+        refresh([self._refreshes[key][0] for key in due.refresh], self.collection.backend)
         self.counter += 1
 
     def _threads(self) -> AbstractContextManager[object]:

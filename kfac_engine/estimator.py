@@ -11,7 +11,9 @@ from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.collection import LayerCollection, get_default_layer_collection
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
-from kfac_engine.factors.base import FisherFactor, take
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.refresh import refresh
+from kfac_engine.factors.values import take
 
 # One gradient source: loss input to cotangent.
 Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
@@ -153,8 +155,7 @@ class FisherEstimator:
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
-        for refresh in self.inv_update_thunks:
-            refresh()
+        refresh(self.factors, self._collection.backend)
 
     @property
     def cov_update_thunks(self) -> list[Callable[..., None]]:

@@ -4,8 +4,7 @@ Nothing here copies an array to the host; what must be decided on the host (is i
 factorisation succeed) reads a single number.
 """
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Sequence
 from math import prod
 from types import ModuleType
 
@@ -14,18 +13,15 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cupy_device import CupyDevice
+from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.window import Window
-from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 
 SCRATCH_BYTES = 256 << 20
 
-_LOG = logging.getLogger(__name__)
-
-# Dampings tried before the eigenvalues are clamped: each ten times the one before.
-_LADDER = (1, 10, 100, 1000)
 # Two TF32 numbers for each factor: float32's accuracy at the speed of tensor cores.
 _SPLIT = 3
 
@@ -49,6 +45,7 @@ class CupyBackend:
         self.device = device or CupyDevice()
         self.scratch_bytes = scratch_bytes
         split = _SPLIT if self.device.tensor_cores else 0
+        self._inverses = CupyInverses(self.device, scratch_bytes)
         self._moments = PatchMoments(self.device, scratch_bytes, split)
 
     @property
@@ -63,6 +60,17 @@ class CupyBackend:
 
     def to_numpy(self, array: Array) -> Array:
         return array if isinstance(array, np.ndarray) else self.device.download(array)
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        if not arrays:
+            return []
+        flat = [array.reshape(-1).astype(np.float64) for array in arrays]
+        host = self.device.download(self.xp.concatenate(flat))
+        ends = np.cumsum([array.size for array in arrays])
+        return [
+            part.reshape(array.shape)
+            for part, array in zip(np.split(host, ends[:-1]), arrays, strict=True)
+        ]
 
     def second_moment(
         self,
@@ -118,47 +126,28 @@ class CupyBackend:
         return found
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
-        least = self._least_damping(matrix, damping)
-        root = self._root(matrix, least)
-        if root is None:
-            values, vectors = self._clamped(matrix, least)
-            inverse = (vectors / values) @ vectors.T
-        else:
-            upside = self.triangular_inverse(root)
-            inverse = upside.T @ upside
-        # Products are symmetric but for rounding.
-        symmetric: Array = (0.5 * (inverse + inverse.T)).astype(matrix.dtype)
-        return symmetric
+        return self._inverses.damped_inverses([matrix], [damping])[0]
 
     def damped_cholesky(self, matrix: Array, damping: float) -> Array:
-        least = self._least_damping(matrix, damping)
-        root = self._root(matrix, least)
-        if root is None:
-            values, vectors = self._clamped(matrix, least)
-            # With M = QΛQᵀ and √Λ Qᵀ = Q'R: M = Rᵀ R, a triangular root that cannot fail.
-            R = self.xp.linalg.qr(self.xp.sqrt(values)[:, None] * vectors.T, mode="r")
-            signs = self.xp.where(self.xp.diagonal(R) < 0, -1.0, 1.0)
-            root = (R * signs[:, None]).T
-        lower: Array = self.xp.ascontiguousarray(root.astype(matrix.dtype))
-        return lower
+        return self._inverses.damped_choleskys([matrix], [damping])[0]
 
     def triangular_inverse(self, lower: Array) -> Array:
-        xp = self.xp
-        self._check_square(lower)
-        zeros = xp.diagonal(lower) == 0
-        if bool(zeros.any()):
-            at = int(zeros.argmax())
-            raise InputError(f"a triangular matrix with zero at [{at}, {at}] has no inverse.")
-        eye = xp.eye(len(lower), dtype=np.float64)
-        solved = self.device.solve_lower(xp.tril(lower).astype(np.float64), eye)
-        inverse: Array = xp.ascontiguousarray(xp.tril(solved).astype(lower.dtype))
-        return inverse
+        return self._inverses.triangular_inverses([lower])[0]
 
     def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        self._check_square(matrix)
-        lower = self.xp.tril(matrix).astype(np.float64)
-        values, vectors = self.xp.linalg.eigh(lower, UPLO="L")
-        return values, vectors
+        return self._inverses.eighs([matrix])[0]
+
+    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return self._inverses.damped_inverses(matrices, dampings)
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return self._inverses.damped_choleskys(matrices, dampings)
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        return self._inverses.triangular_inverses(lowers)
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        return self._inverses.eighs(matrices)
 
     def all_finite(self, x: Array) -> bool:
         if x.dtype.kind in "biu":
@@ -187,59 +176,6 @@ class CupyBackend:
             mirror(self.device, out)
         else:
             out[...] = xp.tril(out) + xp.tril(out, -1).T
-
-    def _root(self, matrix: Array, least: float) -> Array | None:
-        """Float64 Cholesky root with as little damping as it takes; None where none is enough."""
-        for work, damping in self._damped(matrix, least):
-            root = self.device.cholesky(work)
-            if root is not None:
-                return root
-            _LOG.warning(
-                "a %s matrix is not positive definite with damping %.3g", matrix.shape, damping
-            )
-        return None
-
-    def _damped(self, matrix: Array, least: float) -> Iterator[tuple[Array, float]]:
-        for factor in _LADDER:
-            lower = self.xp.tril(matrix).astype(np.float64)
-            work = lower + self.xp.tril(lower, -1).T
-            work.reshape(-1)[:: len(work) + 1] += least * factor
-            yield work, least * factor
-
-    def _clamped(self, matrix: Array, least: float) -> tuple[Array, Array]:
-        """Damped eigenvalues with the negative ones taken as zero, and their vectors."""
-        _LOG.warning(
-            "a %s matrix is indefinite; its negative eigenvalues are cut off", matrix.shape
-        )
-        values, vectors = self.eigh(matrix)
-        return self.xp.maximum(values, 0.0) + least, vectors
-
-    def _least_damping(self, matrix: Array, damping: float) -> float:
-        """The damping to start with, as the NumPy backend has it; reads the device once."""
-        self._check_square(matrix)
-        if not 0.0 <= damping < np.inf:
-            raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
-        limits = np.finfo(matrix.dtype)
-        wide = matrix.astype(np.float64)
-        tiny = float(limits.tiny)
-        largest = self.xp.maximum(self.xp.abs(wide).max(), tiny)
-        norm = float(largest * self.xp.linalg.norm(wide / largest))
-        if damping == 0.0 and norm == 0.0:
-            raise InputError(
-                f"a zero matrix {matrix.shape} needs a positive damping to be inverted."
-            )
-        return max(damping, float(limits.eps) * norm, tiny)
-
-    def _check_square(self, matrix: Array) -> None:
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-            raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
-        finite = self.xp.isfinite(matrix)
-        if not bool(finite.all()):
-            bad = divmod(int((~finite).argmax()), len(matrix))
-            raise NonFiniteError(
-                f"a {matrix.shape} factor holds {float(matrix[bad])} at {list(bad)}; look for "
-                f"overflow in the statistics it was averaged from."
-            )
 
     def _check_out(self, out: Array, side: int) -> None:
         if out.shape != (side, side) or not out.flags.c_contiguous or out.dtype.char not in "fd":

@@ -1,21 +1,22 @@
-"""The GPU through CuPy: every call that only a GPU can answer is in this file.
+"""The GPU through CuPy: calls that only a GPU can answer are here and in ``cupy_solvers``.
 
 CuPy is imported when a device is made, not before: it is an extra, and takes its time. Tests run
 everything above this file on a CPU, with a stand-in for CuPy; what is listed here is checked on a
 device by ``tests/gpu``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.errors import BackendError
+from kfac_engine.backend.cupy_solvers import Solvers
+from kfac_engine.errors import BackendError, MemoryLimitError
 from kfac_engine.kernels.launch import Launch
 
 _PROBE = """
@@ -23,6 +24,10 @@ extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }
 """
 # Kernels hold 64-bit offsets and tensor cores' instructions; older devices have neither.
 _OLDEST = 70
+# Less scratch than this is not worth trying.
+_LEAST_SCRATCH = 1 << 20
+
+_T = TypeVar("_T")
 
 
 class CupyDevice:
@@ -37,6 +42,7 @@ class CupyDevice:
         name: What the device calls itself, with its compute capability and memory.
         capability: Compute capability, ``90`` for 9.0.
         tensor_cores: Whether the device multiplies TF32 numbers.
+        solvers: Factorisations of stacks of matrices.
     """
 
     def __init__(self) -> None:
@@ -49,6 +55,7 @@ class CupyDevice:
             self.memory = int(properties["totalGlobalMem"])
             name = properties["name"].decode()
             self._prove()
+            self.solvers = Solvers(self.xp)
         except (RuntimeError, OSError, ImportError, AttributeError) as failure:
             raise BackendError(f"the GPU cannot be used: {_first_line(failure)}.") from failure
         self.name = f"{name}, compute capability {self.capability / 10}, {self.memory >> 30} GiB"
@@ -94,20 +101,34 @@ class CupyDevice:
         """
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
 
-    def cholesky(self, matrix: Array) -> Array | None:
-        """Lower-triangular root of a float64 matrix; None where it is not positive definite."""
-        with import_module("cupyx").errstate(linalg="raise"):
-            try:
-                root: Array = self.xp.linalg.cholesky(matrix)
-            except np.linalg.LinAlgError:
-                return None
-            return root
+    def within_memory(self, work: Callable[[int], _T], scratch_bytes: int) -> _T:
+        """The result of ``work``, which is done again with half the memory where there is none.
 
-    def solve_lower(self, lower: Array, right: Array) -> Array:
-        """``lower⁻¹ right`` for a lower-triangular matrix."""
-        solve = import_module("cupyx.scipy.linalg").solve_triangular
-        solved: Array = solve(lower, right, lower=True)
-        return solved
+        Args:
+            work: Takes the bytes it may use; can be begun anew.
+            scratch_bytes: What it is given at first.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            MemoryLimitError: The device has not even memory for the smallest pieces.
+        """
+        given = scratch_bytes
+        while True:
+            try:
+                return work(given)
+            except self.xp.cuda.memory.OutOfMemoryError as failure:
+                self.xp.get_default_memory_pool().free_all_blocks()
+                if given <= _LEAST_SCRATCH:
+                    free, total = self.xp.cuda.runtime.memGetInfo()
+                    raise MemoryLimitError(
+                        f"the GPU has {free / 1e9:.2f} of {total / 1e9:.2f} GB free, which is not "
+                        f"enough for {given / 1e6:.0f} MB of scratch beside a single matrix "
+                        f"({_first_line(failure)}); choose approximation 'diagonal' for the "
+                        f"largest layers, or a smaller batch."
+                    ) from failure
+                given //= 2
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The NumPy backend: the definition of each primitive."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -41,6 +42,9 @@ class NumpyBackend:
 
     def to_numpy(self, array: Array) -> Array:
         return array
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        return [np.array(array, np.float64) for array in arrays]
 
     def second_moment(
         self,
@@ -95,6 +99,18 @@ class NumpyBackend:
 
     def eigh(self, matrix: Array) -> tuple[Array, Array]:
         return numpy_inverse.eigh(matrix)
+
+    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return [self.damped_inverse(m, d) for m, d in zip(matrices, dampings, strict=True)]
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return [self.damped_cholesky(m, d) for m, d in zip(matrices, dampings, strict=True)]
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        return [self.triangular_inverse(lower) for lower in lowers]
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        return [numpy_inverse.eigh_stack(m) if m.ndim > 2 else self.eigh(m) for m in matrices]
 
     def all_finite(self, x: Array) -> bool:
         if x.dtype.kind in "biu":

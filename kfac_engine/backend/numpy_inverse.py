@@ -145,6 +145,33 @@ def eigh(matrix: Array) -> tuple[Array, Array]:
     return values, vectors
 
 
+def eigh_stack(stack: Array) -> tuple[Array, Array]:
+    """The ``eigh`` of each matrix of a stack.
+
+    Args:
+        stack: ``(g, d, d)``.
+
+    Returns:
+        Values ``(g, d)`` and vectors ``(g, d, d)``, float64.
+
+    Raises:
+        ShapeError: The matrices are not square.
+        NonFiniteError: One holds NaN or infinity.
+        BackendError: LAPACK's iteration did not converge.
+    """
+    if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.size:
+        raise ShapeError(f"a stack of square matrices is needed, got shape {stack.shape}.")
+    if not np.isfinite(stack).all():
+        check_square(next(matrix for matrix in stack if not np.isfinite(matrix).all()))
+    try:
+        values, vectors = np.linalg.eigh(stack.astype(np.float64))
+    except np.linalg.LinAlgError as error:
+        raise BackendError(
+            f"the eigenvalues of a stack {stack.shape} did not converge ({error})."
+        ) from error
+    return values, vectors
+
+
 def check_square(matrix: Array) -> None:
     """Refuse what LAPACK must not see.
 

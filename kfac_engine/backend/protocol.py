@@ -7,6 +7,7 @@ All symmetric results are full matrices (both triangles), C-contiguous. Input dt
 bfloat16 are accumulated in float32; float32 and float64 stay what they are.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Protocol
 
@@ -36,7 +37,10 @@ class Backend(Protocol):
         """``value`` as an array of this library: NumPy's, or anything with ``__dlpack__``."""
 
     def to_numpy(self, array: Array) -> Array:
-        """A host copy or view: the only way back to the host."""
+        """A host copy or view: the way back to the host for arrays."""
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        """Host copies of a few small arrays, float64; a device is read once for all of them."""
 
     def second_moment(
         self,
@@ -100,6 +104,22 @@ class Backend(Protocol):
 
     def eigh(self, matrix: Array) -> tuple[Array, Array]:
         """Ascending eigenvalues ``(d,)`` and orthonormal eigenvectors as columns, float64."""
+
+    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        """The ``damped_inverse`` of each matrix; a device is read a few times for all of them."""
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        """The ``damped_cholesky`` of each matrix, likewise."""
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        """The ``triangular_inverse`` of each matrix, likewise."""
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        """The ``eigh`` of each matrix, likewise.
+
+        A stack ``(g, d, d)`` may stand for a matrix; then its values are ``(g, d)`` and its vectors
+        ``(g, d, d)``.
+        """
 
     def all_finite(self, x: Array) -> bool:
         """Whether the sum of squares of ``x`` is finite, so that its second moment will be."""

@@ -249,5 +249,10 @@ class _SideDamping:
     block: KroneckerProductFB
     side: int
 
+    @property
+    def sides(self) -> Sequence[FisherFactor]:
+        """The factors whose traces it reads."""
+        return self.block.factors
+
     def __call__(self) -> Level:
         return self.block.split_damping()[self.side]

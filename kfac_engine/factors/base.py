@@ -20,11 +20,11 @@ from kfac_engine.errors import (
     NonFiniteError,
     NotReadyError,
     ShapeError,
-    UnknownNameError,
 )
 from kfac_engine.factors.average import MovingAverage
+from kfac_engine.factors.refresh import Refreshing, refresh
 from kfac_engine.factors.statistics import Statistic
-from kfac_engine.losses.checks import Named
+from kfac_engine.factors.values import take
 
 _WIDE = np.dtype(np.float64)
 
@@ -47,6 +47,7 @@ class FisherFactor(ABC):
         statistic: As given.
         average: The moving average; changed by ``update`` and ``commit``.
         repeats: Uses × positions for each example in the last batch; None before the first.
+        known_traces: What ``traces`` gives while a refresh has read it for many factors at once.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class FisherFactor(ABC):
         self.config = config or CollectionConfig()
         self.average = MovingAverage()
         self.repeats: int | None = None
+        self.known_traces: Array | None = None
         self._narrowest: DType = np.dtype(np.float32)
         self._covariance_ready = False
         self._inverse_ready = False
@@ -302,9 +304,19 @@ class FisherFactor(ABC):
     def side(self) -> int:
         """Rows of the matrix the factor stands for."""
 
-    @abstractmethod
     def trace(self) -> float:
         """Trace of that matrix, undamped."""
+        return float(self.traces().sum())
+
+    def traces(self) -> Array:
+        """Trace of each matrix of a stack, of a single one without axes; float64, on the host."""
+        if self.known_traces is not None:
+            return self.known_traces
+        return self.backend.download([self.measured_traces()])[0]
+
+    @abstractmethod
+    def measured_traces(self) -> Array:
+        """What ``traces`` gives, as an array of the backend."""
 
     @abstractmethod
     def get_cov(self) -> Array:
@@ -322,9 +334,21 @@ class FisherFactor(ABC):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         """Have the inverse of that Cholesky factor computed at each refresh."""
 
-    @abstractmethod
     def refresh(self) -> None:
         """Recompute everything registered from the current average and dampings."""
+        refresh((self,), self.backend)
+
+    def averages(self) -> Mapping[str, Array]:
+        """What a refresh starts from, by name."""
+        return {self.name: self.average.read(self.name)}
+
+    def dampings(self) -> Iterable[Damping]:
+        """The dampings of everything registered."""
+        return ()
+
+    @abstractmethod
+    def refreshing(self) -> Refreshing:
+        """Ask for what a refresh computes, and store the results when they are sent."""
 
     @abstractmethod
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
@@ -349,31 +373,6 @@ class FisherFactor(ABC):
 
 def _real(array: Array) -> bool:
     return bool(array.dtype.kind == "f")
-
-
-def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
-    """Some values of a batch, as arrays of the backend.
-
-    Args:
-        values: Value name to array, of any library.
-        names: Which.
-        backend: Array library.
-
-    Returns:
-        Name to array; the caller's own memory where possible.
-
-    Raises:
-        UnknownNameError: A value is missing.
-    """
-    found: dict[str, Array] = {}
-    for name in names:
-        try:
-            found[name] = backend.asarray(values[name])
-        except KeyError as missing:
-            raise UnknownNameError(
-                f"the statistics read '{name}', but the batch has no value of that name."
-            ) from missing
-    return found
 
 
 def damping_id(damping_func: Damping) -> Hashable:

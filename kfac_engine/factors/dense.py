@@ -1,25 +1,28 @@
 """Factors that are a symmetric matrix: inverses, powers and Cholesky factors of it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
+from typing import TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import (
     InputError,
-    NonFiniteError,
     NotReadyError,
     ShapeError,
     UnknownNameError,
 )
 from kfac_engine.factors.base import Damping, FisherFactor, damping_id
+from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import Statistic
-from kfac_engine.linalg.spectral import eigh_power
 
 _INVERSE: Hashable = -1.0
 CHOLESKY: Hashable = "cholesky"
 CHOLESKY_INVERSE: Hashable = "cholesky_inverse"
+
+# An operation and its damping: one number, or one for each matrix of a stack.
+Wanted: TypeAlias = tuple[Hashable, float | tuple[float, ...]]
 
 
 class DenseSquareMatrixFactor(FisherFactor):
@@ -52,8 +55,9 @@ class DenseSquareMatrixFactor(FisherFactor):
     def side(self) -> int:
         return len(self._matrix())
 
-    def trace(self) -> float:
-        return float(self.backend.xp.trace(self._matrix()))
+    def measured_traces(self) -> Array:
+        traces: Array = self.backend.xp.trace(self._matrix())
+        return traces
 
     def get_cov(self) -> Array:
         return self.cov
@@ -68,14 +72,17 @@ class DenseSquareMatrixFactor(FisherFactor):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         self._register(CHOLESKY_INVERSE, damping_func)
 
-    def refresh(self) -> None:
-        cov = self._matrix()
-        if not bool(self.backend.xp.isfinite(cov).all()):
-            raise NonFiniteError(f"the average of {self.name} holds NaN or infinity.")
-        dampings = {key: float(damping()) for key, damping in self._registered.items()}
+    def dampings(self) -> Iterable[Damping]:
+        return self._registered.values()
+
+    def refreshing(self) -> Refreshing:
+        dampings = {key: self._level(damping) for key, damping in self._registered.items()}
         # Blocks whose dampings are equal now share one result.
-        wanted = {(key[0], damping) for key, damping in dampings.items()}
-        computed = self._compute(cov, wanted)
+        asked = self._asked(dict.fromkeys((key[0], damping) for key, damping in dampings.items()))
+        results = yield list(asked)
+        computed: dict[Wanted, Array] = {}
+        for wanted, arrays in zip(asked.values(), results, strict=True):
+            computed |= zip(wanted, arrays, strict=True)
         self.stored = {key: computed[key[0], damping] for key, damping in dampings.items()}
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
@@ -142,34 +149,29 @@ class DenseSquareMatrixFactor(FisherFactor):
             )
         self._registered[operation, damping_id(damping_func)] = damping_func
 
-    def _compute(
-        self, cov: Array, wanted: set[tuple[Hashable, float]]
-    ) -> dict[tuple[Hashable, float], Array]:
-        """Every ``(operation, damping)``; the eigenvectors are shared and then dropped."""
-        backend = self.backend
-        results: dict[tuple[Hashable, float], Array] = {}
-        powers = {(op, damping) for op, damping in wanted if isinstance(op, float)}
-        inverses = {pair for pair in powers if pair[0] == _INVERSE}
-        if powers - inverses or len(inverses) >= self.config.eigendecomposition_threshold:
-            values, vectors = backend.eigh(cov)
-            for op, damping in powers:
-                assert isinstance(op, float)  # by the selection above
-                results[op, damping] = eigh_power(
-                    values,
-                    vectors,
-                    damping,
-                    op,
-                    clip=self.config.eigenvalue_clipping_threshold,
-                    dtype=cov.dtype,
-                )
+    def _asked(self, wanted: Iterable[Wanted]) -> dict[Request, Sequence[Wanted]]:
+        """Requests, with what their results are."""
+        cov = self._matrix()
+        powers = [(op, damping) for op, damping in wanted if isinstance(op, float)]
+        asked: dict[Request, Sequence[Wanted]] = {}
+        if self._takes_eigenvectors(powers):
+            clip = self.config.eigenvalue_clipping_threshold
+            asked[Request("powers", cov, powers=tuple(powers), clip=clip)] = powers
         else:
-            for op, damping in inverses:
-                results[op, damping] = backend.damped_inverse(cov, damping)
-        for damping in {damping for op, damping in wanted if not isinstance(op, float)}:
-            lower = backend.damped_cholesky(cov, damping)
-            results[CHOLESKY, damping] = lower
-            results[CHOLESKY_INVERSE, damping] = backend.triangular_inverse(lower)
-        return results
+            asked |= {Request("inverse", cov, pair[1]): [pair] for pair in powers}
+        for damping in dict.fromkeys(d for op, d in wanted if not isinstance(op, float)):
+            both = (CHOLESKY, damping), (CHOLESKY_INVERSE, damping)
+            asked[Request("cholesky", cov, damping)] = both
+        return asked
+
+    def _level(self, damping_func: Damping) -> float | tuple[float, ...]:
+        """A damping as it is now, hashable."""
+        return float(damping_func())
+
+    def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
+        """Whether eigenvectors are needed, or cheaper than so many inverses."""
+        many = len(powers) >= self.config.eigendecomposition_threshold
+        return many or any(op != _INVERSE for op, _ in powers)
 
     def _read(self, operation: Hashable, damping_func: Damping) -> Array:
         key = operation, damping_id(damping_func)

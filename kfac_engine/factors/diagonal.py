@@ -3,6 +3,7 @@
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.factors.base import Damping, FisherFactor
+from kfac_engine.factors.refresh import Refreshing
 
 
 class DiagonalFactor(FisherFactor):
@@ -20,8 +21,9 @@ class DiagonalFactor(FisherFactor):
     def side(self) -> int:
         return int(self.average.read(self.name).size)
 
-    def trace(self) -> float:
-        return float(self.average.read(self.name).sum())
+    def measured_traces(self) -> Array:
+        total: Array = self.average.read(self.name).sum()
+        return total
 
     def get_cov(self) -> Array:
         dense: Array = self.backend.xp.diag(self.average.read(self.name).reshape(-1))
@@ -36,8 +38,9 @@ class DiagonalFactor(FisherFactor):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         del damping_func
 
-    def refresh(self) -> None:
+    def refreshing(self) -> Refreshing:
         """Nothing is stored, so nothing is stale."""
+        yield ()
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         diagonal = self.average.read(self.name)

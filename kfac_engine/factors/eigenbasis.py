@@ -8,16 +8,17 @@ second moment of the gradients, in Frobenius norm.
 Source: George et al. 2018, arXiv:1806.03884, section 3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
-from kfac_engine.errors import NonFiniteError, NotReadyError, ShapeError
+from kfac_engine.errors import NotReadyError, ShapeError
 from kfac_engine.factors.base import Damping
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
+from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import LayerSquare, summed_squares
 
 
@@ -127,12 +128,14 @@ class EigenbasisFactor(DiagonalFactor):
             self._start(values)
         return super().accumulate(pending, values)
 
-    def refresh(self) -> None:
+    def averages(self) -> Mapping[str, Array]:
+        return {side.name: side.average.read(side.name) for side in self.sides}
+
+    def refreshing(self) -> Refreshing:
         averages = [side.average.read(side.name) for side in self.sides]
-        if not all(bool(self.backend.xp.isfinite(average).all()) for average in averages):
-            raise NonFiniteError(f"an average behind {self.name} holds NaN or infinity.")
+        pairs = yield [Request("eigh", average) for average in averages]
         old, value = self.bases, self.average.value
-        new = self._turn(averages)
+        new = self._turned(averages, pairs)
         if old is not None and value is not None:
             # diag(Uᵀ (W diag(s) Wᵀ) U) = (Uᵀ W)² s, and U, W are Kronecker products themselves.
             left, right = (new.input.T @ old.input) ** 2, (new.output.T @ old.output) ** 2
@@ -168,12 +171,16 @@ class EigenbasisFactor(DiagonalFactor):
     def _start(self, values: Values) -> None:
         """Take the basis of the batch while there is no average."""
         if self.average.value is None:
-            self._turn([side.accumulate(None, values) for side in self.sides])
+            moments = [side.accumulate(None, values) for side in self.sides]
+            self._turned(moments, self.backend.eighs(moments))
 
-    def _turn(self, moments: list[Array]) -> Bases:
-        """Take the eigenvectors of these moments as the basis."""
+    def _turned(self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]) -> Bases:
+        """Take the eigenvectors of these moments, the second of each pair, as the basis."""
         # In rows, as a checkpoint brings them back: products then have the same bits.
-        vectors = (self.backend.eigh(m)[1].astype(m.dtype, order="C") for m in moments)
+        vectors = (
+            pair[1].astype(moment.dtype, order="C")
+            for moment, pair in zip(moments, pairs, strict=True)
+        )
         bases = Bases(*vectors)
         self._set(bases)
         return bases

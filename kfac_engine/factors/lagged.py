@@ -1,6 +1,6 @@
 """Factors of layers used at successive steps: the moment of a use, and that of two in a row."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -13,6 +13,7 @@ from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, NotReadyError, UnknownNameError
 from kfac_engine.factors.base import Damping, damping_id
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import KroneckerMoment, scale
 from kfac_engine.linalg.lags import (
     Infinite,
@@ -209,11 +210,14 @@ class LaggedFactor(DenseSquareMatrixFactor):
         sides = (sum(1 for _ in fields(_SIDES[option][1])) for option, _ in self._series)
         return super().stored_numbers(shape) + shape[-1] ** 2 * sum(sides)
 
-    def refresh(self) -> None:
-        super().refresh()
+    def dampings(self) -> Iterable[Damping]:
+        return (*super().dampings(), *self._series.values())
+
+    def refreshing(self) -> Refreshing:
+        yield from super().refreshing()
         if not self._series:
             return
-        values, vectors = self.backend.eigh(self._matrix())
+        ((values, vectors),) = yield [Request("eigh", self._matrix())]
         lag = self.cov_dt1.astype(values.dtype)
         clip = self.config.eigenvalue_clipping_threshold
         self._solvers = {}

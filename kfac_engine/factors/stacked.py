@@ -1,15 +1,20 @@
 """Stacks of small symmetric matrices, one for each group of channels, inverted together."""
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.errors import ShapeError
 from kfac_engine.factors.base import Damping
-from kfac_engine.factors.dense import CHOLESKY, CHOLESKY_INVERSE, DenseSquareMatrixFactor
+from kfac_engine.factors.dense import (
+    CHOLESKY,
+    CHOLESKY_INVERSE,
+    DenseSquareMatrixFactor,
+    Wanted,
+)
 from kfac_engine.factors.statistics import KroneckerMoment, LayerSquare, scale
 
 
@@ -99,11 +104,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         groups, d, _ = self._matrix().shape
         return int(groups) * int(d)
 
-    def trace(self) -> float:
-        return float(self.traces().sum())
-
-    def traces(self) -> Array:
-        """The trace of each group's matrix."""
+    def measured_traces(self) -> Array:
         traces: Array = self.backend.xp.trace(self._matrix(), axis1=1, axis2=2)
         return traces
 
@@ -115,18 +116,6 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
             where = slice(group * d, (group + 1) * d)
             dense[where, where] = matrix
         return dense
-
-    def refresh(self) -> None:
-        stack = self._matrix().astype(np.float64)
-        if not bool(self.backend.xp.isfinite(stack).all()):
-            raise NonFiniteError(f"the average of {self.name} holds NaN or infinity.")
-        values, vectors = self.backend.xp.linalg.eigh(stack)
-        values = self.backend.xp.maximum(values, self.config.eigenvalue_clipping_threshold)
-        dtype = self._matrix().dtype
-        self.stored = {
-            key: self._one(key[0], stack, values, vectors, damping).astype(dtype)
-            for key, damping in self._registered.items()
-        }
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_stack(x, axis=1)
@@ -165,26 +154,12 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         identity: Array = self.backend.xp.broadcast_to(eye, like.shape)
         return identity
 
-    def _one(
-        self, operation: Hashable, stack: Array, values: Array, vectors: Array, damping: Damping
-    ) -> Array:
-        """One registered result for all groups, float64."""
-        levels = self._levels(damping)
-        if isinstance(operation, float):
-            damped = values + levels[:, :, 0]
-            if operation < 0 and not bool((damped > 0).all()):
-                raise InputError(
-                    f"{self.name} has a damped eigenvalue of {float(damped.min())}, which has no "
-                    f"power {operation}; use a positive damping."
-                )
-            power: Array = (vectors * damped[:, None, :] ** operation) @ vectors.swapaxes(1, 2)
-            return power
-        pairs = zip(stack, levels[:, 0, 0].tolist(), strict=True)
-        lower = [self.backend.damped_cholesky(matrix, level) for matrix, level in pairs]
-        if operation == CHOLESKY_INVERSE:
-            lower = [self.backend.triangular_inverse(L) for L in lower]
-        stacked: Array = self.backend.xp.stack(lower)
-        return stacked
+    def _level(self, damping_func: Damping) -> tuple[float, ...]:
+        levels = np.broadcast_to(np.ravel(damping_func()), len(self._matrix()))
+        return tuple(levels.astype(np.float64).tolist())
+
+    def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
+        return bool(powers)
 
     def _levels(self, damping_func: Damping) -> Array:
         """A damping as ``(groups, 1, 1)``."""

@@ -11,7 +11,7 @@ to the first term. Damping adds ``δ·I``; the inverse is Sherman and Morrison's
 Source: Grosse & Martens 2016, arXiv:1602.01407, section 4.2 and theorem 4.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from kfac_engine.errors import (
     UnsupportedError,
 )
 from kfac_engine.factors.base import Damping, FisherFactor, damping_id
+from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import KroneckerMoment, Tensors, scale
 from kfac_engine.layers.views import View
 
@@ -171,10 +172,11 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
     def side(self) -> int:
         return self._pixels.taps * len(self._covariance()) + self._pixels.homogeneous
 
-    def trace(self) -> float:
+    def measured_traces(self) -> Array:
         update = self._mean_patch()
-        trace = self._pixels.taps * float(self.backend.xp.trace(self._covariance()))
-        return trace + float(update @ update)
+        pixels = self._pixels.taps * self.backend.xp.trace(self._covariance())
+        trace: Array = pixels + update @ update
+        return trace
 
     def get_cov(self) -> Array:
         eye = self.backend.xp.eye(self.side, dtype=self._covariance().dtype)
@@ -206,8 +208,17 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         raise UnsupportedError(_NO_CHOLESKY)
 
-    def refresh(self) -> None:
-        self.stored = {key: self._inverse(float(d())) for key, d in self._registered.items()}
+    def dampings(self) -> Iterable[Damping]:
+        return self._registered.values()
+
+    def refreshing(self) -> Refreshing:
+        levels = {key: float(damping()) for key, damping in self._registered.items()}
+        if 0.0 in levels.values() and self._pixels.homogeneous:
+            raise InputError(f"{self.name} has a bias: its inverse needs a positive damping.")
+        cov = self._covariance()
+        kernels = yield [Request("inverse", cov, damping) for damping in levels.values()]
+        pairs = zip(levels.items(), kernels, strict=True)
+        self.stored = {key: self._inverse(level, kernel) for (key, level), (kernel,) in pairs}
 
     # -- products -----------------------------------------------------------------------------
 
@@ -289,12 +300,9 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         eye = self.backend.xp.eye(len(C), dtype=C.dtype)
         return _Matrix(C + damping * eye, self._mean_patch(), np.array([damping, 1.0]))
 
-    def _inverse(self, damping: float) -> _Matrix:
+    def _inverse(self, damping: float, kernel: Array) -> _Matrix:
         """``(M + δ·I)⁻¹ = D⁻¹ − D⁻¹m (D⁻¹m)ᵀ / (1 + mᵀD⁻¹m)``, ``D`` the block diagonal part."""
-        if damping == 0.0 and self._pixels.homogeneous:
-            raise InputError(f"{self.name} has a bias: its inverse needs a positive damping.")
         corner = 1.0 / damping if damping else 0.0
-        kernel = self.backend.damped_inverse(self._covariance(), damping)
         m = self._mean_patch()
         blocks = _Matrix(kernel, m, np.array([corner, 0.0]))
         q = blocks.times(m[:, None])[:, 0]

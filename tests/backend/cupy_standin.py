@@ -1,13 +1,13 @@
 """A stand-in for CuPy on a CPU, as strict as CuPy: its arrays never become NumPy's by themselves.
 
 What goes to the host is counted: ``downloads`` whole arrays, ``reads`` single numbers. Kernels run
-on the CPU, thread by thread. ``install`` puts it where ``import cupy`` finds it.
+on the CPU, thread by thread; streams are checked, see ``standin_streams``. Allocations of more than
+``memory.limit`` bytes fail. ``install`` puts it where ``import cupy`` finds it.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy import linalg
 
+from kfac_engine.backend import cupy_solvers
+from tests.backend import standin_solvers, standin_streams
 from tests.cuda_on_cpu.module import Module
 
 COUNTS: Counter[str] = Counter()
@@ -28,6 +30,9 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
 
     def __init__(self, host: np.ndarray) -> None:
         self._host = host
+        if host.base is None:
+            memory.take(host.nbytes)
+            standin_streams.wrote(host)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -48,6 +53,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._host[_host(key)] = _host(value)
+        standin_streams.wrote(self._host)
 
     def __len__(self) -> int:
         return len(self._host)
@@ -74,7 +80,15 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
         COUNTS["downloads"] += 1
         return self._host.tolist()
 
+    @property
+    def data(self) -> SimpleNamespace:
+        """Its address, for a library that writes there."""
+        standin_streams.reads(self._host)
+        standin_streams.wrote(self._host)
+        return SimpleNamespace(ptr=self._host.ctypes.data)
+
     def get(self) -> np.ndarray:
+        standin_streams.reads(self._host)
         COUNTS["downloads"] += 1
         return self._host.copy()
 
@@ -85,6 +99,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
 
 def _read(array: ndarray) -> np.ndarray:
     assert array._host.size == 1
+    standin_streams.reads(array._host)
     COUNTS["reads"] += 1
     return array._host
 
@@ -101,6 +116,7 @@ def _array(value: Any) -> Any:
 def _host(value: Any) -> Any:
     """Operands as NumPy has them; arrays of the host are refused, as CuPy refuses them."""
     if isinstance(value, ndarray):
+        standin_streams.reads(value._host)
         return value._host
     if isinstance(value, np.ndarray) and value.ndim:
         raise TypeError("unsupported type <class 'numpy.ndarray'>")
@@ -118,7 +134,10 @@ def _wrapped(found: Any) -> Any:
 
     def call(*args: Any, **options: Any) -> Any:
         arguments = {name: _host(value) for name, value in options.items()}
-        return _array(found(*map(_host, args), **arguments))
+        result = _array(found(*map(_host, args), **arguments))
+        for out in arguments.get("out") or ():
+            standin_streams.wrote(out)
+        return result
 
     return call
 
@@ -160,6 +179,26 @@ def _syrk(trans: str, a: ndarray, out: ndarray, alpha: float, beta: float, lower
     np.copyto(host, alpha * (rows.T @ rows) + old, where=where)
 
 
+class OutOfMemoryError(MemoryError):
+    """CuPy's."""
+
+
+class _Memory:
+    """Refuses large allocations; ``refused`` counts them."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.refused = 0
+
+    def take(self, size: int) -> None:
+        if self.limit is not None and size > self.limit:
+            self.refused += 1
+            raise OutOfMemoryError(f"Out of memory allocating {size} bytes.")
+
+
+memory = _Memory()
+
+
 class _Cupy(ModuleType):
     """``import cupy``."""
 
@@ -169,7 +208,12 @@ class _Cupy(ModuleType):
     cublas = SimpleNamespace(syrk=_syrk)
     cuda = SimpleNamespace(
         Device=lambda: SimpleNamespace(id=0),
+        Stream=standin_streams.Stream,
+        get_current_stream=standin_streams.current,
+        device=SimpleNamespace(get_cusolver_handle=lambda: standin_solvers.HANDLE),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         runtime=SimpleNamespace(
+            memGetInfo=lambda: (1 << 30, 8 << 30),
             getDeviceCount=lambda: 1,
             getDeviceProperties=lambda index: {
                 "major": 9,
@@ -186,7 +230,7 @@ class _Cupy(ModuleType):
             return SimpleNamespace(
                 **{
                     function: _wrapped(getattr(np.linalg, function))
-                    for function in ("cholesky", "eigh", "norm", "qr")
+                    for function in ("eigh", "norm", "qr")
                 }
             )
         return _wrapped(getattr(np, name))
@@ -197,6 +241,10 @@ class _Cupy(ModuleType):
             return value if dtype is None else value.astype(dtype, copy=False)
         COUNTS["uploads"] += 1
         return ndarray(np.array(value, dtype))
+
+    @staticmethod
+    def get_default_memory_pool() -> SimpleNamespace:
+        return SimpleNamespace(free_all_blocks=lambda: None)
 
     @staticmethod
     def asnumpy(array: ndarray) -> np.ndarray:
@@ -215,8 +263,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     COUNTS.clear()
     cupy = _Cupy("cupy")
     cupyx, scipy, dense = (ModuleType(n) for n in ("cupyx", "cupyx.scipy", "cupyx.scipy.linalg"))
-    cupyx.errstate = _errstate
-    dense.solve_triangular = _wrapped(linalg.solve_triangular)
+    dense.solve_triangular = _wrapped(_solve_triangular)
     scipy.linalg, cupyx.scipy = dense, scipy
     modules = {
         "cupy": cupy,
@@ -224,12 +271,23 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "cupyx": cupyx,
         "cupyx.scipy": scipy,
         "cupyx.scipy.linalg": dense,
+        "cupy_backends.cuda.libs.cusolver": standin_solvers.module(),
     }
+    standin_solvers.CALLS.clear()
+    memory.limit, memory.refused = None, 0
+    patch.setattr(cupy_solvers, "loaded_library", standin_solvers.Library)
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
 
 
-@contextmanager
-def _errstate(*, linalg: str) -> Iterator[None]:
-    assert linalg == "raise"
-    yield
+def _solve_triangular(a: np.ndarray, b: np.ndarray, *, lower: bool) -> np.ndarray:
+    """CuPy's takes stacks, and divides by zero where there is one."""
+    assert a.flags.c_contiguous
+    assert b.flags.c_contiguous
+    return np.stack([_solve_one(one, right, lower) for one, right in zip(a, b, strict=True)])
+
+
+def _solve_one(a: np.ndarray, b: np.ndarray, lower: bool) -> np.ndarray:
+    if not np.diagonal(a).all():
+        return np.full(b.shape, np.inf)
+    return linalg.solve_triangular(a, b, lower=lower)

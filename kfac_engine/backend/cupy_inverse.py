@@ -1,0 +1,272 @@
+"""Inverses, roots and eigenvectors of many matrices on a GPU.
+
+Matrices of equal side are stacked, in float64 as on a CPU. What only the device knows (is a matrix
+finite, how large is it, did its factorisation succeed) is gathered and read once for all of them;
+only those that failed are tried again.
+
+Float64 throughout, on devices with slow float64 too: an inverse costs ``d³`` multiplications, and
+one step of Newton's iteration, which could repair a float32 inverse, ``2 d³`` in float64.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cupy_device import CupyDevice
+from kfac_engine.backend.cupy_solvers import STACKED_SIDE, STREAMS
+from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
+
+_LOG = logging.getLogger(__name__)
+
+# Dampings tried before the eigenvalues are clamped: each ten times the one before.
+_LADDER = (1, 10, 100, 1000)
+# Float64 matrices that are alive at once for each one that is worked on.
+_COPIES = 5
+# Eigenvectors are taken if they are right to this part of the largest entry, times the side.
+_EIGEN_ROUNDING = 1e-12
+
+# Takes a float64 stack and which matrices it holds: results, and numbers to be read, one row each.
+_Work: TypeAlias = Callable[[Array, Sequence[int]], tuple[Any, Array]]
+
+
+class CupyInverses:
+    """Operations on many matrices of one device, with the results of the NumPy backend.
+
+    Args:
+        device: The GPU.
+        scratch_bytes: Upper bound of the working memory, but for a single matrix.
+    """
+
+    def __init__(self, device: CupyDevice, scratch_bytes: int) -> None:
+        self._device = device
+        self._xp = device.xp
+        self._scratch_bytes = scratch_bytes
+
+    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return self._factored(matrices, dampings, self._device.solvers.inverse, _inverse)
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return self._factored(matrices, dampings, self._xp.tril, self._root)
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        xp = self._xp
+
+        def solved(stack: Array, which: Sequence[int]) -> tuple[Sequence[Array], Array]:
+            zeros = xp.diagonal(stack, axis1=1, axis2=2) == 0
+            first = xp.where(zeros.any(axis=1), zeros.argmax(axis=1), -1)
+            inverses = self._device.solvers.solve_lower(stack)
+            return inverses.astype(lowers[which[0]].dtype), self._rows(first)
+
+        results = []
+        for inverse, (first,) in self._run(lowers, solved):
+            if first >= 0:
+                raise InputError(
+                    f"a triangular matrix with zero at [{first:.0f}, {first:.0f}] has no inverse."
+                )
+            results.append(inverse)
+        return results
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        # A stack is taken apart, to meet others of its side, and put together again.
+        single = [part for m in matrices for part in (m if m.ndim > 2 else m[None])]
+        pairs: list[tuple[Array, Array]] = []
+        for matrix, (pair, (error,)) in zip(single, self._run(single, self._eigh), strict=True):
+            if not error <= _EIGEN_ROUNDING * len(matrix):
+                raise BackendError(
+                    f"the eigenvectors of a {matrix.shape} matrix are wrong by {error:.2g} of its "
+                    f"largest entry; an inverse (exponent -1) needs none."
+                )
+            pairs.append(pair)
+        parts = iter(pairs)
+        return [self._together(matrix, parts) for matrix in matrices]
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _factored(
+        self,
+        matrices: Sequence[Array],
+        dampings: Sequence[float],
+        finish: Callable[[Array], Array],
+        clamped: Callable[[Array, Array], Array],
+    ) -> list[Array]:
+        """What ``finish`` makes of a stack of Cholesky roots; ``clamped`` where there is no root.
+
+        Args:
+            matrices: Symmetric.
+            dampings: For each matrix.
+            finish: Takes a stack of roots.
+            clamped: Takes damped eigenvalues and eigenvectors of one matrix.
+
+        Returns:
+            One a matrix, in its type.
+
+        Raises:
+            InputError: A damping is wrong, or zero for a matrix that is zero.
+        """
+        for damping in dampings:
+            if not 0.0 <= damping < np.inf:
+                raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
+        results: list[Any] = [None] * len(matrices)
+        left, least = list(range(len(matrices))), list(dampings)
+        for factor in _LADDER:
+            tried = [matrices[i] for i in left]
+            attempt = self._attempt(tried, [factor * least[i] for i in left], finish)
+            for i, (result, (code, zero, level)) in zip(
+                left, self._run(tried, attempt), strict=True
+            ):
+                shape = matrices[i].shape
+                if zero and dampings[i] == 0.0:
+                    raise InputError(f"a zero matrix {shape} needs a positive damping.")
+                if code:
+                    what = "a %s matrix is not positive definite with damping %.3g"
+                    _LOG.warning(what, shape, level)
+                    least[i] = level / factor
+                else:
+                    results[i] = result
+            left = [i for i in left if results[i] is None]
+        for i, pair in zip(left, self.eighs([matrices[i] for i in left]), strict=True):
+            _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", shape)
+            found = clamped(self._xp.maximum(pair[0], 0.0) + least[i], pair[1])
+            results[i] = self._xp.ascontiguousarray(found.astype(matrices[i].dtype))
+        return results
+
+    def _attempt(
+        self,
+        matrices: Sequence[Array],
+        dampings: Sequence[float],
+        finish: Callable[[Array], Array],
+    ) -> _Work:
+        """Factors stacks; tells the code, whether all is zero, and the damping that was added."""
+        xp = self._xp
+
+        def attempt(stack: Array, which: Sequence[int]) -> tuple[Array, Array]:
+            limits = np.finfo(matrices[which[0]].dtype)
+            # As on a CPU: squares of large entries would overflow.
+            largest = xp.maximum(abs(stack).max(axis=(1, 2)), float(limits.tiny))
+            scaled = stack / largest[:, None, None]
+            norm = largest * xp.sqrt((scaled * scaled).sum(axis=(1, 2)))
+            floor = xp.maximum(float(limits.eps) * norm, float(limits.tiny))
+            asked = self._device.upload(np.array([dampings[i] for i in which], np.float64))
+            level = xp.maximum(asked, floor)
+            work = self._symmetric(stack)
+            work.reshape(len(which), -1)[:, :: stack.shape[1] + 1] += level[:, None]
+            code = self._device.solvers.cholesky(work)
+            nothing = (stack == 0).all(axis=(1, 2))
+            return finish(work).astype(limits.dtype), self._rows(code, nothing, level)
+
+        return attempt
+
+    def _eigh(self, stack: Array, which: Sequence[int]) -> tuple[Sequence[object], Array]:
+        """Decomposes stacks; tells how wrong the eigenvectors are."""
+        xp, whole = self._xp, self._symmetric(stack)
+        values, vectors = xp.linalg.eigh(whole[0] if len(which) == 1 else whole, UPLO="L")
+        values, vectors = values.reshape(len(which), -1), vectors.reshape(stack.shape)
+        largest = xp.maximum(abs(whole).max(axis=(1, 2)), float(np.finfo(np.float64).tiny))
+        wrong = abs(whole @ vectors - vectors * values[:, None, :]).max(axis=(1, 2)) / largest
+        eye = xp.eye(stack.shape[1], dtype=np.float64)
+        skew = abs(vectors.swapaxes(1, 2) @ vectors - eye).max(axis=(1, 2))
+        return list(zip(values, vectors, strict=True)), self._rows(xp.maximum(wrong, skew))
+
+    def _run(self, matrices: Sequence[Array], work: _Work) -> list[tuple[Any, Array]]:
+        """The work is done, and the device is read once.
+
+        Args:
+            matrices: Any sides and types.
+            work: What to do with stacks of them.
+
+        Returns:
+            The result of each matrix, with its numbers on the host.
+
+        Raises:
+            ShapeError: One is not square.
+            NonFiniteError: One holds NaN or infinity.
+        """
+        groups: dict[tuple[int, str], list[int]] = {}
+        for i, matrix in enumerate(matrices):
+            if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+                raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
+            groups.setdefault((len(matrix), matrix.dtype.char), []).append(i)
+        results: list[Any] = []
+        rows: list[Array] = []
+        for which in groups.values():
+            found = self._device.within_memory(
+                partial(self._group, matrices, which, work), self._scratch_bytes
+            )
+            results += found[0]
+            rows += found[1]
+        order = [i for which in groups.values() for i in which]
+        if not rows:
+            return []
+        numbers = self._device.download(self._xp.concatenate(rows))
+        pairs = dict(zip(order, zip(results, numbers, strict=True), strict=True))
+        for i, matrix in enumerate(matrices):
+            if not pairs[i][1][0]:
+                self._refuse(matrix)
+        return [(pairs[i][0], pairs[i][1][1:]) for i in range(len(matrices))]
+
+    def _group(
+        self, matrices: Sequence[Array], which: Sequence[int], work: _Work, scratch: int
+    ) -> tuple[list[object], list[Array]]:
+        """Matrices of one side: small ones some at a time, large ones on several streams."""
+        xp, side = self._xp, len(matrices[which[0]])
+        most = max(1, scratch // (_COPIES * 8 * side * side))
+        size, streams = (most, 1) if side <= STACKED_SIDE else (1, min(most, STREAMS, len(which)))
+        results: list[object] = []
+        rows: list[Array] = []
+        with self._device.solvers.spread(streams) as stream:
+            for start in range(0, len(which), size):
+                chunk = which[start : start + size]
+                with stream():
+                    stack = xp.stack([matrices[i] for i in chunk]).astype(np.float64)
+                    finite = xp.isfinite(stack).all(axis=(1, 2))
+                    # Libraries are not shown what they may stumble over.
+                    stack = xp.where(finite[:, None, None], stack, 0.0)
+                    found, numbers = work(stack, chunk)
+                    results += list(found)
+                    rows.append(xp.concatenate([self._rows(finite), numbers], axis=1))
+        return results, rows
+
+    def _symmetric(self, stack: Array) -> Array:
+        """Both triangles from the lower one."""
+        lower = self._xp.tril(stack)
+        whole: Array = lower + self._xp.tril(stack, -1).swapaxes(1, 2)
+        return whole
+
+    def _rows(self, *columns: Array) -> Array:
+        """Columns ``(n,)`` as ``(n, columns)``, float64."""
+        rows: Array = self._xp.stack([column.astype(np.float64) for column in columns], axis=1)
+        return rows
+
+    def _together(self, matrix: Array, pairs: Iterator[tuple[Array, Array]]) -> tuple[Array, Array]:
+        """The next pair; for a stack as many as it has matrices."""
+        if matrix.ndim == 2:
+            return next(pairs)
+        values, vectors = zip(*islice(pairs, len(matrix)), strict=True)
+        return self._xp.stack(values), self._xp.stack(vectors)
+
+    def _root(self, values: Array, vectors: Array) -> Array:
+        """A triangular root of ``QΛQᵀ`` that cannot fail: with ``√Λ Qᵀ = Q'R`` it is ``Rᵀ``."""
+        xp = self._xp
+        R = xp.linalg.qr(xp.sqrt(values)[:, None] * vectors.T, mode="r")
+        lower: Array = (R * xp.where(xp.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
+        return lower
+
+    def _refuse(self, matrix: Array) -> None:
+        """Say which entry of a matrix is not finite."""
+        bad = divmod(int((~self._xp.isfinite(matrix)).argmax()), len(matrix))
+        raise NonFiniteError(
+            f"a {matrix.shape} factor holds {float(matrix[bad])} at {list(bad)}; look for overflow "
+            f"in the statistics it was averaged from."
+        )
+
+
+def _inverse(values: Array, vectors: Array) -> Array:
+    """``QΛ⁻¹Qᵀ``, symmetric."""
+    inverse = (vectors / values) @ vectors.T
+    symmetric: Array = 0.5 * (inverse + inverse.T)
+    return symmetric
