@@ -70,9 +70,9 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
     Returns:
         A model with the inputs of the old one and ``targets`` (for several losses ``targets of
-        <output>``; or ``cotangent``, with a number
-        where the model has a value of that name), and the outputs
-        ``loss`` (or the output) and ``gradient/<name>`` for each name.
+        <output>``; or ``cotangent``), and the outputs ``loss`` (or the output) and
+        ``gradient/<name>`` for each name. Where the model is a gradient model and has a value
+        called so, a number follows: ``cotangent_2``, ``gradient/<name>_2``.
 
     Raises:
         InputError: The file, the loss or an option is wrong.
@@ -83,7 +83,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     check_reduction(reduction)
     loaded = load_model(model)
     narrow = {
-        f"{GRADIENT}{name}": dtype
+        _free(f"{GRADIENT}{name}", loaded.graph): dtype
         for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()
     }
     names = _chosen(loaded.graph, wrt)
@@ -93,7 +93,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         sides = _declared(loaded, value, facts[value])
     else:
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
-        graph, facts = _minimised(graph, facts, options, reduction, sample_inputs)
+        graph, facts = _minimised(loaded, (graph, facts), options, reduction, sample_inputs)
         value, sides = LOSS, ()
     backward = backward_graph(graph, facts, [value], names)
     if not backward.gradients:
@@ -120,23 +120,27 @@ def _declared(loaded: LoadedModel, value: str, fact: Fact) -> Sides:
 
 
 def _minimised(
-    graph: Graph,
-    facts: Mapping[str, Fact],
+    loaded: LoadedModel,
+    known: tuple[Graph, Mapping[str, Fact]],
     options: LossOptions,
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
 ) -> tuple[Graph, dict[str, Fact]]:
     """The graph of the losses."""
+    graph, facts = known
     heads, batch = choose_heads(graph, facts, options, inputs)
     terms = []
     for head, name, weight in zip(heads, options.choices, options.coefficients, strict=True):
+        declared = _declared(loaded, head.output, facts[head.output])
         if head.logits:
             graph = replace(graph, nodes=(*graph.nodes, *head.logits.nodes))
             facts = {**facts, **head.logits.facts}
         value, place = head.loss.inputs[0], batch.places[head.output]
         axis = head.loss.class_axis % len(facts[value].shape)
+        if facts[value].shape != facts[head.output].shape:  # logits before a Reshape
+            declared = (None,) * len(facts[value].shape)
         targets = head.loss.targets or TARGETS
-        terms.append(Term(str(name), value, targets, axis, place, weight))
+        terms.append(Term(str(name), value, targets, axis, place, weight, declared))
     return with_losses(graph, facts, terms, reduction)
 
 
@@ -195,10 +199,11 @@ def _written(
         nodes.insert(0, Node("Identity", (given,), (cotangent,), name=f"node_{given}"))
     outputs = [Input(value, dtype, sides)]
     for name in names:
-        nodes += _result(name, backward.gradients.get(name))
+        target = _free(f"{GRADIENT}{name}", graph)
+        nodes += _result(name, target, backward.gradients.get(name))
         declared = next((entry.shape for entry in graph.inputs if entry.name == name), None)
         shape = graph.constants[name].shape if name in graph.constants else declared
-        outputs.append(Input(f"{GRADIENT}{name}", facts[name].dtype, shape))
+        outputs.append(Input(target, facts[name].dtype, shape))
     return _model(replace(joint, nodes=tuple(nodes), constants=constants), inputs, outputs, stored)
 
 
@@ -240,9 +245,8 @@ def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:
     return replace(entry, dtype=types.get(entry.name, entry.dtype))
 
 
-def _result(name: str, gradient: str | None) -> list[Node]:
+def _result(name: str, target: str, gradient: str | None) -> list[Node]:
     """Names a gradient; zeros where the output does not depend on the value."""
-    target = f"{GRADIENT}{name}"
     if gradient is not None:
         return [Node("Identity", (gradient,), (target,), name=f"node_{target}")]
     return [Node("Sub", (name, name), (target,), name=f"node_{target}")]

@@ -15,6 +15,7 @@ from kfac_engine.objective import Reduction
 from kfac_engine.registry import Registry
 
 LOSS = "loss"
+_NO_CLASS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Term:
         axis: Axis of the classes or features, not negative.
         place: Where the examples lie in the value.
         weight: What it is multiplied by.
+        declared: The shape the file declares for the value, one entry an axis.
     """
 
     loss: str
@@ -36,6 +38,7 @@ class Term:
     axis: int
     place: Place
     weight: float
+    declared: tuple[int | str | None, ...]
 
 
 def with_losses(
@@ -102,12 +105,28 @@ class _Pen:
         self._term, self._reduction, self._prefix = term, reduction, prefix
 
     def op(
-        self, op: str, *inputs: str, sides: tuple[int, ...], **attributes: AttributeValue
+        self,
+        op: str,
+        *inputs: str,
+        sides: tuple[int, ...],
+        results: str | None = None,
+        **attributes: AttributeValue,
     ) -> str:
-        """Add a node with a result of these sides in the sample run; returns its name."""
+        """Add a node; returns the name of its result.
+
+        Args:
+            op: The operator.
+            *inputs: Names of its operands.
+            sides: Shape of the result in the sample run.
+            results: Its element type, where that is not the value's.
+            **attributes: Of the node.
+
+        Returns:
+            The name.
+        """
         name = f"{self._prefix}_{op}_{len(self.nodes)}"
         self.nodes.append(Node(op, inputs, (name,), attributes, name=f"node_{name}"))
-        self.facts[name] = Fact(self.fact.dtype, sides)
+        self.facts[name] = Fact(np.dtype(results or self.fact.dtype), sides)
         return name
 
     def constant(self, value: float | Sequence[int]) -> str:
@@ -124,11 +143,12 @@ class _Pen:
             return value
         return self.op("Mul", value, self.constant(float(factor)), sides=self.facts[value].shape)
 
-    def take_targets(self, sides: tuple[int, ...], dtype: str | None = None) -> str:
-        """Declare the targets."""
+    def take_targets(self, without: int | None = None, dtype: str | None = None) -> str:
+        """Declare the targets: in the shape of the value, ``without`` an axis."""
         name, own = self._term.targets, np.dtype(dtype) if dtype else self.fact.dtype
-        self.targets = Input(name, own, (None,) * len(sides))
-        self.facts[name] = Fact(own, sides)
+        kept = [axis for axis in range(len(self.fact.shape)) if axis != without]
+        self.targets = Input(name, own, tuple(self._term.declared[axis] for axis in kept))
+        self.facts[name] = Fact(own, tuple(self.fact.shape[axis] for axis in kept))
         return name
 
     def reduce(self, nll: str, axis: int) -> None:
@@ -152,10 +172,13 @@ def _categorical(pen: _Pen, logits: str, axis: int) -> None:
     """``−log softmax(z)[target]``, with integer targets."""
     sides = pen.fact.shape
     one = tuple(1 if i == axis else side for i, side in enumerate(sides))
-    targets = pen.take_targets((*sides[:axis], *sides[axis + 1 :]), "int64")
+    targets = pen.take_targets(axis, "int64")
     log_p = pen.op("LogSoftmax", logits, sides=sides, axis=axis)
-    index = pen.op("Unsqueeze", targets, pen.constant([axis]), sides=one)
-    pen.facts[index] = Fact(np.dtype(np.int64), one)
+    index = pen.op("Unsqueeze", targets, pen.constant([axis]), sides=one, results="int64")
+    # Negative numbers would count from the last class: they go where no class is, an error.
+    negative = pen.op("Less", index, pen.constant([0]), sides=one, results="bool")
+    nowhere = pen.constant([_NO_CLASS])
+    index = pen.op("Where", negative, nowhere, index, sides=one, results="int64")
     picked = pen.op("GatherElements", log_p, index, sides=one, axis=axis)
     pen.reduce(pen.op("Neg", picked, sides=one), axis)
 
@@ -163,7 +186,7 @@ def _categorical(pen: _Pen, logits: str, axis: int) -> None:
 def _normal(pen: _Pen, mean: str, axis: int) -> None:
     """``(t − m)² + ½ log π``: variance ½."""
     sides = pen.fact.shape
-    error = pen.op("Sub", mean, pen.take_targets(sides), sides=sides)
+    error = pen.op("Sub", mean, pen.take_targets(), sides=sides)
     square = pen.op("Mul", error, error, sides=sides)
     nll = pen.op("Add", square, pen.constant(0.5 * log(pi)), sides=sides)
     pen.reduce(nll, axis)
@@ -173,7 +196,7 @@ def _multi_bernoulli(pen: _Pen, logits: str, axis: int) -> None:
     """``softplus(z) − t·z``."""
     sides = pen.fact.shape
     softplus = pen.op("Softplus", logits, sides=sides)
-    hit = pen.op("Mul", logits, pen.take_targets(sides), sides=sides)
+    hit = pen.op("Mul", logits, pen.take_targets(), sides=sides)
     pen.reduce(pen.op("Sub", softplus, hit, sides=sides), axis)
 
 

@@ -5,6 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -163,3 +164,43 @@ def test_bad_request_is_named(name):
     make, options, message = BAD[name]
     with pytest.raises(ke.KfacError, match=message):
         ke.differentiate(make(), **options)
+
+
+def test_second_derivatives_by_the_same_value_have_a_name_of_their_own():
+    """The Hessian of an energy with respect to positions, times a vector."""
+    model = models.mlp(widths=(3, 4, 1), dtype="float64")
+    inputs = {**models.random_inputs(model, batch=2), "cotangent": np.ones((2, 1))}
+    forces = ke.differentiate(model, wrt=["input"])
+    hessian = ke.differentiate(forces, output="gradient/input", wrt=["input"])
+    direction = np.random.default_rng(0).standard_normal((2, 3))
+    found = run(hessian, {**inputs, "cotangent_2": direction})["gradient/input_2"]
+
+    def slope(step):
+        moved = {**inputs, "input": inputs["input"] + step * direction}
+        return run(forces, moved)["gradient/input"]
+
+    # Central differences of a smooth function in float64.
+    np.testing.assert_allclose(found, (slope(1e-5) - slope(-1e-5)) / 2e-5, atol=1e-8)
+
+
+def test_targets_are_declared_in_the_shape_of_the_output():
+    declared = {
+        loss: ke.differentiate(models.token_mlp(), loss).graph.input[-1].type.tensor_type
+        for loss in ("categorical", "normal")
+    }
+    (output,) = models.token_mlp().graph.output
+    sides = list(output.type.tensor_type.shape.dim)
+    assert list(declared["normal"].shape.dim) == sides
+    assert list(declared["categorical"].shape.dim) == sides[:-1]
+
+
+@pytest.mark.parametrize("label", [-1, -100, 3])
+def test_labels_that_are_no_class_are_refused_by_the_runtime(label):
+    model = models.mlp(widths=(2, 4, 3))
+    session = onnxruntime.InferenceSession(
+        ke.differentiate(model, "categorical").SerializeToString(),
+        providers=["CPUExecutionProvider"],
+    )
+    feeds = {**models.random_inputs(model, batch=2), "targets": np.array([0, label])}
+    with pytest.raises(Fail, match="GatherElements"):
+        session.run(None, feeds)

@@ -232,23 +232,26 @@ def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[
     """Inputs for a sample run, in the order in which they are tried."""
     if inputs is None:
         for first, other in _TRIED_SIZES:
-            yield {entry.name: _made_up(entry, first, other) for entry in graph.inputs}
+            symbols: dict[str, int] = {}
+            yield {entry.name: _made_up(entry, first, other, symbols) for entry in graph.inputs}
     else:
         given = check_inputs(graph, inputs)
         yield {entry.name: _doubled(entry, given[entry.name]) for entry in graph.inputs}
         yield given
 
 
-def _made_up(entry: Input, first: int, other: int) -> Array:
+def _made_up(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:
     """Small positive numbers, zeros for indices, True for masks: legal for nearly all operators."""
     if entry.shape is None:
         raise ModelError(
             f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."
         )
-    sides = [
-        side if isinstance(side, int) else (other if axis else first)
-        for axis, side in enumerate(entry.shape)
-    ]
+    sides = []
+    for axis, side in enumerate(entry.shape):
+        size = other if axis else first
+        if isinstance(side, str):
+            size = symbols.setdefault(side, size)  # one symbol is one size, as for real inputs
+        sides.append(side if isinstance(side, int) else size)
     if np.issubdtype(entry.dtype, np.floating):
         return np.random.default_rng(0).uniform(0.1, 0.9, sides).astype(entry.dtype)
     filling: bool | str = "" if entry.dtype == np.object_ else entry.dtype == np.bool_

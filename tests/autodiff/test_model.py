@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from onnx import helper, parser
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -140,3 +141,15 @@ def test_window_larger_than_the_image_is_refused_not_differentiated_by_wrong_wei
     fitting = ke.load_model(pooled(4)).run(models.random_inputs(pooled(4)))
     found = fitting.vjp({"output": np.ones_like(fitting["output"])}, ["w"])
     assert found["w"].any()
+
+
+def test_made_up_axes_of_one_symbol_have_one_size():
+    """Time comes first in one input and the batch in the other, as with lengths of sequences."""
+    graph = parser.parse_graph(
+        "g (float[S, N, 2] x, float[N, 3] b) => (float[N, 3] y) <int64[1] first = {0}, "
+        "float[2, 3] w = {1, 2, 3, 4, 5, 6}> "
+        "{ total = ReduceSum <keepdims = 0> (x, first) s = MatMul(total, w) y = Add(s, b) }"
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    facts = ke.load_model(model).facts
+    assert facts["x"].shape[1] == facts["b"].shape[0]
