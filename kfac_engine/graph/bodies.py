@@ -90,7 +90,10 @@ def _hoist(
         names[entry.name] = free
         constants[free] = to_array(entry)
     del body.initializer[:]
-    _rename(body, names)
+    rename(body, names)
+    # A result of a body is made in it.
+    for result in {entry.name for entry in body.output}.intersection(names):
+        body.node.add(op_type="Identity", input=[names[result]], output=[result])
     for node in body.node:
         for inner in _bodies(node):
             _hoist(inner, prefix + _prefix(node), taken, constants)

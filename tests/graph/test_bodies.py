@@ -105,3 +105,22 @@ def test_weights_that_a_scan_takes_layer_by_layer_are_parameters() -> None:
     )
     assert trainable_parameters(graph) == ("stack",)
     assert "initial value" in str(excluded_reason(graph, "start"))
+
+
+def test_a_weight_that_is_a_result_of_its_body_is_handed_out_by_it() -> None:
+    text = f"""{HEAD} <int64 m = {{2}}> {{
+        k = ReduceSum (x)
+        zero = Sub (k, k)
+        c = Greater (k, zero)
+        g = If (c) <
+          then_branch = yes () => (float[2] p) <float[2] p = {{5, 6}}> {{ }},
+          else_branch = no () => (float[2] q) <float[2] b = {{1, 2}}> {{ q = Neg (b) }}
+        >
+        y = Mul (x, g)
+      }}"""
+    loaded = load_graph(parser.parse_model(text))
+    np.testing.assert_array_equal(loaded.constants["g.p"], np.array([5, 6], np.float32))
+    for sign in (1, -1):
+        x = sign * np.ones((3, 2), np.float32)
+        y = run_graph(loaded, {"x": x})["y"]
+        np.testing.assert_array_equal(y, x * ((5, 6) if sign == 1 else (-1, -2)))
