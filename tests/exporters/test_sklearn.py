@@ -39,12 +39,14 @@ TRAINED = {
     "powers": (make_pipeline(PolynomialFeatures(2), MLPRegressor(**SMALL)), 0, "normal"),
 }
 
-# Their weights are attributes of one operator, or thresholds of trees.
-WITHOUT_WEIGHTS = {
-    "logistic-regression": (LogisticRegression(), 3),
-    "linear-regression": (LinearRegression(), 0),
-    "forest": (RandomForestClassifier(3, random_state=0), 3),
+# One layer, whose weights are attributes of one operator in the file.
+LINEAR = {
+    "logistic-regression": (LogisticRegression(), 3, "categorical"),
+    "linear-regression": (LinearRegression(), 0, "normal"),
 }
+
+# Thresholds of trees are no weights.
+WITHOUT_WEIGHTS = {"forest": (RandomForestClassifier(3, random_state=0), 3)}
 
 
 def fitted(model: BaseEstimator, classes: int) -> tuple[onnx.ModelProto, Array, Array]:
@@ -100,7 +102,13 @@ def test_gradients_are_those_of_the_network_written_out(
     model, classes, loss = TRAINED[name]
     exported, inputs, targets = fitted(model, classes)
     _record(record_property, name)
-    engine = ke.Engine.from_onnx(exported, loss=loss, output=_network_output(exported), damping=0.1)
+    engine = ke.Engine.from_onnx(
+        exported,
+        loss=loss,
+        output=_network_output(exported),
+        damping=0.1,
+        trainable=["coefficient*", "intercept*"],  # not what the scaler measured
+    )
     given = targets if loss == "categorical" else targets[:, None].astype(np.float32)
     result = engine.step({"X": inputs}, given)
     rows = model[:-1].transform(inputs) if hasattr(model, "steps") else inputs
@@ -117,6 +125,31 @@ def test_gradients_are_those_of_the_network_written_out(
     record_property("outcome", "passed")
     assert worst < RELATIVE
     assert {report.kind for report in engine.layers} == {"fully_connected"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", LINEAR)
+def test_gradients_of_linear_models_are_those_written_out(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    model, classes, loss = LINEAR[name]
+    exported, inputs, fitted_to = fitted(model, classes)
+    _record(record_property, name)
+    # At the targets it was fitted to, the gradient is nearly zero.
+    targets = (fitted_to + 1) % classes if classes else fitted_to + 1
+    output = exported.graph.output[-1].name
+    engine = ke.Engine.from_onnx(exported, loss=loss, output=output, damping=0.1)
+    given = targets if classes else targets[:, None].astype(np.float32)
+    result = engine.step({"X": inputs}, given)
+    weight, bias = np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)
+    back = _output_gradient(inputs @ weight.T + bias, targets, loss) / len(inputs)
+    worst = 0.0
+    for parameter, gradient in zip(engine.parameters, (back.T @ inputs, back.sum(0)), strict=True):
+        found = result.gradients[parameter].reshape(gradient.shape)
+        worst = max(worst, np.abs(found - gradient).max() / np.abs(gradient).max())
+    record_property("worst", float(worst))
+    record_property("outcome", "passed")
+    assert worst < RELATIVE
 
 
 @pytest.mark.quick
