@@ -113,14 +113,6 @@ def choose_heads(
     return tuple(heads), batch
 
 
-def find_head_logits(
-    graph: Graph, facts: Mapping[str, Fact], loss: str, output: str, class_axis: int
-) -> Logits | None:
-    """What a loss given by name reads in place of an output that an operator made probabilities."""
-    links = LOSSES[loss](output).links
-    return logits_before(graph, facts, output, links, class_axis)
-
-
 def _before_link(
     graph: Graph, facts: Mapping[str, Fact], head: Head, name: str, batch: Batch
 ) -> Head:

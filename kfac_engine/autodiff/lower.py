@@ -3,7 +3,8 @@
 What an operator becomes is in the table of ``lowering``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -59,7 +60,7 @@ def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
 
 
 def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Graph:
-    taken = set(graph.values()) | {node.name for node in graph.nodes}
+    taken = sorted((*graph.values(), *(node.name for node in graph.nodes)))
     pens: dict[str, Pen] = {}
     for node, rewriting in _targets(graph, wrt):
         pen = Pen(graph, facts, _free_prefix(node, taken))
@@ -98,8 +99,15 @@ def _dependent(graph: Graph, wrt: Iterable[str]) -> frozenset[str]:
     return frozenset(found - {""})
 
 
-def _free_prefix(node: Node, taken: Iterable[str]) -> str:
+def _free_prefix(node: Node, taken: Sequence[str]) -> str:
+    """A prefix that none of the sorted names ``taken`` has."""
     prefix = f"{node.name}/"
-    while any(name.startswith(prefix) for name in taken):
+    while _is_prefix(prefix, taken):
         prefix = f"{prefix}_"
     return prefix
+
+
+def _is_prefix(prefix: str, names: Sequence[str]) -> bool:
+    # Sorted, names that start with it come first among those that are not before it.
+    first = bisect_left(names, prefix)
+    return first < len(names) and names[first].startswith(prefix)

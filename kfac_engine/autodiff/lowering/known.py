@@ -10,18 +10,14 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.draws import RANDOM
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import label_last
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Fact, Graph, Node
-
-_RANDOM = frozenset(
-    {"Bernoulli", "Multinomial"}
-    | {f"Random{kind}{like}" for kind in ("Normal", "Uniform") for like in ("", "Like")}
-)
-_SIZES = frozenset({"Shape", "Size"})
 
 
 class KnownValues:
@@ -117,9 +113,9 @@ def _decided(graph: Graph, facts: Mapping[str, Fact], name: str) -> Array | None
         node = graph.producers.get(value)
         if value in constants:
             continue
-        if node is None or node.qualified_op in _RANDOM:
+        if node is None or node.qualified_op in RANDOM:
             return None
-        if node.op in _SIZES and node.inputs[0] in facts:
+        if node.op in ONLY_SHAPES and node.inputs[0] in facts:
             constants[value] = _size(node, facts[node.inputs[0]])
             continue
         nodes.append(node)
