@@ -48,11 +48,7 @@ from kfac_engine.inspection import (
 )
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.parts import join, split
-from kfac_engine.objective import (
-    Reduction,
-    Targets,
-    check_reduction,
-)
+from kfac_engine.objective import Reduction, Targets, check_reduction
 from kfac_engine.result import Result
 from kfac_engine.scheduler import plan
 
@@ -359,7 +355,8 @@ class Engine:
     def _observe(self, trace: Trace) -> None:
         if self.counter == 0:
             batch = self.objective.examples(trace)
-            require_memory(self.memory(batch), self.layers, available_memory())
+            memory, backend = self.memory(batch), self.collection.backend
+            require_memory(memory, self.layers, available_memory(), backend)
         due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)

@@ -12,6 +12,7 @@ from kfac_engine.approximations import formula
 from kfac_engine.autodiff.axes import Batch, find_coupling
 from kfac_engine.autodiff.memory import activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import MemoryLimitError
 from kfac_engine.heads import Head
@@ -90,6 +91,7 @@ class MemoryReport:
         activations: Peak of values and their gradients in the sessions, for the given batch size.
         factors: Moving averages and stored powers.
         scratch: Bound of temporary arrays.
+        device: What of factors and scratch lies in a GPU's own memory; the rest is the host's.
     """
 
     parameters: int
@@ -97,6 +99,7 @@ class MemoryReport:
     activations: int
     factors: int
     scratch: int
+    device: int = 0
 
     @property
     def total(self) -> int:
@@ -174,33 +177,41 @@ def memory_report(
     Returns:
         Bytes by part.
     """
+    factors = sum(layer.factor_bytes for layer in layers)
+    scratch, on_device = collection.backend.working_bytes()
     return MemoryReport(
         parameters=sum(array.nbytes for array in model.graph.constants.values()),
         gradients=2 * sum(array.nbytes for array in model.parameters.values()),
         activations=activation_bytes(model, batch, batch_size, inputs),
-        factors=sum(layer.factor_bytes for layer in layers),
-        scratch=collection.backend.scratch_bytes,
+        factors=factors,
+        scratch=scratch,
+        device=factors + scratch if on_device else 0,
     )
 
 
-def require_memory(report: MemoryReport, layers: Sequence[LayerReport], available: int) -> None:
-    """Refuse a step that cannot fit, before anything is allocated.
+def require_memory(
+    report: MemoryReport, layers: Sequence[LayerReport], available: int, backend: Backend
+) -> None:
+    """Refuse a step that cannot fit, before anything is allocated; take what it needs of a GPU.
 
     Args:
         report: What a step needs.
         layers: The blocks, to name the largest.
         available: Bytes the machine can give.
+        backend: The array library.
 
     Raises:
         MemoryLimitError: It needs more.
     """
-    if report.total > available:
+    on_host = report.total - report.device
+    if on_host > available:
         largest = max(layers, key=lambda layer: layer.factor_bytes)
         raise MemoryLimitError(
-            f"a step needs {report.total / 1e9:.1f} GB and {available / 1e9:.1f} GB are free; the "
+            f"a step needs {on_host / 1e9:.1f} GB and {available / 1e9:.1f} GB are free; the "
             f"block of {', '.join(largest.parameters)} takes {largest.factor_bytes / 1e9:.1f} GB: "
             f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters."
         )
+    backend.reserve(report.factors)
 
 
 def available_memory() -> int:

@@ -68,3 +68,16 @@ def test_three_steps_are_those_of_the_cpu(gpu: str, name: str) -> None:
                 atol=TOLERANCE * np.abs(natural).max(),
                 err_msg=parameter,
             )
+
+
+def test_factors_and_scratch_are_announced_and_taken_of_the_gpu(gpu: str) -> None:
+    model = models.mlp()
+    engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
+    memory = engine.memory(4)
+    assert memory.device == memory.factors + memory.scratch > 0
+    assert ke.Engine.from_onnx(model, loss="categorical", backend="numpy").memory(4).device == 0
+    if gpu == "stand-in":
+        cupy_standin.memory.limit = memory.factors - 1
+        with pytest.raises(ke.MemoryLimitError, match=r"0\.00 GB and scratch 0\.54 GB on the GPU"):
+            engine.observe(models.random_inputs(model, batch=4))
+        assert engine.counter == 0

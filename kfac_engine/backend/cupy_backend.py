@@ -52,6 +52,12 @@ class CupyBackend:
     def xp(self) -> ModuleType:
         return self.device.xp
 
+    def working_bytes(self) -> tuple[int, bool]:
+        return 2 * self.scratch_bytes, True  # on the current stream, and on those of refreshes
+
+    def reserve(self, kept: int) -> None:
+        self.device.reserve(kept, self.working_bytes()[0])
+
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         if _is_foreign(value, self.xp):
             value = self.xp.from_dlpack(value) if _on_gpu(value) else np.from_dlpack(value)  # type: ignore[arg-type] # it has the protocol

@@ -101,6 +101,28 @@ class CupyDevice:
         """
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
 
+    def reserve(self, kept: int, scratch: int) -> None:
+        """Take two blocks of memory, which CuPy's pool gives out to later arrays.
+
+        Args:
+            kept: Bytes of what stays: averages and inverses.
+            scratch: Bytes of what comes and goes.
+
+        Raises:
+            MemoryLimitError: The device has not so much.
+        """
+        try:
+            # Both before either goes back to the pool: else the second would be cut from the first.
+            blocks = [self.xp.cuda.alloc(size) for size in (kept, scratch)]
+        except self.xp.cuda.memory.OutOfMemoryError as failure:
+            free, total = self._memory_figures()
+            raise MemoryLimitError(
+                f"factors and inverses need {kept / 1e9:.2f} GB and scratch {scratch / 1e9:.2f} GB "
+                f"on the GPU, which has {free} of {total} GB free; choose approximation 'diagonal' "
+                f"for the largest layers, or train fewer parameters."
+            ) from failure
+        del blocks
+
     def within_memory(self, work: Callable[[int], _T], scratch_bytes: int) -> _T:
         """The result of ``work``, which is done again with half the memory where there is none.
 
@@ -121,9 +143,9 @@ class CupyDevice:
             except self.xp.cuda.memory.OutOfMemoryError as failure:
                 self.xp.get_default_memory_pool().free_all_blocks()
                 if given <= _LEAST_SCRATCH:
-                    free, total = self.xp.cuda.runtime.memGetInfo()
+                    free, total = self._memory_figures()
                     raise MemoryLimitError(
-                        f"the GPU has {free / 1e9:.2f} of {total / 1e9:.2f} GB free, which is not "
+                        f"the GPU has {free} of {total} GB free, which is not "
                         f"enough for {given / 1e6:.0f} MB of scratch beside a single matrix "
                         f"({_first_line(failure)}); choose approximation 'diagonal' for the "
                         f"largest layers, or a smaller batch."
@@ -131,6 +153,11 @@ class CupyDevice:
                 given //= 2
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _memory_figures(self) -> tuple[str, str]:
+        """Free and all memory, in GB."""
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        return f"{free / 1e9:.2f}", f"{total / 1e9:.2f}"
 
     def _prove(self) -> None:
         """One kernel and one product: a device may be there and its compiler or libraries not."""

@@ -31,6 +31,12 @@ class NumpyBackend:
     def xp(self) -> ModuleType:
         return np
 
+    def working_bytes(self) -> tuple[int, bool]:
+        return self.scratch_bytes, False
+
+    def reserve(self, kept: int) -> None:
+        del kept  # of the host's memory, which is given out as it is used
+
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         array = as_array(value)
         if not isinstance(array, np.ndarray):

@@ -33,6 +33,15 @@ class Backend(Protocol):
     def xp(self) -> ModuleType:
         """The array module: ``numpy`` or one with its interface."""
 
+    def working_bytes(self) -> tuple[int, bool]:
+        """All working memory, and whether it and arrays lie in a device's own memory."""
+
+    def reserve(self, kept: int) -> None:
+        """Take working memory and room for arrays of ``kept`` bytes from a device, at once.
+
+        Arrays made later get their places in it. Nothing is taken of the host's memory.
+        """
+
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         """``value`` as an array of this library: NumPy's, or anything with ``__dlpack__``."""
 

@@ -130,9 +130,9 @@ def _print_losses(losses: "tuple[LossReport, ...]") -> None:
 
 
 def _print_memory(memory: "MemoryReport", batch: int) -> None:
-    rows = [(part, show_bytes(count)) for part, count in asdict(memory).items()]
-    print_table(
-        f"peak memory, batch of {batch}",
-        ("part", " bytes"),
-        [*rows, ("total", show_bytes(memory.total))],
-    )
+    parts = {**asdict(memory), "total": memory.total}
+    on_device = parts.pop("device")
+    if on_device:
+        parts["of it on the GPU"] = on_device
+    rows = [(part, show_bytes(count)) for part, count in parts.items()]
+    print_table(f"peak memory, batch of {batch}", ("part", " bytes"), rows)

@@ -211,6 +211,7 @@ class _Cupy(ModuleType):
         Stream=standin_streams.Stream,
         get_current_stream=standin_streams.current,
         device=SimpleNamespace(get_cusolver_handle=lambda: standin_solvers.HANDLE),
+        alloc=memory.take,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         runtime=SimpleNamespace(
             memGetInfo=lambda: (1 << 30, 8 << 30),
