@@ -39,7 +39,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     model: ModelSource,
     loss: str | Sequence[str] | None = None,
     output: str | Sequence[str] | None = None,
-    wrt: Sequence[str] | None = None,
+    wrt: str | Sequence[str] | None = None,
     *,
     class_axis: int = -1,
     find_logits: bool = True,
@@ -56,7 +56,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, or a list of them,
             one an output; without one the gradient is that of ``⟨cotangent, output⟩``.
         output: The output to differentiate, or a list; may be left out where there is one.
-        wrt: Patterns of parameter and input names; the trainable parameters by default.
+        wrt: Patterns of parameter and input names, or a single one; the trainable parameters by
+            default.
         class_axis: Axis of the classes or features in the output.
         find_logits: Whether a loss on an output of probabilities reads the logits that the model
             makes them of.
@@ -158,10 +159,13 @@ def _only_output(graph: Graph, output: str | Sequence[str] | None) -> str:
     return output
 
 
-def _chosen(graph: Graph, patterns: Sequence[str] | None) -> tuple[str, ...]:
+def _chosen(graph: Graph, patterns: str | Sequence[str] | None) -> tuple[str, ...]:
     """Parameters and inputs that match; without patterns the trainable parameters."""
     if patterns is None:
         return trainable_parameters(graph)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not patterns:
+        raise InputError("wrt is empty; name a parameter or an input, or leave it out.")
     candidates = [entry.name for entry in graph.inputs if entry.dtype.kind == "f"]
     candidates += [name for name, array in graph.constants.items() if array.dtype.kind == "f"]
     chosen: dict[str, None] = {}

@@ -29,6 +29,7 @@ def snapshot(engine):
 
 BATCHES = {
     "unknown input": (lambda x: {"image": x["input"]}, TARGETS, ke.UnknownNameError, "'image'"),
+    "inputs without names": (lambda x: x["input"], TARGETS, ke.InputError, "by name"),
     "missing input": (lambda x: {}, TARGETS, ke.InputError, "'input' is missing"),
     "wrong dtype": (
         lambda x: {"input": x["input"].astype(np.float64)},
@@ -146,6 +147,7 @@ def test_operator_without_rule_may_lie_before_the_trained_layers():
 BAD_GRADIENTS = {
     "unknown name": ({"fc9.weight": np.zeros((5, 6))}, ke.UnknownNameError, "fc9"),
     "wrong shape": ({"fc0.weight": np.zeros((6, 5))}, ke.ShapeError, r"\(6, 5\)"),
+    "no names": (np.zeros((5, 6)), ke.InputError, "by parameter"),
     "half a block": ({"fc0.weight": np.zeros((5, 6))}, ke.InputError, "fc0.bias"),
     "nan": (
         {"fc0.weight": np.full((5, 6), np.nan), "fc0.bias": np.zeros(5)},

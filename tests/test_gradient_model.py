@@ -152,6 +152,7 @@ BAD = {
     "unknown output": (models.mlp, {"output": "nowhere"}, "nowhere"),
     "unknown loss": (models.mlp, {"loss": "hinge"}, "hinge"),
     "unknown pattern": (models.mlp, {"wrt": ["head.*"]}, "head"),
+    "nothing asked for": (models.mlp, {"wrt": []}, "wrt is empty"),
     "no path": (models.two_outputs, {"output": "logits", "wrt": ["mean.*"]}, "depends on none"),
     "no rule": (models.odd_ops, {}, "QuantizeLinear"),
     "bad axis": (models.mlp, {"loss": "normal", "class_axis": 5}, "class_axis=5"),
@@ -192,6 +193,14 @@ def test_targets_are_declared_in_the_shape_of_the_output():
     sides = list(output.type.tensor_type.shape.dim)
     assert list(declared["normal"].shape.dim) == sides
     assert list(declared["categorical"].shape.dim) == sides[:-1]
+
+
+@pytest.mark.parametrize("pattern", ["fc0.weight", "fc0.w*"])
+def test_one_pattern_needs_no_list(pattern):
+    gradient = ke.differentiate(models.mlp(), wrt=pattern)
+    assert [entry.name for entry in gradient.graph.output] == ["output", "gradient/fc0.weight"]
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", trainable=pattern)
+    assert list(engine.parameters) == ["fc0.weight"]
 
 
 @pytest.mark.parametrize("label", [-1, -100, 3])

@@ -42,6 +42,11 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
         NonFiniteError: An input holds NaN or infinity.
     """
     declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
+    if not isinstance(inputs, Mapping):
+        raise InputError(
+            f"inputs are given by name, as {{name: array}}, not as {type(inputs).__name__}; "
+            f"the model needs: {declared}."
+        )
     for name in inputs:
         if name in graph.constants:
             raise UnknownNameError(

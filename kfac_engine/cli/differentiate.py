@@ -7,7 +7,13 @@ from typing import Literal
 import click
 
 from kfac_engine.cli.display import working
-from kfac_engine.cli.options import debug_option, file_path, gathered, gradient_dtype_option
+from kfac_engine.cli.options import (
+    debug_option,
+    file_path,
+    gathered,
+    gradient_dtype_option,
+    sample_option,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +73,16 @@ _OPTIONS = (
 @click.command
 @click.argument("model", type=file_path)
 @gathered("options", GradientOptions, _OPTIONS)
+@sample_option
 @click.option("-o", "target", type=file_path, required=True, help="File to write.")
 @debug_option
-def differentiate(model: Path, options: GradientOptions, target: Path) -> None:
+def differentiate(model: Path, options: GradientOptions, inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as an ONNX model of standard operators."""
     import kfac_engine as ke
+    from kfac_engine.cli.files import read_inputs
 
     with working("differentiating the model"):
+        sample = None if inputs is None else read_inputs(inputs, model)
         gradient = ke.differentiate(
             model,
             _one_or_all(options.loss),
@@ -84,6 +93,7 @@ def differentiate(model: Path, options: GradientOptions, target: Path) -> None:
             loss_weights=options.loss_weight or None,
             reduction=options.reduction,
             gradient_dtype=options.gradient_dtype,
+            sample_inputs=sample,
             path=target,
         )
     click.echo(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")

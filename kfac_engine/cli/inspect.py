@@ -13,6 +13,7 @@ from kfac_engine.cli.options import (
     engine_options,
     file_path,
     json_option,
+    sample_option,
 )
 
 if TYPE_CHECKING:
@@ -25,13 +26,19 @@ if TYPE_CHECKING:
 @click.option(
     "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Examples in a batch."
 )
+@sample_option
 @engine_options
 @json_option
 @debug_option
-def inspect(model: Path, batch: int, options: EngineOptions, as_json: bool) -> None:
+def inspect(
+    model: Path, batch: int, inputs: Path | None, options: EngineOptions, as_json: bool
+) -> None:
     """Show each parameter's layer, block, factors and costs."""
+    from kfac_engine.cli.files import read_inputs
+
     with working("preparing the model"):
-        engine = options.engine(model)
+        sample = None if inputs is None else read_inputs(inputs, model)
+        engine = options.engine(model, sample_inputs=sample)
     memory, losses = engine.memory(batch), engine.losses
     untrained = _untrained(engine)
     if as_json:
@@ -87,7 +94,7 @@ def _untrained(engine: "ke.Engine") -> list[tuple[str, tuple[int, ...], str]]:
 
     model = engine.collection.graph
     assert isinstance(model, OnnxModel), "an engine is made from a model"
-    graph = model.graph
+    graph = model.loaded.graph
     return [
         (name, array.shape, excluded_reason(graph, name) or "not among those asked for")
         for name, array in graph.constants.items()

@@ -43,6 +43,12 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, for programs to read."
 )
 
+sample_option = click.option(
+    "--inputs",
+    type=file_path,
+    help="Batch to find shapes and lengths of sequences with: .npz by input name, or one .npy.",
+)
+
 gradient_dtype_option = click.option(
     "--gradient-dtype",
     type=click.Choice(["file", "float32"]),

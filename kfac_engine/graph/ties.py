@@ -94,8 +94,12 @@ def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Arra
         Arrays of weights that are no copies.
 
     Raises:
-        InputError: A weight and its copy are given different arrays.
+        InputError: They are not given by name, or a weight and its copy have different arrays.
     """
+    if not isinstance(values, Mapping):
+        raise InputError(
+            f"arrays are given by parameter, as {{name: array}}, not as {type(values).__name__}."
+        )
     found = dict(values)
     for tie in ties:
         if tie.copy in found:

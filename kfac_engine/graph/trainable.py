@@ -102,8 +102,8 @@ def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) ->
 
     Args:
         graph: Canonical graph.
-        patterns: Names or ``fnmatch`` patterns (``"*.weight"``), which then decide alone; None
-            takes all float constants that look like parameters.
+        patterns: Names or ``fnmatch`` patterns (``"*.weight"``), or a single one, which then
+            decide alone; None takes all float constants that look like parameters.
 
     Returns:
         At least one name.
@@ -117,7 +117,8 @@ def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) ->
     if patterns is None:
         chosen = tuple(name for name in floats if excluded_reason(graph, name) is None)
     else:
-        matched = {name for pattern in patterns for name in _matches(pattern, floats)}
+        several = [patterns] if isinstance(patterns, str) else patterns
+        matched = {name for pattern in several for name in _matches(pattern, floats)}
         chosen = tuple(name for name in floats if name in matched)
     if not chosen:
         raise ModelError(f"model '{graph.name}' has no trainable parameter: {_why_none(graph)}.")

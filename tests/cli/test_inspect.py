@@ -9,6 +9,8 @@ import pytest
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model
 from tests.models import Net, layer_norm, resnet_block
+from tests.test_buffers import normalised
+from tests.test_recurrent_engine import classifier
 
 
 @pytest.fixture
@@ -74,6 +76,21 @@ def test_constants_that_are_not_trained_are_listed_with_a_reason(report):
     assert trained | left == floats
     assert not trained & left
     assert all(entry["reason"] for entry in found["not_trained"])
+
+
+def test_running_statistics_of_the_training_form_are_called_so(report):
+    reasons = {entry["name"]: entry["reason"] for entry in report(normalised())["not_trained"]}
+    assert reasons.keys() == {"norm.mean", "norm.var"}
+    assert "running mean" in reasons["norm.mean"]
+
+
+def test_recurrences_are_shown_for_the_length_of_given_sequences(report, tmp_path):
+    model = classifier("GRU")
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
+    np.save(tmp_path / "batch.npy", np.zeros((5, 3, 2), np.float32))
+    layers = report(model, "--inputs", str(tmp_path / "batch.npy"))["layers"]
+    uses = {layer["parameters"][0]: layer["inputs"] for layer in layers}
+    assert len(uses["W"]) == len(uses["R"]) == 5
 
 
 def test_only_the_parameters_asked_for_are_trained(report):
