@@ -4,31 +4,22 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import numpy as np
-
 from kfac_engine._types import Array, Params
-from kfac_engine.autodiff.axes import Batch, Place
+from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.blocks.base import parts, uses
+from kfac_engine.checks import check_mode
 from kfac_engine.collection import LayerCollection
-from kfac_engine.errors import (
-    InputError,
-    ModelError,
-    NonFiniteError,
-    ShapeError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from kfac_engine.errors import InputError, ModelError, UnsupportedError
+from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.structure import Node
-from kfac_engine.graph.widen import in_single
 from kfac_engine.heads import Head, LossOptions, choose_heads
 from kfac_engine.inspection import refresh_cost
 from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.found import Found
-from kfac_engine.layers.parts import Part
+from kfac_engine.layers.parts import Part, join, split
 from kfac_engine.objective import Objective, Reduction
 from kfac_engine.scheduler import Work
 
@@ -41,7 +32,6 @@ LARGEST_FULL_SIDE = 512
 # Approximations that measure the gradient of each example, which must come first in every tensor.
 _PER_EXAMPLE = frozenset({"diagonal", "ekfac", "full", "kron_reduce"})
 _PER_EXAMPLE_KINDS = frozenset({"embedding", "embedding_multi", "scale_and_shift"})
-_FIRST = Place(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +58,69 @@ class Task:
             for head in self.heads
             if head.logits
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Layers and losses of a model, registered.
+
+    Attributes:
+        model: The model with its sessions.
+        task: What is minimised.
+        found: Layers of the graph, parameters without one, and the parts that they name.
+        collection: Their blocks, and the losses.
+    """
+
+    model: OnnxModel
+    task: Task
+    found: Discovery
+    collection: LayerCollection
+
+    def prepare(self, estimator: FisherEstimator) -> None:
+        """Have every forward pass bring what losses and statistics read."""
+        layers, losses = self.found.layers, self.task.objective.inputs
+        read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
+        self.model.want([*losses, *read])
+        self.model.backward(losses, estimator.differentiated)
+
+
+def assemble(
+    model: OnnxModel,
+    options: LossOptions,
+    *,
+    reduction: Reduction,
+    inputs: Mapping[str, Array] | None,
+    estimation_mode: str,
+    approximations: Mapping[str, str],
+    backend: str,
+) -> Assembly:
+    """Put losses on a model, find its layers, and register both.
+
+    Args:
+        model: The model.
+        options: What the user says of the losses.
+        reduction: What the user says of their sum.
+        inputs: The batch of the sample run; None if it was made up.
+        estimation_mode: A row of ``MODES``.
+        approximations: Kind of layer to approximation, in place of the defaults.
+        backend: Name of the array library.
+
+    Returns:
+        Everything registered, for an estimator to close.
+
+    Raises:
+        InputError: An option is wrong.
+        UnknownNameError: A name goes by nothing.
+        UnsupportedError: The mode needs the examples where they are not.
+        ModelError: The loss depends on no trainable parameter.
+    """
+    collection = LayerCollection(model, backend=backend)
+    for kind, approximation in approximations.items():
+        collection.set_default_approximation(kind, approximation)
+    task = register_losses(model, collection, options, reduction, inputs)
+    check_mode(estimation_mode, task.heads, task.batch)
+    found = register_layers(model, task, collection, approximations)
+    return Assembly(model, task, found, collection)
 
 
 def register_losses(
@@ -190,8 +243,8 @@ def _placed(layer: Found, batch: Batch, chosen: Container[str]) -> list[Found]:
 def _moved(layer: Found, batch: Batch) -> str:
     """Where the examples of a layer lie if not alone on the first axis, in words."""
     for name in (*uses(layer.inputs), *uses(layer.outputs)):
-        place = batch.places.get(name, _FIRST)
-        if place != _FIRST:
+        place = batch.places.get(name)
+        if place and not place.comes_first:
             folded = " together with positions" if place.repeats > 1 else ""
             return f"the examples lie on axis {place.axis} of '{name}'{folded}"
     return ""
@@ -233,123 +286,38 @@ def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work
 
 
 def multiplied(
-    collection: LayerCollection, given: Mapping[str, Array], exp: float
+    collection: LayerCollection,
+    parts_of: Mapping[str, Sequence[Part]],
+    given: Mapping[str, Array],
+    exp: float,
+    rest: float,
 ) -> dict[str, Array]:
-    """Gradients of parts of parameters, times a power of their blocks.
+    """Gradients times a power of the blocks of their parameters.
 
     Args:
         collection: The blocks.
-        given: Part to gradient; all parts of each block that is to be used.
+        parts_of: Parameter to the parts of it that blocks name.
+        given: Parameter to gradient; all parameters of each block that is to be used.
         exp: The power.
+        rest: What entries are multiplied by that no layer reads.
 
     Returns:
-        Part to product.
+        Parameter to product.
 
     Raises:
-        InputError: A part of a block is missing.
+        InputError: A parameter of a block is missing.
     """
-    results: dict[str, Array] = {}
+    split_up = split(parts_of, given)
+    products: dict[str, Array] = {}
     for key, block in collection.fisher_blocks.items():
         names = uses(key)
-        present = [name for name in names if name in given]
+        present = [name for name in names if name in split_up]
         if not present:
             continue
         if len(present) < len(names):
             raise InputError(
                 f"{', '.join(names)} form one block; give the gradients of all of them."
             )
-        vector = given[key] if isinstance(key, str) else tuple(given[name] for name in key)
-        results.update(zip(names, parts(block.multiply_matpower(vector, exp)), strict=True))
-    return results
-
-
-def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
-    """Refuse a number of examples that the model cannot be run with.
-
-    Args:
-        batch: What was found out of the batch.
-        inputs: Input name to array.
-
-    Raises:
-        ShapeError: There are more or fewer examples than the model fixes.
-    """
-    for name, axis in batch.inputs.items() if batch.fixed else ():
-        shape = np.shape(inputs.get(name, ()))
-        if axis < len(shape) and shape[axis] != batch.size:
-            raise ShapeError(f"input '{name}' has {shape[axis]} examples, but {batch.fixed}.")
-
-
-def check_mode(estimation_mode: str, task: Task) -> None:
-    """Refuse modes that tell positions apart where an axis holds positions and examples alike.
-
-    Raises:
-        UnsupportedError: One axis does, or the first one is not that of the examples.
-    """
-    for head in task.heads:
-        place = task.batch.places[head.output]
-        if estimation_mode.startswith("exact") and place != _FIRST:
-            raise UnsupportedError(
-                f"estimation_mode '{estimation_mode}' needs the examples alone on the first "
-                f"axis of '{head.output}', but they lie on axis {place.axis}"
-                f"{' together with positions' if place.repeats > 1 else ''}; choose another mode."
-            )
-
-
-def check_options(
-    damping: float, ema_decay: float, exps: Sequence[float], threads: int | None
-) -> None:
-    """Refuse options outside their range.
-
-    Args:
-        damping: Must be positive.
-        ema_decay: Must lie in [0, 1).
-        exps: One or more numbers.
-        threads: At least one, if given.
-
-    Raises:
-        InputError: One is not.
-    """
-    if not (np.isfinite(damping) and damping > 0):
-        raise InputError(f"damping must be a positive number, got {damping}.")
-    if not 0 <= ema_decay < 1:
-        raise InputError(f"ema_decay must lie in [0, 1), got {ema_decay}.")
-    if not exps or not all(np.isfinite(exp) for exp in exps):
-        raise InputError(f"exps must be one or more numbers, got {exps}.")
-    if threads is not None and threads < 1:
-        raise InputError(f"threads must be at least 1, got {threads}.")
-
-
-def checked_gradients(
-    model: OnnxModel, backend: Backend, gradients: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Gradients that a caller gives, by parameter, as arrays of the backend in single precision.
-
-    Args:
-        model: Knows the parameters.
-        backend: Array library.
-        gradients: Parameter name to array, from any library.
-
-    Returns:
-        Parameter name to array.
-
-    Raises:
-        UnknownNameError: A name is not a parameter.
-        InputError: Weights that are tied have different gradients.
-        ShapeError: A gradient has another shape than its parameter.
-        NonFiniteError: A gradient holds NaN or infinity.
-    """
-    checked: dict[str, Array] = {}
-    for name, value in model.take_in(gradients).items():
-        parameter = model.parameters.get(name)
-        if parameter is None:
-            raise UnknownNameError(
-                f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
-            )
-        checked[name] = array = in_single(backend.asarray(value))
-        if array.shape != parameter.shape:
-            raise ShapeError(
-                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
-            )
-        if not backend.all_finite(array):
-            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
-    return checked
+        vector = split_up[key] if isinstance(key, str) else tuple(split_up[name] for name in key)
+        products.update(zip(names, parts(block.multiply_matpower(vector, exp)), strict=True))
+    return {name: join(parts_of[name], products, array, rest) for name, array in given.items()}

@@ -11,22 +11,11 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from kfac_engine._types import Array
-from kfac_engine.assembly import (
-    Task,
-    check_batch_size,
-    check_mode,
-    check_options,
-    checked_gradients,
-    multiplied,
-    refreshes,
-    register_layers,
-    register_losses,
-)
+from kfac_engine.assembly import Assembly, assemble, multiplied, refreshes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.trace import Trace
-from kfac_engine.blocks.base import uses
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
-from kfac_engine.collection import LayerCollection
+from kfac_engine.checks import check_batch_size, check_options, checked_gradients
 from kfac_engine.config import Schedule
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.estimator import FisherEstimator
@@ -46,8 +35,6 @@ from kfac_engine.inspection import (
     memory_report,
     require_memory,
 )
-from kfac_engine.layers.discover import Discovery
-from kfac_engine.layers.parts import join, split
 from kfac_engine.objective import Reduction, Targets, check_reduction
 from kfac_engine.result import Result
 from kfac_engine.scheduler import plan
@@ -59,12 +46,10 @@ class Engine:
     Made by ``from_onnx``.
 
     Args:
-        model: The model with its sessions.
-        task: What is minimised.
-        found: Layers of the graph, parameters without one, and the parts that they name.
-        collection: Their blocks, and the losses.
+        assembly: The model, its losses and its layers.
         estimator: Statistics and products over the collection.
         schedule: When statistics and inverses move.
+        exps: Powers to precondition with.
 
     Attributes:
         collection: Layers, losses and factors.
@@ -76,24 +61,21 @@ class Engine:
 
     def __init__(
         self,
-        model: OnnxModel,
-        task: Task,
-        found: Discovery,
-        collection: LayerCollection,
+        assembly: Assembly,
         estimator: FisherEstimator,
         schedule: Schedule,
         exps: Sequence[float],
     ) -> None:
-        self.collection = collection
+        self.collection = assembly.collection
         self.estimator = estimator
-        self.objective = task.objective
+        self.objective = assembly.task.objective
         self.schedule = schedule
         self.counter = 0
-        self._model = model
-        self._task = task
-        self._found = found
+        self._model = assembly.model
+        self._task = assembly.task
+        self._found = assembly.found
         self._exps = tuple(exps)
-        self._refreshes = refreshes(collection)
+        self._refreshes = refreshes(assembly.collection)
         self._blas = ThreadpoolController()
 
     @classmethod
@@ -168,26 +150,26 @@ class Engine:
             gradient_dtype=gradient_dtype,
             tie_weights=tie_weights,
         )
-        collection = LayerCollection(onnx_model, backend=backend)
-        for kind, approximation in (approximations or {}).items():
-            collection.set_default_approximation(kind, approximation)
-        options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
-        task = register_losses(onnx_model, collection, options, reduction, sample_inputs)
-        check_mode(estimation_mode, task)
-        discovery = register_layers(onnx_model, task, collection, approximations or {})
+        assembly = assemble(
+            onnx_model,
+            LossOptions(loss, output, class_axis, find_logits, loss_weights),
+            reduction=reduction,
+            inputs=sample_inputs,
+            estimation_mode=estimation_mode,
+            approximations=approximations or {},
+            backend=backend,
+        )
         estimator = FisherEstimator(
-            collection.registered_variables,
+            assembly.collection.registered_variables,
             ema_decay,
             damping,
-            collection,
+            assembly.collection,
             exps=exps,
             estimation_mode=estimation_mode,
             seed=seed,
         )
-        read = (name for layer in discovery.layers if layer.inputs for name in uses(layer.inputs))
-        onnx_model.want([*task.objective.inputs, *read])
-        onnx_model.backward(task.objective.inputs, estimator.differentiated)
-        return cls(onnx_model, task, discovery, collection, estimator, schedule or Schedule(), exps)
+        assembly.prepare(estimator)
+        return cls(assembly, estimator, schedule or Schedule(), exps)
 
     # -- the line ---------------------------------------------------------------------------------
 
@@ -255,15 +237,10 @@ class Engine:
         """
         given = checked_gradients(self._model, self.collection.backend, gradients)
         with self._threads():
-            products = multiplied(self.collection, split(self._found.parts, given), exp)
-        # Entries that nothing reads have no curvature: damping alone.
-        rest = self.estimator.damping**exp
-        return self._model.hand_out(
-            {
-                name: join(self._found.parts[name], products, array, rest)
-                for name, array in given.items()
-            }
-        )
+            # Entries that nothing reads have no curvature: damping alone.
+            rest = self.estimator.damping**exp
+            products = multiplied(self.collection, self._found.parts, given, exp, rest)
+        return self._model.hand_out(products)
 
     # -- parameters and files ---------------------------------------------------------------------
 

@@ -38,6 +38,11 @@ class Place:
     axis: int
     repeats: int
 
+    @property
+    def comes_first(self) -> bool:
+        """Whether the examples lie alone on the first axis."""
+        return self.axis == 0 and self.repeats == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
