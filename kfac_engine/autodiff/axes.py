@@ -15,6 +15,7 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.feeds import SampleRun, sample_batch
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.structure import Fact, Graph
+from kfac_engine.graph.subgraph import of_data
 
 # Symbols that exporters and people write for the batch.
 _BATCH_SYMBOLS = frozenset({"n", "b", "bs", "batchsize"})
@@ -217,10 +218,7 @@ def _told_by_length(graph: Graph, facts: Mapping[str, Fact]) -> Batch:
     """First axes as long as that of the first input, where a second size does not run."""
     sides = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
     size = next((side[0] for side in sides.values() if side), 1)
-    computed = {entry.name for entry in graph.inputs}
-    for node in graph.nodes:
-        if computed.intersection((*node.inputs, *node.captures)):
-            computed.update(node.outputs)
+    computed = of_data(graph)
     return Batch(
         size,
         {name: 0 for name, side in sides.items() if side == (size,)},

@@ -4,11 +4,11 @@ Values that are asked for later are computed by another pass. It is fed what the
 that all values of a batch belong together, and gradients to the values that were read before.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from kfac_engine.graph.structure import Graph, Node
 
-RANDOM: frozenset[str] = frozenset(
+_RANDOM = frozenset(
     {
         "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
         "RandomUniformLike",
@@ -18,7 +18,9 @@ RANDOM: frozenset[str] = frozenset(
 
 def drawn_values(graph: Graph) -> tuple[str, ...]:
     """Results of all nodes that draw."""
-    return tuple(name for node in _drawing(graph) for name in node.outputs if name)
+    return tuple(
+        name for node in graph.nodes if draws(graph, node) for name in node.outputs if name
+    )
 
 
 def given_draws(nodes: Iterable[Node], drawn: Iterable[str]) -> tuple[Node, ...]:
@@ -27,10 +29,9 @@ def given_draws(nodes: Iterable[Node], drawn: Iterable[str]) -> tuple[Node, ...]
     return tuple(node for node in nodes if names.isdisjoint(node.outputs))
 
 
-def _drawing(graph: Graph) -> Iterator[Node]:
-    for node in graph.nodes:
-        if node.qualified_op in RANDOM or (node.qualified_op == "Dropout" and drops(graph, node)):
-            yield node
+def draws(graph: Graph, node: Node) -> bool:
+    """Whether a node of a graph makes something else each time it runs."""
+    return node.qualified_op in _RANDOM or (node.qualified_op == "Dropout" and drops(graph, node))
 
 
 def drops(graph: Graph, node: Node) -> bool:

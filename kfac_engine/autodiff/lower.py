@@ -16,6 +16,7 @@ from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.subgraph import dependents
 
 # Bodies within bodies: far more rounds than any exporter nests.
 _MOST_ROUNDS = 16
@@ -80,23 +81,13 @@ def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> G
 
 def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]]:
     """The nodes that are to be rewritten, and what rewrites each."""
-    dependent = _dependent(graph, wrt)
+    # Values that change with ``wrt``, other than in jumps.
+    dependent = dependents(graph, wrt, ZERO_DERIVATIVE)
     for node in graph.nodes:
         if dependent.intersection((*node.inputs, *node.captures)):
             rewriting = find_lowering(node, graph)
             if rewriting is not None:
                 yield node, rewriting
-
-
-def _dependent(graph: Graph, wrt: Iterable[str]) -> frozenset[str]:
-    """Values that change with ``wrt``, other than in jumps."""
-    found = set(wrt)
-    for node in graph.nodes:
-        if node.qualified_op not in ZERO_DERIVATIVE and found.intersection(
-            (*node.inputs, *node.captures)
-        ):
-            found.update(node.outputs)
-    return frozenset(found - {""})
 
 
 def _free_prefix(node: Node, taken: Sequence[str]) -> str:

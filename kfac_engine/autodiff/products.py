@@ -15,8 +15,9 @@ import numpy as np
 from kfac_engine.autodiff.contraction import Letters, write_product
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules.attributes import integer, number, text
-from kfac_engine.autodiff.weights import merged, moved, of_data, settled, unscaled
+from kfac_engine.autodiff.weights import merged, moved, settled, unscaled
 from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.subgraph import of_data
 
 # Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
 _Rewrite: TypeAlias = Callable[[Pen, Node, int], None]

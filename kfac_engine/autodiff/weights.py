@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.autodiff.draws import draws
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.moves import MOVES
 from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.subgraph import of_data
 
 # Operators linear in the data and in a weight: the index of the one to that of the other.
 _PRODUCTS: Mapping[str, Mapping[int, int]] = {
@@ -20,7 +22,6 @@ _PRODUCTS: Mapping[str, Mapping[int, int]] = {
 }
 
 _SCALINGS = frozenset({"Mul", "Div"})
-_RANDOM = frozenset({"Bernoulli", "Multinomial", "Dropout"})
 
 
 def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
@@ -28,15 +29,6 @@ def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
     found = set(parameters)
     for node in graph.nodes:
         if not node.domain and node.op in MOVES and node.inputs[0] in found:
-            found.update(node.outputs)
-    return frozenset(found - {""})
-
-
-def of_data(graph: Graph) -> frozenset[str]:
-    """Values that are computed from data."""
-    found = {entry.name for entry in graph.inputs}
-    for node in graph.nodes:
-        if not found.isdisjoint((*node.inputs, *node.captures)):
             found.update(node.outputs)
     return frozenset(found - {""})
 
@@ -83,8 +75,8 @@ def _without_data(graph: Graph, parameters: Set[str]) -> frozenset[str]:
     """Values that standard operators compute of constants which are not trained, without chance."""
     known = graph.constants.keys() - parameters
     for node in graph.nodes:
-        plain = not node.domain and not node.captures and not node.op.startswith("Random")
-        if plain and node.op not in _RANDOM and known.issuperset(filter(None, node.inputs)):
+        plain = not node.domain and not node.captures and not draws(graph, node)
+        if plain and known.issuperset(filter(None, node.inputs)):
             known.update(node.outputs)
     return frozenset(known - {""})
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import helper
 
+from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.order import all_nodes
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
@@ -22,8 +23,7 @@ def put_steps_first(graph: onnx.GraphProto) -> None:
         graph: Nodes in its bodies are rewritten as well.
     """
     if any(_is_batchwise(node) for node in all_nodes(graph.node)):
-        taken = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
-        _rewrite(graph, taken)
+        _rewrite(graph, taken_names(graph))
 
 
 def _rewrite(graph: onnx.GraphProto, taken: set[str]) -> None:
@@ -52,20 +52,12 @@ def _rewritten(node: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto
         for index, perm in _OPERANDS.items():
             name = node.input[index] if len(node.input) > index else ""
             if name:
-                core.input[index] = _free(name, taken)
+                core.input[index] = claim(f"{name}, steps first", taken)
                 yield helper.make_node("Transpose", [name], [core.input[index]], perm=perm)
         for index, perm in _RESULTS.items():
             name = node.output[index] if len(node.output) > index else ""
             if name:
-                core.output[index] = _free(name, taken)
+                core.output[index] = claim(f"{name}, steps first", taken)
                 after.append(helper.make_node("Transpose", [core.output[index]], [name], perm=perm))
     yield core
     yield from after
-
-
-def _free(name: str, taken: set[str]) -> str:
-    free = f"{name}, steps first"
-    while free in taken:
-        free += "_"
-    taken.add(free)
-    return free

@@ -8,8 +8,9 @@ import onnx
 from kfac_engine._types import Array
 from kfac_engine.graph.branches import rename
 from kfac_engine.graph.constants import lift_constants
+from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.nodes import canonical_nodes
-from kfac_engine.graph.order import all_nodes, captures
+from kfac_engine.graph.order import captures
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import to_array
 
@@ -71,8 +72,7 @@ def hoist_initializers(graph: onnx.GraphProto, constants: dict[str, Array]) -> N
         constants: Value names to arrays; grows. A new name is that of the node's first result,
             a dot, and the name in the body.
     """
-    taken = {name for node in all_nodes(graph.node) for name in node.output} | set(constants)
-    taken.update(entry.name for entry in graph.input)
+    taken = taken_names(graph, constants)
     for node in graph.node:
         for body in _bodies(node):
             _hoist(body, _prefix(node), taken, constants)
@@ -83,12 +83,8 @@ def _hoist(
 ) -> None:
     names = {}
     for entry in body.initializer:
-        free = prefix + entry.name
-        while free in taken:
-            free += "_"
-        taken.add(free)
-        names[entry.name] = free
-        constants[free] = to_array(entry)
+        names[entry.name] = name = claim(prefix + entry.name, taken)
+        constants[name] = to_array(entry)
     del body.initializer[:]
     rename(body, names)
     # A result of a body is made in it.

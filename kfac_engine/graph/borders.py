@@ -1,12 +1,13 @@
 """A graph that computes in float32 between borders in half precision, as its file had them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from onnx import TensorProto, helper
 
 from kfac_engine._types import DType
 from kfac_engine.graph.bodies import with_names
+from kfac_engine.graph.names import claim
 from kfac_engine.graph.structure import Node, Subgraph
 
 
@@ -25,19 +26,13 @@ def with_borders(
     """
     nodes = tuple(nodes)
     taken = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}
-    names = {name: _free(f"{name}/float32", taken) for name in (*given, *made)}
+    names = {name: claim(f"{name}/float32", taken) for name in (*given, *made)}
     widening = [_cast(name, names[name], TensorProto.FLOAT) for name in given]
     narrowing = [
         _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))
         for name, dtype in made.items()
     ]
     return [*widening, *(_renamed(nodes, names)), *narrowing]
-
-
-def _free(name: str, taken: Collection[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _cast(source: str, target: str, code: int) -> Node:

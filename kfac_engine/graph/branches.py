@@ -7,6 +7,7 @@ from onnx import helper
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
+from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.order import describe
 
 
@@ -26,9 +27,7 @@ def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) ->
     """
     if not any(_taken_branch(node, constants) for node in graph.node):
         return False
-    taken = {name for node in graph.node for name in node.output} | set(constants)
-    taken.update(entry.name for entry in graph.input)
-    nodes = list(_folded(graph.node, constants, taken))
+    nodes = list(_folded(graph.node, constants, taken_names(graph, constants)))
     del graph.node[:]
     graph.node.extend(nodes)
     return True
@@ -69,14 +68,7 @@ def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.
 def _outer_names(branch: onnx.GraphProto, prefix: str, taken: set[str]) -> dict[str, str]:
     """Names for the branch's own values that are free in the graph; adds them to ``taken``."""
     own = [name for node in branch.node for name in node.output if name]
-    names = {}
-    for name in own:
-        free = prefix + name
-        while free in taken:
-            free += "_"
-        taken.add(free)
-        names[name] = free
-    return names
+    return {name: claim(prefix + name, taken) for name in own}
 
 
 def rename(graph: onnx.GraphProto | onnx.FunctionProto, names: Mapping[str, str]) -> None:

@@ -1,12 +1,37 @@
-"""The part of a graph that some of its values are computed from."""
+"""Parts of a graph: what some values are computed from, and what is computed from them."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from kfac_engine.graph.moves import ONLY_SHAPES, RELAYS
 from kfac_engine.graph.structure import Graph, Node
 
 # A slice counts as all of its operand: so it is where it is the weight of a layer by itself.
 _HAND_ON = RELAYS | {"Slice"}
+
+
+def dependents(
+    graph: Graph, sources: Iterable[str], stops: Container[str] = frozenset()
+) -> frozenset[str]:
+    """All values that are computed from some, these included.
+
+    Args:
+        graph: The whole.
+        sources: Names of the values.
+        stops: Operators whose results do not count.
+
+    Returns:
+        Their names.
+    """
+    found = set(sources)
+    for node in graph.nodes:
+        if not found.isdisjoint((*node.inputs, *node.captures)) and node.qualified_op not in stops:
+            found.update(node.outputs)
+    return frozenset(found - {""})
+
+
+def of_data(graph: Graph, stops: Container[str] = frozenset()) -> frozenset[str]:
+    """The inputs, and all values that are computed from them; ``stops`` as in ``dependents``."""
+    return dependents(graph, (entry.name for entry in graph.inputs), stops)
 
 
 class SubGraph:

@@ -15,6 +15,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
 from kfac_engine.graph.bodies import Body, body_of
+from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tables import is_count, is_mask, table_reason
 
@@ -80,21 +81,7 @@ _MASKED = -3e4
 _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
 # The values of these are their operand's, elsewhere or in another form.
-_VIEWS = frozenset(
-    {
-        "Cast",
-        "CastLike",
-        "Concat",
-        "Expand",
-        "Flatten",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-    }
-    | {"Tile", "Transpose", "Unsqueeze"}
-)
+_VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
 
 
 def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) -> tuple[str, ...]:

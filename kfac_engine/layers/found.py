@@ -8,6 +8,7 @@ from typing import TypeAlias
 from kfac_engine._types import Array, DType
 from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.subgraph import of_data
 from kfac_engine.layers.parts import Held
 
 # Name of a tensor, or names over the uses of a layer.
@@ -85,12 +86,7 @@ class Scene:
     @cached_property
     def data(self) -> frozenset[str]:
         """Values that depend on the data inputs, by more than their shape unless ``by_shape``."""
-        found = {entry.name for entry in self.graph.inputs}
-        for node in self.graph.nodes:
-            depends = not found.isdisjoint((*node.inputs, *node.captures))
-            if depends and (self.by_shape or node.op not in ONLY_SHAPES):
-                found.update(node.outputs)
-        return frozenset(found)
+        return of_data(self.graph, () if self.by_shape else ONLY_SHAPES)
 
     def is_weight(self, name: str, rank: int) -> bool:
         """Whether ``name`` is a parameter with so many axes."""

@@ -14,6 +14,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.subgraph import of_data
 
 # Takes the numbers of the operand's entries, the node, the constants and the shapes of the results;
 # returns the numbers of the entries of each result.
@@ -76,7 +77,7 @@ def held_values(
     Returns:
         Value to what it holds, entries once each. A parameter is listed if such values come of it.
     """
-    varying = _varying(graph)
+    varying = of_data(graph)
     moved_first = {
         node.inputs[0]
         for node in graph.nodes
@@ -165,15 +166,6 @@ def _all_entries(name: str, shape: tuple[int, ...]) -> Held:
 def _counts(index: Array) -> bool:
     flat = index.reshape(-1)
     return bool((flat[1:] > flat[:-1]).all()) if flat.size else True
-
-
-def _varying(graph: Graph) -> frozenset[str]:
-    """Values that differ from batch to batch, be it by their shape alone."""
-    found = {entry.name for entry in graph.inputs}
-    for node in graph.nodes:
-        if found.intersection((*node.inputs, *node.captures)):
-            found.update(node.outputs)
-    return frozenset(found - {""})
 
 
 def _moves(node: Node) -> bool:

@@ -13,9 +13,8 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError
+from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Fact, Graph, Node
-
-_VIEWS = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 # How far sums of probabilities may be off one: rounding in half precision.
 _SUM_TOLERANCE = 1e-3
@@ -60,7 +59,7 @@ def logits_before(
     """
     views: list[Node] = []
     node = graph.producers.get(output)
-    while node is not None and not node.domain and node.op in _VIEWS:
+    while node is not None and not node.domain and node.op in RELAYS:
         views.append(node)
         node = graph.producers.get(node.inputs[0])
     if node is None or node.domain or node.op not in links:

@@ -6,7 +6,7 @@ from onnx import numpy_helper, parser
 
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Graph, Node, Subgraph
-from kfac_engine.graph.subgraph import SubGraph
+from kfac_engine.graph.subgraph import SubGraph, dependents, of_data
 
 BODY = """
     h = MatMul(x, w)
@@ -45,6 +45,24 @@ def test_members_are_the_ends_and_their_ancestors(ends, members):
     names = ["x", "w", "b", "v", "h", "r", "y", "z", "unused", "no such value"]
     assert set(found.filter_list(names)) == members
     assert {name for name in names if found.is_member(name)} == members
+
+
+@pytest.mark.parametrize(
+    ("sources", "stops", "members"),
+    [
+        (["b"], (), {"b", "y"}),
+        (["h"], (), {"h", "r", "y", "z"}),
+        (["h"], {"Relu"}, {"h"}),
+        (["v", "r"], (), {"v", "unused", "r", "y", "z"}),
+    ],
+    ids=["one reader", "all behind it", "a stop", "two sources"],
+)
+def test_dependents_are_the_sources_and_all_computed_from_them(sources, stops, members):
+    assert dependents(graph(), sources, stops) == members
+
+
+def test_of_data_is_what_inputs_reach():
+    assert of_data(graph()) == {"x", "h", "r", "y", "z", "unused"}
 
 
 def test_filtering_keeps_the_order():

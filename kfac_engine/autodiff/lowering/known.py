@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.draws import RANDOM
+from kfac_engine.autodiff.draws import draws
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import label_last
 from kfac_engine.autodiff.rules.attributes import integer
@@ -113,7 +113,7 @@ def _decided(graph: Graph, facts: Mapping[str, Fact], name: str) -> Array | None
         node = graph.producers.get(value)
         if value in constants:
             continue
-        if node is None or node.qualified_op in RANDOM:
+        if node is None or draws(graph, node):
             return None
         if node.op in ONLY_SHAPES and node.inputs[0] in facts:
             constants[value] = _size(node, facts[node.inputs[0]])
