@@ -89,11 +89,15 @@ class Schedule:
         refresh_every: Each factor is refreshed once in so many calls.
         policy: ``"all_at_once"`` (all when ``counter % refresh_every == 0``), ``"round_robin"`` (an
             equal number each call) or ``"balanced"`` (an equal cost each call).
+        overlap: Whether inverses begun in one call are used from the next one on: a GPU then works
+            on them while the next batch runs. Those of call 0 are used at once. On a CPU the
+            numbers are the same, and nothing is gained.
     """
 
     covariance_every: int = 1
     refresh_every: int = 10
     policy: RefreshPolicy = "all_at_once"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -19,7 +19,7 @@ from kfac_engine.checks import check_batch_size, check_options, checked_gradient
 from kfac_engine.config import Schedule
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.estimator import FisherEstimator
-from kfac_engine.factors.refresh import refresh
+from kfac_engine.factors.refresh import begin_refresh
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.ties import Tie, find_ties, spread
@@ -269,6 +269,8 @@ class Engine:
 
     def save(self, path: str | Path) -> None:
         """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
+        for factor in self.estimator.factors:
+            factor.settle()
         generator = self.estimator.rng.bit_generator.state
         state = State(self.counter, generator, self._model.parameters, self._model.buffers)
         save_state(path, self.estimator.factors, state)
@@ -334,11 +336,16 @@ class Engine:
             batch = self.objective.examples(trace)
             memory, backend = self.memory(batch), self.collection.backend
             require_memory(memory, self.layers, available_memory(), backend)
+        for factor in self.estimator.factors:
+            factor.settle()
         due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)
             self.estimator.update_covariances(trace, scales=scales)
-        refresh([self._refreshes[key][0] for key in due.refresh], self.collection.backend)
+        factors = [self._refreshes[key][0] for key in due.refresh]
+        finish = begin_refresh(factors, self.collection.backend)
+        if not self.schedule.overlap or self.counter == 0:
+            finish()
         self.counter += 1
 
     def _threads(self) -> AbstractContextManager[object]:

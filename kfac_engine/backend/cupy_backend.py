@@ -4,7 +4,7 @@ Nothing here copies an array to the host; what must be decided on the host (is i
 factorisation succeed) reads a single number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from types import ModuleType
 
@@ -132,7 +132,7 @@ class CupyBackend:
         return found
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
-        return self._inverses.damped_inverses([matrix], [damping])[0]
+        return self.damped_inverses([matrix], [damping])[0]
 
     def damped_cholesky(self, matrix: Array, damping: float) -> Array:
         return self._inverses.damped_choleskys([matrix], [damping])[0]
@@ -144,7 +144,12 @@ class CupyBackend:
         return self._inverses.eighs([matrix])[0]
 
     def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return self._inverses.damped_inverses(matrices, dampings)
+        return self.begin_damped_inverses(matrices, dampings)()
+
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        return self._inverses.begin_damped_inverses(matrices, dampings)
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         return self._inverses.damped_choleskys(matrices, dampings)

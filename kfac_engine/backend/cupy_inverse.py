@@ -9,9 +9,10 @@ one step of Newton's iteration, which could repair a float32 inverse, ``2 d³`` 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,6 +35,21 @@ _EIGEN_ROUNDING = 1e-12
 _Work: TypeAlias = Callable[[Array, Sequence[int]], tuple[Any, Array]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Work on matrices of one side.
+
+    Attributes:
+        results: One a matrix.
+        rows: Numbers that are still to be read, some rows a piece.
+        streams: Where the work is done.
+    """
+
+    results: list[object]
+    rows: list[Array]
+    streams: Sequence[Any]
+
+
 class CupyInverses:
     """Operations on many matrices of one device, with the results of the NumPy backend.
 
@@ -47,11 +63,13 @@ class CupyInverses:
         self._xp = device.xp
         self._scratch_bytes = scratch_bytes
 
-    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return self._factored(matrices, dampings, self._device.solvers.inverse, _inverse)
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        return _begun(self._factored(matrices, dampings, self._device.solvers.inverse, _inverse))
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return self._factored(matrices, dampings, self._xp.tril, self._root)
+        return _begun(self._factored(matrices, dampings, self._xp.tril, self._root))()
 
     def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
         xp = self._xp
@@ -93,7 +111,7 @@ class CupyInverses:
         dampings: Sequence[float],
         finish: Callable[[Array], Array],
         clamped: Callable[[Array, Array], Array],
-    ) -> list[Array]:
+    ) -> Generator[None, None, list[Array]]:
         """What ``finish`` makes of a stack of Cholesky roots; ``clamped`` where there is no root.
 
         Args:
@@ -101,6 +119,9 @@ class CupyInverses:
             dampings: For each matrix.
             finish: Takes a stack of roots.
             clamped: Takes damped eigenvalues and eigenvectors of one matrix.
+
+        Yields:
+            Once, when everything was begun and nothing was read.
 
         Returns:
             One a matrix, in its type.
@@ -116,9 +137,10 @@ class CupyInverses:
         for factor in _LADDER:
             tried = [matrices[i] for i in left]
             attempt = self._attempt(tried, [factor * least[i] for i in left], finish)
-            for i, (result, (code, zero, level)) in zip(
-                left, self._run(tried, attempt), strict=True
-            ):
+            wait = self._begin(tried, attempt)
+            if factor == 1:
+                yield
+            for i, (result, (code, zero, level)) in zip(left, wait(), strict=True):
                 shape = matrices[i].shape
                 if zero and dampings[i] == 0.0:
                     raise InputError(f"a zero matrix {shape} needs a positive damping.")
@@ -130,9 +152,10 @@ class CupyInverses:
                     results[i] = result
             left = [i for i in left if results[i] is None]
         for i, pair in zip(left, self.eighs([matrices[i] for i in left]), strict=True):
-            _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", shape)
-            found = clamped(self._xp.maximum(pair[0], 0.0) + least[i], pair[1])
-            results[i] = self._xp.ascontiguousarray(found.astype(matrices[i].dtype))
+            what = "a %s matrix is indefinite; its negative eigenvalues are cut off"
+            _LOG.warning(what, matrices[i].shape)
+            whole = clamped(self._xp.maximum(pair[0], 0.0) + least[i], pair[1])
+            results[i] = self._xp.ascontiguousarray(whole.astype(matrices[i].dtype))
         return results
 
     def _attempt(
@@ -173,63 +196,79 @@ class CupyInverses:
         return list(zip(values, vectors, strict=True)), self._rows(xp.maximum(wrong, skew))
 
     def _run(self, matrices: Sequence[Array], work: _Work) -> list[tuple[Any, Array]]:
-        """The work is done, and the device is read once.
+        """The result of each matrix, with its numbers on the host."""
+        return self._begin(matrices, work)()
+
+    def _begin(
+        self, matrices: Sequence[Array], work: _Work
+    ) -> Callable[[], list[tuple[Any, Array]]]:
+        """The work is begun; who calls the result waits for it, and reads the device once.
 
         Args:
             matrices: Any sides and types.
             work: What to do with stacks of them.
 
         Returns:
-            The result of each matrix, with its numbers on the host.
+            Gives the result of each matrix, with its numbers on the host; a NonFiniteError for a
+            matrix with NaN or infinity.
 
         Raises:
             ShapeError: One is not square.
-            NonFiniteError: One holds NaN or infinity.
         """
         groups: dict[tuple[int, str], list[int]] = {}
         for i, matrix in enumerate(matrices):
             if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
                 raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
             groups.setdefault((len(matrix), matrix.dtype.char), []).append(i)
-        results: list[Any] = []
-        rows: list[Array] = []
-        for which in groups.values():
-            found = self._device.within_memory(
+        begun = [
+            self._device.within_memory(
                 partial(self._group, matrices, which, work), self._scratch_bytes
             )
-            results += found[0]
-            rows += found[1]
+            for which in groups.values()
+        ]
         order = [i for which in groups.values() for i in which]
-        if not rows:
-            return []
-        numbers = self._device.download(self._xp.concatenate(rows))
-        pairs = dict(zip(order, zip(results, numbers, strict=True), strict=True))
-        for i, matrix in enumerate(matrices):
-            if not pairs[i][1][0]:
-                self._refuse(matrix)
-        return [(pairs[i][0], pairs[i][1][1:]) for i in range(len(matrices))]
+
+        def finished() -> list[tuple[Any, Array]]:
+            if not begun:
+                return []
+            for group in begun:
+                self._device.solvers.join(group.streams)
+            rows = self._xp.concatenate([row for group in begun for row in group.rows])
+            numbers = self._device.download(rows)
+            results = [result for group in begun for result in group.results]
+            found = sorted(zip(order, results, numbers, strict=True), key=lambda one: one[0])
+            for i, _, (finite, *_) in found:
+                if not finite:
+                    self._refuse(matrices[i])
+            return [(result, told[1:]) for _, result, told in found]
+
+        return finished
 
     def _group(
         self, matrices: Sequence[Array], which: Sequence[int], work: _Work, scratch: int
-    ) -> tuple[list[object], list[Array]]:
-        """Matrices of one side: small ones some at a time, large ones on several streams."""
+    ) -> "_Begun":
+        """Matrices of one side: small ones some at a time, large ones on streams of their own."""
         xp, side = self._xp, len(matrices[which[0]])
         most = max(1, scratch // (_COPIES * 8 * side * side))
-        size, streams = (most, 1) if side <= STACKED_SIDE else (1, min(most, STREAMS, len(which)))
-        results: list[object] = []
-        rows: list[Array] = []
-        with self._device.solvers.spread(streams) as stream:
-            for start in range(0, len(which), size):
+        large = side > STACKED_SIDE
+        size = 1 if large else most
+        streams = self._device.solvers.fork(min(most, STREAMS, len(which)) if large else 0)
+        group = _Begun([], [], streams)
+        try:
+            for start, stream in zip(range(0, len(which), size), cycle(streams), strict=False):
                 chunk = which[start : start + size]
-                with stream():
+                with stream:
                     stack = xp.stack([matrices[i] for i in chunk]).astype(np.float64)
                     finite = xp.isfinite(stack).all(axis=(1, 2))
                     # Libraries are not shown what they may stumble over.
                     stack = xp.where(finite[:, None, None], stack, 0.0)
                     found, numbers = work(stack, chunk)
-                    results += list(found)
-                    rows.append(xp.concatenate([self._rows(finite), numbers], axis=1))
-        return results, rows
+                    group.results.extend(found)
+                    group.rows.append(xp.concatenate([self._rows(finite), numbers], axis=1))
+        except MemoryError:
+            self._device.solvers.join(streams)
+            raise
+        return group
 
     def _symmetric(self, stack: Array) -> Array:
         """Both triangles from the lower one."""
@@ -263,6 +302,21 @@ class CupyInverses:
             f"a {matrix.shape} factor holds {float(matrix[bad])} at {list(bad)}; look for overflow "
             f"in the statistics it was averaged from."
         )
+
+
+def _begun(steps: Generator[None, None, list[Array]]) -> Callable[[], list[Array]]:
+    """Take the first step now; the others when the result is called."""
+    next(steps)
+
+    def finished() -> list[Array]:
+        try:
+            next(steps)
+        except StopIteration as end:
+            results: list[Array] = end.value
+            return results
+        raise AssertionError("there are two steps")
+
+    return finished
 
 
 def _inverse(values: Array, vectors: Array) -> Array:

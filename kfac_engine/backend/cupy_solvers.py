@@ -7,8 +7,7 @@ loaded, after one trial on a matrix whose inverse is known.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -98,27 +97,21 @@ class Solvers:
         solved: _Array = xp.tril(solve(xp.tril(lowers), xp.ascontiguousarray(eye), lower=True))
         return solved
 
-    @contextmanager
-    def spread(self, streams: int) -> Iterator[Callable[[], Any]]:
-        """Streams for work that does not depend on each other.
-
-        Args:
-            streams: How many to use; one is the current stream.
-
-        Yields:
-            Gives the stream for the next piece of work, as a context. All of them begin after what
-            was begun before, and what comes after the block waits for all of them.
-        """
+    def fork(self, streams: int) -> list[Any]:
+        """Streams that begin after what the current one was given; itself alone for zero."""
         current = self._xp.cuda.get_current_stream()
-        used = self._streams[:streams] if streams > 1 else [current]
-        turn = iter(range(1 << 62))
+        if not streams:
+            return [current]
         begun = current.record()
-        for stream in used:
+        for stream in self._streams[:streams]:
             stream.wait_event(begun)
-        try:
-            yield lambda: used[next(turn) % len(used)]
-        finally:
-            for stream in used:
+        return self._streams[:streams]
+
+    def join(self, streams: Sequence[Any]) -> None:
+        """Let the current stream wait for what these were given."""
+        current = self._xp.cuda.get_current_stream()
+        for stream in streams:
+            if stream is not current:
                 current.wait_event(stream.record())
 
     # -- private ----------------------------------------------------------------------------------

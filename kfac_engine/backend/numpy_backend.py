@@ -1,6 +1,6 @@
 """The NumPy backend: the definition of each primitive."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -108,6 +108,12 @@ class NumpyBackend:
 
     def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         return [self.damped_inverse(m, d) for m, d in zip(matrices, dampings, strict=True)]
+
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        found = self.damped_inverses(matrices, dampings)
+        return lambda: found
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         return [self.damped_cholesky(m, d) for m, d in zip(matrices, dampings, strict=True)]

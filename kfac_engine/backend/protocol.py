@@ -7,7 +7,7 @@ All symmetric results are full matrices (both triangles), C-contiguous. Input dt
 bfloat16 are accumulated in float32; float32 and float64 stay what they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
@@ -116,6 +116,14 @@ class Backend(Protocol):
 
     def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         """The ``damped_inverse`` of each matrix; a device is read a few times for all of them."""
+
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        """``damped_inverses`` in two steps: begun now, waited for when the result is called.
+
+        The matrices must not change in between.
+        """
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         """The ``damped_cholesky`` of each matrix, likewise."""

@@ -63,6 +63,7 @@ class FisherFactor(ABC):
         self.average = MovingAverage()
         self.repeats: int | None = None
         self.known_traces: Array | None = None
+        self._finish: Callable[[], None] | None = None
         self._narrowest: DType = np.dtype(np.float32)
         self._covariance_ready = False
         self._inverse_ready = False
@@ -119,6 +120,7 @@ class FisherFactor(ABC):
             decay: Of the old average, in [0, 1].
             weight: Of the new measurement.
         """
+        self.settle()
         beta, alpha = self.average.coefficients(decay, weight, self.config)
         self.statistic.add_to(self._room(values), values, self.backend, alpha, beta)
         self._remember(values)
@@ -143,6 +145,7 @@ class FisherFactor(ABC):
 
     def commit(self, pending: Array, values: Values, decay: float, weight: float = 1.0) -> None:
         """Average a sum made by ``accumulate`` from ``values`` in."""
+        self.settle()
         beta, alpha = self.average.coefficients(decay, weight, self.config)
         value = self._room(values)
         value *= beta
@@ -223,6 +226,7 @@ class FisherFactor(ABC):
 
     def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
         """Take back what ``arrays`` gave."""
+        self.settle()
         average = arrays.get("average")
         value = None if average is None else self.backend.asarray(average).copy()
         self.average = MovingAverage(value, weight)
@@ -337,6 +341,15 @@ class FisherFactor(ABC):
     def refresh(self) -> None:
         """Recompute everything registered from the current average and dampings."""
         refresh((self,), self.backend)
+
+    def settle(self) -> None:
+        """Finish a refresh that was begun: store its results."""
+        if self._finish is not None:
+            self._finish()
+
+    def settle_by(self, finish: Callable[[], None] | None) -> None:
+        """Have ``settle`` call this; None where nothing was begun."""
+        self._finish = finish
 
     def averages(self) -> Mapping[str, Array]:
         """What a refresh starts from, by name."""

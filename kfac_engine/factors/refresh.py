@@ -7,6 +7,7 @@ one operation meet, so that a backend can stack matrices of equal side, and read
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,6 +44,8 @@ class Request:
 # What an operation gives: the inverse; the Cholesky factor and its inverse; each of the powers;
 # eigenvalues and eigenvectors.
 Result: TypeAlias = Sequence[Array]
+# Waits for the results of some requests.
+Finish: TypeAlias = Callable[[], Sequence[Result]]
 # Yields requests, one or more times, and is sent their results in the same order.
 Refreshing: TypeAlias = Generator[Sequence[Request], Sequence[Result], None]
 
@@ -61,20 +64,56 @@ def refresh(factors: Sequence["FisherFactor"], backend: Backend) -> None:
         NonFiniteError: An average holds NaN or infinity.
         InputError: A damping is wrong, or a matrix with its damping has not the power asked for.
     """
+    begin_refresh(factors, backend)()
+
+
+def begin_refresh(factors: Sequence["FisherFactor"], backend: Backend) -> Callable[[], None]:
+    """A refresh in two steps, so that a device works on inverses while the host goes on.
+
+    Args:
+        factors: As for ``refresh``.
+        backend: As for ``refresh``.
+
+    Returns:
+        Waits for the results and stores them, when it is called for the first time; a factor whose
+        average is about to change calls it. Raises an InputError as ``refresh`` does.
+
+    Raises:
+        NotReadyError: As for ``refresh``.
+        NonFiniteError: As for ``refresh``.
+    """
     due = [factor for factor in factors if factor.has_inverses]
+    for factor in due:
+        factor.settle()
     with _measured(due, backend):
         rounds = [factor.refreshing() for factor in due]
         asked = [next(one) for one in rounds]
+    begun = _begun([r for requests in asked for r in requests], backend)
+
+    def finish() -> None:
+        for factor in due:
+            factor.settle_by(None)
+        _stored(rounds, asked, begun, backend)
+
+    for factor in due:
+        factor.settle_by(finish)
+    return due[0].settle if due else lambda: None
+
+
+def _stored(
+    rounds: Sequence[Refreshing],
+    asked: Sequence[Sequence[Request]],
+    results: Callable[[], list[Result]],
+    backend: Backend,
+) -> None:
+    """Send results to the factors that asked, and do what they ask for next."""
     while rounds:
-        results = iter(_computed([r for requests in asked for r in requests], backend))
-        shares = [[next(results) for _ in requests] for requests in asked]
-        asked, going = [], []
-        for one, share in zip(rounds, shares, strict=True):
-            following = _sent(one, share)
-            if following is not None:
-                asked.append(following)
-                going.append(one)
-        rounds = going
+        found = iter(results())
+        shares = [[next(found) for _ in requests] for requests in asked]
+        following = [(one, _sent(one, share)) for one, share in zip(rounds, shares, strict=True)]
+        going = [(one, requests) for one, requests in following if requests is not None]
+        rounds, asked = [one for one, _ in going], [requests for _, requests in going]
+        results = _begun([r for requests in asked for r in requests], backend)
 
 
 def _sent(one: Refreshing, results: Sequence[Result]) -> Sequence[Request] | None:
@@ -109,19 +148,27 @@ def _measured(due: Sequence["FisherFactor"], backend: Backend) -> Iterator[None]
             side.known_traces = None
 
 
-def _computed(requests: Sequence[Request], backend: Backend) -> list[Result]:
-    """The results of all requests, in their order; those of one operation are computed together."""
-    results: dict[Request, Result] = {}
-    for operation, compute in OPERATIONS.items():
+def _begun(requests: Sequence[Request], backend: Backend) -> Callable[[], list[Result]]:
+    """Begins all requests, those of one operation together; the results are in their order."""
+    groups = []
+    for operation, start in OPERATIONS.items():
         together = [request for request in requests if request.operation == operation]
         if together:
-            results |= zip(together, compute(backend, together), strict=True)
-    return [results[request] for request in requests]
+            groups.append((together, start(backend, together)))
+
+    def finished() -> list[Result]:
+        results: dict[Request, Result] = {}
+        for together, results_of in groups:
+            results |= zip(together, results_of(), strict=True)
+        return [results[request] for request in requests]
+
+    return finished
 
 
-def _inverses(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+def _inverses(backend: Backend, requests: Sequence[Request]) -> Finish:
     matrices, dampings = [r.matrix for r in requests], [r.damping for r in requests]
-    return [(inverse,) for inverse in backend.damped_inverses(matrices, dampings)]
+    finish = backend.begin_damped_inverses(matrices, dampings)
+    return lambda: [(inverse,) for inverse in finish()]
 
 
 def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
@@ -163,9 +210,16 @@ def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
     ]
 
 
-OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Sequence[Result]]] = {
+def _later(
+    compute: Callable[[Backend, Sequence[Request]], Sequence[Result]],
+) -> Callable[[Backend, Sequence[Request]], Finish]:
+    """An operation that is not begun before its results are wanted."""
+    return lambda backend, requests: partial(compute, backend, requests)
+
+
+OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Finish]] = {
     "inverse": _inverses,
-    "cholesky": _choleskys,
-    "powers": _powers,
-    "eigh": _eighs,
+    "cholesky": _later(_choleskys),
+    "powers": _later(_powers),
+    "eigh": _later(_eighs),
 }
