@@ -1,6 +1,7 @@
 """What is fed to a model: the user's inputs, checked, and made-up ones for a sample run."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from kfac_engine.graph.widen import widened
 # must be long enough for pooling and short enough for position tables. A batch of one comes last:
 # some exporters bake it into Reshape targets.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
+_MOST_ENTRIES = 2**31  # of an input that is made up
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -257,10 +259,19 @@ def _made_up(entry: Input, first: int, other: int, symbols: dict[str, int]) -> A
         if isinstance(side, str):
             size = symbols.setdefault(side, size)  # one symbol is one size, as for real inputs
         sides.append(side if isinstance(side, int) else size)
+    if not 0 < prod(sides) <= _MOST_ENTRIES:
+        raise ModelError(
+            f"input '{entry.name}' declares the shape ({_spelled(entry.shape)}), which "
+            f"{'no batch can have' if prod(sides) else 'holds nothing'}; correct the declaration."
+        )
     if np.issubdtype(entry.dtype, np.floating):
         return np.random.default_rng(0).uniform(0.1, 0.9, sides).astype(entry.dtype)
     filling: bool | str = "" if entry.dtype == np.object_ else entry.dtype == np.bool_
     return np.full(sides, filling, dtype=entry.dtype)
+
+
+def _spelled(shape: Sequence[int | str | None]) -> str:
+    return ", ".join("?" if side is None else str(side) for side in shape)
 
 
 def _doubled(entry: Input, array: Array) -> Array:
@@ -289,7 +300,7 @@ def _check_array(entry: Input, value: Array) -> Array:
     ):
         raise ShapeError(
             f"input '{entry.name}' has shape {array.shape}, the model wants "
-            f"({', '.join(str(side) if side is not None else '?' for side in entry.shape)})."
+            f"({_spelled(entry.shape)})."
         )
     if array.size == 0:
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")

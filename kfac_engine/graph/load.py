@@ -125,7 +125,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
             outputs=tuple(entry.name for entry in working.graph.output),
             constants=constants,
             opset=opset(working),
-            name=path.name if path else model.graph.name or "model",
+            name=path.name if path else _text(model.graph.name) or "model",
             domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
         ),
         template=template,
@@ -211,4 +211,9 @@ def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
     """A size or a symbol; old exporters write -1 for a size they do not know."""
     if side.HasField("dim_value"):
         return side.dim_value if side.dim_value >= 0 else None
-    return side.dim_param or None
+    return _text(side.dim_param) or None
+
+
+def _text(value: str | bytes) -> str:
+    """Text of a message, which protobuf hands out as bytes where it is not UTF-8."""
+    return value.decode() if isinstance(value, bytes) else value

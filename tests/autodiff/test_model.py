@@ -153,3 +153,14 @@ def test_made_up_axes_of_one_symbol_have_one_size():
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
     facts = ke.load_model(model).facts
     assert facts["x"].shape[1] == facts["b"].shape[0]
+
+
+@pytest.mark.parametrize(
+    ("side", "words"), [(2**33, "no batch can have"), (0, "holds nothing")], ids=["huge", "empty"]
+)
+def test_declared_shapes_that_cannot_be_fed_are_refused(side, words):
+    """ONNX Runtime 1.31 ends the process on some operands without entries."""
+    model = models.mlp()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = side
+    with pytest.raises(ke.ModelError, match=f"'input'.*{side}.*{words}"):
+        ke.load_model(model)

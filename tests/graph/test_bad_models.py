@@ -18,6 +18,7 @@ from tests import models
 
 MLP = models.mlp()
 BYTES = MLP.SerializeToString()
+NAMED = BYTES + onnx.ModelProto(graph=onnx.GraphProto(name="a name")).SerializeToString()
 
 Make = Callable[[Path], object]
 
@@ -173,6 +174,14 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
     "text_weight": (first_weight(data_type=TensorProto.STRING), ("'fc0.weight'",)),
     "not_utf8": (
         lambda m: m.ParseFromString(BYTES.replace(b"fc1.bias", b"fc1.b\xffas")),
+        ("UTF-8",),
+    ),
+    "symbol_not_utf8": (
+        lambda m: m.ParseFromString(BYTES.replace(b"batch", b"b\xfftch")),
+        ("UTF-8",),
+    ),
+    "name_not_utf8": (
+        lambda m: m.ParseFromString(NAMED.replace(b"a name", b"a\xffname")),
         ("UTF-8",),
     ),
 }
