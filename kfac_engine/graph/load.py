@@ -1,7 +1,8 @@
 """ONNX models in, canonical graphs out.
 
-The road: read, take the initializers out, inline functions, check, turn ``Constant`` nodes into
-constants, upgrade to operator set 18, make half precision single, leave protobuf behind.
+The road, for a model as read: take the data of its initializers out; inline its functions; order
+and check its nodes; make constants of what is spelled as nodes; bring its operators to sets 18 to
+26; compute half precision in single; leave protobuf behind; spell out what nothing executes.
 """
 
 import os
@@ -152,7 +153,10 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
 
 
 def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.ModelProto:
-    # Adds to ``constants`` what was written as nodes. Graph inputs of the result: data, constants.
+    """A copy of ``template`` in one spelling; ``constants`` grows by what was written as nodes.
+
+    Inputs of its graph are the data and the large constants.
+    """
     working = onnx.ModelProto()
     working.CopyFrom(template)
     _declare_constants(working.graph, constants)
@@ -163,9 +167,8 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
     hoist_initializers(working.graph, constants)
     _declare_constants(working.graph, constants)
     check_nodes(working)
-    newer, working = working, executable(working)
-    if newer is not working:
-        lift_constants(working.graph, constants)
+    working = executable(working)
+    lift_constants(working.graph, constants)
     while fold_constant_ifs(working.graph, constants):
         lift_constants(working.graph, constants)
     if opset(working) < OLDEST_OPSET:
