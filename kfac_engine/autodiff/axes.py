@@ -195,7 +195,20 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[tuple[bool, _Ax
         groups,
         key=lambda key: (not _says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
     )
-    return [(_says_batch(key), groups[key]) for key in ordered]
+    found = [(_says_batch(key), groups[key]) for key in ordered]
+    # Exporters give the batch of each input a symbol of its own where they do not see that they are
+    # one: then all open first axes have to grow together.
+    firsts = {
+        name: 0
+        for key, group in groups.items()
+        if not isinstance(key, tuple)
+        for name, axis in group.items()
+        if axis == 0
+    }
+    together = len(firsts) > 1 and all(axes != firsts for _, axes in found)
+    if together and not any(named for named, _ in found):
+        found.insert(0, (False, firsts))
+    return found
 
 
 def _says_batch(key: object) -> bool:

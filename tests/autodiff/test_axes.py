@@ -1,6 +1,7 @@
 """Batch axes found by running models whose axes are known by construction."""
 
 import numpy as np
+import onnx
 import pytest
 
 from kfac_engine.autodiff.axes import Place, find_batch, find_coupling
@@ -138,3 +139,18 @@ def test_declared_batch_is_said_to_be_fixed_though_the_operators_are_not():
 def test_examples_that_depend_on_each_other_are_traced_to_the_node():
     _, coupling = found(centred())
     assert coupling == "ReduceMean node 'node_mean'"
+
+
+def test_inputs_whose_batches_have_different_symbols_grow_together():
+    """Picked columns need a row of indices for each example, and no more rows than examples."""
+    net = models.Net()
+    scores = net.op("MatMul", "input", net.weight("w", 3, 4), to="scores")
+    net.op("GatherElements", scores, "picked", to="output", axis=1)
+    model = net.model({"input": ["s21", 3], "picked": ["s35", 2]}, {"output": ["s35", 2]})
+    entry = next(entry for entry in model.graph.input if entry.name == "picked")
+    entry.type.tensor_type.elem_type = onnx.TensorProto.INT64
+    loaded = load_model(model)
+    batch = find_batch(loaded.graph, loaded.facts, ["output"])
+    assert batch.inputs == {"input": 0, "picked": 0}
+    assert batch.places["output"] == Place(0, 1)
+    assert not batch.fixed
