@@ -72,12 +72,30 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not model.functions:
         return model
+    called = onnx.ModelProto()
+    called.CopyFrom(model)
+    _spell_out_defaults(called)
     try:
-        return inliner.inline_local_functions(model, convert_version=True)
+        return inliner.inline_local_functions(called, convert_version=True)
     except (RuntimeError, ValueError, IndexError, checker.ValidationError) as failure:
         raise ModelError(
             f"the model's functions cannot be inlined: {first_line(failure)}."
         ) from failure
+
+
+def _spell_out_defaults(model: onnx.ModelProto) -> None:
+    """Give calls of functions the attributes that they leave to the default, in place.
+
+    The inliner of onnx 1.23 takes those for left out.
+    """
+    functions = {(f.domain, f.name, f.overload): f for f in model.functions}
+    bodies = (model.graph.node, *(function.node for function in model.functions))
+    for call in (node for body in bodies for node in all_nodes(body)):
+        function = functions.get((call.domain, call.op_type, call.overload))
+        if function is not None:
+            given = {entry.name for entry in call.attribute}
+            defaults = (entry for entry in function.attribute_proto if entry.name not in given)
+            call.attribute.extend(defaults)
 
 
 def unify_standard_domain(model: onnx.ModelProto) -> None:

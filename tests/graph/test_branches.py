@@ -21,6 +21,28 @@ def test_functions_are_inlined() -> None:
     np.testing.assert_array_equal(run_graph(graph, {"x": x})["y"], 4 * x)
 
 
+def test_functions_keep_the_defaults_of_their_attributes() -> None:
+    """Called from the graph, from another function and from a branch, with and without."""
+    model = parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 17, "own": 1]>
+        m (float[2,3] x, bool c) => (float[2,3] y) {
+          p = own.leaky (x)  q = own.leaky <slope = 0.25> (x)  r = own.outer (x)
+          s = If (c) <
+            then_branch = t () => (float[2,3] a) { a = own.leaky (x) },
+            else_branch = e () => (float[2,3] a) { a = Identity (x) }
+          >
+          y = Sum (p, q, r, s)
+        }
+        <domain: "own", opset_import: ["": 17]>
+        leaky <slope: float = 0.5> (a) => (b) { b = LeakyRelu <alpha: float = @slope> (a) }
+        <domain: "own", opset_import: ["": 17, "own": 1]>
+        outer (a) => (b) { b = own.leaky (a) }"""
+    )
+    feeds = {"x": np.full((2, 3), -1, np.float32), "c": np.array(True)}
+    found = run_graph(load_graph(model), feeds)["y"]
+    np.testing.assert_array_equal(found, np.full((2, 3), -(0.5 + 0.25 + 0.5 + 0.5)))
+
+
 BRANCHES = """<ir_version: 8, opset_import: ["": {opset}]>
     m (float[2,1,3] x{inputs}) => (float[] y, float[] z) <float[1] w = {{2}}{constants}> {{
       y = If (c) <
