@@ -1,6 +1,7 @@
 """Writes docs/approximations.md from the table of approximations.
 
-Run it after changing `kfac_engine/approximations.py`; a test compares the page with the table.
+Run from the repository root after changing `kfac_engine/approximations.py`:
+``python -m scripts.list_approximations``; a test compares the page with the table.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Write docs/models.md: which models of the ``onnx`` package run here, and what the others lack.
 
-Run from the repository root: ``python scripts/list_models.py``. Each model gets a full step:
+Run from the repository root: ``python -m scripts.list_models``. Each model gets a full step:
 gradients, statistics, inverses, natural gradients, against targets of zero. The networks take
 minutes and gigabytes: ``--small`` leaves their rows as the page has them.
 """

@@ -1,6 +1,6 @@
 """Write the demo's ONNX models: two small untrained classifiers of 8×8 images.
 
-Run from the repository root: ``python scripts/make_demo_models.py``. The same seed gives the same
+Run from the repository root: ``python -m scripts.make_demo_models``. The same seed gives the same
 bytes.
 """
 

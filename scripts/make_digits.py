@@ -1,6 +1,6 @@
 """Write the digits that the demo trains on; needs scikit-learn, which carries the data.
 
-Run from the repository root: ``python scripts/make_digits.py``.
+Run from the repository root: ``python -m scripts.make_digits``.
 """
 
 from pathlib import Path

@@ -24,7 +24,7 @@ NETWORKS = sorted((list_models.DATA / "light").glob("*.onnx"))
 def test_the_small_models_do_what_the_page_says():
     small = list(list_models.small_models())
     written = list_models.page(list_models.networks_of_the_page(), small)
-    assert written == PAGE, "run scripts/list_models.py --small"
+    assert written == PAGE, "run python -m scripts.list_models --small"
 
 
 @pytest.mark.parametrize("path", NETWORKS, ids=lambda path: path.stem)
