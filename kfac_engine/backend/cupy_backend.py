@@ -15,6 +15,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cupy_device import CupyDevice
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.cupy_roots import inverse_roots
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import mirror
@@ -159,6 +160,11 @@ class CupyBackend:
 
     def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
         return self._inverses.eighs(matrices)
+
+    def inverse_roots(
+        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
+    ) -> list[Array | None]:
+        return inverse_roots(self.device, self._inverses, matrices, dampings, degrees)
 
     def all_finite(self, x: Array) -> bool:
         if x.dtype.kind in "biu":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,7 +33,7 @@ _COPIES = 5
 _EIGEN_ROUNDING = 1e-12
 
 # Takes a float64 stack and which matrices it holds: results, and numbers to be read, one row each.
-_Work: TypeAlias = Callable[[Array, Sequence[int]], tuple[Any, Array]]
+Work: TypeAlias = Callable[[Array, Sequence[int]], tuple[Any, Array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class CupyInverses:
             return inverses.astype(lowers[which[0]].dtype), self._rows(first)
 
         results = []
-        for inverse, (first,) in self._run(lowers, solved):
+        for inverse, (first,) in self.run(lowers, solved):
             if first >= 0:
                 raise InputError(
                     f"a triangular matrix with zero at [{first:.0f}, {first:.0f}] has no inverse."
@@ -93,7 +94,7 @@ class CupyInverses:
         # A stack is taken apart, to meet others of its side, and put together again.
         single = [part for m in matrices for part in (m if m.ndim > 2 else m[None])]
         pairs: list[tuple[Array, Array]] = []
-        for matrix, (pair, (error,)) in zip(single, self._run(single, self._eigh), strict=True):
+        for matrix, (pair, (error,)) in zip(single, self.run(single, self._eigh), strict=True):
             if not error <= _EIGEN_ROUNDING * len(matrix):
                 raise BackendError(
                     f"the eigenvectors of a {matrix.shape} matrix are wrong by {error:.2g} of its "
@@ -102,6 +103,21 @@ class CupyInverses:
             pairs.append(pair)
         parts = iter(pairs)
         return [self._together(matrix, parts) for matrix in matrices]
+
+    def run(
+        self, matrices: Sequence[Array], work: Work, *, copies: int = _COPIES
+    ) -> list[tuple[Any, Array]]:
+        """Do work on stacks of matrices of equal side, and read the device once.
+
+        Args:
+            matrices: Any sides and types.
+            work: What to do with stacks of them.
+            copies: Float64 matrices that are alive at once for each one worked on.
+
+        Returns:
+            The result of each matrix, with its numbers on the host.
+        """
+        return self._begin(matrices, work, copies)()
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -163,7 +179,7 @@ class CupyInverses:
         matrices: Sequence[Array],
         dampings: Sequence[float],
         finish: Callable[[Array], Array],
-    ) -> _Work:
+    ) -> Work:
         """Factors stacks; tells the code, whether all is zero, and the damping that was added."""
         xp = self._xp
 
@@ -176,7 +192,7 @@ class CupyInverses:
             floor = xp.maximum(float(limits.eps) * norm, float(limits.tiny))
             asked = self._device.upload(np.array([dampings[i] for i in which], np.float64))
             level = xp.maximum(asked, floor)
-            work = self._symmetric(stack)
+            work = symmetric(stack, xp)
             work.reshape(len(which), -1)[:, :: stack.shape[1] + 1] += level[:, None]
             code = self._device.solvers.cholesky(work)
             nothing = (stack == 0).all(axis=(1, 2))
@@ -186,7 +202,7 @@ class CupyInverses:
 
     def _eigh(self, stack: Array, which: Sequence[int]) -> tuple[Sequence[object], Array]:
         """Decomposes stacks; tells how wrong the eigenvectors are."""
-        xp, whole = self._xp, self._symmetric(stack)
+        xp, whole = self._xp, symmetric(stack, self._xp)
         values, vectors = xp.linalg.eigh(whole[0] if len(which) == 1 else whole, UPLO="L")
         values, vectors = values.reshape(len(which), -1), vectors.reshape(stack.shape)
         largest = xp.maximum(abs(whole).max(axis=(1, 2)), float(np.finfo(np.float64).tiny))
@@ -195,18 +211,15 @@ class CupyInverses:
         skew = abs(vectors.swapaxes(1, 2) @ vectors - eye).max(axis=(1, 2))
         return list(zip(values, vectors, strict=True)), self._rows(xp.maximum(wrong, skew))
 
-    def _run(self, matrices: Sequence[Array], work: _Work) -> list[tuple[Any, Array]]:
-        """The result of each matrix, with its numbers on the host."""
-        return self._begin(matrices, work)()
-
     def _begin(
-        self, matrices: Sequence[Array], work: _Work
+        self, matrices: Sequence[Array], work: Work, copies: int = _COPIES
     ) -> Callable[[], list[tuple[Any, Array]]]:
         """The work is begun; who calls the result waits for it, and reads the device once.
 
         Args:
             matrices: Any sides and types.
             work: What to do with stacks of them.
+            copies: As for ``run``.
 
         Returns:
             Gives the result of each matrix, with its numbers on the host; a NonFiniteError for a
@@ -222,7 +235,7 @@ class CupyInverses:
             groups.setdefault((len(matrix), matrix.dtype.char), []).append(i)
         begun = [
             self._device.within_memory(
-                partial(self._group, matrices, which, work), self._scratch_bytes
+                partial(self._group, matrices, which, work, copies), self._scratch_bytes
             )
             for which in groups.values()
         ]
@@ -245,11 +258,16 @@ class CupyInverses:
         return finished
 
     def _group(
-        self, matrices: Sequence[Array], which: Sequence[int], work: _Work, scratch: int
-    ) -> "_Begun":
+        self,
+        matrices: Sequence[Array],
+        which: Sequence[int],
+        work: Work,
+        copies: int,
+        scratch: int,
+    ) -> _Begun:
         """Matrices of one side: small ones some at a time, large ones on streams of their own."""
         xp, side = self._xp, len(matrices[which[0]])
-        most = max(1, scratch // (_COPIES * 8 * side * side))
+        most = max(1, scratch // (copies * 8 * side * side))
         large = side > STACKED_SIDE
         size = 1 if large else most
         streams = self._device.solvers.fork(min(most, STREAMS, len(which)) if large else 0)
@@ -269,12 +287,6 @@ class CupyInverses:
             self._device.solvers.join(streams)
             raise
         return group
-
-    def _symmetric(self, stack: Array) -> Array:
-        """Both triangles from the lower one."""
-        lower = self._xp.tril(stack)
-        whole: Array = lower + self._xp.tril(stack, -1).swapaxes(1, 2)
-        return whole
 
     def _rows(self, *columns: Array) -> Array:
         """Columns ``(n,)`` as ``(n, columns)``, float64."""
@@ -302,6 +314,12 @@ class CupyInverses:
             f"a {matrix.shape} factor holds {float(matrix[bad])} at {list(bad)}; look for overflow "
             f"in the statistics it was averaged from."
         )
+
+
+def symmetric(stack: Array, xp: ModuleType) -> Array:
+    """Matrices with both triangles from the lower one, new."""
+    whole: Array = xp.tril(stack) + xp.tril(stack, -1).swapaxes(1, 2)
+    return whole
 
 
 def _begun(steps: Generator[None, None, list[Array]]) -> Callable[[], list[Array]]:

@@ -124,6 +124,12 @@ class NumpyBackend:
     def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
         return [numpy_inverse.eigh_stack(m) if m.ndim > 2 else self.eigh(m) for m in matrices]
 
+    def inverse_roots(
+        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
+    ) -> list[Array | None]:
+        del dampings, degrees  # products of whole matrices take longer than eigenvectors
+        return [None] * len(matrices)
+
     def all_finite(self, x: Array) -> bool:
         if x.dtype.kind in "biu":
             return True

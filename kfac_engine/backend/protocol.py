@@ -138,6 +138,15 @@ class Backend(Protocol):
         ``(g, d, d)``.
         """
 
+    def inverse_roots(
+        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
+    ) -> list[Array | None]:
+        """``(matrix + damping·I)^(−1/degree)`` where there is a quicker way than eigenvectors.
+
+        None for other matrices, also for those that are not positive definite. Negative
+        eigenvalues that rounding left are damped, not cut off.
+        """
+
     def all_finite(self, x: Array) -> bool:
         """Whether the sum of squares of ``x`` is finite, so that its second moment will be."""
 

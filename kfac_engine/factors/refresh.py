@@ -41,6 +41,8 @@ class Request:
     clip: float = 0.0
 
 
+# Exponents of inverse roots, with the degree of the root.
+_DEGREES: Mapping[float, int] = {-0.5: 2, -0.25: 4}
 # What an operation gives: the inverse; the Cholesky factor and its inverse; each of the powers;
 # eigenvalues and eigenvectors.
 Result: TypeAlias = Sequence[Array]
@@ -189,25 +191,41 @@ def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
 
 
 def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
-    """Every power of each matrix from one decomposition of it."""
-    pairs = backend.eighs([request.matrix for request in requests])
+    """Every power of each matrix: by one decomposition, or without where that is quicker."""
+    results = _roots(backend, requests)
+    slow = [request for request in requests if request not in results]
+    pairs = backend.eighs([request.matrix for request in slow])
     # Eigenvalues ascend: the first ones say which powers there are.
     smallest = backend.download([values[..., 0] for values, _ in pairs])
-    return [
-        [
-            eigh_power(
-                values,
-                vectors,
-                damping,
-                exp,
-                clip=request.clip,
-                dtype=request.matrix.dtype,
-                smallest=least,
-            )
-            for exp, damping in request.powers
-        ]
-        for request, (values, vectors), least in zip(requests, pairs, smallest, strict=True)
+    for request, pair, least in zip(slow, pairs, smallest, strict=True):
+        power = partial(eigh_power, *pair, clip=request.clip, smallest=least)
+        dtype = request.matrix.dtype
+        results[request] = [power(damping, exp, dtype=dtype) for exp, damping in request.powers]
+    return [results[request] for request in requests]
+
+
+def _roots(backend: Backend, requests: Sequence[Request]) -> dict[Request, Result]:
+    """The powers of matrices all of whose powers have a quicker way than eigenvectors."""
+    fit = [
+        request
+        for request in requests
+        if request.matrix.ndim == 2
+        and not request.clip
+        and all(exp in _DEGREES for exp, _ in request.powers)
     ]
+    asked = [(request, exp, damping) for request in fit for exp, damping in request.powers]
+    roots = backend.inverse_roots(
+        [request.matrix for request, _, _ in asked],
+        [damping for _, _, damping in asked],
+        [_DEGREES[exp] for _, exp, _ in asked],
+    )
+    following = iter(roots)
+    shares = {request: list(islice(following, len(request.powers))) for request in fit}
+    return {
+        request: [root for root in share if root is not None]
+        for request, share in shares.items()
+        if all(root is not None for root in share)
+    }
 
 
 def _later(

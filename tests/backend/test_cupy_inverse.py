@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kfac_engine.backend import cupy_device, cupy_inverse, cupy_solvers
+from kfac_engine.backend import cupy_device, cupy_inverse, cupy_roots, cupy_solvers
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.errors import (
@@ -207,3 +207,58 @@ def test_without_memory_for_one_matrix_the_figures_are_told(backend: CupyBackend
     cupy_standin.memory.limit = 1000
     with pytest.raises(MemoryLimitError, match=r"GPU has 1\.07 of 8\.59 GB free"):
         backend.damped_inverse(matrix, 0.1)
+
+
+# -- roots without eigenvectors --------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of any side take the way of large ones."""
+    monkeypatch.setattr(cupy_roots, "FROM_SIDE", {80: 2, 90: 2, 100: 2})
+
+
+def root(matrix: np.ndarray, damping: float, degree: int) -> np.ndarray:
+    values, Q = np.linalg.eigh(matrix.astype(np.float64))
+    return ((Q * (values + damping) ** (-1 / degree)) @ Q.T).astype(np.float32)
+
+
+def test_roots_are_those_of_eigenvectors(either: CupyBackend, small_roots: None) -> None:
+    hosts = [spd(side, side) for side in (5, 9, 5, 30)]
+    dampings, degrees = [1e-1, 1e-3, 1.0, 1e-2], [2, 4, 4, 2]
+    found = either.inverse_roots([either.asarray(host) for host in hosts], dampings, degrees)
+    for result, host, damping, degree in zip(found, hosts, dampings, degrees, strict=True):
+        if result is not None:  # a device with slow float64 takes eigenvectors
+            close(either, result, root(host, damping, degree))
+
+
+def test_roots_read_the_device_as_often_for_many_as_for_one(
+    backend: CupyBackend, small_roots: None
+) -> None:
+    for count in (1, 12):
+        matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
+        cupy_standin.COUNTS.clear()
+        found = backend.inverse_roots(matrices, [0.1] * count, [2] * count)
+        assert all(one is not None for one in found)
+        assert cupy_standin.COUNTS["downloads"] == 2  # bounds, then residuals
+        assert cupy_standin.COUNTS["reads"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+def test_what_has_no_root_by_products_is_left_to_eigenvectors(
+    backend: CupyBackend, small_roots: None
+) -> None:
+    indefinite = np.diag([1.0, -0.5, 1.0]).astype(np.float32)
+    singular = np.diag([1.0, 0.0, 1.0]).astype(np.float32)
+    cases = [(indefinite, 0.1), (singular, 1e-30), (singular, 0.0), (spd(3, 0, np.float64), 0.1)]
+    matrices = [backend.asarray(matrix) for matrix, _ in cases]
+    found = backend.inverse_roots(matrices, [damping for _, damping in cases], [2] * 4)
+    assert found == [None] * 4
+
+
+def test_small_matrices_and_slow_devices_take_eigenvectors(backend: CupyBackend) -> None:
+    matrix = backend.asarray(spd(LARGE, 0))
+    assert backend.inverse_roots([backend.asarray(spd(8, 0))], [0.1], [2]) == [None]
+    assert backend.inverse_roots([matrix], [0.1], [2])[0] is not None
+    backend.device.capability = 89  # float64 at a sixty-fourth of the rate
+    assert backend.inverse_roots([matrix], [0.1], [2]) == [None]

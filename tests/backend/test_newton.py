@@ -1,0 +1,55 @@
+"""Newton's iteration gives the roots that eigenvectors give, and tells where it does not."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend import newton
+
+
+def with_condition(decades: float, side: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix with eigenvalues from 1 down to ``10^-decades``, and its eigenvectors."""
+    Q = np.linalg.qr(np.random.default_rng(seed).normal(size=(side, side))).Q
+    matrix = (Q * np.geomspace(1, 10.0**-decades, side)) @ Q.T
+    return 0.5 * (matrix + matrix.T), Q
+
+
+def bound(matrix: np.ndarray) -> np.ndarray:
+    return abs(matrix).sum(axis=1).max(keepdims=True)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+@pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
+def test_roots_are_those_of_the_eigenvalues(decades: float, degree: int) -> None:
+    A, Q = with_condition(decades)
+    wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
+    steps = newton.steps_for(float(bound(A)[0]) * 10**decades, degree)
+    (found,) = newton.inverse_roots(A[None], degree, bound(A), int(steps), np)
+    np.testing.assert_array_equal(found, found.T)
+    # Rounding grows with the condition: 1e-9 at 1e7.
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-15 * 10**decades + 1e-13
+    (residual,) = newton.residuals(found[None], A[None], degree, np)
+    # What the caller decides by bounds what he does not see.
+    assert error < max(residual, 1e-13)
+    assert residual < 1e-8
+
+
+def test_steps_beyond_the_last_change_nothing() -> None:
+    A, _ = with_condition(4)
+    few, many = (newton.inverse_roots(A[None], 2, bound(A), n, np) for n in (25, 40))
+    np.testing.assert_allclose(few, many, rtol=0, atol=1e-9 * abs(few).max())
+
+
+def test_too_few_steps_and_indefinite_matrices_show_in_the_residual() -> None:
+    A, Q = with_condition(6)
+    few = newton.inverse_roots(A[None], 2, bound(A), 12, np)
+    assert newton.residuals(few, A[None], 2, np)[0] > 0.1
+    indefinite = A - 2e-3 * np.outer(Q[:, -1], Q[:, -1])
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost = newton.inverse_roots(indefinite[None], 2, bound(indefinite), 30, np)
+        assert not newton.residuals(lost, indefinite[None], 2, np)[0] < 0.1
+
+
+def test_a_singular_matrix_would_take_forever() -> None:
+    assert newton.steps_for(np.inf, 2) == newton.steps_for(np.nan, 2) == np.inf
+    assert newton.steps_for(1e3, 2) < newton.steps_for(1e6, 2) < 30
