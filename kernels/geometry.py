@@ -26,6 +26,11 @@ IMAGES = np.dtype(
 TAPS = np.dtype([(name, "i4", AXES) for name in ("kernel", "strides", "dilations")], align=True)
 GRID = np.dtype([(name, "i4", AXES) for name in ("begins", "outputs")], align=True)
 JOB = np.dtype([(name, "i4") for name in ("grid", "row", "column", "begin", "end")], align=True)
+WORK = np.dtype(
+    [(name, "i8") for name in ("units", "length")]
+    + [(name, "i4") for name in ("groups", "rows", "columns", "ones")],
+    align=True,
+)
 SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end")], align=True)
 
 
@@ -83,6 +88,13 @@ def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowSides) 
 def grid_struct(begins: Sequence[int], outputs: Sequence[int]) -> Struct:
     """A box of output positions."""
     return np.array([(_leading(begins, 0), _leading(outputs, 1))], GRID)
+
+
+def one_to_one(shape: Sequence[int], strides: Sequence[int]) -> Geometry:
+    """The geometry of images whose every pixel is a patch of its own."""
+    axes = len(shape) - 2
+    ones, zeros = (1,) * axes, (0,) * axes
+    return geometry(shape, strides, WindowSides(ones, ones, ones, zeros, tuple(shape[2:])))
 
 
 def words(structs: Struct) -> npt.NDArray[np.int32]:

@@ -29,7 +29,6 @@
 #endif
 #define DEPTH 16        // positions in shared memory at a time
 #define LD (TILE + 8)   // keeps the rows that a warp reads in different banks
-#define NOWHERE (-(1 << 29))
 
 #if SPLIT == 0
 #define THREADS 256
@@ -69,56 +68,6 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 #endif
-
-// Where a feature looks, seen from an output position.
-struct Feature {
-  long long offset;  // of its channel
-  int pixels[3];     // of its tap
-};
-
-__device__ __forceinline__ Feature feature_at(int f, const Images& g, const Taps& t,
-                                              const Grid& grid) {
-  Feature found;
-  const int tap = f / g.channels;
-  found.offset = (long long)(f % g.channels) * g.channel_stride;
-  first_pixels(tap, t, grid, found.pixels);
-  if (tap >= t.kernel[0] * t.kernel[1] * t.kernel[2]) found.pixels[0] = NOWHERE;
-  return found;
-}
-
-// One output position: the offset of its image, and the pixel its first tap would see at begin 0.
-struct Position {
-  long long offset;
-  int pixels[3];
-  bool counts;
-};
-
-__device__ __forceinline__ Position position_at(int p, int end, const Images& g, const Taps& t,
-                                                const Grid& grid) {
-  Position found;
-  found.counts = p < end;
-  int rest = found.counts ? p : 0;
-  #pragma unroll
-  for (int axis = 2; axis >= 0; --axis) {
-    found.pixels[axis] = rest % grid.outputs[axis] * t.strides[axis];
-    rest /= grid.outputs[axis];
-  }
-  found.offset = rest * g.image_stride;
-  return found;
-}
-
-// The number of elements from x to what a feature sees at a position; -1 where it sees nothing.
-__device__ __forceinline__ long long seen(const Feature& f, const Position& p, const Images& g) {
-  long long offset = f.offset + p.offset;
-  bool inside = p.counts;
-  #pragma unroll
-  for (int axis = 0; axis < 3; ++axis) {
-    int pixel = p.pixels[axis] + f.pixels[axis];
-    inside = inside && (unsigned)pixel < (unsigned)g.sides[axis];
-    offset += pixel * g.pixel_strides[axis];
-  }
-  return inside ? offset : -1;
-}
 
 // Loads the features that a thread is responsible for, at one position.
 struct Loader {

@@ -15,6 +15,9 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "borders": {"INPUT": (0, 1, 2)},
     "patches": {"INPUT": (0, 1, 2, 3)},
     "averages": {},
+    "group_products": {"SQUARE": (0, 1), "SIDE": (16, 64), "INPUT": (0, 1, 2)},
+    "example_sums": {"ACROSS": (0, 1), "INPUT": (0, 1, 2)},
+    "classes": {"LANES": (1, 32), "INPUT": (0, 1, 2)},
 }
 
 

@@ -12,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
+from kfac_engine.backend import grouped
 from kfac_engine.backend.cupy_device import CupyDevice
+from kfac_engine.backend.cupy_groups import GroupProducts, entries_first
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.cupy_roots import inverse_roots
-from kfac_engine.backend.window import Window
+from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
+from kfac_engine.kernels.averages import count_ids, update_average
+from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 
@@ -48,6 +52,7 @@ class CupyBackend:
         split = _SPLIT if self.device.tensor_cores else 0
         self._inverses = CupyInverses(self.device, scratch_bytes)
         self._moments = PatchMoments(self.device, scratch_bytes, split)
+        self._groups = GroupProducts(self.device, scratch_bytes)
 
     @property
     def xp(self) -> ModuleType:
@@ -93,7 +98,7 @@ class CupyBackend:
         if axis != x.ndim - 1 and out.dtype == np.float32 and x.dtype != np.float64:
             # Features outside, as channels of images are: pixels are read where they lie.
             images = _as_images(x, axis)
-            window = _pointwise(images.ndim - 2)
+            window = pointwise(images.ndim - 2)
             self.patch_second_moment(
                 images, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
             )
@@ -132,6 +137,78 @@ class CupyBackend:
         write_patches(self.device, x, found, geometry)
         return found
 
+    def grouped_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        if out.dtype == np.float32 and x.dtype != np.float64:
+            self._groups.add_moments(
+                x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+            )
+            return
+        grouped.grouped_second_moment(
+            self, x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+        )
+
+    def squared_gradients(
+        self,
+        x: Array,
+        window: Window,
+        ds: Array,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        scales = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+        # Examples of a single row are products of matrices, for which there is a library.
+        if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
+            grouped.squared_gradients(self, x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
+            return
+        kind = x.dtype if x.dtype == ds.dtype else np.dtype(np.float32)
+        x, ds = (array.astype(kind, copy=False) for array in (x, ds))
+        self._groups.add_squares(x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
+
+    def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
+        x = self.xp.broadcast_to(x, ds.shape)
+        pair = entries_first(x, axes), entries_first(ds, axes)
+        if _is_double(x, ds) or x.dtype != ds.dtype or pair[0] is None or pair[1] is None:
+            return grouped.example_sums(self, x, ds, axes)
+        sums = self.device.empty((len(ds), 2 * pair[1].shape[1]), np.float32)
+        sum_examples(self.device, pair[0], pair[1], sums)
+        return sums
+
+    def count_ids(self, ids: Array, rows: int) -> Array:
+        counts: Array = self.xp.zeros(rows, np.int32)
+        count_ids(self.device, self.xp.ascontiguousarray(ids, np.int64), counts)
+        return counts
+
+    def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
+        uniforms = self.asarray(uniforms, np.float64)
+        if logits.dtype == np.float64:
+            return grouped.draw_classes(self, logits, uniforms, axis)
+        ids = self.device.empty(uniforms.shape, np.int64)
+        axis %= logits.ndim
+        outer, inner = prod(logits.shape[:axis]), prod(logits.shape[axis + 1 :])
+        rows = self.xp.ascontiguousarray(logits).reshape(outer, logits.shape[axis], inner)
+        draw_classes(self.device, rows, self.xp.ascontiguousarray(uniforms), ids)
+        return ids
+
+    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
+        plain = out.flags.c_contiguous and measured.flags.c_contiguous
+        if plain and out.dtype == measured.dtype == np.float32 and out.shape == measured.shape:
+            update_average(self.device, out, measured, alpha, beta)
+            return
+        grouped.scale(out, beta)
+        out += measured * alpha
+
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         return self.damped_inverses([matrix], [damping])[0]
 
@@ -167,15 +244,24 @@ class CupyBackend:
         return inverse_roots(self.device, self._inverses, matrices, dampings, degrees)
 
     def all_finite(self, x: Array) -> bool:
-        if x.dtype.kind in "biu":
-            return True
-        wide = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
-        return bool(self.xp.isfinite((wide * wide).sum()))
+        return self.finite([x])[0]
+
+    def finite(self, arrays: Sequence[Array]) -> list[bool]:
+        real = {i: array for i, array in enumerate(arrays) if array.dtype.kind not in "biu"}
+        sums = [self._squared_norm(array) for array in real.values()]
+        found = dict(zip(real, self.download(sums), strict=True))
+        return [i not in found or bool(np.isfinite(found[i])) for i in range(len(arrays))]
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _squared_norm(self, x: Array) -> Array:
+        wide = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
+        flat = wide.reshape(-1)
+        total: Array = flat @ flat
+        return total
 
     def _add_rows(
         self, rows: Array, out: Array, homogeneous: bool, alpha: float, beta: float
@@ -220,6 +306,5 @@ def _as_images(x: Array, axis: int) -> Array:
     return x.reshape(prod(lead), x.shape[axis], *sides)
 
 
-def _pointwise(axes: int) -> Window:
-    ones, zeros = (1,) * axes, (0,) * axes
-    return Window(ones, ones, ones, zeros, zeros)
+def _is_double(*arrays: Array) -> bool:
+    return any(array.dtype == np.float64 for array in arrays)

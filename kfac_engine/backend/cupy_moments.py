@@ -11,7 +11,7 @@ from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import Pass, Scales, add_border, add_products
 
 # Positions are counted in 32 bits.
-_MOST_POSITIONS = 2**31 - 2**16
+MOST_POSITIONS = 2**31 - 2**16
 
 
 class PatchMoments:
@@ -61,7 +61,7 @@ class PatchMoments:
                 f"fit a matrix of shape {out.shape}."
             )
         outputs = window.output_sides(x.shape[2:])
-        most = max(1, _MOST_POSITIONS // prod(outputs))
+        most = max(1, MOST_POSITIONS // prod(outputs))
         for start in range(0, len(x), most):
             self._add(x[start : start + most], window, out, homogeneous, alpha, beta)
             beta = 1.0
@@ -78,17 +78,9 @@ class PatchMoments:
 
     def geometry(self, x: Array, window: Window) -> Geometry:
         """Images and window as kernels take them."""
-        strides = tuple(stride // x.dtype.itemsize for stride in x.strides)
-        key = window, x.shape, strides
+        key = window, x.shape, x.strides, x.dtype.itemsize
         if key not in self._geometries:
-            sides = WindowSides(
-                window.kernel,
-                window.strides,
-                window.dilations,
-                window.begins,
-                window.output_sides(x.shape[2:]),
-            )
-            self._geometries[key] = geometry(x.shape, strides, sides)
+            self._geometries[key] = image_geometry(x, window)
         return self._geometries[key]
 
     def _passes(
@@ -104,3 +96,11 @@ class PatchMoments:
         upload = self._device.upload
         structs = (upload(words(array)) for array in (found.grids, found.jobs, found.sums))
         return Pass(found.tile, found.aligned, *structs, upload(found.sources))
+
+
+def image_geometry(x: Array, window: Window) -> Geometry:
+    """Images and window as kernels take them."""
+    strides = tuple(stride // x.dtype.itemsize for stride in x.strides)
+    outputs = window.output_sides(x.shape[2:])
+    sides = WindowSides(window.kernel, window.strides, window.dilations, window.begins, outputs)
+    return geometry(x.shape, strides, sides)

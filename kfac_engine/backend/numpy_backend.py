@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.backend import numpy_im2col, numpy_inverse, numpy_moments, numpy_patches
+from kfac_engine.backend import grouped, numpy_im2col, numpy_inverse, numpy_moments, numpy_patches
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
@@ -94,6 +94,49 @@ class NumpyBackend:
     def patches(self, x: Array, window: Window) -> Array:
         return numpy_im2col.patches(x, window)
 
+    def grouped_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        grouped.grouped_second_moment(
+            self, x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+        )
+
+    def squared_gradients(
+        self,
+        x: Array,
+        window: Window,
+        ds: Array,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        grouped.squared_gradients(
+            self, x, window, ds, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+        )
+
+    def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
+        return grouped.example_sums(self, x, ds, axes)
+
+    def count_ids(self, ids: Array, rows: int) -> Array:
+        flat = ids.reshape(-1)
+        return np.bincount(flat[(flat >= 0) & (flat < rows)], minlength=rows)
+
+    def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
+        return grouped.draw_classes(self, logits, uniforms, axis)
+
+    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
+        grouped.scale(out, beta)
+        out += measured * alpha
+
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         return numpy_inverse.damped_inverse(matrix, damping)
 
@@ -138,6 +181,9 @@ class NumpyBackend:
         with np.errstate(over="ignore", invalid="ignore"):
             total = np.einsum(x, axes, x, axes, [], dtype=wide)
         return bool(np.isfinite(total))
+
+    def finite(self, arrays: Sequence[Array]) -> list[bool]:
+        return [self.all_finite(array) for array in arrays]
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

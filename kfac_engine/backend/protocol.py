@@ -98,6 +98,76 @@ class Backend(Protocol):
     def patches(self, x: Array, window: Window) -> Array:
         """The patches themselves, a new array: ``(n, positions, taps·channels)``, tap-major."""
 
+    def grouped_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z zᵀ`` for each group of neighbouring channels, in place.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides.
+            window: Geometry; of a group, features are tap-major.
+            out: ``(groups, taps·channels/groups (+ 1), same)``; says how many groups there are.
+            homogeneous: Whether each row ends with an implicit one.
+            alpha: Scale of the new moments.
+            beta: Scale of the old ones; 0 overwrites.
+        """
+
+    def squared_gradients(
+        self,
+        x: Array,
+        window: Window,
+        ds: Array,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
+
+        Entry by entry: the squared gradients of examples, in the weights of a layer.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides.
+            window: Geometry.
+            ds: ``(n, outputs, *output sides)``, any strides.
+            out: ``(groups, taps·channels/groups (+ 1), outputs/groups)``.
+            homogeneous: Whether each row ends with an implicit one.
+            alpha: Scale of the new squares.
+            beta: Scale of the old ones; 0 overwrites.
+        """
+
+    def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
+        """``[Σ x∘ds, Σ ds]`` of each example over some axes: ``(n, 2·entries)``, a new array.
+
+        Args:
+            x: As many axes as ``ds``, each as long or of length one.
+            ds: The batch first.
+            axes: Summed; not the batch axis. The others are the entries, in row-major order.
+        """
+
+    def count_ids(self, ids: Array, rows: int) -> Array:
+        """How often each number in [0, rows) occurs: ``(rows,)`` integers."""
+
+    def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
+        """A class of each row of ``softmax(logits)``, int64: by inversion, the same everywhere.
+
+        Args:
+            logits: Floating point; rows are along ``axis``.
+            uniforms: Numbers in [0, 1), float64, in the shape of ``logits`` without that axis.
+            axis: Of the classes.
+        """
+
+    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
+        """``out ← beta·out + alpha·measured``, in place; 0 overwrites."""
+
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         """``(matrix + damping·I)⁻¹``, symmetric, computed in float64, in the dtype of ``matrix``.
 
@@ -149,6 +219,9 @@ class Backend(Protocol):
 
     def all_finite(self, x: Array) -> bool:
         """Whether the sum of squares of ``x`` is finite, so that its second moment will be."""
+
+    def finite(self, arrays: Sequence[Array]) -> list[bool]:
+        """``all_finite`` of each; a device is read once for all of them."""
 
     def rng(self, seed: int) -> np.random.Generator:
         """A generator for this library's random draws."""

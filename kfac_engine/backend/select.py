@@ -4,8 +4,10 @@ import logging
 from functools import cache
 from typing import Literal, TypeAlias, cast, get_args
 
+from kfac_engine._types import Array
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.cupy_device import CupyDevice
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError, UnknownNameError
@@ -65,6 +67,27 @@ def choice_reason(name: str = "auto") -> str:
         return f"cupy on {found.name}, {asked}"
     reason = found.rstrip(".")
     return f"numpy, {asked}: {reason}" if checked == "auto" else f"none: {reason}"
+
+
+@cache
+def owner_named(library: str) -> Backend:
+    """The backend of arrays of a library, with its default working memory."""
+    return select(library)
+
+
+def owner(array: Array) -> Backend:
+    """A backend whose arrays ``array`` is one of.
+
+    Args:
+        array: Of NumPy or CuPy.
+
+    Returns:
+        The same object for every array of a library.
+
+    Raises:
+        InputError: The object belongs to neither library.
+    """
+    return owner_named(array_module(array).__name__)
 
 
 @cache

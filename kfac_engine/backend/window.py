@@ -39,6 +39,12 @@ class Window:
         """Pixels from the first tap to the last, an axis."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilations, strict=True))
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether every pixel is a patch of its own."""
+        still = {*self.begins, *self.ends} <= {0}
+        return still and {*self.kernel, *self.strides} <= {1}
+
     def output_sides(self, sides: tuple[int, ...]) -> tuple[int, ...]:
         """Output positions an axis, for an image of ``sides``.
 
@@ -137,6 +143,12 @@ class Window:
             for axis, kept in enumerate(part):
                 window = window.restricted(axis, sides, kept)
             yield window
+
+
+def pointwise(axes: int) -> Window:
+    """The window whose patches are single pixels."""
+    ones, zeros = (1,) * axes, (0,) * axes
+    return Window(ones, ones, ones, zeros, zeros)
 
 
 def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from kfac_engine.factors.base import Damping
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.refresh import Refreshing, Request
-from kfac_engine.factors.statistics import LayerSquare, summed_squares
+from kfac_engine.factors.statistics import LayerSquare
+from kfac_engine.layers.views import written_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ class RotatedSquare(LayerSquare):
             if self.homogeneous:
                 x += u_in[-1]
             g = self.output_view.rows(ds[start : start + step], backend) @ u_out
-            out += scale * summed_squares(x, g, backend)
+            backend.squared_gradients(
+                *written_out(x), g.swapaxes(1, 2), out[None], alpha=scale, beta=1.0
+            )
 
 
 class EigenbasisFactor(DiagonalFactor):

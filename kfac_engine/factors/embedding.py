@@ -14,7 +14,7 @@ from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.factors.base import Damping
 from kfac_engine.factors.diagonal import DiagonalFactor
-from kfac_engine.factors.statistics import KroneckerDiagonal, one_use, scale
+from kfac_engine.factors.statistics import KroneckerDiagonal, one_use
 from kfac_engine.layers.ids import Ids
 
 
@@ -36,12 +36,13 @@ class IdCounts(KroneckerDiagonal):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        scale(out, beta)
         for towers, uses in self._towers():
             arrays = self._arrays(uses, self._in_rows(values), backend)
             rows = sum(self.view.count(ids.shape) for ids in arrays)
             for ids in arrays:
-                out += self._ids.counts(ids, backend) * (alpha / (rows * towers))
+                counts = self._ids.counts(ids, backend)
+                backend.add_scaled(out, counts, alpha / (rows * towers), beta)
+                beta = 1.0
 
     @property
     def _ids(self) -> Ids:

@@ -14,7 +14,6 @@ from kfac_engine.errors import ShapeError
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import LayerPairs, one_use, the_same
-from kfac_engine.factors.statistics import scale as scale_in_place
 from kfac_engine.layers.broadcast import Reduction, SummedAxes, entries, per_example
 
 
@@ -65,6 +64,9 @@ class ScaleShiftMoment(LayerPairs):
     def _gradients(self, out: Array, x: Array, ds: Array, backend: Backend) -> Array:
         """``v`` of each example, in the type of the average."""
         ds = ds.astype(out.dtype, copy=False)
+        if self.shift and self.scale.summed(ds.shape) == self.shift.summed(ds.shape):
+            sides = x.astype(out.dtype, copy=False), ds
+            return backend.example_sums(*sides, tuple(self.scale.summed(ds.shape)))
         columns = [per_example(x * ds, self.scale)]
         if self.shift:
             columns.append(per_example(ds, self.shift))
@@ -82,10 +84,11 @@ class ScaleShiftSquare(ScaleShiftMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        scale_in_place(out, beta)
         for towers, x, ds in self.pairs():
             v = self._gradients(out, values[x], values[ds], backend)
-            out += alpha / (len(v) * towers) * backend.xp.einsum("ni,ni->i", v, v)
+            squares = backend.xp.einsum("ni,ni->i", v, v)
+            backend.add_scaled(out, squares, alpha / (len(v) * towers), beta)
+            beta = 1.0
 
 
 class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):

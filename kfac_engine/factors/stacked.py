@@ -7,6 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.factors.base import Damping
 from kfac_engine.factors.dense import (
@@ -15,7 +16,8 @@ from kfac_engine.factors.dense import (
     DenseSquareMatrixFactor,
     Wanted,
 )
-from kfac_engine.factors.statistics import KroneckerMoment, LayerSquare, scale
+from kfac_engine.factors.statistics import KroneckerMoment, LayerSquare, at_least
+from kfac_engine.layers.views import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +39,20 @@ class GroupedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        scale(out, beta)
         for towers, uses in self._towers():
             arrays = self._arrays(uses, values, backend)
             rows = sum(self.view.count(x.shape) for x in arrays)
             for x in arrays:
-                self._add(out, x, backend, alpha / (rows * towers))
-
-    def _add(self, out: Array, x: Array, backend: Backend, alpha: float) -> None:
-        per_example = self.view.count(x.shape) // len(x) * self.view.width(x.shape)
-        # Some examples at a time: patches are as large as the kernel, times the images.
-        step = max(1, backend.scratch_bytes // (per_example * out.itemsize))
-        for start in range(0, len(x), step):
-            rows = self.view.rows(x[start : start + step], backend).astype(out.dtype, copy=False)
-            flat = rows.reshape(1, -1, rows.shape[2])
-            groups = split_features(flat, self.groups, self.taps)[0]
-            d = groups.shape[2]
-            out[:, :d, :d] += alpha * (groups.swapaxes(1, 2) @ groups)
-            if self.homogeneous:
-                sums = alpha * groups.sum(axis=1)
-                out[:, :d, d] += sums
-                out[:, d, :d] += sums
-                out[:, d, d] += alpha * flat.shape[1]
+                images, window = group_images(self.view, x, backend, self.groups, self.taps)
+                backend.grouped_second_moment(
+                    at_least(out.dtype, images),
+                    window,
+                    out,
+                    homogeneous=self.homogeneous,
+                    alpha=alpha / (rows * towers),
+                    beta=beta,
+                )
+                beta = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +73,11 @@ class GroupedSquare(LayerSquare):
         return self.groups, d_in + self.homogeneous, group_width(outputs, self.groups, 1)
 
     def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
-        per_example = self.input_view.count(a.shape) // len(a) * self.input_view.width(a.shape)
-        step = max(1, backend.scratch_bytes // (max(out.size, per_example) * out.itemsize))
-        for start in range(0, len(ds), step):
-            rows = self.input_view.rows(a[start : start + step], backend)
-            x = split_features(rows, self.groups, self.taps)
-            g = self.output_view.rows(ds[start : start + step], backend)
-            g = split_features(g, self.groups, 1)
-            weights = x.swapaxes(2, 3) @ g
-            d = weights.shape[2]
-            out[:, :d] += scale * (weights**2).sum(axis=0)
-            if self.homogeneous:
-                out[:, d] += scale * (g.sum(axis=2) ** 2).sum(axis=0)
+        x, window = group_images(self.input_view, a, backend, self.groups, self.taps)
+        g, _ = group_images(self.output_view, ds, backend, self.groups, 1)
+        backend.squared_gradients(
+            x, window, g, out, homogeneous=self.homogeneous, alpha=scale, beta=1.0
+        )
 
 
 class StackedSquareFactor(DenseSquareMatrixFactor):
@@ -177,12 +164,17 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
             )
 
 
-def split_features(rows: Array, groups: int, taps: int) -> Array:
-    """Rows ``(n, t, taps·channels)`` by group: ``(n, groups, t, taps·channels / groups)``."""
-    n, t, features = rows.shape
-    split = rows.reshape(n, t, taps, groups, -1).transpose(0, 3, 1, 2, 4)
-    parts: Array = split.reshape(n, groups, t, features // groups)
-    return parts
+def group_images(
+    view: View, x: Array, backend: Backend, groups: int, taps: int
+) -> tuple[Array, Window]:
+    """What a view reads as images, the channels of each group beside each other."""
+    images, window = view.images(x, backend)
+    if window.taps == taps:
+        return images, window
+    # Rows written out: their features, taps before channels, are channels of single pixels.
+    n, features, *sides = images.shape
+    split = images.reshape(n, taps, groups, features // (taps * groups), *sides)
+    return split.swapaxes(1, 2).reshape(images.shape), window
 
 
 def group_width(features: int, groups: int, taps: int) -> int:

@@ -177,7 +177,8 @@ class KroneckerDiagonal(KroneckerMoment):
             for array in arrays:
                 x = self.view.rows(array, backend).astype(out.dtype, copy=False)
                 squares = backend.xp.einsum("ntd,ntd->d", x, x)
-                out[: squares.size] += squares * (alpha / (rows * tower))
+                part = out[: squares.size]
+                backend.add_scaled(part, squares, alpha / (rows * tower), 1.0)
             if self.homogeneous:
                 out[-1] += alpha / tower
 
@@ -256,15 +257,11 @@ class LayerSquare(LayerPairs):
             self._add_tower(out, a, ds, backend, alpha / (len(ds) * towers))
 
     def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
-        # Some examples at a time: per-example gradients are as large as the layer, times the batch.
-        step = max(1, backend.scratch_bytes // max(out.size * out.itemsize, 1))
-        for start in range(0, len(ds), step):
-            x = self.input_view.rows(a[start : start + step], backend)
-            g = self.output_view.rows(ds[start : start + step], backend)
-            out[: x.shape[2]] += scale * summed_squares(x, g, backend)
-            if self.homogeneous:
-                bias = g.sum(axis=1)
-                out[-1] += scale * backend.xp.einsum("no,no->o", bias, bias)
+        x, window = self.input_view.images(a, backend)
+        g, _ = self.output_view.images(ds, backend)
+        backend.squared_gradients(
+            x, window, g, out[None], homogeneous=self.homogeneous, alpha=scale, beta=1.0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +306,10 @@ class GradientSquare:
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        scale(out, beta)
         for name in self.names():
             g = backend.asarray(values[name]).astype(out.dtype, copy=False)
-            out += g * g * (alpha / self.batch_size(values))
+            backend.add_scaled(out, g * g, alpha / self.batch_size(values), beta)
+            beta = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,16 +342,6 @@ def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
         listed = ", ".join(f"{measure} in {name!r}" for name, measure in measured.items())
         raise ShapeError(f"tensors of one statistic differ in their {what}: {listed}.")
     return found[0]
-
-
-def summed_squares(x: Array, g: Array, backend: Backend) -> Array:
-    """``Σ_n (Σ_t x_nt g_ntᵀ)²``, elementwise, of rows ``(n, t, d_in)`` and ``(n, t, d_out)``."""
-    if x.shape[1] == 1:  # the square of a product is the product of squares: nothing to write out
-        squares: Array = (x[:, 0] ** 2).T @ (g[:, 0] ** 2)
-        return squares
-    per_example = backend.xp.matmul(x.swapaxes(1, 2), g)
-    summed: Array = backend.xp.einsum("nio,nio->io", per_example, per_example)
-    return summed
 
 
 def one_use(names: Sequence[str]) -> tuple[Uses, ...]:

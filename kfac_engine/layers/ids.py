@@ -5,7 +5,9 @@ from math import prod
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.layers.views import written_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Ids:
             "factor, such as 'kron_in_diag'."
         )
 
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        return written_out(self.rows(x, backend))
+
     def counts(self, ids: Array, backend: Backend) -> Array:
         """Rows that have each identifier, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.
 
@@ -76,9 +81,8 @@ class Ids:
             ordered = xp.sort(flat, axis=1)
             first = xp.ones(ordered.shape, bool)
             first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-            flat = ordered[first]
-        found: Array = xp.bincount(flat.reshape(-1), minlength=self.vocabulary)
-        return found
+            flat = xp.where(first, ordered, -1)
+        return backend.count_ids(flat, self.vocabulary)
 
     def check(self, name: str, ids: Array) -> None:
         """Refuse what picks no row of the table; negative numbers count from its end.
@@ -88,8 +92,9 @@ class Ids:
         """
         if ids.dtype.kind not in "iu":
             raise InputError(f"'{name}' holds identifiers and must be integer, not {ids.dtype}.")
-        if ids.size and not -self.vocabulary <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
+        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if not -self.vocabulary <= low <= high < self.vocabulary:
             raise InputError(
-                f"'{name}' holds identifiers from {int(ids.min())} to {int(ids.max())}; the "
-                f"vocabulary has {self.vocabulary} entries."
+                f"'{name}' holds identifiers from {low} to {high}; the vocabulary has "
+                f"{self.vocabulary} entries."
             )

@@ -6,8 +6,9 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
 from kfac_engine.errors import NonFiniteError, ShapeError
-from kfac_engine.layers.views import Patches
+from kfac_engine.layers.views import Patches, written_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ class Masked:
         patches = self.patches.rows(x, backend)
         masked: Array = patches * self._mask(backend, patches)
         return masked
+
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        return written_out(self.rows(x, backend))
 
     def _mask(self, backend: Backend, like: Array) -> Array:
         return backend.asarray(np.array(self.mask), like.dtype)

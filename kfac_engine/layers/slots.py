@@ -12,6 +12,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.forms import LayerForm
@@ -19,6 +20,7 @@ from kfac_engine.layers.found import Found, Scene
 from kfac_engine.layers.grouped import GroupedForm
 from kfac_engine.layers.moved_bias import moved_bias
 from kfac_engine.layers.packing import Packing
+from kfac_engine.layers.views import written_out
 
 _LEAST_RANK = 3
 
@@ -56,6 +58,9 @@ class SlotRows:
     def rows(self, x: Array, backend: Backend) -> Array:
         del backend
         return x.reshape(len(x), -1, self.width(x.shape))
+
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        return written_out(self.rows(x, backend))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.window import Window
+from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import InputError, ShapeError
 
 Padding: TypeAlias = str | tuple[tuple[int, int], ...]
@@ -47,6 +47,9 @@ class View(Protocol):
 
     def rows(self, x: Array, backend: Backend) -> Array:
         """The rows, example by example: ``(n, t, d)``. May be large: for blocks that need them."""
+
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        """Images ``(n, channels, *sides)`` whose patches are the rows, without copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,10 @@ class Rows:
         moved = backend.xp.moveaxis(x, self.feature_axis, -1)
         rows: Array = moved.reshape(x.shape[0], -1, moved.shape[-1])
         return rows
+
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        self._check(x.shape)
+        return backend.xp.moveaxis(x, self.feature_axis, 1), pointwise(x.ndim - 2)
 
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) < 2 or (self.rank is not None and len(shape) != self.rank):
@@ -192,6 +199,9 @@ class Patches:
         window = self.window(self._sides(x.shape))
         return backend.patches(self._channels_first(x, backend), window)
 
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        return self._channels_first(x, backend), self.window(self._sides(x.shape))
+
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != len(self.kernel) + 2:
             raise ShapeError(
@@ -213,3 +223,8 @@ class Patches:
         total = max((-(-side // stride) - 1) * stride + (k - 1) * dilation + 1 - side, 0)
         small, large = total // 2, total - total // 2
         return (large, small) if self.padding == "SAME_LOWER" else (small, large)
+
+
+def written_out(rows: Array) -> tuple[Array, Window]:
+    """Rows ``(n, t, d)`` as images with a pixel for each row."""
+    return rows.swapaxes(1, 2), pointwise(1)

@@ -11,6 +11,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import check_matching_targets, first_index, require_shape
@@ -55,15 +56,10 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return {self.logits: array_module(log_p).exp(log_p) - hit.astype(log_p.dtype)}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        axis, log_p = self._axis(values), self._log_probs(values)
-        xp = array_module(log_p)
-        # float64, so that the last partial sum of many classes does not drift away from one.
-        cumulative = xp.exp(log_p).cumsum(axis=axis, dtype=np.float64)
-        total = cumulative.take([-1], axis=axis)
-        # `<=` steps over leading classes of probability zero when the draw is exactly 0.
-        below = cumulative <= xp.asarray(rng.random(total.shape)) * total
-        ids: Array = below.sum(axis=axis, dtype=np.int64)
-        return ids
+        axis, z = self._axis(values), values[self.logits]
+        # The host's generator: a seed means the same targets for every array library.
+        uniforms = rng.random((*z.shape[:axis], *z.shape[axis + 1 :]))
+        return owner(z).draw_classes(z, uniforms, axis)
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         p = self._probs(values)

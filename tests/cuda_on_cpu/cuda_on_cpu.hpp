@@ -236,6 +236,9 @@ template <class T> T __shfl_down_sync(unsigned, T value, int distance, int width
   const bool inside = (lane & (width - 1)) + distance < width;
   return fibres::exchange(value, inside ? lane + distance : lane, -1);
 }
+template <class T> T __shfl_sync(unsigned, T value, int source, int = 32) {
+  return fibres::exchange(value, source & 31, -5);
+}
 template <class T> T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
   return fibres::exchange(value, fibres::lane() ^ mask, -2);
 }

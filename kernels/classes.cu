@@ -1,0 +1,69 @@
+// Classes drawn from softmax distributions, by inversion: the number of classes whose cumulative
+// weight is at most uniform * total.
+//
+//   logits    (outer, classes, inner), contiguous; a row is along the middle axis
+//   uniforms  (outer, inner) float64 in [0, 1)
+//   ids       (outer, inner) int64
+//
+// Weights are exp(logit - largest) in float64, as in the definition, whose sums they share but for
+// rounding: the ids are the same unless a uniform lies within 1e-13 of a boundary.
+//
+//   LANES 32   a warp draws one row: grid ceil(rows / 8), block 256
+//   LANES 1    a thread draws one row, its neighbours those beside it in memory: ceil(rows / 256)
+#ifndef LANES
+#define LANES 32
+#endif
+
+#if LANES == 32
+__device__ __forceinline__ double running_sum(double value, int lane) {
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const double before = __shfl_sync(0xffffffffu, value, lane - distance & 31);
+    if (lane >= distance) value += before;
+  }
+  return value;
+}
+#endif
+
+// The running sum of weights goes through `carry`; returns how many are at most `bound`.
+__device__ __forceinline__ long long count_below(const scalar* __restrict__ row, long long inner,
+                                                 int classes, float largest, int lane, double bound,
+                                                 double* carry) {
+  long long below = 0;
+  *carry = 0.0;
+  for (int first = 0; first < classes; first += LANES) {
+    const int c = first + lane;
+    const double weight = c < classes ? exp((double)(read(row + c * inner) - largest)) : 0.0;
+#if LANES == 32
+    const double sum = *carry + running_sum(weight, lane);
+    // The last class itself, not a lane behind it: sums in another order may round to less.
+    *carry = __shfl_sync(0xffffffffu, sum, min(31, classes - 1 - first));
+#else
+    const double sum = *carry += weight;
+#endif
+    below += c < classes && sum <= bound;
+  }
+  return below;
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2)
+draw_classes(const scalar* __restrict__ logits, const double* __restrict__ uniforms,
+             long long* __restrict__ ids, long long rows, long long inner, int classes) {
+  const int lane = threadIdx.x % LANES;
+  const long long index = (blockIdx.x * 256LL + threadIdx.x) / LANES;
+  if (index >= rows) return;  // whole warps: all lanes of a row go
+  const scalar* row = logits + index / inner * classes * inner + index % inner;
+  float largest = read(row);
+  for (int c = lane; c < classes; c += LANES) largest = fmaxf(largest, read(row + c * inner));
+#if LANES == 32
+  for (int distance = 16; distance; distance /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+#endif
+  double total;
+  count_below(row, inner, classes, largest, lane, -1.0, &total);
+  long long below = count_below(row, inner, classes, largest, lane, uniforms[index] * total, &total);
+#if LANES == 32
+  for (int distance = 16; distance; distance /= 2)
+    below += __shfl_down_sync(0xffffffffu, below, distance);
+#endif
+  if (lane == 0) ids[index] = below;
+}

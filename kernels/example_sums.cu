@@ -1,0 +1,65 @@
+// What a scale and a shift take of each example: sums of x * ds and of ds over positions.
+//
+//   x, ds   (n, entries, *sides) of any strides, seen as images whose channels are the entries;
+//           strides of zero repeat numbers
+//   sums    (n, 2 entries): all of x * ds, then all of ds
+//
+// Block (32, 8), grid (ceil(entries / WIDTH), n). No atomics, fixed order.
+//
+//   ACROSS 0   positions lie closer together than entries: a warp sums one entry, WIDTH is 8
+//   ACROSS 1   entries lie closer together: a thread sums every eighth position of one entry, WIDTH
+//              is 32
+#ifndef ACROSS
+#define ACROSS 0
+#endif
+
+__device__ __forceinline__ long long place_of(int position, const Images& g) {
+  long long place = 0;
+  #pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    place += position % g.sides[axis] * g.pixel_strides[axis];
+    position /= g.sides[axis];
+  }
+  return place;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+example_sums(const scalar* __restrict__ x, const scalar* __restrict__ ds, float* __restrict__ sums,
+             Images g, Images h) {
+  const int positions = h.sides[0] * h.sides[1] * h.sides[2], image = blockIdx.y;
+#if ACROSS
+  __shared__ float products[8][33], plain[8][33];
+  const int entry = blockIdx.x * 32 + threadIdx.x, first = threadIdx.y, step = 8;
+#else
+  const int entry = blockIdx.x * 8 + threadIdx.y, first = threadIdx.x, step = 32;
+#endif
+  float product = 0.0f, sum = 0.0f;
+  if (entry < h.channels) {
+    const scalar* own = x + image * g.image_stride + entry * g.channel_stride;
+    const scalar* gradient = ds + image * h.image_stride + entry * h.channel_stride;
+    for (int p = first; p < positions; p += step) {
+      const float found = read(gradient + place_of(p, h));
+      product += read(own + place_of(p, g)) * found;
+      sum += found;
+    }
+  }
+#if ACROSS
+  products[threadIdx.y][threadIdx.x] = product;
+  plain[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y) return;
+  product = sum = 0.0f;
+  for (int y = 0; y < 8; ++y) {
+    product += products[y][threadIdx.x];
+    sum += plain[y][threadIdx.x];
+  }
+#else
+  product = warp_sum(product);
+  sum = warp_sum(sum);
+  if (threadIdx.x) return;
+#endif
+  if (entry >= h.channels) return;
+  float* own = sums + image * 2LL * h.channels + entry;
+  own[0] = product;
+  own[h.channels] = sum;
+}

@@ -1,0 +1,183 @@
+"""Products of rows by groups of channels, and sums over positions; see the sources named below."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kfac_engine.kernels.geometry import WORK, Geometry, Struct, one_to_one
+from kfac_engine.kernels.launch import (
+    BLOCK,
+    INPUTS,
+    Array,
+    Device,
+    blocks_for,
+    float32,
+    int32,
+    source,
+)
+from kfac_engine.kernels.variants import options
+
+# Groups of so few features take the small tile: of a larger one most would be left empty.
+_FEW = 32
+# Blocks for each multiprocessor, so that the last wave is short.
+_BLOCKS_EACH = 8
+_SMALL, _LARGE = 16, 64
+_SUM_BLOCK = (32, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What is multiplied: rows ``z`` of each group, and how they join the old values.
+
+    Attributes:
+        count: Groups.
+        rows: Of the result of one group: features, with the one.
+        columns: Of it.
+        ones: Whether rows end with a one.
+        alpha: Scale of the sum.
+        beta: Scale of the old values; zero overwrites.
+        scratch_bytes: Bound for what the pieces find, if one piece fits.
+    """
+
+    count: int
+    rows: int
+    columns: int
+    ones: bool
+    alpha: float
+    beta: float
+    scratch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How the source is compiled and launched: a piece has so many blocks, and units at least."""
+
+    square: int
+    side: int
+    blocks: int
+    least: int
+
+
+def add_group_moments(
+    device: Device, x: Array, out: Array, images: Geometry, groups: Groups
+) -> None:
+    """``out ← beta·out + alpha·Σ z zᵀ`` of each group; see ``group_products.cu``.
+
+    Args:
+        device: Where to.
+        x: Images of any strides.
+        out: ``(groups, rows, rows)`` float32, contiguous.
+        images: Of ``x`` and the window; fewer than 2³¹ positions.
+        groups: Their sizes.
+    """
+    side = _SMALL if groups.rows <= _FEW else _LARGE
+    tiles = -(-groups.rows // side)
+    blocks = groups.count * tiles * (tiles + 1) // 2
+    # A piece shorter than this costs more to start and to add up than it takes.
+    least = 8 * _LARGE
+    _multiply(device, (x, x), out, (images, images), groups, _Form(0, side, blocks, least))
+
+
+def add_squares(
+    device: Device,
+    x: Array,
+    y: Array,
+    out: Array,
+    images: Geometry,
+    groups: Groups,
+) -> None:
+    """``out ← beta·out + alpha·Σ_n (Σ_t z_nt y_ntᵀ)²`` of each group; see ``group_products.cu``.
+
+    Args:
+        device: Where to.
+        x: Images of any strides.
+        y: ``(n, groups·columns, *outputs)``, any strides, of the type of ``x``.
+        out: ``(groups, rows, columns)`` float32, contiguous.
+        images: Of ``x`` and the window.
+        groups: Their sizes.
+    """
+    side = _SMALL if min(groups.rows, groups.columns) <= _FEW else _LARGE
+    blocks = groups.count * -(-groups.rows // side) * -(-groups.columns // side)
+    outputs = one_to_one(y.shape, _strides(y))
+    _multiply(device, (x, y), out, (images, outputs), groups, _Form(1, side, blocks, 1))
+
+
+def _multiply(
+    device: Device,
+    operands: tuple[Array, Array],
+    out: Array,
+    images: tuple[Geometry, Geometry],
+    groups: Groups,
+    form: _Form,
+) -> None:
+    """All pieces, then their sum."""
+    first, second = images
+    units = first.count if form.square else first.count * first.positions
+    room = max(1, groups.scratch_bytes // (4 * out.size))
+    pieces = min(-(-_BLOCKS_EACH * device.processors // form.blocks), room, -(-units // form.least))
+    length = -(-units // max(1, pieces))
+    # Positions of a piece begin at a multiple of what a block takes at a time.
+    length = length if form.square else -(-length // _LARGE) * _LARGE
+    pieces = -(-units // length) if units else 0
+    sizes = units, length, groups.count, groups.rows, groups.columns, int(groups.ones)
+    work = np.array([sizes], WORK)
+    macros = options(SQUARE=form.square, SIDE=form.side, INPUT=INPUTS[operands[0].dtype.name])
+    parts = device.empty((max(1, pieces), *out.shape), np.float32)
+    if pieces:
+        kernel = device.function(source("group_products"), "group_products", macros)
+        structs = (*_of_groups(first, second, groups.count), first.taps, second.taps, first.grid)
+        kernel((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, work))
+    add = device.function(source("group_products"), "add_parts", macros)
+    scales = float32(groups.alpha), float32(groups.beta)
+    add((blocks_for(out.size, device),), (BLOCK,), (out, parts, int32(pieces), work, *scales))
+
+
+def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
+    """``sums ← [Σ x∘ds, Σ ds]`` of each example; see ``example_sums.cu``.
+
+    Args:
+        device: Where to.
+        x: ``(n, entries, *sides)``, any strides.
+        ds: Of the same shape and type.
+        sums: ``(n, 2·entries)`` float32, contiguous.
+    """
+    if not sums.size:
+        return
+    g, h = (one_to_one(array.shape, _strides(array)) for array in (x, ds))
+    entry, *rest = _strides(ds)[1:]
+    across = all(entry < step for step, side in zip(rest, ds.shape[2:], strict=True) if side > 1)
+    macros = options(ACROSS=int(across), INPUT=INPUTS[x.dtype.name])
+    kernel = device.function(source("example_sums"), "example_sums", macros)
+    blocks = -(-ds.shape[1] // (32 if across else 8))
+    kernel((blocks, len(ds)), _SUM_BLOCK, (x, ds, sums, g.images, h.images))
+
+
+def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> None:
+    """``ids ←`` a class of each row; see ``classes.cu``.
+
+    Args:
+        device: Where to.
+        logits: ``(outer, classes, inner)``, contiguous.
+        uniforms: ``(outer, inner)`` float64, contiguous.
+        ids: ``(outer, inner)`` int64, contiguous.
+    """
+    if not ids.size:
+        return
+    _, classes, inner = logits.shape
+    lanes = 32 if inner < BLOCK else 1
+    macros = options(LANES=lanes, INPUT=INPUTS[logits.dtype.name])
+    kernel = device.function(source("classes"), "draw_classes", macros)
+    sizes = np.int64(ids.size), np.int64(inner), int32(classes)
+    kernel((-(-ids.size * lanes // BLOCK),), (BLOCK,), (logits, uniforms, ids, *sizes))
+
+
+def _of_groups(first: Geometry, second: Geometry, groups: int) -> tuple[Struct, Struct]:
+    """Both structs of images, with the channels of one group."""
+    found = first.images.copy(), second.images.copy()
+    for struct in found:
+        struct["channels"] //= groups
+    return found
+
+
+def _strides(x: Array) -> tuple[int, ...]:
+    return tuple(stride // x.dtype.itemsize for stride in x.strides)

@@ -1,0 +1,221 @@
+"""Kernels for groups of channels, squares, sums and classes, thread by thread on the CPU."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cupy_groups import GroupProducts
+from kfac_engine.backend.window import Window
+from kfac_engine.kernels.groups import draw_classes, sum_examples
+from tests.backend.geometries import CORNERS, STRIDED, Case
+from tests.backend.truths import patches
+from tests.cuda_on_cpu.device import ShimDevice
+from tests.cuda_on_cpu.module import ORDERS, compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+each_order = pytest.mark.parametrize("order", ORDERS)
+
+SCRATCH = 4 << 20
+ALPHA, BETA = 0.1, 0.9
+# Float32 sums of some thousand products, relative to the largest entry; squares of such sums.
+TOLERANCE = 2e-6
+
+# Images with four channels more for each group: what is drawn has few.
+GEOMETRIES = [*STRIDED[::12], *CORNERS]
+# Groups whose features fill more than a small tile, and more than a large one.
+WIDE = [
+    (Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 2, 8, (4, 5)), 2),
+    (Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 2, 16, (6, 5)), 2),
+    (Case(Window((1,), (1,), (1,), (0,), (0,)), 3, 70, (4,)), 1),
+]
+
+
+def grouped(case: Case, groups: int, dtype: type = np.float32) -> np.ndarray:
+    """Images whose channels are those of the case for each group."""
+    shape = case.n, case.channels * groups, *case.sides
+    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
+
+
+def rows(x: np.ndarray, window: Window, groups: int, *, ones: bool) -> np.ndarray:
+    """Patches of each group in float64, ``(groups, n, t, features (+ 1))``."""
+    w = window
+    each = [
+        patches(part, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+        for part in np.split(x.astype(np.float64), groups, axis=1)
+    ]
+    found = np.stack(each)
+    return np.concatenate([found, np.ones((*found.shape[:3], 1))], axis=3) if ones else found
+
+
+def start(wanted: np.ndarray, *, symmetric: bool, beta: float) -> np.ndarray:
+    old = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
+    old = old + old.swapaxes(1, 2) if symmetric else old
+    return old if beta else np.full_like(old, np.nan)
+
+
+def check_moment(
+    case: Case,
+    groups: int,
+    *,
+    order: str = "forward",
+    ones: bool = True,
+    dtype: type = np.float32,
+    beta: float = BETA,
+    processors: int = 2,
+    scratch: int = SCRATCH,
+    channels_last: bool = False,
+) -> ShimDevice:
+    x = grouped(case, groups, dtype)
+    if channels_last:
+        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    z = rows(x, case.window, groups, ones=ones)
+    wanted = ALPHA * np.einsum("gnti,gntj->gij", z, z)
+    out = start(wanted, symmetric=True, beta=beta)
+    if beta:
+        wanted += beta * out
+    device = ShimDevice(order, processors)
+    GroupProducts(device, scratch).add_moments(
+        x, case.window, out, homogeneous=ones, alpha=ALPHA, beta=beta
+    )
+    np.testing.assert_array_equal(out, out.swapaxes(1, 2))
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+    return device
+
+
+def check_squares(
+    case: Case,
+    groups: int,
+    columns: int = 3,
+    *,
+    order: str = "forward",
+    ones: bool = True,
+    dtype: type = np.float32,
+    beta: float = BETA,
+    processors: int = 2,
+    scratch: int = SCRATCH,
+) -> None:
+    x = grouped(case, groups, dtype)
+    z = rows(x, case.window, groups, ones=ones)
+    outputs = case.window.output_sides(case.sides)
+    y = np.random.default_rng(3).standard_normal((case.n, *outputs, groups * columns))
+    y = np.moveaxis(y.astype(dtype), -1, 1)
+    g = y.astype(np.float64).reshape(case.n, groups, columns, -1)
+    wanted = ALPHA * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1)
+    out = start(wanted, symmetric=False, beta=beta)
+    if beta:
+        wanted += beta * out
+    GroupProducts(ShimDevice(order, processors), scratch).add_squares(
+        x, case.window, y, out, homogeneous=ones, alpha=ALPHA, beta=beta
+    )
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+
+
+@each_order
+@pytest.mark.parametrize(("case", "groups"), [*WIDE, (STRIDED[0], 3)], ids=str)
+def test_sums_of_groups_do_not_depend_on_the_order_of_threads(
+    case: Case, groups: int, order: str
+) -> None:
+    check_moment(case, groups, order=order)
+    check_squares(case, groups, order=order)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("case", GEOMETRIES, ids=str)
+def test_sums_of_groups_are_right_for_any_geometry(case: Case, groups: int) -> None:
+    check_moment(case, groups)
+    check_squares(case, groups)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_read_as_it_is_and_summed_in_float32(dtype: type) -> None:
+    check_moment(*WIDE[0], dtype=dtype)
+    check_squares(*WIDE[0], dtype=dtype)
+
+
+def test_without_the_one_rows_have_features_only() -> None:
+    check_moment(*WIDE[0], ones=False)
+    check_squares(*WIDE[0], ones=False)
+
+
+def test_a_beta_of_zero_overwrites_what_was_not_a_number() -> None:
+    check_moment(*WIDE[0], beta=0)
+    check_squares(*WIDE[0], beta=0)
+
+
+def test_images_may_lie_anyhow_in_memory() -> None:
+    check_moment(*WIDE[0], channels_last=True)
+
+
+@pytest.mark.parametrize("scratch", [1, SCRATCH])
+def test_many_positions_are_cut_in_pieces_that_fit_the_scratch_memory(scratch: int) -> None:
+    case = Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 5, 1, (20, 20))
+    check_moment(case, 2, scratch=scratch, processors=3)
+    check_squares(case, 2, scratch=scratch, processors=3)
+
+
+def test_columns_beyond_a_tile_are_computed() -> None:
+    check_squares(*WIDE[0], columns=70)
+
+
+# Axes of data after the batch, and how they lie in memory: the first is that of the entries.
+LAYOUTS = {
+    "channels first": ((5, 3, 7), (0, 1, 2)),
+    "channels last": ((40, 3, 7), (1, 2, 0)),
+    "nothing to sum": ((70,), (0,)),
+    "many positions": ((2, 300), (0, 1)),
+}
+
+
+@each_order
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_example_is_summed(layout: str, dtype: type, order: str) -> None:
+    sides, memory = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    stored = [rng.normal(size=(3, *(sides[axis] for axis in memory))) for _ in range(2)]
+    places = [1 + memory.index(axis) for axis in range(len(sides))]
+    x, ds = (a.astype(dtype).transpose(0, *places) for a in stored)
+    sums = np.full((3, 2 * sides[0]), np.nan, np.float32)
+    sum_examples(ShimDevice(order), x, ds, sums)
+    a, g = (array.astype(np.float64).reshape(3, sides[0], -1) for array in (x, ds))
+    wanted = np.concatenate([(a * g).sum(axis=2), g.sum(axis=2)], axis=1)
+    np.testing.assert_allclose(sums, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_numbers_that_are_broadcast_are_read_where_they_lie() -> None:
+    rng = np.random.default_rng(0)
+    x, ds = rng.normal(size=(3, 1, 4)), rng.normal(size=(3, 6, 4))
+    x, ds = np.broadcast_to(x.astype(np.float32), ds.shape), ds.astype(np.float32)
+    sums = np.empty((3, 12), np.float32)
+    sum_examples(ShimDevice(), x, ds, sums)
+    wanted = np.concatenate([(x * ds).sum(axis=2), ds.sum(axis=2)], axis=1)
+    np.testing.assert_allclose(sums, wanted, atol=1e-5)
+
+
+@each_order
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 3, 1), (9, 100, 1), (3, 31, 2), (2, 7, 300)], ids=str)
+def test_a_class_is_drawn_where_the_cumulative_weight_passes_the_uniform(
+    shape: tuple[int, int, int], dtype: type, order: str
+) -> None:
+    rng = np.random.default_rng(0)
+    logits = (3 * rng.normal(size=shape)).astype(dtype)
+    uniforms = rng.random((shape[0], shape[2]))
+    uniforms[0, 0], uniforms[1, 0] = 0.0, 1 - 2**-53
+    ids = np.full(uniforms.shape, -1, np.int64)
+    draw_classes(ShimDevice(order), logits, uniforms, ids)
+    weights = np.exp(logits.astype(np.float64) - logits.astype(np.float64).max(1, keepdims=True))
+    cumulative = weights.cumsum(axis=1)
+    wanted = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(axis=1)
+    np.testing.assert_array_equal(ids, wanted)
+
+
+def test_classes_without_weight_are_never_drawn() -> None:
+    logits = np.full((64, 40, 1), -1000.0, np.float32)
+    logits[:, 3], logits[:, 35] = 2.0, 1.0
+    uniforms = np.linspace(0, 1, 64, endpoint=False).reshape(64, 1)
+    ids = np.zeros((64, 1), np.int64)
+    draw_classes(ShimDevice(), logits, uniforms, ids)
+    assert set(ids[:, 0].tolist()) == {3, 35}
+    assert ids[0, 0] == 3
