@@ -31,7 +31,7 @@ from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.newer import executable
 from kfac_engine.graph.nodes import canonical_nodes
-from kfac_engine.graph.order import refuse_repeated, sort_nodes
+from kfac_engine.graph.order import all_nodes, refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
 from kfac_engine.graph.spelling import spell_out
 from kfac_engine.graph.structure import Graph, Input
@@ -117,6 +117,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     template = _template(model, external)
     working = _canonical(template, constants)
+    _decode_all(working.graph, template.graph)
     stored = declared_halves((*template.graph.input, *template.graph.output))
     stored |= widen(working.graph, constants)
     return LoadedModel(
@@ -214,7 +215,18 @@ def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
     """A size or a symbol; old exporters write -1 for a size they do not know."""
     if side.HasField("dim_value"):
         return side.dim_value if side.dim_value >= 0 else None
-    return _text(side.dim_param) or None
+    return side.dim_param or None
+
+
+def _decode_all(working: onnx.GraphProto, template: onnx.GraphProto) -> None:
+    """Read all names once, so that a damaged one is found here."""
+    for entry in (*template.input, *template.output):
+        for side in entry.type.tensor_type.shape.dim:
+            _text(side.dim_param)
+    for node in all_nodes(working.node):
+        keys = (entry.name for entry in node.attribute)
+        for value in (node.name, node.op_type, node.domain, *node.input, *node.output, *keys):
+            _text(value)
 
 
 def _text(value: str | bytes) -> str:

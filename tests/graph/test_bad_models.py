@@ -180,6 +180,10 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
         lambda m: m.ParseFromString(BYTES.replace(b"batch", b"b\xfftch")),
         ("UTF-8",),
     ),
+    "value_not_utf8": (
+        lambda m: m.ParseFromString(BYTES.replace(b"fc1", b"f\xff1")),
+        ("UTF-8",),
+    ),
     "name_not_utf8": (
         lambda m: m.ParseFromString(NAMED.replace(b"a name", b"a\xffname")),
         ("UTF-8",),
