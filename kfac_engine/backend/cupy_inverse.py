@@ -317,8 +317,8 @@ class CupyInverses:
 
 
 def symmetric(stack: Array, xp: ModuleType) -> Array:
-    """Matrices with both triangles from the lower one, new."""
-    whole: Array = xp.tril(stack) + xp.tril(stack, -1).swapaxes(1, 2)
+    """Matrices with both triangles from the lower one, new and C-contiguous."""
+    whole: Array = xp.ascontiguousarray(xp.tril(stack) + xp.tril(stack, -1).swapaxes(1, 2))
     return whole
 
 

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfac_engine.errors import BackendError
+
 # An array of the device: with an address, unlike one of NumPy's.
 _Array: TypeAlias = Any
 
@@ -134,7 +136,7 @@ class Solvers:
         places = ctypes.c_void_p(space.data.ptr), size.value, ctypes.c_void_p(code.data.ptr)
         status = status or self._library.cusolverDnDpotri(*at, *places)
         if status:
-            raise RuntimeError(f"cusolverDnDpotri gave status {status}")
+            raise BackendError(f"cuSOLVER's inverse of a {side} × {side} matrix gave {status}.")
 
     def _proven(self) -> bool:
         """Whether ``potri`` inverts a small matrix."""
@@ -142,7 +144,7 @@ class Solvers:
         self.cholesky(work)
         try:
             self._potri(work[0], self._xp.zeros(1, np.int32))
-        except (RuntimeError, AttributeError):  # the library refuses, or has no such function
+        except (BackendError, AttributeError):  # the library refuses, or has no such function
             return False
         found = self._xp.asnumpy(self._xp.tril(work[0]))
         return bool(np.allclose(found, np.tril(_TRIAL_INVERSE), rtol=0, atol=1e-12))
@@ -150,10 +152,11 @@ class Solvers:
 
 def loaded_library() -> Any:
     """The cuSOLVER that CuPy has loaded, whichever version; None where it goes by another name."""
-    for name in _LIBRARIES:
+    # Never a second version: its functions would be given a handle of the first.
+    only_loaded: int | None = getattr(os, "RTLD_NOLOAD", None)
+    for name in _LIBRARIES if only_loaded is not None else ():
         try:
-            # Never a second version: its functions would be given a handle of the first.
-            return ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW)
+            return ctypes.CDLL(name, mode=only_loaded or 0)
         except OSError:
             continue
     return None

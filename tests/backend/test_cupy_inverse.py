@@ -1,6 +1,8 @@
 """Many matrices at once on a GPU: as each alone, with the device read once for all of them."""
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -262,3 +264,23 @@ def test_small_matrices_and_slow_devices_take_eigenvectors(backend: CupyBackend)
     assert backend.inverse_roots([matrix], [0.1], [2])[0] is not None
     backend.device.capability = 89  # float64 at a sixty-fourth of the rate
     assert backend.inverse_roots([matrix], [0.1], [2]) == [None]
+
+
+# -- the library -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "RTLD_NOLOAD"), reason="needs a loader that can be asked")
+def test_only_a_library_that_is_loaded_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_solvers, "_LIBRARIES", ("libnone.so.1",))
+    assert cupy_solvers.loaded_library() is None
+    monkeypatch.setattr(cupy_solvers, "_LIBRARIES", ("libnone.so.1", "libc.so.6"))
+    if sys.platform == "linux":
+        assert cupy_solvers.loaded_library() is not None
+
+
+def test_a_refusal_of_the_library_is_told(
+    backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standin_solvers.Library, "cusolverDnDpotri", lambda *_: 7)
+    with pytest.raises(BackendError, match=r"inverse of a 4 × 4 matrix gave 7"):
+        backend.damped_inverse(backend.asarray(spd(4, 0)), 0.1)
