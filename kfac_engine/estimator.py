@@ -13,7 +13,7 @@ from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.refresh import refresh
-from kfac_engine.factors.values import take
+from kfac_engine.factors.values import extents, take
 
 # One gradient source: loss input to cotangent.
 Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
@@ -303,8 +303,9 @@ class FisherEstimator:
         moving = [f for f in factors if self._gradients.keys() & set(f.statistic.names())]
         while following is not None:
             values, stats = following
+            known = extents([f.statistic for f in moving], values, self._collection.backend)
             for factor in moving:
-                factor.check(values)
+                factor.check(values, known)
                 pending[id(factor)] = factor.accumulate(pending[id(factor)], values)
             following = next(sources, None)
         for factor in factors:
@@ -313,8 +314,9 @@ class FisherEstimator:
 
     def _check(self, factors: Sequence[FisherFactor], values: Values) -> None:
         expected, whose = self._batch_size, f"the batch_size of {self.name}"
+        known = extents([f.statistic for f in factors], values, self._collection.backend)
         for factor in factors:
-            factor.check(values)
+            factor.check(values, known)
             size = factor.statistic.batch_size(values)
             if expected is None:
                 expected, whose = size, f"that of {factor.name}"

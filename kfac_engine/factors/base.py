@@ -24,7 +24,7 @@ from kfac_engine.errors import (
 from kfac_engine.factors.average import MovingAverage
 from kfac_engine.factors.refresh import Refreshing, refresh
 from kfac_engine.factors.statistics import Statistic
-from kfac_engine.factors.values import take
+from kfac_engine.factors.values import Extents, extents, take
 
 _WIDE = np.dtype(np.float64)
 
@@ -85,7 +85,7 @@ class FisherFactor(ABC):
         """
         return self.average.read(self.name).copy()
 
-    def check(self, values: Values) -> None:
+    def check(self, values: Values, known: Extents | None = None) -> None:
         """Refuse a batch that would poison the average or does not fit it.
 
         What passes can be measured: an update after it does not stop half way. Numbers whose
@@ -93,6 +93,7 @@ class FisherFactor(ABC):
 
         Args:
             values: As made by ``take``; holds every tensor of the statistic.
+            known: What was measured of them for several factors at once.
 
         Raises:
             NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares, or the squares
@@ -101,8 +102,9 @@ class FisherFactor(ABC):
                 the average.
             InputError: The towers differ in size, or there is no example.
         """
+        known = known or extents([self.statistic], values, self.backend)
         for name in self.statistic.names():
-            if not self.backend.all_finite(values[name]):
+            if not known.finite[name]:
                 self._check_large(name, values[name])
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
@@ -110,7 +112,7 @@ class FisherFactor(ABC):
         if not self.statistic.batch_size(values):
             raise InputError(f"the batch for {self.name} holds no example.")
         for pair in self.statistic.products():
-            self._check_product(pair, values)
+            self._check_product(pair, values, known.largest)
 
     def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
         """Average one batch in, all its sources at once, in place.
@@ -171,13 +173,15 @@ class FisherFactor(ABC):
             )
         self._narrowest = _WIDE
 
-    def _check_product(self, pair: tuple[str, str], values: Values) -> None:
+    def _check_product(
+        self, pair: tuple[str, str], values: Values, largest: Mapping[str, float]
+    ) -> None:
         """Numbers in range may have products whose squares are not: widen, or refuse."""
         bound = 1.0
         for name in pair:
             x = values[name]
             # An example's sum of products is at most the product of its norms (Cauchy-Schwarz).
-            bound *= max(float(abs(x).max()), 1.0) * (x.size / len(x)) ** 0.5
+            bound *= max(largest.get(name, 0.0), 1.0) * (x.size / len(x)) ** 0.5
         bound *= len(x) ** 0.5  # squares are summed over the examples
         kept = np.result_type(self._narrowest, *(values[n].dtype for n in pair if _real(values[n])))
         if bound < float(np.finfo(kept).max) ** 0.5:

@@ -1,10 +1,12 @@
 """What statistics read of a batch, as arrays of a backend."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import UnknownNameError
+from kfac_engine.factors.statistics import Statistic
 from kfac_engine.losses.checks import Named
 
 
@@ -31,3 +33,35 @@ def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Arr
                 f"the statistics read '{name}', but the batch has no value of that name."
             ) from missing
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """How large the numbers of a batch are, read from a device once for all factors.
+
+    Attributes:
+        finite: Whether the sum of squares of a value is finite.
+        largest: Largest absolute number of a value that is multiplied before it is squared.
+    """
+
+    finite: Mapping[str, bool]
+    largest: Mapping[str, float]
+
+
+def extents(statistics: Sequence[Statistic], values: Values, backend: Backend) -> Extents:
+    """What factors must know of a batch before they take it.
+
+    Args:
+        statistics: What will be measured.
+        values: As made by ``take``.
+        backend: Array library.
+
+    Returns:
+        The extents of every value that the statistics read.
+    """
+    names = list(dict.fromkeys(name for found in statistics for name in found.names()))
+    finite = dict(zip(names, backend.finite([values[name] for name in names]), strict=True))
+    pairs = (pair for found in statistics for pair in found.products())
+    multiplied = [n for n in dict.fromkeys(n for pair in pairs for n in pair) if values[n].size]
+    largest = backend.download([abs(values[name]).max() for name in multiplied])
+    return Extents(finite, {n: float(x) for n, x in zip(multiplied, largest, strict=True)})
