@@ -1,10 +1,8 @@
-"""Times of several ways to the same result, measured fairly on a machine that others use too."""
+"""Wall times of repeated runs, summed up."""
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
-from time import perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,31 +18,6 @@ class Spread:
     median: float
     low: float
     high: float
-
-
-def time_in_turn(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Spread]:
-    """Wall times of contenders that take turns, so that a busy moment hits all of them.
-
-    Args:
-        contenders: Name to what is timed. Each has run before: nothing is loaded or compiled here.
-        rounds: How often each runs; at least two.
-
-    Returns:
-        Name to times.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for name, run in contenders.items():
-                start = perf_counter()
-                run()
-                times[name].append(perf_counter() - start)
-    finally:
-        if collecting:
-            gc.enable()
-    return {name: spread(found) for name, found in times.items()}
 
 
 def spread(times: Sequence[float]) -> Spread:

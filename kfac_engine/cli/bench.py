@@ -1,4 +1,4 @@
-"""``bench``: how fast the backend is on this machine, beside the plain definition."""
+"""``bench``: how fast the package is on this machine, beside the plain definition and peers."""
 
 from pathlib import Path
 
@@ -9,10 +9,21 @@ from kfac_engine.cli.options import debug_option, file_path
 
 @click.command
 @click.option("--suite", multiple=True, metavar="NAME", help="Only this suite; may be repeated.")
+@click.option(
+    "--compare",
+    default="",
+    metavar="NAMES",
+    help="Installed peers that take part: torch, jax, kfac-jax, curvlinops; with commas.",
+)
 @click.option("--json", "json_path", type=file_path, metavar="FILE", help="Write JSON as well.")
+@click.option("--plot", type=file_path, metavar="DIR", help="Draw a chart of each suite.")
+@click.option("--profile", is_flag=True, help="Say where the time of a step goes.")
 @debug_option
-def bench(suite: tuple[str, ...], json_path: Path | None) -> None:
-    """Time covariances and inverses beside plain NumPy, and how engines are built."""
+def bench(
+    suite: tuple[str, ...], compare: str, json_path: Path | None, plot: Path | None, profile: bool
+) -> None:
+    """Time each operation beside its definition, whole steps beside peers, and what they take."""
     from kfac_engine.bench.run import run_suites
 
-    run_suites(suite, json_path)
+    peers = [name.strip() for name in compare.split(",") if name.strip()]
+    run_suites(suite, json_path, compare=peers, plot=plot, profile=profile)

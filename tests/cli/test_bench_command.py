@@ -6,14 +6,16 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.bench import run
+from kfac_engine.bench.ceiling import Ceiling
 
 
 @pytest.fixture
 def one_small_case(monkeypatch):
     """Leaves one suite of one case."""
-    cases = [case for case in run.SUITES["inverse"] if case.name == "64 × 64"]
+    cases = [job for job in run.SUITES["inverse"] if job.name == "64 × 64"]
     assert cases
     monkeypatch.setattr(run, "SUITES", {"inverse": cases})
+    monkeypatch.setattr(run, "measure_ceiling", lambda: Ceiling(1e9, 1e9))
 
 
 def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
@@ -22,6 +24,11 @@ def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
     assert "64 × 64" in json.dumps(
         json.loads((tmp_path / "b.json").read_text()), ensure_ascii=False
     )
+
+
+def test_a_peer_that_nobody_knows_is_refused_by_name(capsys):
+    assert main(["bench", "--compare", "torch,caffe"]) == 2
+    assert "unknown contender 'caffe'; choose one of: " in capsys.readouterr().err
 
 
 def test_an_unknown_suite_is_refused_by_name(capsys):

@@ -1,0 +1,144 @@
+"""Who takes part: a module each, run in a process of its own that no other's threads disturb."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.bench.jobs import Job
+from kfac_engine.bench.usage import Usage
+from kfac_engine.errors import BackendError
+from kfac_engine.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to do the jobs.
+
+    Attributes:
+        module: Name of the module with its ``OPERATIONS``.
+        operations: What it can do, so that nothing is loaded to find out.
+        needs: Packages that must be installed.
+    """
+
+    module: str
+    operations: frozenset[str]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Packages that are not installed."""
+        return tuple(name for name in self.needs if find_spec(name) is None)
+
+
+_PRIMITIVES = frozenset({"dense", "patches", "depthwise", "inverse", "power", "precondition"})
+DEFINITION, OURS = "definition", "ours"
+CONTENDERS: Mapping[str, Contender] = Registry(
+    "contender",
+    {
+        DEFINITION: Contender("kfac_engine.bench.definition", _PRIMITIVES),
+        OURS: Contender("kfac_engine.bench.ours", _PRIMITIVES | {"step"}),
+        "torch": Contender("kfac_engine.bench.with_torch", _PRIMITIVES | {"step"}, ("torch",)),
+        "jax": Contender(
+            "kfac_engine.bench.with_jax",
+            frozenset({"dense", "patches", "inverse", "power", "precondition"}),
+            ("jax",),
+        ),
+        "kfac-jax": Contender(
+            "kfac_engine.bench.with_kfac_jax", frozenset({"step"}), ("jax", "kfac_jax")
+        ),
+        "curvlinops": Contender(
+            "kfac_engine.bench.with_curvlinops", frozenset({"step"}), ("torch", "curvlinops")
+        ),
+    },
+)
+PEERS = tuple(name for name in CONTENDERS if name not in {DEFINITION, OURS})
+
+
+@dataclass(slots=True)
+class Process:
+    """A running contender.
+
+    Attributes:
+        name: Of the contender.
+        python: The process; it ends with ``close``.
+        folder: For results.
+    """
+
+    name: str
+    python: "subprocess.Popen[str]" = field(repr=False)
+    folder: Path = field(repr=False)
+
+    def prepare(self, job: Job) -> Array:
+        """Set a job up.
+
+        Args:
+            job: One that the contender can do.
+
+        Returns:
+            The result of its first run.
+        """
+        path = self.folder / f"{self.name}.npy"
+        self._ask({"setup": job.operation, "sizes": dict(job.sizes), "result": str(path)})
+        result: Array = np.load(path)
+        path.unlink()
+        return result
+
+    def run(self) -> Usage:
+        """Run the job once and say what that used."""
+        return Usage(**self._ask({}))
+
+    def close(self) -> None:
+        """End the process."""
+        # Nothing more to read is its sign to end.
+        self.python.communicate()
+
+    def _ask(self, order: Mapping[str, object]) -> dict[str, float]:
+        """The answer to an order.
+
+        Raises:
+            BackendError: The process ended.
+        """
+        assert self.python.stdin is not None
+        assert self.python.stdout is not None
+        self.python.stdin.write(json.dumps(order) + "\n")
+        self.python.stdin.flush()
+        line = self.python.stdout.readline()
+        if not line:
+            raise BackendError(
+                f"contender '{self.name}' ended with status {self.python.wait()} while it did "
+                f"{order or 'a run'}; its own message is above."
+            )
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def running(names: Sequence[str]) -> Iterator[dict[str, Process]]:
+    """Processes of these contenders; they end with the context.
+
+    Args:
+        names: Of contenders that are installed.
+
+    Yields:
+        Name to process.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes = {}
+        for name in names:
+            command = [sys.executable, "-m", "kfac_engine.bench.worker", CONTENDERS[name].module]
+            python = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            processes[name] = Process(name, python, folder)
+            stack.callback(processes[name].close)
+        yield processes

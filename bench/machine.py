@@ -1,0 +1,83 @@
+"""What times depend on besides the code: processor, libraries, their kernels and threads."""
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from threadpoolctl import threadpool_info
+
+_PACKAGES = (
+    "numpy", "scipy", "onnxruntime", "torch", "jax", "kfac-jax", "curvlinops-for-pytorch",
+)  # fmt: skip
+# What makes OpenBLAS take another kernel than the one for this processor.
+_KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
+_AVX512, _OLDER_KERNELS = "avx512f", frozenset({"Haswell", "Zen", "Sandybridge", "Prescott"})
+
+
+def machine() -> dict[str, object]:
+    """Everything, JSON-ready."""
+    blas = [
+        {
+            "library": library["internal_api"],
+            "version": library["version"],
+            "kernel": library.get("architecture"),
+            "threads": library["num_threads"],
+        }
+        # NumPy and SciPy may each bring their own.
+        for library in threadpool_info()
+        if library["user_api"] == "blas"
+    ]
+    return {
+        "platform": platform.platform(),
+        "processor": _processor("model name"),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "blas": blas,
+        "warnings": _warnings([str(library["kernel"]) for library in blas]),
+    }
+
+
+def print_machine(console: Console, found: Mapping[str, object]) -> None:
+    """Print the facts of ``machine``, one a line."""
+    for name, value in found.items():
+        for item in value if isinstance(value, list) else [value]:
+            pairs = item.items() if isinstance(item, dict) else ()
+            text = ", ".join(f"{key} {found}" for key, found in pairs) or item
+            console.print(f"{name}: {text}")
+
+
+def _warnings(kernels: list[str]) -> list[str]:
+    forced = os.environ.get(_KERNEL_VARIABLE)
+    older = _OLDER_KERNELS.intersection(kernels)
+    warnings = []
+    if forced:
+        warnings.append(
+            f"{_KERNEL_VARIABLE}={forced} overrides the kernel that OpenBLAS would pick here; "
+            "unset it unless you mean to."
+        )
+    if older and _AVX512 in _processor("flags").split():
+        warnings.append(
+            f"BLAS runs its {', '.join(sorted(older))} kernel although this processor has AVX-512: "
+            "products take up to twice as long as they need to."
+        )
+    return warnings
+
+
+def _processor(field: str) -> str:
+    """A field of the first processor in /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
+    return next(values, "")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

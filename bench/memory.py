@@ -1,0 +1,112 @@
+"""Peak memory of a step as measured, beside what the engine announced; a process for each."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from kfac_engine.bench.jobs import DECAY
+from kfac_engine.bench.report import new_table
+from kfac_engine.bench.step_networks import NETWORKS
+from kfac_engine.engine import Engine
+from kfac_engine.errors import BackendError
+from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
+
+# Network, batch and estimation mode: the modes differ in how often they go back.
+CASES = (
+    ("mlp", 512, "gradients"),
+    ("mlp", 4096, "gradients"),
+    ("resnet20", 128, "gradients"),
+    ("resnet20", 128, "empirical"),
+    ("transformer", 32, "gradients"),
+    ("mlp", 512, "exact"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes of one step.
+
+    Attributes:
+        case: Network, batch and mode.
+        announced: By the engine, before the step: model included.
+        measured: Resident at the highest above what the process held before it had a model; 0
+            where the system does not tell.
+    """
+
+    case: str
+    announced: int
+    measured: int
+
+
+def run_memory(console: Console, name: str) -> list[Peak]:
+    """Measure the cases, and print a table.
+
+    Args:
+        console: Where to print.
+        name: Of the suite.
+
+    Returns:
+        The rows of the table.
+    """
+    peaks = [in_new_process(*case) for case in CASES]
+    table = new_table(name, ("case",), ("announced MB", "measured MB", "measured ÷ announced"))
+    for peak in peaks:
+        table.add_row(
+            peak.case, f"{peak.announced / 1e6:.0f}", f"{peak.measured / 1e6:.0f}",
+            f"{peak.measured / peak.announced:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    return peaks
+
+
+def in_new_process(network: str, batch: int, mode: str) -> Peak:
+    """The peak of one case.
+
+    Args:
+        network: Name.
+        batch: Examples.
+        mode: Of the estimation.
+
+    Returns:
+        What was found.
+
+    Raises:
+        BackendError: The process failed.
+    """
+    command = [sys.executable, "-m", "kfac_engine.bench.memory", network, str(batch), mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BackendError(f"measuring '{network}' failed: {done.stderr.strip()}")
+    announced, measured = json.loads(done.stdout)
+    return Peak(f"{network}, batch {batch}, {mode}", announced, measured)
+
+
+def step_peak(network: str, batch: int, mode: str) -> tuple[int, int]:
+    """Announced and measured bytes of two steps in this process.
+
+    Args:
+        network: Name.
+        batch: Examples.
+        mode: Of the estimation.
+
+    Returns:
+        Both.
+    """
+    net = NETWORKS[network]()
+    inputs, targets = net.inputs(batch), net.targets(batch)
+    before = resident_bytes()
+    engine = Engine.from_onnx(
+        net.data, loss="categorical", estimation_mode=mode, ema_decay=DECAY, backend="numpy"
+    )
+    announced = engine.memory(batch).total
+    forget_peak()
+    for _ in range(2):
+        engine.step(inputs, targets)
+    return announced, max(0, peak_bytes() - before)
+
+
+if __name__ == "__main__":
+    print(json.dumps(step_peak(sys.argv[1], int(sys.argv[2]), sys.argv[3])))

@@ -1,0 +1,144 @@
+"""Steps of K-FAC in PyTorch as the libraries for it make them.
+
+Hooks save what goes into each dense layer and convolution and the gradient that comes back; patches
+are unfolded, moments are products of whole matrices, inverses come of Cholesky factors. Targets are
+the given ones, as everywhere in this suite. Normalizations and embeddings keep plain gradients.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, unfold
+
+from kfac_engine.bench.definition import Run
+from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS
+from kfac_engine.bench.step_networks import NETWORKS
+from kfac_engine.bench.torch_networks import turned, with_weights
+
+
+def step(network: str, batch: int, kind: str, cycle: int) -> Run:
+    """``cycle`` steps; the result is the gradient of the last one.
+
+    Args:
+        network: Name.
+        batch: Examples.
+        kind: Of ``STEPS``.
+        cycle: Steps in one run.
+
+    Returns:
+        The run.
+    """
+    net = NETWORKS[network]()
+    module, periods = with_weights(network, net.weights), STEPS[kind]
+    x = torch.from_numpy(net.inputs(batch)["x"])
+    y = torch.from_numpy(net.targets(batch))
+    kfac = Preconditioner(module, *periods) if periods else None
+
+    def run() -> Any:
+        for _ in range(cycle):
+            module.zero_grad(set_to_none=True)
+            logits = module(x)
+            cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1)).backward()
+            if kfac is not None:
+                kfac.step()
+        found = dict(module.named_parameters())
+        return [turned(name, found[name].grad).numpy() for name in net.compared]
+
+    return run
+
+
+class Preconditioner:
+    """Factors and inverses of the dense layers and convolutions of a module.
+
+    Args:
+        module: The network.
+        factors_every: Steps between updates of factors.
+        inverses_every: Steps between inverses.
+    """
+
+    def __init__(self, module: nn.Module, factors_every: int, inverses_every: int) -> None:
+        self.natural: dict[str, torch.Tensor] = {}
+        self._layers = {
+            name: Layer(part)
+            for name, part in module.named_modules()
+            if isinstance(part, nn.Linear | nn.Conv2d)
+        }
+        self._periods = factors_every, inverses_every
+        self._count = 0
+        self._listen()
+
+    def step(self) -> None:
+        """Move averages and inverses as due, and precondition the gradients."""
+        factors_every, inverses_every = self._periods
+        for name, layer in self._layers.items():
+            if self._count % factors_every == 0:
+                layer.update()
+            if self._count % inverses_every == 0:
+                layer.invert()
+            self.natural[name] = layer.precondition()
+        self._count += 1
+        self._listen()
+
+    def _listen(self) -> None:
+        due = self._count % self._periods[0] == 0
+        for layer in self._layers.values():
+            layer.listening = due
+
+
+class Layer:
+    """One layer with its factors.
+
+    Args:
+        module: A dense layer or a convolution.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.listening = True
+        self._module = module
+        d_out, d_in = module.weight.flatten(1).shape
+        self._average = torch.zeros(d_in + 1, d_in + 1), torch.zeros(d_out, d_out)
+        self._inverse = self._average
+        self._seen: dict[str, torch.Tensor] = {}
+        module.register_forward_hook(self._save_input)
+        module.register_full_backward_hook(self._save_gradient)
+
+    def update(self) -> None:
+        """Average the batch into both factors."""
+        a, ds = self._rows(self._seen["a"]), self._seen["ds"]
+        ds = ds.transpose(1, -1).reshape(-1, len(self._module.weight))
+        A, G = self._average
+        A.addmm_(a.T, a, beta=DECAY, alpha=(1 - DECAY) / len(a))
+        G.addmm_(ds.T, ds, beta=DECAY, alpha=(1 - DECAY) / len(ds))
+
+    def invert(self) -> None:
+        """Damped inverses of both factors."""
+        A, G = self._average
+        pi = float(((A.trace() / len(A)) / (G.trace() / len(G))).sqrt())
+        levels = np.sqrt(DAMPING) * pi, np.sqrt(DAMPING) / pi
+        self._inverse = tuple(  # type: ignore[assignment]  # two of them
+            torch.cholesky_inverse(torch.linalg.cholesky(M + level * torch.eye(len(M))))
+            for M, level in zip((A, G), levels, strict=True)
+        )
+
+    def precondition(self) -> torch.Tensor:
+        """The gradient of weight and bias between the inverses."""
+        weight, bias = self._module.weight.grad.flatten(1), self._module.bias.grad
+        A, G = self._inverse
+        return G @ torch.cat([weight, bias[:, None]], 1) @ A
+
+    def _rows(self, a: torch.Tensor) -> torch.Tensor:
+        if a.ndim == 4:
+            m = self._module
+            a = unfold(a, m.kernel_size, padding=m.padding, stride=m.stride).transpose(1, 2)
+        a = a.reshape(-1, a.shape[-1])
+        return torch.cat([a, torch.ones(len(a), 1)], 1)
+
+    def _save_input(self, module: nn.Module, given: Any, result: Any) -> None:
+        if self.listening:
+            self._seen["a"] = given[0].detach()
+
+    def _save_gradient(self, module: nn.Module, given: Any, gradients: Any) -> None:
+        if self.listening:
+            self._seen["ds"] = gradients[0] * len(gradients[0])

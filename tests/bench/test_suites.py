@@ -1,0 +1,101 @@
+"""Suites without contenders: growth, memory, stages; and the networks whose steps are timed."""
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kfac_engine as ke
+from kfac_engine.bench import jobs, scaling
+from kfac_engine.bench.memory import step_peak
+from kfac_engine.bench.stages import take_apart
+from kfac_engine.bench.step_networks import NETWORKS, classifier
+from kfac_engine.bench.timing import spread
+from kfac_engine.bench.usage import Meter
+
+PARAMETERS = {
+    "mlp": 785 * 1024 + 1025 * 512 + 513 * 256 + 257 * 10,
+    # The published network's 269,722 with 688 biases in place of 1,376 parameters of
+    # normalizations, and two shortcuts that are convolutions.
+    "resnet20": 269_722 - 688 + (16 * 32 + 32) + (32 * 64 + 64),
+    "transformer": 256 * 256
+    + 4 * (4 * 257 * 256 + 257 * 1024 + 1025 * 256 + 4 * 256)
+    + 2 * 256
+    + 257 * 256,
+}
+# A forward pass in single precision: a difference of losses keeps three digits.
+TOLERANCE = 2e-2
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_network_has_the_parameters_it_is_known_for(name):
+    assert sum(w.size for w in NETWORKS[name]().weights.values()) == PARAMETERS[name]
+
+
+def test_gradients_that_are_compared_are_those_of_the_loss():
+    """A step along the gradient changes the loss by its square, to first order."""
+    net = classifier((6, 5, 3))
+    engine = ke.Engine.from_onnx(net.data, loss="categorical")
+    inputs, targets = net.inputs(8), net.targets(8)
+    found = engine.gradients(inputs, targets).gradients
+    assert tuple(sorted(found)) == net.compared
+    squares = sum(float((g**2).sum()) for g in found.values())
+    step = 1e-2
+    losses = []
+    for sign in (1, -1):
+        engine.set_parameters({n: w + sign * step * found[n] for n, w in net.weights.items()})
+        losses.append(engine.gradients(inputs, targets).loss)
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(squares, rel=TOLERANCE)
+
+
+def test_an_exponent_is_the_slope_of_logarithms():
+    assert scaling.fitted([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
+
+
+def test_points_of_an_axis_share_their_exponents(monkeypatch, capsys):
+    shapes = ((2, 4), lambda n: scaling.Shape(batch=n, width=3, classes=2, layers=1))
+    monkeypatch.setattr(scaling, "AXES", {"batch": shapes})
+    points = scaling.run_scaling(Console(width=120), "scaling", ["batch"], rounds=2)
+    assert [point.size for point in points] == [2, 4]
+    times = [point.seconds.median for point in points]
+    expected = np.log(times[1] / times[0]) / np.log(2)
+    assert [point.exponent for point in points] == pytest.approx([expected] * 2)
+    assert "size^" in capsys.readouterr().out
+
+
+def test_the_spread_is_that_of_the_times():
+    found = spread([5, 1, 3, 2, 4])
+    assert (found.low, found.median, found.high) == (2, 3, 4)
+
+
+def test_a_meter_counts_this_process_apart_from_others():
+    meter = Meter()
+    total = sum(i * i for i in range(1_000_000))
+    used = meter.usage()
+    assert total > 0
+    assert 0 < used.cpu_seconds <= used.seconds * 1.5
+    assert min(used.others_seconds, used.switches, used.peak_bytes) >= 0
+
+
+@pytest.mark.slow
+def test_a_step_is_announced_and_measured():
+    announced, measured = step_peak("mlp", 16, "gradients")
+    weights = 4 * PARAMETERS["mlp"]
+    assert announced > weights
+    assert measured == 0 or measured > weights
+
+
+def test_stages_of_a_step_are_those_of_the_engine(monkeypatch):
+    monkeypatch.setattr(
+        "kfac_engine.bench.stages.NETWORKS", {"tiny": lambda: classifier((6, 5, 3))}
+    )
+    rows = take_apart("tiny", 8, rounds=2)
+    names = ["forward", "backward", "statistics", "inverses", "precondition"]
+    assert [row.stage.name for row in rows] == names
+    assert all(row.stage.seconds > 0 for row in rows)
+
+
+def test_layers_of_the_resnet_50_are_54():
+    assert sum(count for _, _, count in jobs.RESNET50) == 54
+    # 25.6 million parameters, of which normalizations have 53,120.
+    weights = sum(d_in * d_out * count for d_in, d_out, count in jobs.RESNET50)
+    assert weights == 25_557_032 - 53_120
