@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-# Of output that does not go to a terminal: wide enough for the names of a large model.
-_FILE_WIDTH = 120
+# Of output that does not go to a terminal: wide enough for any name.
+_FILE_WIDTH = 1000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -52,7 +52,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for head in header:
-        table.add_column(head.strip(), justify="right" if head.startswith(" ") else "left")
+        side: Literal["left", "right"] = "right" if head.startswith(" ") else "left"
+        table.add_column(head.strip(), justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     console().print(table)

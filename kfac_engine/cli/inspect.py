@@ -1,8 +1,9 @@
 """``inspect``: what K-FAC would do with a model, and what it would cost, before anything runs."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
@@ -18,7 +19,14 @@ from kfac_engine.cli.options import (
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine.graph.ties import Tie
     from kfac_engine.inspection import LayerReport, LossReport, MemoryReport
+
+    # Name, shape and reason.
+    Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
+
+# Networks have hundreds of constants that are left out for one reason: so many get a row each.
+_MOST_ALIKE = 3
 
 
 @click.command
@@ -57,13 +65,10 @@ def inspect(
     _print_losses(losses)
     print_layers(engine)
     _print_uncovered(engine.layers)
-    for tie in engine.ties:
-        turned = ", transposed" if tie.transposed else ""
-        kept = "trained as one" if options.tie_weights else "--tie-weights keeps them so"
-        click.echo(f"{tie.copy} equals {tie.first}{turned}: {kept}")
+    _print_ties(engine.ties, options.tie_weights)
     if untrained:
-        rows = [(name, show_shape(shape), reason) for name, shape, reason in untrained]
-        print_table("constants that are not trained", ("name", "shape", "because it is"), rows)
+        heads = ("name", "shape", "because it is")
+        print_table("constants that are not trained", heads, list(_gathered(untrained)))
     _print_memory(memory, batch)
 
 
@@ -87,7 +92,7 @@ def print_layers(engine: "ke.Engine") -> None:
     )
 
 
-def _untrained(engine: "ke.Engine") -> list[tuple[str, tuple[int, ...], str]]:
+def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     """Float constants that are no parameters: name, shape and reason."""
     from kfac_engine.autodiff.model import OnnxModel
     from kfac_engine.graph.trainable import excluded_reason
@@ -104,9 +109,38 @@ def _untrained(engine: "ke.Engine") -> list[tuple[str, tuple[int, ...], str]]:
 
 def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
     """Print why parameters without a layer have none; nothing where there are none."""
+    reasons: dict[str, list[str]] = {}
     for layer in layers:
         if layer.reason:
-            click.echo(f"{', '.join(_names(layer))}: no layer, {layer.reason}")
+            reasons.setdefault(layer.reason, []).extend(_names(layer))
+    for reason, names in reasons.items():
+        click.echo(f"{', '.join(names)}: no layer, {reason}")
+
+
+def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
+    """Print a line for each weight that has copies in the file."""
+    copies: dict[str, list[str]] = {}
+    for tie in ties:
+        turned = ", transposed" if tie.transposed else ""
+        copies.setdefault(f"{tie.first}{turned}", []).append(tie.copy)
+    kept = "trained as one" if as_one else "trained apart, as one with --tie-weights"
+    for first, names in copies.items():
+        click.echo(f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {kept}")
+
+
+def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]]:
+    """Rows for constants; many with one reason share a row."""
+    alike: dict[str, list[Untrained]] = {}
+    for entry in untrained:
+        alike.setdefault(entry[2].partition(" (")[0], []).append(entry)
+    for reason, entries in alike.items():
+        name, shape, _ = entries[0]
+        if len(entries) > _MOST_ALIKE:
+            shapes = {show_shape(other) for _, other, _ in entries}
+            shown = shapes.pop() if len(shapes) == 1 else f"{show_shape(shape)}, …"
+            yield f"{name} and {len(entries) - 1} more", shown, reason
+        else:
+            yield from ((name, show_shape(shape), reason) for name, shape, reason in entries)
 
 
 def _names(layer: "LayerReport") -> list[str]:

@@ -53,7 +53,7 @@ def test_a_layer_is_shown_with_its_part_of_a_parameter(inspect):
 @pytest.mark.parametrize(
     ("options", "layers", "text"),
     [
-        ((), 2, "copy equals w, transposed: --tie-weights keeps them so"),
+        ((), 2, "copy equals w, transposed: trained apart, as one with --tie-weights"),
         (("--tie-weights",), 1, "copy equals w, transposed: trained as one"),
     ],
     ids=["apart", "tied"],
