@@ -4,8 +4,8 @@ Matrices of equal side are stacked, in float64 as on a CPU. What only the device
 finite, how large is it, did its factorisation succeed) is gathered and read once for all of them;
 only those that failed are tried again.
 
-Float64 throughout, on devices with slow float64 too: an inverse costs ``d³`` multiplications, and
-one step of Newton's iteration, which could repair a float32 inverse, ``2 d³`` in float64.
+Float64 throughout, on devices with slow float64 too: an inverse costs ``d³`` operations, and one
+step of Newton's iteration, which could repair a float32 inverse, ``4d³`` in float64.
 """
 
 import logging
