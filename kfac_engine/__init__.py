@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
     )
     from kfac_engine.engine import Engine as Engine
-    from kfac_engine.engine import precondition as precondition
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import InputError as InputError
     from kfac_engine.errors import KfacError as KfacError
@@ -104,6 +103,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.one_batch import precondition as precondition
     from kfac_engine.result import Result as Result
 
 # Public name to the module that defines it.
@@ -123,7 +123,7 @@ _HOMES = {
     "CollectionConfig": "config",
     "Schedule": "config",
     "Engine": "engine",
-    "precondition": "engine",
+    "precondition": "one_batch",
     "differentiate": "gradient_model",
     "Result": "result",
     "LayerReport": "inspection",

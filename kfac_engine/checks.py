@@ -111,6 +111,25 @@ def checked_gradients(
             raise ShapeError(
                 f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
             )
-        if not backend.all_finite(array):
+    for name, finite in zip(checked, backend.finite(list(checked.values())), strict=True):
+        if not finite:
             raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
     return checked
+
+
+def check_finite(gradients: Mapping[str, Array]) -> None:
+    """Refuse gradients that no step may be made of.
+
+    Args:
+        gradients: Parameter name to contiguous array.
+
+    Raises:
+        NonFiniteError: One holds NaN or infinity.
+    """
+    for name, gradient in gradients.items():
+        flat = gradient.reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = np.dot(flat, flat)
+        # One pass without a temporary array; squares of large numbers overflow, which is no error.
+        if not np.isfinite(squares) and not np.isfinite(flat).all():
+            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")

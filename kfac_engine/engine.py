@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, assemble, multiplied, refreshes
+from kfac_engine.autodiff.memory import activation_bound, activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.trace import Trace
+from kfac_engine.backend.namespace import on_host
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
-from kfac_engine.checks import check_batch_size, check_options, checked_gradients
+from kfac_engine.checks import check_batch_size, check_finite, check_options, checked_gradients
 from kfac_engine.config import Schedule
-from kfac_engine.errors import NonFiniteError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.refresh import begin_refresh
 from kfac_engine.graph.export import export_files
@@ -36,6 +36,7 @@ from kfac_engine.inspection import (
     require_memory,
 )
 from kfac_engine.objective import Reduction, Targets, check_reduction
+from kfac_engine.profiling import Recorder
 from kfac_engine.result import Result
 from kfac_engine.scheduler import plan
 
@@ -174,7 +175,12 @@ class Engine:
     # -- the line ---------------------------------------------------------------------------------
 
     def step(
-        self, inputs: Mapping[str, Array], targets: Targets, *, update_buffers: bool = True
+        self,
+        inputs: Mapping[str, Array],
+        targets: Targets,
+        *,
+        update_buffers: bool = True,
+        profile: bool = False,
     ) -> Result:
         """Gradients of a batch, statistics and inverses as scheduled, preconditioned gradients.
 
@@ -184,6 +190,7 @@ class Engine:
             inputs: Input name to array, the batch first.
             targets: The targets of the loss; for several losses, by output.
             update_buffers: Whether ``buffers`` become those that the batch leaves.
+            profile: Whether the result tells time and memory of each stage.
 
         Returns:
             Loss, gradients and natural gradients.
@@ -192,14 +199,19 @@ class Engine:
             InputError: Inputs or targets are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
+        record = Recorder(profile)
         with self._threads():
-            trace = self._run(inputs, targets)
-            loss, gradients = self._differentiate(trace)
-            self._observe(trace)
-            natural = self.precondition(gradients, self._exps[0])
+            with record("forward"):
+                trace = self._run(inputs, targets)
+            with record("backward"):
+                loss, gradients = self._differentiate(trace)
+            self._observe(trace, record)
+            with record("precondition"):
+                natural = self._precondition(gradients, self._exps[0])
             if update_buffers:
                 self._model.update_buffers(trace)
-            return Result(loss, self._model.hand_out(gradients), natural, self._task.notes)
+            handed = self._model.hand_out(gradients)
+            return Result(loss, handed, natural, self._task.notes, record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
@@ -215,7 +227,7 @@ class Engine:
             targets: Needed by the estimation mode ``"empirical"`` only.
         """
         with self._threads():
-            self._observe(self._run(inputs, targets))
+            self._observe(self._run(inputs, targets), Recorder())
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
         """Gradients times a power of the damped Fisher matrix, as of the last refresh.
@@ -237,26 +249,23 @@ class Engine:
         """
         given = checked_gradients(self._model, self.collection.backend, gradients)
         with self._threads():
-            # Entries that nothing reads have no curvature: damping alone.
-            rest = self.estimator.damping**exp
-            products = multiplied(self.collection, self._found.parts, given, exp, rest)
-        return self._model.hand_out(products)
+            return self._precondition(given, exp)
 
     # -- parameters and files ---------------------------------------------------------------------
 
     @property
     def parameters(self) -> dict[str, Array]:
         """Parameter name to current value; change them through ``set_parameters``."""
-        return self._model.hand_out(self._model.parameters)
+        return self._on_device(self._model.hand_out(self._model.parameters))
 
     @property
     def buffers(self) -> dict[str, Array]:
         """Running statistics of normalizations in training form; no parameters."""
-        return self._model.hand_out(self._model.buffers)
+        return self._on_device(self._model.hand_out(self._model.buffers))
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
-        """Replace parameter values; the next call uses them."""
-        self._model.set_parameters(values)
+        """Replace parameter values, by arrays of any library; the next call uses them."""
+        self._model.set_parameters(on_host(values, self.collection.backend))
 
     def export(self, path: str | Path) -> None:
         """Write the model with current parameters and buffers, otherwise as its file spells it.
@@ -312,8 +321,9 @@ class Engine:
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Peak memory of a step, known before anything runs."""
-        sample = self._task.batch, self._task.inputs
-        return memory_report(self.layers, self._model, self.collection, batch_size, *sample)
+        batch, inputs = self._task.batch, self._task.inputs
+        activations = activation_bytes(self._model, batch, batch_size, inputs)
+        return memory_report(self.layers, self._model, self.collection, activations)
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -324,29 +334,46 @@ class Engine:
     def _differentiate(self, trace: Trace) -> tuple[float, dict[str, Array]]:
         loss = self.objective.value(trace)
         cotangents = self.objective.cotangents(trace)
-        found = trace.vjp(cotangents, tuple(self._model.parameters))
-        for name, gradient in found.items():
-            if not np.isfinite(gradient).all():
-                raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
-        # Copies: views of the runtime's memory are read-only.
-        return loss, {name: np.array(gradient) for name, gradient in found.items()}
+        gradients = trace.own_vjp(cotangents, tuple(self._model.parameters))
+        check_finite(gradients)
+        return loss, self._on_device(gradients)
 
-    def _observe(self, trace: Trace) -> None:
+    def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
+        # Entries that nothing reads have no curvature: damping alone.
+        rest = self.estimator.damping**exp
+        products = multiplied(self.collection, self._found.parts, gradients, exp, rest)
+        return self._model.hand_out(products)
+
+    def _on_device(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of the engine's library; a GPU is sent each once."""
+        asarray = self.collection.backend.asarray
+        return {name: asarray(array) for name, array in arrays.items()}
+
+    def _observe(self, trace: Trace, record: Recorder) -> None:
         if self.counter == 0:
-            batch = self.objective.examples(trace)
-            memory, backend = self.memory(batch), self.collection.backend
-            require_memory(memory, self.layers, available_memory(), backend)
+            self._require_memory(self.objective.examples(trace))
         for factor in self.estimator.factors:
             factor.settle()
         due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)
-            self.estimator.update_covariances(trace, scales=scales)
+            with record("statistics"):
+                self.estimator.update_covariances(trace, scales=scales)
         factors = [self._refreshes[key][0] for key in due.refresh]
-        finish = begin_refresh(factors, self.collection.backend)
-        if not self.schedule.overlap or self.counter == 0:
-            finish()
+        with record("inverses"):
+            finish = begin_refresh(factors, self.collection.backend)
+            if not self.schedule.overlap or self.counter == 0:
+                finish()
         self.counter += 1
+
+    def _require_memory(self, examples: int) -> None:
+        layers, available = self.layers, available_memory()
+        # The peak itself takes sessions to measure: only where a generous bound does not fit.
+        bound = activation_bound(self._model, self._task.batch, examples)
+        report = memory_report(layers, self._model, self.collection, bound)
+        if report.on_host > available:
+            report = self.memory(examples)
+        require_memory(report, layers, available, self.collection.backend)
 
     def _threads(self) -> AbstractContextManager[object]:
         """Bounds BLAS to the thread budget, if one was given; the sessions got it when made."""
@@ -356,26 +383,3 @@ class Engine:
             limits=self._model.threads, user_api="blas"
         )
         return limit
-
-
-def precondition(
-    model: ModelSource,
-    inputs: Mapping[str, Array],
-    targets: Targets,
-    loss: LossChoice | Sequence[LossChoice],
-    **options: object,
-) -> Result:
-    """Gradients and natural gradients of one batch.
-
-    Args:
-        model: Path, bytes or ``ModelProto``.
-        inputs: Input name to array.
-        targets: The targets of the loss.
-        loss: As for ``Engine.from_onnx``.
-        **options: Further options of ``Engine.from_onnx``.
-
-    Returns:
-        Loss, gradients, natural gradients.
-    """
-    engine = Engine.from_onnx(model, loss=loss, **{"sample_inputs": inputs, **options})  # type: ignore[arg-type] # options are from_onnx's own
-    return engine.step(inputs, targets)

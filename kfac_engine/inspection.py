@@ -10,7 +10,6 @@ from pathlib import Path
 from kfac_engine._types import Array, Params
 from kfac_engine.approximations import formula
 from kfac_engine.autodiff.axes import Batch, find_coupling
-from kfac_engine.autodiff.memory import activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.collection import LayerCollection
@@ -106,6 +105,11 @@ class MemoryReport:
         """The sum of all parts."""
         return self.parameters + self.gradients + self.activations + self.factors + self.scratch
 
+    @property
+    def on_host(self) -> int:
+        """What of it is the host's."""
+        return self.total - self.device
+
 
 def layer_reports(
     found: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
@@ -160,19 +164,15 @@ def memory_report(
     layers: Sequence[LayerReport],
     model: OnnxModel,
     collection: LayerCollection,
-    batch_size: int,
-    batch: Batch,
-    inputs: Mapping[str, Array] | None,
+    activations: int,
 ) -> MemoryReport:
     """Peak memory of one step.
 
     Args:
         layers: All blocks; a factor that several share is counted for each: an upper bound.
-        model: Knows what its sessions hand over.
+        model: Knows its parameters and constants.
         collection: Knows the bound of temporary arrays.
-        batch_size: Examples.
-        batch: Where they lie.
-        inputs: The batch of the sample run; None if it was made up.
+        activations: Bytes of values and their gradients in the sessions.
 
     Returns:
         Bytes by part.
@@ -182,7 +182,7 @@ def memory_report(
     return MemoryReport(
         parameters=sum(array.nbytes for array in model.graph.constants.values()),
         gradients=2 * sum(array.nbytes for array in model.parameters.values()),
-        activations=activation_bytes(model, batch, batch_size, inputs),
+        activations=activations,
         factors=factors,
         scratch=scratch,
         device=factors + scratch if on_device else 0,
@@ -203,13 +203,13 @@ def require_memory(
     Raises:
         MemoryLimitError: It needs more.
     """
-    on_host = report.total - report.device
-    if on_host > available:
+    if report.on_host > available:
         largest = max(layers, key=lambda layer: layer.factor_bytes)
         raise MemoryLimitError(
-            f"a step needs {on_host / 1e9:.1f} GB and {available / 1e9:.1f} GB are free; the "
-            f"block of {', '.join(largest.parameters)} takes {largest.factor_bytes / 1e9:.1f} GB: "
-            f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters."
+            f"a step needs {report.on_host / 1e9:.1f} GB and {available / 1e9:.1f} GB are free; "
+            f"the block of {', '.join(largest.parameters)} takes "
+            f"{largest.factor_bytes / 1e9:.1f} GB: choose approximation 'diagonal' for "
+            f"{largest.kind}, or train fewer parameters."
         )
     backend.reserve(report.factors)
 

@@ -5,6 +5,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine import engine as engine_module
+from kfac_engine.autodiff.memory import activation_bound, activation_bytes
+from kfac_engine.checks import check_finite
 from kfac_engine.inspection import available_memory
 from tests import models
 
@@ -52,3 +54,29 @@ def test_scales_of_many_channels_are_diagonal_unless_chosen_otherwise():
     assert approximation(257) == [("scale_and_shift", "diagonal")]
     chosen = {"approximations": {"scale_and_shift": "full"}}
     assert approximation(257, **chosen) == [("scale_and_shift", "full")]
+
+
+def test_first_step_measures_nothing_where_memory_is_ample(monkeypatch):
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
+    monkeypatch.delattr(engine_module, "activation_bytes")
+    engine.observe(models.random_inputs(models.mlp(), batch=4))
+    assert engine.counter == 1
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block", "layer_norm", "token_mlp"])
+def test_bound_of_activations_is_above_their_measured_peak(name, batch):
+    engine = ke.Engine.from_onnx(models.MODELS[name](), loss="categorical")
+    found = engine.losses[0]
+    assert not found.fixed_batch
+    model, sample = engine._model, engine._task.batch
+    assert activation_bound(model, sample, batch) >= activation_bytes(model, sample, batch, None)
+
+
+def test_finite_gradients_with_squares_that_overflow_are_finite():
+    large = np.full(3, 1e30, np.float32)
+    check_finite({"w": large})
+    with pytest.raises(ke.NonFiniteError, match="'w'"):
+        check_finite({"w": np.array([1, np.inf], np.float32)})
+    with pytest.raises(ke.NonFiniteError, match="'v'"):
+        check_finite({"w": large, "v": np.array([[np.nan]])})

@@ -109,6 +109,28 @@ class Session:
                 f"ONNX Runtime failed in {self._what}: {_reason(failure)}"
             ) from failure
 
+    def run_into(self, results: Mapping[str, Array], feeds: Mapping[str, Array]) -> None:
+        """Evaluate outputs into arrays of the caller's own: no copy follows.
+
+        Args:
+            results: Name of a graph output to a contiguous array of its shape and element type.
+            feeds: One array for each graph input, of numbers or truth values.
+
+        Raises:
+            BackendError: An operator failed, or a result has another shape than its array.
+        """
+        binding = self._session.io_binding()
+        for name, value in (_values(feeds) | self._fed).items():
+            binding.bind_ortvalue_input(name, value)
+        for name, value in _values(results).items():
+            binding.bind_ortvalue_output(name, value)
+        try:
+            self._session.run_with_iobinding(binding)
+        except RuntimeError as failure:  # all that bound runs raise
+            raise BackendError(
+                f"ONNX Runtime failed in {self._what}: {_reason(failure)}"
+            ) from failure
+
     def _run_in_place(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
         results = self._session.run_with_ort_values(outputs, _values(feeds) | self._fed)
         # DLPack shows truth values as bytes: the view gives them their type back.

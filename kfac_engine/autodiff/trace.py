@@ -73,9 +73,47 @@ class Trace(Mapping[str, Array]):
             ShapeError: A cotangent has another shape than its value.
         """
         backward = self._model.backward(tuple(cotangents), wrt, independent=independent)
-        feeds = self._cotangents(backward, cotangents)
-        found = self._run(backward, feeds)
+        found = self._run(backward, self._cotangents(backward, cotangents))
         return {name: found[name] if name in found else np.zeros_like(self[name]) for name in wrt}
+
+    def own_vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> dict[str, Array]:
+        """As ``vjp``, in arrays that are the caller's own, to write into.
+
+        ``vjp`` hands over memory of ONNX Runtime, which cannot be written; a copy of every gradient
+        would double their memory, so the runtime writes into the caller's at once.
+
+        Args:
+            cotangents: Value name to an array of that value's shape.
+            wrt: Names of values.
+
+        Returns:
+            Name to gradient; no two share memory.
+
+        Raises:
+            UnknownNameError: A name is not a value of the graph.
+            UnsupportedOpError: An operator in between has no derivative rule.
+            ShapeError: A cotangent has another shape than its value.
+        """
+        backward = self._model.backward(tuple(cotangents), wrt)
+        feeds = self._saved(backward) | self._cotangents(backward, cotangents)
+        values = {gradient: self[name] for name, gradient in backward.gradients.items()}
+        made = {
+            gradient: np.empty(value.shape, value.dtype)
+            for gradient, value in values.items()
+            if gradient not in feeds
+        }
+        if made:
+            self._model.backward_session(backward).run_into(made, feeds)
+        own: dict[str, Array] = {}
+        for name in wrt:
+            gradient = backward.gradients.get(name)
+            if gradient is None:
+                own[name] = np.zeros(self[name].shape, self[name].dtype)
+            elif gradient in made:
+                own[name] = feeds[gradient] = made.pop(gradient)
+            else:  # it was fed, or another name has it as well
+                own[name] = np.array(feeds[gradient])
+        return own
 
     def jvp(
         self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool = False
@@ -162,13 +200,17 @@ class Trace(Mapping[str, Array]):
 
     def _run(self, backward: "Backward", cotangents: Mapping[str, Array]) -> dict[str, Array]:
         """All gradients of a backward graph, by value."""
-        fed = self._model.fed(backward)
-        self._fetch([name for name in fed if name not in self._values])
-        feeds = {name: self._values[name] for name in fed} | dict(cotangents)
+        feeds = self._saved(backward) | dict(cotangents)
         made = {name for name in backward.gradients.values() if name not in feeds}
         if made:
             feeds |= self._model.backward_session(backward).run(tuple(made), feeds)
         return {name: feeds[gradient] for name, gradient in backward.gradients.items()}
+
+    def _saved(self, backward: "Backward") -> dict[str, Array]:
+        """What a backward graph reads of the forward pass."""
+        fed = self._model.fed(backward)
+        self._fetch([name for name in fed if name not in self._values])
+        return {name: self._values[name] for name in fed}
 
     def _cotangents(
         self, backward: "Backward", cotangents: Mapping[str, Array]

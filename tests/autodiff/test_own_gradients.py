@@ -1,0 +1,77 @@
+"""Gradients in memory of the caller's own."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+
+# The runtime computes both into other memory: equal to the last bit but where sums are regrouped.
+ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block", "layer_norm", "embedding", "tied"])
+def test_own_gradients_are_those_of_vjp_and_can_be_written(name):
+    proto = models.MODELS[name]()
+    model = ke.load_model(proto)
+    trace = model.run(models.random_inputs(proto, batch=3))
+    cotangents = {"output": np.ones_like(trace["output"])}
+    wrt = tuple(model.parameters)
+    expected, own = trace.vjp(cotangents, wrt), trace.own_vjp(cotangents, wrt)
+    assert tuple(own) == wrt
+    for gradient in own.values():
+        assert gradient.flags.writeable
+        assert gradient.flags.owndata
+    for name in wrt:
+        np.testing.assert_allclose(own[name], expected[name], **ROUNDING)
+        own[name][...] = np.nan
+    again = trace.own_vjp(cotangents, wrt)
+    for name in wrt:
+        np.testing.assert_allclose(again[name], expected[name], **ROUNDING)
+
+
+def sums():
+    """``output = scale · (a + b) + words``: gradients that are one, given, constant or zero."""
+    net = models.Net()
+    x = net.op("Add", net.weight("a", 2, 3), net.weight("b", 2, 3), to="sum")
+    x = net.op("Mul", x, net.weight("scale", 2, 3), to="product")
+    net.op("Mul", "input", net.weight("unread", 3), to="aside")
+    net.op("Add", x, net.op("Add", "input", net.weight("shift", 2, 3), to="moved"), to="output")
+    return net.model({"input": [2, 3]}, {"output": [2, 3]})
+
+
+def test_gradients_that_are_one_value_of_the_graph_share_no_memory():
+    model = ke.load_model(sums())
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    cotangent = x + 1
+    own = model.run({"input": x}).own_vjp(
+        {"output": cotangent}, ["a", "b", "scale", "shift", "unread", "output", "a"]
+    )
+    a, b, scale = (model.parameters[name] for name in ("a", "b", "scale"))
+    expected = {
+        "a": cotangent * scale,
+        "b": cotangent * scale,
+        "scale": cotangent * (a + b),
+        "shift": cotangent,
+        "output": cotangent,
+        "unread": np.zeros(3),
+    }
+    assert own.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(own[name], array, rtol=1e-6)
+    for one, other in combinations([*own.values(), cotangent, x, a, b, scale], 2):
+        assert not np.shares_memory(one, other)
+
+
+def test_failure_in_a_run_into_memory_of_ones_own_is_named():
+    model = ke.load_model(models.linear())
+    trace = model.run(models.random_inputs(models.linear(), batch=3))
+    backward = model.backward(("output",), ("fc.weight",))
+    session = model.backward_session(backward)
+    feeds = {name: trace[name] for name in model.fed(backward)}
+    feeds |= {name: np.ones((5, 7), np.float32) for name in backward.cotangents.values()}
+    results = {name: np.empty((2, 2), np.float32) for name in backward.gradients.values()}
+    with pytest.raises(ke.BackendError, match="failed in the backward graph"):
+        session.run_into(results, feeds)
