@@ -11,7 +11,7 @@ from kfac_engine.cli.options import (
     debug_option,
     file_path,
     gathered,
-    gradient_dtype_option,
+    objective_options,
     sample_option,
 )
 
@@ -42,31 +42,12 @@ _OPTIONS = (
         help="Value to differentiate, one for each loss; the model's own.",
     ),
     click.option(
-        "--loss-weight", type=float, multiple=True, help="Weight of each loss; one by default."
-    ),
-    click.option(
-        "--find-logits/--no-find-logits",
-        default=True,
-        show_default=True,
-        help="Whether a loss on probabilities reads the logits before them.",
-    ),
-    click.option(
         "--wrt",
         multiple=True,
         metavar="PATTERN",
         help="Parameters and inputs to differentiate with respect to; may be repeated.",
     ),
-    click.option(
-        "--class-axis", default=-1, show_default=True, help="Axis of classes or features."
-    ),
-    click.option(
-        "--reduction",
-        type=click.Choice(["mean", "batch_mean", "sum"]),
-        default="mean",
-        show_default=True,
-        help="How the loss runs over examples and positions.",
-    ),
-    gradient_dtype_option,
+    *objective_options,
 )
 
 

@@ -49,12 +49,34 @@ sample_option = click.option(
     help="Batch to find shapes and lengths of sequences with: .npz by input name, or one .npy.",
 )
 
-gradient_dtype_option = click.option(
-    "--gradient-dtype",
-    type=click.Choice(["file", "float32"]),
-    default="file",
-    show_default=True,
-    help="Element type of the gradients of float16 and bfloat16 weights: their own, or float32.",
+# What is differentiated, besides losses and outputs, and in which form gradients come.
+objective_options = (
+    click.option(
+        "--loss-weight", type=float, multiple=True, help="Weight of each loss; one by default."
+    ),
+    click.option(
+        "--find-logits/--no-find-logits",
+        default=True,
+        show_default=True,
+        help="Whether a loss on probabilities reads the logits before them.",
+    ),
+    click.option(
+        "--class-axis", default=-1, show_default=True, help="Axis of classes or features."
+    ),
+    click.option(
+        "--reduction",
+        type=click.Choice(["mean", "batch_mean", "sum"]),
+        default="mean",
+        show_default=True,
+        help="How the loss runs over examples and positions.",
+    ),
+    click.option(
+        "--gradient-dtype",
+        type=click.Choice(["file", "float32"]),
+        default="file",
+        show_default=True,
+        help="Type of the gradients of float16 and bfloat16 weights: their own, or float32.",
+    ),
 )
 
 
@@ -145,26 +167,7 @@ _ENGINE_OPTIONS = (
         multiple=True,
         help="Output that the loss is put on; the model's own by default. One for each loss.",
     ),
-    click.option(
-        "--loss-weight", type=float, multiple=True, help="Weight of each loss; one by default."
-    ),
-    click.option(
-        "--find-logits/--no-find-logits",
-        default=True,
-        show_default=True,
-        help="Whether a loss on probabilities reads the logits before them.",
-    ),
-    click.option(
-        "--class-axis", default=-1, show_default=True, help="Axis of classes or features."
-    ),
-    click.option(
-        "--reduction",
-        type=click.Choice(["mean", "batch_mean", "sum"]),
-        default="mean",
-        show_default=True,
-        help="How the loss runs over examples and positions.",
-    ),
-    gradient_dtype_option,
+    *objective_options,
     click.option(
         "--trainable",
         multiple=True,

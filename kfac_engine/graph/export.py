@@ -14,39 +14,17 @@ from kfac_engine.graph.widen import in_types
 from kfac_engine.graph.write import tensor
 
 
-def export_model(model: LoadedModel, values: Mapping[str, Array]) -> onnx.ModelProto:
-    """The model as its file spells it, with other values for some of its constants.
-
-    Args:
-        model: From ``load_model``.
-        values: Names of constants to their new values, which are cast to the file's element types.
-
-    Returns:
-        A new model without external data; other constants keep their values. A weight that the
-        file makes with ``ConstantOfShape`` becomes a ``Constant`` node.
-
-    Raises:
-        UnknownNameError: The model has no such constant.
-        ShapeError: A value does not have the shape of the constant.
-        NonFiniteError: A value does not fit the file's element type.
-        UnsupportedError: The constant sits inside a function or a branch of the file.
-    """
-    result, constants = _with_nodes(model, values)
-    for entry in result.graph.initializer:
-        entry.CopyFrom(tensor(constants[entry.name], entry.name))
-    return result
-
-
 def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
     """Files of the model as its own file spells it, with other values for some of its constants.
 
     Args:
         model: From ``load_model``.
-        values: As for ``export_model``.
+        values: Names of constants to their new values, which are cast to the file's element types.
         location: Name of a second file, for weights that one message cannot hold.
 
     Returns:
-        What to write.
+        What to write; other constants keep their values. A weight that the file makes with
+        ``ConstantOfShape`` becomes a ``Constant`` node.
 
     Raises:
         UnknownNameError: The model has no such constant.

@@ -154,10 +154,8 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
 
 
 def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.ModelProto:
-    """A copy of ``template`` in one spelling; ``constants`` grows by what was written as nodes.
-
-    Inputs of its graph are the data and the large constants.
-    """
+    """A copy of ``template`` in one spelling; ``constants`` grows by what was written as nodes."""
+    # Inputs of its graph are the data and the large constants.
     working = onnx.ModelProto()
     working.CopyFrom(template)
     _declare_constants(working.graph, constants)

@@ -6,7 +6,7 @@ from onnx import parser
 
 from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.bodies import body_of, with_names
-from kfac_engine.graph.export import export_model
+from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import load_graph, load_model
 from kfac_engine.graph.structure import Subgraph
 from kfac_engine.graph.trainable import excluded_reason, trainable_parameters
@@ -42,7 +42,7 @@ def test_weights_of_bodies_are_constants_of_the_graph() -> None:
 def test_a_weight_of_a_body_cannot_be_written_back() -> None:
     loaded = load_model(parser.parse_model(INSIDE))
     with pytest.raises(UnsupportedError, match=r"'y\.a' lies inside"):
-        export_model(loaded, {"y.a": np.zeros(2)})
+        export_files(loaded, {"y.a": np.zeros(2)}, "weights")
 
 
 def test_a_loop_without_results_is_refused_by_name() -> None:

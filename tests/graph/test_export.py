@@ -1,5 +1,6 @@
 """New weights in the user's own file, read back with onnx itself."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,17 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
-from kfac_engine.graph.export import export_model
-from kfac_engine.graph.load import load_graph, load_model
+from kfac_engine.graph.export import export_files
+from kfac_engine.graph.load import LoadedModel, load_graph, load_model
 from kfac_engine.graph.trainable import trainable_parameters
 from tests import models
 from tests.graph.running import CARRIED, run_model
+
+
+def exported_model(model: LoadedModel, values: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    files = export_files(model, values, "weights.data")
+    assert not files.tensors
+    return onnx.ModelProto.FromString(files.message)
 
 
 def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -22,13 +29,13 @@ def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", models.MODELS)
 def test_without_new_values_the_model_comes_back(name: str) -> None:
     model = models.MODELS[name]()
-    assert export_model(load_model(model), {}) == model
+    assert exported_model(load_model(model), {}) == model
 
 
 def test_new_values_replace_only_their_own() -> None:
     model = models.mlp()
     value = np.full((5, 6), 7.0, np.float32)
-    exported = export_model(load_model(model), {"fc0.weight": value})
+    exported = exported_model(load_model(model), {"fc0.weight": value})
     expected = {**stored(model), "fc0.weight": value}
     for key, found in stored(exported).items():
         np.testing.assert_array_equal(found, expected[key])
@@ -43,7 +50,7 @@ def test_old_operator_set_and_format_are_kept() -> None:
         for entry in model.graph.initializer
     ]
     model.graph.input.extend(declared)
-    exported = export_model(load_model(model), {"fc0.bias": np.ones(5, np.float32)})
+    exported = exported_model(load_model(model), {"fc0.bias": np.ones(5, np.float32)})
     assert (exported.opset_import[0].version, exported.ir_version) == (9, 3)
     assert [entry.name for entry in exported.graph.input] == [e.name for e in model.graph.input]
     onnx.checker.check_model(exported, full_check=True)
@@ -58,7 +65,7 @@ def test_new_values_take_the_element_type_of_the_file(kind: str) -> None:
     graph = helper.make_graph([node], "m", [x], [y], [weight])
     opset = [helper.make_opsetid("", 18)]
     model = helper.make_model(graph, opset_imports=opset, ir_version=8)
-    exported = export_model(load_model(model), {"w": np.full((2, 2), 0.5)})
+    exported = exported_model(load_model(model), {"w": np.full((2, 2), 0.5)})
     assert exported.graph.initializer[0].data_type == code
     assert (stored(exported)["w"] == 0.5).all()
 
@@ -77,7 +84,7 @@ def test_weight_written_as_a_node_gets_its_new_value(spelling: str) -> None:
         f"{{ {spelling}  y = Mul (x, w) }}"
     )
     value = np.asarray([4.0, 5.0, 6.0], np.float32)
-    exported = export_model(load_model(model), {"w": value})
+    exported = exported_model(load_model(model), {"w": value})
     x = np.ones((2, 3), np.float32)
     found = run_model(exported.SerializeToString(), {"x": x})["y"]
     np.testing.assert_array_equal(found, x * value)
@@ -92,7 +99,7 @@ def test_network_of_filled_weights_takes_new_ones() -> None:
         name: 0.1 * rng.standard_normal(model.graph.constants[name].shape).astype(np.float32)
         for name in names
     }
-    exported = export_model(model, values)
+    exported = exported_model(model, values)
     onnx.checker.check_model(exported)
     again = load_graph(exported)
     assert again.nodes == model.graph.nodes
@@ -103,7 +110,7 @@ def test_network_of_filled_weights_takes_new_ones() -> None:
 def test_external_weights_are_brought_in(tmp_path: Path) -> None:
     path, model = tmp_path / "model.onnx", models.mlp()
     onnx.save(models.mlp(), path, save_as_external_data=True, location="w.bin", size_threshold=0)
-    exported = export_model(load_model(path), {"fc0.bias": np.zeros(5, np.float32)})
+    exported = exported_model(load_model(path), {"fc0.bias": np.zeros(5, np.float32)})
     (tmp_path / "w.bin").unlink()
     expected = {**stored(model), "fc0.bias": np.zeros(5)}
     for name, found in stored(exported).items():
@@ -112,12 +119,12 @@ def test_external_weights_are_brought_in(tmp_path: Path) -> None:
 
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="'ghost'"):
-        export_model(load_model(models.mlp()), {"ghost": np.zeros(1)})
+        exported_model(load_model(models.mlp()), {"ghost": np.zeros(1)})
 
 
 def test_other_shape_is_refused_with_both_shapes() -> None:
     with pytest.raises(ShapeError, match=r"'fc0.bias' has shape \(4,\).*\(5,\)"):
-        export_model(load_model(models.mlp()), {"fc0.bias": np.zeros(4)})
+        exported_model(load_model(models.mlp()), {"fc0.bias": np.zeros(4)})
 
 
 def test_constant_inside_a_function_is_refused() -> None:
@@ -130,4 +137,4 @@ def test_constant_inside_a_function_is_refused() -> None:
     loaded = load_model(model)
     (name,) = trainable_parameters(loaded.graph)
     with pytest.raises(UnsupportedError, match="inside a function"):
-        export_model(loaded, {name: np.zeros(3, np.float32)})
+        exported_model(loaded, {name: np.zeros(3, np.float32)})
