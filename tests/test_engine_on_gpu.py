@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
@@ -45,7 +46,7 @@ def trained(name: str, backend: str, **options: object) -> list[ke.Result]:
         targets = random_targets(model, inputs, loss, seed)
         result = engine.step(inputs, targets)
         results.append(result)
-        natural = {n: host(v) for n, v in result.natural_gradients.items()}
+        natural = result.natural_gradients
         engine.set_parameters(
             {n: value - 0.01 * natural[n] for n, value in engine.parameters.items()}
         )
@@ -68,6 +69,126 @@ def test_three_steps_are_those_of_the_cpu(gpu: str, name: str) -> None:
                 atol=TOLERANCE * np.abs(natural).max(),
                 err_msg=parameter,
             )
+
+
+# They have kernels of their own: grouped filters, squared gradients, sums for scales.
+OTHERS = {
+    "depthwise": (lambda: convolution(8, groups=8), {}),
+    "grouped": (lambda: convolution(8, groups=2), {}),
+    "squares of groups": (lambda: convolution(8, groups=2), {"grouped_convolution": "diagonal"}),
+    "squares of a filter": (models.cnn, {"conv2d": "diagonal", "fully_connected": "diagonal"}),
+    "scales, in full": (models.layer_norm, {"scale_and_shift": "full"}),
+    "scales, their squares": (models.layer_norm, {"scale_and_shift": "diagonal"}),
+    "an eigenbasis": (models.mlp, {"fully_connected": "ekfac"}),
+}
+
+
+def convolution(channels: int, groups: int) -> onnx.ModelProto:
+    """Images through a grouped filter, its bias, and a mean over pixels."""
+    node = onnx.helper.make_node
+    body = [
+        node("Conv", ["x", "w", "b"], ["c"], group=groups, pads=[1, 1, 1, 1]),
+        node("Tanh", ["c"], ["t"]),
+        node("GlobalAveragePool", ["t"], ["p"]),
+        node("Flatten", ["p"], ["y"]),
+    ]
+    shapes = {"w": (channels, channels // groups, 3, 3), "b": (channels,)}
+    return made(body, {"x": [channels, 6, 6], "y": [channels]}, shapes)
+
+
+def made(
+    body: list[onnx.NodeProto], ends: dict[str, list[int]], shapes: dict[str, tuple[int, ...]]
+) -> onnx.ModelProto:
+    """A model of one input and one output, with random weights."""
+    rng = np.random.default_rng(0)
+    weights = [
+        onnx.numpy_helper.from_array((rng.normal(size=shape) / 2).astype(np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    x, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", *sides])
+        for name, sides in ends.items()
+    )
+    graph = onnx.helper.make_graph(body, "made", [x], [y], weights)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_approximations_are_those_of_the_cpu(gpu: str, name: str) -> None:
+    make, approximations = OTHERS[name]
+    model = make()
+    inputs = models.random_inputs(model, batch=6)
+    targets = np.arange(6) % 3
+    found, wanted = (
+        ke.precondition(
+            model, inputs, targets, "categorical",
+            backend=backend, damping=1e-2, approximations=approximations,
+        )
+        for backend in ("cupy", "numpy")
+    )  # fmt: skip
+    for parameter, natural in wanted.natural_gradients.items():
+        np.testing.assert_allclose(
+            host(found.natural_gradients[parameter]),
+            natural,
+            rtol=0,
+            atol=TOLERANCE * np.abs(natural).max(),
+            err_msg=parameter,
+        )
+
+
+def test_what_an_engine_gives_is_of_its_library_and_it_takes_that_back(gpu: str) -> None:
+    model = models.mlp()
+    engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
+    inputs = models.random_inputs(model, batch=4)
+    result = engine.step(inputs, np.arange(4) % 3)
+    library = engine.collection.backend.xp.ndarray
+    for arrays in (result.gradients, result.natural_gradients, engine.parameters):
+        assert {type(array) for array in arrays.values()} == {library}
+    again = engine.precondition(result.gradients)
+    for name, natural in result.natural_gradients.items():
+        np.testing.assert_array_equal(host(again[name]), host(natural))
+    moved = {name: value + 1 for name, value in engine.parameters.items()}
+    engine.set_parameters(moved)
+    for name, value in engine.parameters.items():
+        np.testing.assert_array_equal(host(value), host(moved[name]))
+    engine.set_parameters({name: host(value) for name, value in moved.items()})
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_step_reads_the_gpu_three_times_however_many_layers_there_are(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Whether the batch is finite, the largest numbers, and how refreshes went."""
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    caches = select._gpu, cupy_device._cupy
+    for cache in caches:
+        cache.cache_clear()
+    cupy_standin.install(monkeypatch)
+    model = chain(layers=3 * width)
+    engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy", damping=1e-2)
+    inputs = models.random_inputs(model, batch=6)
+    engine.step(inputs, np.arange(6) % 3)
+    cupy_standin.COUNTS.clear()
+    engine.step(inputs, np.arange(6) % 3)
+    counts, layers = cupy_standin.COUNTS, 3 * width
+    assert counts["downloads"] + counts["reads"] <= 3
+    assert counts["uploads"] == 4 * layers  # inputs, output gradients, gradients: each once
+    for cache in caches:
+        cache.cache_clear()
+
+
+def chain(layers: int) -> onnx.ModelProto:
+    """Dense layers of four features."""
+    body = []
+    for i in range(layers):
+        last = i == layers - 1
+        inputs, output = [f"x{i}", f"w{i}", f"b{i}"], "y" if last else f"s{i}"
+        body.append(onnx.helper.make_node("Gemm", inputs, [output]))
+        if not last:
+            body.append(onnx.helper.make_node("Tanh", [output], [f"x{i + 1}"]))
+    shapes = {f"w{i}": (4, 4) for i in range(layers)} | {f"b{i}": (4,) for i in range(layers)}
+    return made(body, {"x0": [4], "y": [4]}, shapes)
 
 
 def test_factors_and_scratch_are_announced_and_taken_of_the_gpu(gpu: str) -> None:

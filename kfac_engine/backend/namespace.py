@@ -1,12 +1,14 @@
 """Which array library an array belongs to, for code that has an array but no backend at hand."""
 
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError
 
 _LIBRARIES = ("numpy", "cupy")
@@ -41,6 +43,33 @@ def as_array(value: Any) -> Array:
         array: Array = value
         return array
     return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
+
+
+def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+    """Values with those of them on the host that lie on a device; others as they are.
+
+    Args:
+        values: Name to array of any library, or what NumPy makes one of.
+        backend: Reads its own arrays, and those of other libraries on its device.
+
+    Returns:
+        Name to value.
+
+    Raises:
+        InputError: They are not given by name.
+    """
+    if not isinstance(values, Mapping):
+        raise InputError(
+            f"arrays are given by parameter, as {{name: array}}, not as {type(values).__name__}."
+        )
+    return {name: _hosted(value, backend) for name, value in values.items()}
+
+
+def _hosted(value: Any, backend: Backend) -> Any:
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return value
+    array = backend.asarray(value)
+    return backend.to_numpy(array)
 
 
 def _library(value: object) -> str:

@@ -42,6 +42,12 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("implicit conversion to a host NumPy array is not allowed")
 
+    def __dlpack__(self, **_: object) -> None:
+        raise AssertionError("CuPy's own arrays are taken as they are")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         return _wrapped(getattr(ufunc, method))(*inputs, **options)
 
