@@ -120,15 +120,16 @@ def check_group_sides(
         Features of a group, with the one.
 
     Raises:
-        ShapeError: ``out`` is not ``(groups, rows, columns)``, or the channels do not fall into so
-            many groups.
+        ShapeError: ``out`` is not ``(groups, rows, columns)`` and C-contiguous, or the channels do
+            not fall into so many groups.
     """
     groups, channels = len(out), int(x.shape[1])
     rows: int = window.taps * channels // groups + homogeneous
-    if channels % groups or out.shape != (groups, rows, columns):
+    fits = out.shape == (groups, rows, columns) and out.flags.c_contiguous
+    if channels % groups or not fits:
         raise ShapeError(
-            f"{groups} groups of {channels} channels under {window.taps} taps do not fit a result "
-            f"of shape {out.shape}."
+            f"{groups} groups of {channels} channels under {window.taps} taps need a C-contiguous "
+            f"result of shape {(groups, rows, columns)}, got {out.shape}, strides {out.strides}."
         )
     return rows
 

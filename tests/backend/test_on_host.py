@@ -1,0 +1,39 @@
+"""What a caller gives comes to the host, from whatever library."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.namespace import on_host
+from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.errors import InputError
+
+
+class Shared:
+    """An array of a third library on the host."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_numbers_and_arrays_of_the_host_stay_as_they_are() -> None:
+    array = np.ones(3)
+    found = on_host({"a": array, "b": [1, 2]}, NumpyBackend())
+    assert found["a"] is array
+    assert found["b"] == [1, 2]
+
+
+def test_arrays_of_other_libraries_are_shared() -> None:
+    array = np.ones(3)
+    found = on_host({"a": Shared(array)}, NumpyBackend())["a"]
+    assert np.shares_memory(found, array)
+
+
+def test_arrays_without_names_are_refused() -> None:
+    with pytest.raises(InputError, match=r"\{name: array\}, not as list"):
+        on_host([np.ones(3)], NumpyBackend())

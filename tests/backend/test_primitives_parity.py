@@ -1,0 +1,166 @@
+"""Primitives for groups, squares, sums, counts and draws, on the CPU and the GPU."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend import cupy_device
+from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window, pointwise
+from kfac_engine.errors import BackendError, ShapeError
+from tests.backend import cupy_standin
+from tests.backend.truths import patches
+from tests.cuda_on_cpu.module import compiler
+
+# Sums of some hundred products of standard normal numbers, relative to the largest entry.
+TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
+WINDOW = Window((3, 2), (1, 2), (1, 1), (1, 0), (1, 1))
+GROUPS, OUTPUTS = 2, 3
+
+
+@pytest.fixture(params=["numpy", "stand-in", pytest.param("device", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    if request.param == "numpy":
+        yield NumpyBackend(scratch_bytes=1 << 12)
+        return
+    cupy_device._cupy.cache_clear()
+    if request.param == "stand-in":
+        if compiler() is None:
+            pytest.skip("needs g++ to run kernels on the CPU")
+        cupy_standin.install(monkeypatch)
+    try:
+        yield CupyBackend(scratch_bytes=8 << 20)
+    except BackendError as failure:
+        pytest.skip(str(failure))
+    finally:
+        cupy_device._cupy.cache_clear()
+
+
+def close(backend: Backend, found: object, wanted: np.ndarray, dtype: type) -> None:
+    host = backend.to_numpy(found)
+    assert host.dtype == dtype
+    np.testing.assert_allclose(host, wanted, rtol=0, atol=TOLERANCE[dtype] * np.abs(wanted).max())
+
+
+def images(dtype: type, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Images, output gradients, and the rows of each group, ``(groups, n, t, d)``, with the one."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(5, 4, 6, 5)).astype(dtype)
+    outputs = window.output_sides(x.shape[2:])
+    ds = rng.normal(size=(5, GROUPS * OUTPUTS, *outputs)).astype(dtype)
+    w = window
+    z = np.stack(
+        [
+            patches(part, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+            for part in np.split(x, GROUPS, axis=1)
+        ]
+    )
+    return x, ds, np.concatenate([z, np.ones((*z.shape[:3], 1))], axis=3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_moments_of_groups(backend: Backend, window: Window, dtype: type, beta: float) -> None:
+    x, _, z = images(dtype, window)
+    wanted = 0.3 * np.einsum("gnti,gntj->gij", z, z) + beta
+    out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
+    out = out.astype(dtype)
+    backend.grouped_second_moment(
+        backend.asarray(x), window, out, homogeneous=True, alpha=0.3, beta=beta
+    )
+    close(backend, out, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_squares_of_examples(backend: Backend, window: Window, dtype: type, beta: float) -> None:
+    x, ds, z = images(dtype, window)
+    g = ds.astype(np.float64).reshape(5, GROUPS, OUTPUTS, -1)
+    wanted = 0.3 * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1) + beta
+    out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
+    out = out.astype(dtype)
+    given = backend.asarray(x), window, backend.asarray(ds)
+    backend.squared_gradients(*given, out, homogeneous=True, alpha=0.3, beta=beta)
+    close(backend, out, wanted, dtype)
+
+
+def test_squares_of_examples_of_a_single_row(backend: Backend) -> None:
+    rng = np.random.default_rng(0)
+    x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))
+    out = backend.asarray(np.zeros((1, 5, 3), np.float32))
+    given = backend.asarray(x), pointwise(0), backend.asarray(ds)
+    backend.squared_gradients(*given, out, homogeneous=True)
+    ones = np.concatenate([x, np.ones((7, 1))], axis=1)
+    close(backend, out, (np.einsum("ni,no->nio", ones, ds) ** 2).sum(axis=0)[None], np.float32)
+
+
+def test_results_of_other_sides_are_refused(backend: Backend) -> None:
+    x = backend.asarray(np.ones((2, 4, 5, 5), np.float32))
+    out = backend.asarray(np.zeros((3, 6, 6), np.float32))
+    with pytest.raises(ShapeError, match="3 groups of 4 channels under 6 taps"):
+        backend.grouped_second_moment(x, WINDOW, out)
+    turned = backend.asarray(np.zeros((2, 12, 12), np.float32)).swapaxes(1, 2)
+    with pytest.raises(ShapeError, match="C-contiguous"):
+        backend.grouped_second_moment(x, WINDOW, turned)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("axes", [(1,), (2, 3), (1, 3), (), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("short", [None, 1, 3])
+def test_sums_of_each_example(
+    backend: Backend, axes: tuple[int, ...], short: int | None, dtype: type
+) -> None:
+    rng = np.random.default_rng(0)
+    shape = [3, 4, 5, 6]
+    ds = rng.normal(size=shape).astype(dtype)
+    if short is not None:
+        shape[short] = 1
+    x = rng.normal(size=shape).astype(dtype)
+    found = backend.example_sums(backend.asarray(x), backend.asarray(ds), axes)
+    wide = x.astype(np.float64) * ds, ds.astype(np.float64)
+    wanted = np.concatenate([a.sum(axis=axes).reshape(3, -1) for a in wide], axis=1)
+    close(backend, found, wanted, dtype)
+
+
+def test_numbers_in_range_are_counted(backend: Backend) -> None:
+    ids = np.random.default_rng(0).integers(-2, 9, (6, 5))
+    found = backend.to_numpy(backend.count_ids(backend.asarray(ids), 7))
+    np.testing.assert_array_equal(found, [(ids == i).sum() for i in range(7)])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("axis", [1, -1])
+def test_a_class_is_where_the_running_sum_passes_the_uniform(
+    backend: Backend, axis: int, dtype: type
+) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(40, 6, 5)).astype(dtype)
+    shape = np.delete(logits.shape, axis)
+    uniforms = rng.random(shape)
+    p = np.exp(logits.astype(np.float64))
+    bound = (p / p.sum(axis=axis, keepdims=True)).cumsum(axis=axis)
+    wanted = (bound <= np.expand_dims(uniforms, axis)).sum(axis=axis)
+    found = backend.to_numpy(backend.draw_classes(backend.asarray(logits), uniforms, axis))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_scaled_arrays_are_added(backend: Backend, beta: float, dtype: type) -> None:
+    measured = np.random.default_rng(0).normal(size=(3, 5)).astype(dtype)
+    out = backend.asarray(np.full((3, 5), 2.0 if beta else np.nan, dtype))
+    backend.add_scaled(out, backend.asarray(measured), 0.3, beta)
+    close(backend, out, 0.3 * measured.astype(np.float64) + 2 * beta, dtype)
+
+
+def test_what_is_finite_is_read_for_all_at_once(backend: Backend) -> None:
+    arrays = [np.ones(3, np.float32), np.array([1, np.nan]), np.arange(4), np.zeros((0, 2))]
+    cupy_standin.COUNTS.clear()
+    found = backend.finite([backend.asarray(array) for array in arrays])
+    assert found == [True, False, True, True]
+    assert cupy_standin.COUNTS["downloads"] + cupy_standin.COUNTS["reads"] <= 1
