@@ -1,7 +1,7 @@
 """The bodies of If, Loop and Scan: what they hold, in the form of the graph around them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 
@@ -53,6 +53,19 @@ def body_of(node: Node, attribute: str, opset: int) -> Body:
         name=proto.name,
     )
     return Body(graph, tuple(entry.name for entry in proto.input))
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    """``node`` where values have other names, those that its bodies read included."""
+    return replace(
+        node,
+        inputs=tuple(names.get(name, name) for name in node.inputs),
+        outputs=tuple(names.get(name, name) for name in node.outputs),
+        attributes={
+            key: with_names(value, names) if isinstance(value, Subgraph) else value
+            for key, value in node.attributes.items()
+        },
+    )
 
 
 def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:

@@ -1,14 +1,13 @@
 """A graph that computes in float32 between borders in half precision, as its file had them."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 from onnx import TensorProto, helper
 
 from kfac_engine._types import DType
-from kfac_engine.graph.bodies import with_names
+from kfac_engine.graph.bodies import renamed
 from kfac_engine.graph.names import claim
-from kfac_engine.graph.structure import Node, Subgraph
+from kfac_engine.graph.structure import Node
 
 
 def with_borders(
@@ -32,21 +31,8 @@ def with_borders(
         _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))
         for name, dtype in made.items()
     ]
-    return [*widening, *(_renamed(nodes, names)), *narrowing]
+    return [*widening, *(renamed(node, names) for node in nodes), *narrowing]
 
 
 def _cast(source: str, target: str, code: int) -> Node:
     return Node("Cast", (source,), (target,), {"to": code}, name=f"node_{source}_to_{target}")
-
-
-def _renamed(nodes: Iterable[Node], names: Mapping[str, str]) -> Iterator[Node]:
-    for node in nodes:
-        yield replace(
-            node,
-            inputs=tuple(names.get(name, name) for name in node.inputs),
-            outputs=tuple(names.get(name, name) for name in node.outputs),
-            attributes={
-                key: with_names(value, names) if isinstance(value, Subgraph) else value
-                for key, value in node.attributes.items()
-            },
-        )

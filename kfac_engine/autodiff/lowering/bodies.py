@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.graph.bodies import Body, with_names
-from kfac_engine.graph.structure import AttributeValue, Subgraph
+from kfac_engine.graph.bodies import Body, renamed
 
 
 def constants_of(pen: Pen, body: Body) -> dict[str, str]:
@@ -26,21 +25,10 @@ def write_body(pen: Pen, body: Body, outer: Mapping[str, str]) -> tuple[str, ...
     """
     names = dict(outer)
     for node in body.graph.nodes:
-        inputs = tuple(names.get(name, name) for name in node.inputs)
         if node.qualified_op == "Identity":
-            names[node.outputs[0]] = inputs[0]
+            names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
             continue
-        made = pen.multi(node.op, inputs, ("",) * len(node.outputs))
-        outputs = tuple(new if old else "" for old, new in zip(node.outputs, made, strict=True))
-        names.update(zip(node.outputs, outputs, strict=True))
-        pen.nodes[-1] = replace(
-            pen.nodes[-1],
-            outputs=outputs,
-            domain=node.domain,
-            attributes={key: _renamed(value, names) for key, value in node.attributes.items()},
-        )
+        made = pen.multi(node.op, node.inputs, ("",) * len(node.outputs))
+        names.update((old, new) for old, new in zip(node.outputs, made, strict=True) if old)
+        pen.nodes[-1] = replace(renamed(node, names), name=pen.nodes[-1].name)
     return tuple(names.get(name, name) for name in body.graph.outputs)
-
-
-def _renamed(value: AttributeValue, names: Mapping[str, str]) -> AttributeValue:
-    return with_names(value, names) if isinstance(value, Subgraph) else value
