@@ -89,12 +89,17 @@ def test_a_factor_settles_before_it_moves(backend: str, change: str) -> None:
     side = factor.side - factor.statistic.homogeneous
     rows = np.random.default_rng(5).normal(size=(6, side)).astype(np.float32)
     values = {name: one.collection.backend.asarray(rows)}
+    one.estimator.damping = 3.0
+    begun, _ = one.estimator.blocks[0].split_damping()
     begin_refresh([factor], one.collection.backend)
+    np.testing.assert_array_equal(host(factor.arrays())["power/0"], old["power/0"])
     if change == "update":
         factor.update(values, 0.0)
     else:
         factor.commit(factor.accumulate(None, values), values, 0.0)
-    # The average moved, the inverse is the one that was begun: of the old average.
+    # The average moved; the inverse is the one that was begun, of the old average.
     found = host(factor.arrays())
     assert not np.array_equal(found["average"], old["average"])
-    np.testing.assert_array_equal(found["power/0"], old["power/0"])
+    assert not np.array_equal(found["power/0"], old["power/0"])
+    undone = found["power/0"] @ (old["average"] + begun * np.eye(len(old["average"])))
+    np.testing.assert_allclose(undone, np.eye(len(undone)), atol=1e-5)
