@@ -195,7 +195,7 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[tuple[bool, _Ax
         groups,
         key=lambda key: (not _says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
     )
-    found = [(_says_batch(key), groups[key]) for key in ordered]
+    found: list[tuple[bool, _Axes]] = [(_says_batch(key), groups[key]) for key in ordered]
     # Exporters give the batch of each input a symbol of its own where they do not see that they are
     # one: then all open first axes have to grow together.
     firsts = {
