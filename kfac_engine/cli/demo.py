@@ -37,7 +37,7 @@ TARGET_LOSS = 0.1
 @click.option("--seed", default=0, show_default=True, help="Of batches and sampled targets.")
 @debug_option
 def demo(steps: int, out: Path, seed: int) -> None:
-    """Train a small CNN on handwritten digits with SGD, Adam and K-FAC."""
+    """Train a small CNN on digits with SGD, Adam and K-FAC."""
     from kfac_engine.cli.contest import BATCH_SIZE, Digits, make_engine
     from kfac_engine.data import demo_model, digits
     from kfac_engine.errors import InputError

@@ -58,7 +58,7 @@ _OPTIONS = (
 @click.option("-o", "target", type=file_path, required=True, help="File to write.")
 @debug_option
 def differentiate(model: Path, options: GradientOptions, inputs: Path | None, target: Path) -> None:
-    """Write the gradient of a model as an ONNX model of standard operators."""
+    """Write the gradient of a model as a plain ONNX model."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 

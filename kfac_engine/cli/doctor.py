@@ -39,7 +39,7 @@ _OLD_KERNELS = ("Prescott", "Nehalem", "Core2", "Penryn", "Dunnington", "Atom", 
 @json_option
 @debug_option
 def doctor(as_json: bool) -> None:
-    """Show versions, BLAS kernel, threads, GPU and the backend that "auto" picks."""
+    """Show libraries, threads, GPU, and the backend chosen."""
     report = examine()
     if as_json:
         print_json(report)

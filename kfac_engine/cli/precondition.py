@@ -75,7 +75,7 @@ _FILE_OPTIONS = (
 def precondition(
     model: Path, files: Files, exp: float, refresh_every: int, options: EngineOptions, as_json: bool
 ) -> None:
-    """Write the gradients of a batch and their preconditioned form."""
+    """Write gradients of a batch, plain and preconditioned."""
     from kfac_engine.cli import files as reading
 
     with working("reading"):
