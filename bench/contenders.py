@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,16 +27,24 @@ class Contender:
         module: Name of the module with its ``OPERATIONS``.
         operations: What it can do, so that nothing is loaded to find out.
         needs: Packages that must be installed.
+        networks: Whose steps it can make; empty for all.
     """
 
     module: str
     operations: frozenset[str]
     needs: tuple[str, ...] = ()
+    networks: frozenset[str] = frozenset()
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Packages that are not installed."""
         return tuple(name for name in self.needs if find_spec(name) is None)
+
+    def can_do(self, job: Job) -> bool:
+        """Whether it has a way to the job's result."""
+        network = job.sizes.get("network")
+        known = not self.networks or network is None or network in self.networks
+        return known and job.operation in self.operations
 
 
 _PRIMITIVES = frozenset({"dense", "patches", "depthwise", "inverse", "power", "precondition"})
@@ -53,7 +61,10 @@ CONTENDERS: Mapping[str, Contender] = Registry(
             ("jax",),
         ),
         "kfac-jax": Contender(
-            "kfac_engine.bench.with_kfac_jax", frozenset({"step"}), ("jax", "kfac_jax")
+            "kfac_engine.bench.with_kfac_jax",
+            frozenset({"step"}),
+            ("jax", "kfac_jax"),
+            frozenset({"mlp"}),
         ),
         "curvlinops": Contender(
             "kfac_engine.bench.with_curvlinops", frozenset({"step"}), ("torch", "curvlinops")
@@ -109,8 +120,10 @@ class Process:
         """
         assert self.python.stdin is not None
         assert self.python.stdout is not None
-        self.python.stdin.write(json.dumps(order) + "\n")
-        self.python.stdin.flush()
+        # A process that has ended reads nothing: its missing answer tells.
+        with suppress(BrokenPipeError):
+            self.python.stdin.write(json.dumps(order) + "\n")
+            self.python.stdin.flush()
         line = self.python.stdout.readline()
         if not line:
             raise BackendError(

@@ -67,7 +67,8 @@ def _power(d: int, exp: float) -> Run:
 
     def run() -> Array:
         values, vectors = np.linalg.eigh(matrix.astype(np.float64))
-        return (vectors * (np.maximum(values, 0) + DAMPING) ** exp) @ vectors.T
+        raised: Array = (vectors * (np.maximum(values, 0) + DAMPING) ** exp) @ vectors.T
+        return raised
 
     return run
 

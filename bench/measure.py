@@ -15,7 +15,7 @@ from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
 
 # Rounds follow from the slowest contender's time: enough for a median, not for an afternoon.
-_SECONDS, _FEWEST, _MOST = 4.0, 3, 15
+_SECONDS, _FEWEST, _MOST = 2.0, 3, 15
 # Of one core for each core: above this, what others ran is felt in the times.
 DISTURBING_SHARE = 0.1
 
@@ -69,7 +69,7 @@ def measure(job: Job, processes: Mapping[str, Process], ceiling: Ceiling) -> lis
     Raises:
         BackendError: Our result is not that of the definition.
     """
-    able = {n: p for n, p in processes.items() if job.operation in CONTENDERS[n].operations}
+    able = {name: p for name, p in processes.items() if CONTENDERS[name].can_do(job)}
     errors = _errors(job, {name: process.prepare(job) for name, process in able.items()})
     usages = _in_turn(able)
     times = {n: spread([u.seconds / job.cycle for u in found]) for n, found in usages.items()}

@@ -164,7 +164,7 @@ def transformer() -> Network:
     net = _Net()
     net.constants["split"] = np.array([0, 0, HEADS, WIDTH // HEADS])
     net.constants["joined"] = np.array([0, 0, WIDTH])
-    net.constants["scale"] = np.float32((WIDTH // HEADS) ** -0.5)
+    net.constants["scale"] = np.array((WIDTH // HEADS) ** -0.5, np.float32)
     x = net.op("Gather", net.drawn("tokens", VOCABULARY, WIDTH, fan_in=1), "x", to="embedded")
     for layer in range(LAYERS):
         x = _encoder(net, f"{layer}", x)

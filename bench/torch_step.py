@@ -117,7 +117,7 @@ class Layer:
         A, G = self._average
         pi = float(((A.trace() / len(A)) / (G.trace() / len(G))).sqrt())
         levels = np.sqrt(DAMPING) * pi, np.sqrt(DAMPING) / pi
-        self._inverse = tuple(  # type: ignore[assignment]  # two of them
+        self._inverse = tuple(
             torch.cholesky_inverse(torch.linalg.cholesky(M + level * torch.eye(len(M))))
             for M, level in zip((A, G), levels, strict=True)
         )
