@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.backend import cupy_device, select
+from kfac_engine.backend import cupy_device, cupy_roots, select
 from kfac_engine.errors import BackendError
 from tests import models
 from tests.backend import cupy_standin
@@ -189,6 +189,34 @@ def chain(layers: int) -> onnx.ModelProto:
             body.append(onnx.helper.make_node("Tanh", [output], [f"x{i + 1}"]))
     shapes = {f"w{i}": (4, 4) for i in range(layers)} | {f"b{i}": (4,) for i in range(layers)}
     return made(body, {"x0": [4], "y": [4]}, shapes)
+
+
+POWERS_AND_BLOCKS = {
+    "roots": ("mlp", {"exps": (-0.5,)}),
+    "fourth roots": ("cnn", {"exps": (-0.25,)}),
+    "powers": ("cnn", {"exps": (-0.75, -1)}),
+    "uncorrelated": ("cnn", {"approximations": {"conv2d": "kron_sua"}}),
+    "reduced": ("cnn", {"approximations": {"conv2d": "kron_reduce"}}),
+}
+
+
+@pytest.mark.parametrize("case", POWERS_AND_BLOCKS)
+def test_powers_and_blocks_are_those_of_the_cpu(
+    gpu: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Roots of small matrices, too, take the way of large ones.
+    monkeypatch.setattr(cupy_roots, "FROM_SIDE", dict.fromkeys((80, 90, 100), 2))
+    name, options = POWERS_AND_BLOCKS[case]
+    pairs = zip(trained(name, "cupy", **options), trained(name, "numpy", **options), strict=True)
+    for found, wanted in pairs:
+        for parameter, natural in wanted.natural_gradients.items():
+            np.testing.assert_allclose(
+                host(found.natural_gradients[parameter]),
+                natural,
+                rtol=0,
+                atol=TOLERANCE * np.abs(natural).max(),
+                err_msg=parameter,
+            )
 
 
 def test_factors_and_scratch_are_announced_and_taken_of_the_gpu(gpu: str) -> None:
