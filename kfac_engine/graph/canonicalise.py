@@ -7,7 +7,7 @@ passes of onnx are quick.
 from collections.abc import Callable, Mapping
 
 import onnx
-from onnx import checker, defs, helper, inliner, version_converter
+from onnx import checker, defs, helper, inliner, shape_inference, version_converter
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
@@ -16,6 +16,8 @@ from kfac_engine.graph.tensors import to_array
 
 # Derivative rules read the forms of operator set 18; newer models keep theirs.
 OLDEST_OPSET = 18
+# From this set on, operators broadcast like NumPy.
+_NUMPY_BROADCAST = 7
 # ONNX Runtime 1.31 executes operator sets up to 26.
 NEWEST_OPSET = min(26, defs.onnx_opset_version())
 # What sets 27 and 28 added is defined in operators of older sets.
@@ -178,12 +180,16 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     _refuse_misread(model, old)
     try:
-        newer = version_converter.convert_version(model, OLDEST_OPSET)
+        newer = version_converter.convert_version(_closed(model, old), OLDEST_OPSET)
     except (RuntimeError, ValueError, IndexError, version_converter.ConvertError) as failure:
         raise ModelError(
             f"the model's operator set {old} cannot be brought to {OLDEST_OPSET}: "
             f"{first_line(failure)}; export it with operator set {OLDEST_OPSET}."
         ) from failure
+    if old < _NUMPY_BROADCAST:
+        del newer.graph.input[:], newer.graph.output[:], newer.graph.value_info[:]
+        newer.graph.input.extend(model.graph.input)
+        newer.graph.output.extend(model.graph.output)
     if old < 11:
         # Upsample and the first Resize had one way to place samples. The converter leaves the
         # attributes out, and what those default to is another way.
@@ -191,6 +197,55 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
             if node.op_type == "Resize":
                 _set(node, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
     return newer
+
+
+def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """``model`` with a number for every open axis of its inputs, if it is of operator set 6."""
+    # The converter of onnx 1.23 asks for numbers where operators broadcast by attribute; it takes
+    # from them only which axes are aligned.
+    if version >= _NUMPY_BROADCAST:
+        return model
+    closed = onnx.ModelProto()
+    closed.CopyFrom(model)
+    for entry in closed.graph.input:
+        for side in entry.type.tensor_type.shape.dim:
+            if side.dim_value <= 0:
+                side.dim_value = 2
+    for result in closed.graph.output:
+        result.type.tensor_type.ClearField("shape")
+    _align(closed)
+    return closed
+
+
+def _align(model: onnx.ModelProto) -> None:
+    """Give operands that broadcast from an ``axis`` on the axes that follow, in place."""
+    # The converter of onnx 1.23 puts those at other places.
+    inferred = shape_inference.infer_shapes(model).graph
+    ranks = {
+        entry.name: len(entry.type.tensor_type.shape.dim)
+        for entry in (*inferred.input, *inferred.value_info)
+        if entry.type.tensor_type.HasField("shape")
+    }
+    ranks |= {entry.name: len(entry.dims) for entry in inferred.initializer}
+    nodes = []
+    for node in model.graph.node:
+        axis = next((e for e in node.attribute if e.name == "axis" and len(node.input) == 2), None)
+        if axis is not None and any(e.name == "broadcast" and e.i for e in node.attribute):
+            first, second = (ranks.get(name) for name in node.input)
+            if not first or second is None:
+                raise UnsupportedError(
+                    f"the {describe(node)} broadcasts from an axis on, among operands of unknown "
+                    f"shapes; export the model with operator set {OLDEST_OPSET} or newer."
+                )
+            node.attribute.remove(axis)
+            axes = list(range(second, first - axis.i % first))
+            if axes:
+                lifted = f"{node.input[1]} for {node.output[0]}"
+                nodes.append(helper.make_node("Unsqueeze", [node.input[1]], [lifted], axes=axes))
+                node.input[1] = lifted
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _refuse_misread(model: onnx.ModelProto, version: int) -> None:

@@ -83,6 +83,42 @@ def test_old_form_of_an_operator_computes_the_same(form: tuple[int, str, *tuple[
     assert_same(run_graph(graph, {"x": x}), expected, CLOSE)
 
 
+WEIGHT = np.arange(12, dtype=np.float32).reshape(4, 3) / 8
+SQUARE = np.array([[1, 2], [3, 4]], np.float32)
+BIAS, PAIR = np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)
+# Operators of set 6, which ONNX Runtime has no longer, and what they compute.
+BROADCAST_FORMS = {
+    "bias_of_gemm": (
+        "f = Flatten (x)  y = Gemm <broadcast=1> (f, w, b)",
+        lambda x: x.reshape(-1, 4) @ WEIGHT + BIAS,
+    ),
+    "channels": ("y = Add <broadcast=1, axis=1> (x, c)", lambda x: x + PAIR[:, None]),
+    "middle_axis": (
+        "u = Unsqueeze <axes=[2, 4]> (x)  y = Sub <broadcast=1, axis=1> (u, c)",
+        lambda x: (x - PAIR[:, None])[:, :, None, :, None],
+    ),
+    "two_axes": (
+        "u = Unsqueeze <axes=[3]> (x)  y = Mul <broadcast=1, axis=1> (u, s)",
+        lambda x: (x * SQUARE)[..., None],
+    ),
+    "last_axis": ("h = Mul <broadcast=1> (x, c)  y = Sub (h, x)", lambda x: x * PAIR - x),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), BROADCAST_FORMS.values(), ids=BROADCAST_FORMS)
+def test_broadcasting_by_attribute_leaves_the_batch_open(body: str, expected) -> None:
+    model = parser.parse_model(
+        f'<ir_version: 7, opset_import: ["": 6]> m (float[N,2,2] x) => (float[] y) {{ {body} }}'
+    )
+    for name, array in {"w": WEIGHT, "b": BIAS, "c": PAIR, "s": SQUARE}.items():
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    graph = load_graph(model)
+    assert graph.inputs[0].shape == ("N", 2, 2)
+    for batch in (1, 2, 5):
+        x = np.random.default_rng(0).standard_normal((batch, 2, 2)).astype(np.float32)
+        assert_same(run_graph(graph, {"x": x}), {"y": expected(x)}, CLOSE)
+
+
 # These have one slope a channel in a form that newer operators read differently.
 CHANNEL_SLOPES = {f"test_PReLU_{rank}d_multiparam" for rank in (1, 2, 3)}
 
