@@ -137,8 +137,9 @@ def _outputs(
     chosen = [output] if isinstance(output, str) else list(output or ())
     if len(chosen) != count:
         raise InputError(
-            f"the model has the outputs {', '.join(graph.outputs)}; name the {count} that the "
-            f"loss is put on with output=…."
+            f"the model has the outputs {', '.join(graph.outputs)}; name "
+            f"{'the one that the loss is' if count == 1 else f'those {count} that losses are'} "
+            f"put on with output=…."
         )
     return chosen
 

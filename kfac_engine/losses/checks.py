@@ -73,7 +73,7 @@ def require_class_axis(name: str, shape: tuple[int, ...], class_axis: int) -> No
     if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
         raise ShapeError(
             f"class_axis={class_axis} is not an axis of '{name}' with shape {shape} other than "
-            f"the batch axis 0; choose one of 1 to {rank - 1}, or -1."
+            f"the batch axis 0; choose {', '.join(map(str, range(rank > 1, rank)))} or -1."
         )
 
 

@@ -270,7 +270,7 @@ def with_entry(value):
         (CATEGORICAL("z"), {"z": np.zeros((2, 3), complex)}, InputError, "complex128"),
         (CATEGORICAL("z", class_axis=0), V, ShapeError, "class_axis=0"),
         (CATEGORICAL("z", class_axis=-2), V, ShapeError, "class_axis=-2"),
-        (CATEGORICAL("z", class_axis=2), V, ShapeError, "class_axis=2.*1 to 1"),
+        (CATEGORICAL("z", class_axis=2), V, ShapeError, "class_axis=2.*choose 1 or -1"),
         (BOTH("z", "s"), {"z": Z, "s": np.ones((2, 1))}, ShapeError, r"'s'.*\(2, 1\).*\(2, 3\)"),
         (BOTH("z", "s"), {"z": Z, "s": Z + 1 - 2 * np.eye(2, 3)}, InputError, r"-1.0 at \(0, 0\)"),
         (BOTH("z", "s"), {"z": Z}, UnknownNameError, "'s'"),
