@@ -11,6 +11,7 @@ from kfac_engine.bench.build import run_build
 from kfac_engine.bench.ceiling import Ceiling, measure_ceiling
 from kfac_engine.bench.charts import draw
 from kfac_engine.bench.contenders import running
+from kfac_engine.bench.gpu import run_gpu
 from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, chosen, measure
@@ -56,7 +57,7 @@ def run_suites(
     """Run suites and print a table for each.
 
     Args:
-        names: Of the suites, in this order; all if empty.
+        names: Of the suites, in this order; all but ``gpu`` if empty.
         json_path: Where to write the measurements too.
         compare: Peers that take part; they must be installed.
         plot: Folder for a chart of each suite that compares contenders.
@@ -67,7 +68,8 @@ def run_suites(
         BackendError: A result is not that of its definition, or a peer is not installed.
     """
     suites = known_suites()
-    todo = {name: suites[name] for name in names or suites}
+    # Where there is a GPU is for the user to say: without one that suite only raises.
+    todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
     contenders = chosen(compare)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -79,9 +81,12 @@ def run_suites(
         f"ceiling: {2e-9 * setting.ceiling.multiplications:.0f} GFLOP/s (sgemm), "
         f"{1e-9 * setting.ceiling.copied_bytes:.1f} GB/s (copy)"
     )
-    measured = {name: run(setting, name) for name, run in todo.items()}
-    if json_path is not None:
-        write_json(Path(json_path), found, setting.ceiling, measured)
+    measured: dict[str, Sequence[Any]] = {}
+    for name, run in todo.items():
+        measured[name] = run(setting, name)
+        # After each suite: all of them take long enough to be interrupted.
+        if json_path is not None:
+            write_json(Path(json_path), found, setting.ceiling, measured)
     if plot is not None:
         contests = {name: rows for name, rows in measured.items() if name in SUITES}
         draw(Path(plot), contests)
@@ -109,5 +114,6 @@ def _run_contests(setting: Setting, name: str) -> list[Row]:
 _ALONE: Mapping[str, Suite] = {
     "memory": lambda setting, name: run_memory(setting.console, name),
     "scaling": lambda setting, name: run_scaling(setting.console, name),
+    "gpu": lambda setting, name: run_gpu(setting.console, name),
     "build": lambda setting, name: run_build(setting.console, name),
 }

@@ -37,6 +37,8 @@ class CupyBackend:
     Args:
         device: The GPU; the current one when left out.
         scratch_bytes: Upper bound of the working memory of one primitive.
+        split: TF32 numbers that factors of patch products are split into on tensor cores: 3 keeps
+            float32's accuracy, 1 does not, 0 takes FP32 units. By default 3 where there are any.
 
     Raises:
         BackendError: There is no usable GPU.
@@ -45,11 +47,16 @@ class CupyBackend:
     name = "cupy"
 
     def __init__(
-        self, device: CupyDevice | None = None, *, scratch_bytes: int = SCRATCH_BYTES
+        self,
+        device: CupyDevice | None = None,
+        *,
+        scratch_bytes: int = SCRATCH_BYTES,
+        split: int | None = None,
     ) -> None:
         self.device = device or CupyDevice()
         self.scratch_bytes = scratch_bytes
-        split = _SPLIT if self.device.tensor_cores else 0
+        if split is None or not self.device.tensor_cores:
+            split = _SPLIT if self.device.tensor_cores else 0
         self._inverses = CupyInverses(self.device, scratch_bytes)
         self._moments = PatchMoments(self.device, scratch_bytes, split)
         self._groups = GroupProducts(self.device, scratch_bytes)

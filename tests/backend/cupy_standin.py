@@ -213,7 +213,7 @@ class _Cupy(ModuleType):
     RawModule = RawModule
     cublas = SimpleNamespace(syrk=_syrk)
     cuda = SimpleNamespace(
-        Device=lambda: SimpleNamespace(id=0),
+        Device=lambda: SimpleNamespace(id=0, synchronize=lambda: None),
         Stream=standin_streams.Stream,
         get_current_stream=standin_streams.current,
         device=SimpleNamespace(get_cusolver_handle=lambda: standin_solvers.HANDLE),
@@ -251,7 +251,7 @@ class _Cupy(ModuleType):
 
     @staticmethod
     def get_default_memory_pool() -> SimpleNamespace:
-        return SimpleNamespace(free_all_blocks=lambda: None)
+        return SimpleNamespace(free_all_blocks=lambda: None, total_bytes=lambda: 0)
 
     @staticmethod
     def asnumpy(array: ndarray) -> np.ndarray:
