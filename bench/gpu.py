@@ -234,10 +234,10 @@ def window(layer: Layer) -> Window:
 
 def _input_products(layer: Layer, batch: int) -> float:
     """Multiplications for a factor's lower triangle, by distances of taps where those are fewer."""
-    rows, k = float(batch * layer.out_side * layer.out_side), layer.kernel
+    rows, k = batch * layer.out_side**2, layer.kernel
     if layer.stride == 1 and k > 1:
-        return rows * (layer.inputs * layer.inputs) * ((2 * k - 1) * (2 * k - 1) + 1) / 2
-    return rows * (layer.d_in * layer.d_in) / 2
+        return float(rows * layer.inputs**2 * ((2 * k - 1) ** 2 + 1) / 2)
+    return float(rows * layer.d_in**2 / 2)
 
 
 def _timed(backend: CupyBackend, work: Callable[[], object]) -> Spread:

@@ -1,0 +1,148 @@
+"""Writes the tables of measurements: one beside each JSON file of ``bench``, one into the README.
+
+    python -m scripts.bench_tables
+
+Reads ``bench/results/*.json``; the README shows the newest.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
+OURS = "ours"
+# The README's choice: suite to a part of the names of its cases.
+SHOWN = {
+    "dense": "4096 rows of 1024",
+    "conv": "stride 1",
+    "inverse": "1024 × 1024",
+    "precondition": "ResNet-50",
+    "step": "factors 1",
+}
+# As bench marks it: other processes took more than this share of the wall time.
+DISTURBING_SHARE = 0.1
+
+
+def main() -> None:
+    """Write all tables."""
+    for path in sorted(RESULTS.glob("*.json")):
+        path.with_suffix(".md").write_text(page(load(path)), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def load(path: Path) -> Mapping[str, Any]:
+    """A report of ``bench --json``."""
+    report: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def readme(text: str) -> str:
+    """The README with the newest measurements between its marks."""
+    newest = max(RESULTS.glob("*.json"))
+    report = load(newest)
+    lines = [
+        BEGIN,
+        "",
+        "| job | ours, ms | times as fast as |",
+        "|---|---|---|",
+        *(line for suite in SHOWN for line in _summary(suite, report)),
+        "",
+        _machine_line(report),
+        f"All of it: [bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
+        END,
+    ]
+    return re.sub(
+        f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: "\n".join(lines), text, flags=re.S
+    )
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """Every row of a report as Markdown."""
+    machine = report["machine"]
+    facts = [f"- {name}: {_told(value)}" for name, value in machine.items() if value]
+    tables = [line for name, rows in report["suites"].items() for line in _table(name, rows)]
+    return "\n".join(["# Measurements", "", *facts, "", *tables]).rstrip() + "\n"
+
+
+def _summary(suite: str, report: Mapping[str, Any]) -> Iterator[str]:
+    for case, rows in _cases(report["suites"].get(suite, ())):
+        if SHOWN[suite] not in case:
+            continue
+        ours = next(row for row in rows if row["contender"] == OURS)
+        others = [f"{row['contender']} {1 / row['ratio']:.1f}" for row in rows if row is not ours]
+        mark = " !" if any(row["others"] > DISTURBING_SHARE for row in rows) else ""
+        seconds = ours["seconds"]["median"]
+        yield f"| {suite}: {case} | {1e3 * seconds:.1f}{mark} | {', '.join(others)} |"
+
+
+def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield f"## {name}\n"
+    heads, cells = (CONTEST, _contest) if rows and "contender" in rows[0] else (list(rows[0]), _any)
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for row in rows:
+        yield f"| {' | '.join(cells(row))} |"
+    yield ""
+
+
+CONTEST = [
+    "case", "contender", "ms", "quartiles", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB",
+    "error", "others",
+]  # fmt: skip
+
+
+def _contest(row: Mapping[str, Any]) -> list[str]:
+    times = row["seconds"]
+    rate = row["rate"]
+    return [
+        row["case"], row["contender"], f"{1e3 * times['median']:.2f}",
+        f"{1e3 * times['low']:.2f} – {1e3 * times['high']:.2f}", f"{row['ratio']:.2f}",
+        f"{2e-9 * rate:.0f}" if rate else "", f"{row['fraction']:.0%}" if rate else "",
+        f"{row['peak_bytes'] / 1e6:.0f}", f"{row['error']:.0e}",
+        f"{row['others']:.0%}{' !' if row['others'] > DISTURBING_SHARE else ''}",
+    ]  # fmt: skip
+
+
+def _any(row: Mapping[str, Any]) -> list[str]:
+    return [_told(value) for value in row.values()]
+
+
+def _told(value: Any) -> str:
+    """A value of JSON for people."""
+    told = {
+        dict: lambda: ", ".join(f"{key} {_told(item)}" for key, item in value.items()),
+        list: lambda: "; ".join(map(_told, value)),
+        float: lambda: f"{value:.3g}",
+    }
+    return str(told.get(type(value), lambda: value)())
+
+
+def _cases(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    for case, found in groupby(rows, key=lambda row: row["case"]):
+        yield case, list(found)
+
+
+def _machine_line(report: Mapping[str, Any]) -> str:
+    machine = report["machine"]
+    kernels = ", ".join(sorted({library["kernel"] or "?" for library in machine["blas"]}))
+    versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    disturbed = any(
+        row.get("others", 0) > DISTURBING_SHARE
+        for rows in report["suites"].values()
+        for row in rows
+    )
+    mark = " `!`: other processes ran, so that only the ratios mean something." if disturbed else ""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, BLAS kernel {kernels}; {versions}. "
+        f"Medians of `kfac-engine bench`, each result checked first.{mark}"
+    )
+
+
+if __name__ == "__main__":
+    main()
