@@ -5,6 +5,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnxruntime import InferenceSession
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -57,6 +58,23 @@ def test_step_leaves_the_statistics_that_onnx_defines(data, named):
     expected = reference(normalised(), inputs, ["mean0", "var0"])
     for name, value in zip(STATISTICS, expected, strict=True):
         np.testing.assert_allclose(engine.buffers[name], value, **ROUNDING)
+
+
+@pytest.mark.parametrize("kept", [["norm0"], ["norm0", "", "var0"]])
+def test_gradient_model_needs_no_name_for_the_statistics(data, kept):
+    inputs, _ = data
+    model = normalised()
+    del model.graph.node[1].output[:]
+    model.graph.node[1].output.extend(kept)
+    feeds = {**inputs, "cotangent": np.ones((7, 3), np.float32)}
+    found, expected = (
+        InferenceSession(
+            ke.differentiate(each).SerializeToString(), providers=["CPUExecutionProvider"]
+        ).run(None, feeds)
+        for each in (model, normalised())
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_statistics_move_with_every_step_but_not_on_request(data):

@@ -133,6 +133,9 @@ class Session:
 
     def _run_in_place(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
         results = self._session.run_with_ort_values(outputs, _values(feeds) | self._fed)
+        for name, value in zip(outputs, results, strict=True):
+            if not value.has_value():
+                raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
         # DLPack shows truth values as bytes: the view gives them their type back.
         return [
             np.from_dlpack(value).view(self.output_dtypes[name])

@@ -1,13 +1,30 @@
 """Operators that are spelled out when a model is read: before anything of it is run."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kfac_engine._types import Array
 from kfac_engine.graph import accelerated, classic
 from kfac_engine.graph.spelled import Spelled
 from kfac_engine.graph.structure import Node
 
-SPELLINGS = {**classic.SPELLINGS, **accelerated.SPELLINGS}
+
+def _normalization(s: Spelled) -> None:
+    """With all three results in training form: ONNX Runtime 1.31 ends the process without."""
+    node = s.node
+    if s.number("training_mode", 0):
+        spare = (f"{node.outputs[0]}.{what}" for what in ("result", "mean", "variance"))
+        given = (*node.outputs, "", "")
+        named = tuple(name or other for name, other in zip(given, spare, strict=False))
+        node = replace(node, outputs=named)
+    s.nodes.append(node)
+
+
+SPELLINGS = {
+    **classic.SPELLINGS,
+    **accelerated.SPELLINGS,
+    "BatchNormalization": _normalization,
+}
 
 
 def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
