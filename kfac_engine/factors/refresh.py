@@ -28,7 +28,8 @@ class Request:
 
     Attributes:
         operation: Row of ``OPERATIONS``.
-        matrix: ``(d, d)``, symmetric; but for ``"inverse"`` also a stack ``(g, d, d)``.
+        matrix: ``(d, d)``, symmetric; but for ``"inverse"`` also a stack ``(g, d, d)``. For
+            ``"read"`` any array.
         damping: For ``"inverse"`` and ``"cholesky"``; for each matrix of a stack one.
         powers: For ``"powers"``: pairs of exponent and damping.
         clip: For ``"powers"``: least eigenvalue before damping.
@@ -44,7 +45,7 @@ class Request:
 # Exponents of inverse roots, with the degree of the root.
 _DEGREES: Mapping[float, int] = {-0.5: 2, -0.25: 4}
 # What an operation gives: the inverse; the Cholesky factor and its inverse; each of the powers;
-# eigenvalues and eigenvectors.
+# eigenvalues and eigenvectors; an array of the host.
 Result: TypeAlias = Sequence[Array]
 # Waits for the results of some requests.
 Finish: TypeAlias = Callable[[], Sequence[Result]]
@@ -190,6 +191,10 @@ def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
     return backend.eighs([request.matrix for request in requests])
 
 
+def _readings(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    return [(found,) for found in backend.download([request.matrix for request in requests])]
+
+
 def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
     """Every power of each matrix: by one decomposition, or without where that is quicker."""
     results = _roots(backend, requests)
@@ -240,4 +245,5 @@ OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Finish]] = {
     "cholesky": _later(_choleskys),
     "powers": _later(_powers),
     "eigh": _later(_eighs),
+    "read": _later(_readings),
 }

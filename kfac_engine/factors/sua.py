@@ -215,10 +215,22 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         levels = {key: float(damping()) for key, damping in self._registered.items()}
         if 0.0 in levels.values() and self._pixels.homogeneous:
             raise InputError(f"{self.name} has a bias: its inverse needs a positive damping.")
-        cov = self._covariance()
+        cov, m = self._covariance(), self._mean_patch()
         kernels = yield [Request("inverse", cov, damping) for damping in levels.values()]
-        pairs = zip(levels.items(), kernels, strict=True)
-        self.stored = {key: self._inverse(level, kernel) for (key, level), (kernel,) in pairs}
+        # (M + δ·I)⁻¹ = D⁻¹ − D⁻¹m (D⁻¹m)ᵀ / (1 + mᵀD⁻¹m), D the block diagonal part.
+        corners = [1.0 / damping if damping else 0.0 for damping in levels.values()]
+        blocks = [
+            _Matrix(kernel, m, np.array([corner, 0.0]))
+            for (kernel,), corner in zip(kernels, corners, strict=True)
+        ]
+        updates = [inverse.times(m[:, None])[:, 0] for inverse in blocks]
+        sums = yield [Request("read", m @ update) for update in updates]
+        weights = [-1.0 / (1.0 + float(total)) for (total,) in sums]
+        parts = zip(levels, blocks, updates, corners, weights, strict=True)
+        self.stored = {
+            key: _Matrix(inverse.kernel, update, np.array([corner, weight]))
+            for key, inverse, update, corner, weight in parts
+        }
 
     # -- products -----------------------------------------------------------------------------
 
@@ -299,14 +311,6 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         C = self._covariance()
         eye = self.backend.xp.eye(len(C), dtype=C.dtype)
         return _Matrix(C + damping * eye, self._mean_patch(), np.array([damping, 1.0]))
-
-    def _inverse(self, damping: float, kernel: Array) -> _Matrix:
-        """``(M + δ·I)⁻¹ = D⁻¹ − D⁻¹m (D⁻¹m)ᵀ / (1 + mᵀD⁻¹m)``, ``D`` the block diagonal part."""
-        corner = 1.0 / damping if damping else 0.0
-        m = self._mean_patch()
-        blocks = _Matrix(kernel, m, np.array([corner, 0.0]))
-        q = blocks.times(m[:, None])[:, 0]
-        return _Matrix(kernel, q, np.array([corner, -1.0 / (1.0 + float(m @ q))]))
 
     def _check_power(self, exp: float) -> None:
         if exp not in (1, -1):
