@@ -125,7 +125,7 @@ class Engine:
             schedule: When statistics and inverses move.
             threads: Threads for BLAS and ONNX Runtime alike; by default both decide, which is one
                 a core unless the environment says otherwise.
-            backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
+            backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
             seed: Of sampled targets.
             sample_inputs: A batch to find shapes with, where none can be made up.
             gradient_dtype: Element type of gradients and parameters of a half-precision model,

@@ -190,7 +190,7 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--backend",
-        type=click.Choice(["auto", "numpy", "cupy"]),
+        type=click.Choice(["auto", "numpy", "cupy", "cupy-tf32", "cupy-fp32"]),
         default="auto",
         show_default=True,
         help="Array library.",
