@@ -28,8 +28,8 @@ class Request:
 
     Attributes:
         operation: Row of ``OPERATIONS``.
-        matrix: ``(d, d)``, symmetric; but for ``"inverse"`` also a stack ``(g, d, d)``. For
-            ``"read"`` any array.
+        matrix: ``(d, d)``, symmetric; except for ``"inverse"`` it may be a stack ``(g, d, d)``.
+            For ``"read"`` any array.
         damping: For ``"inverse"`` and ``"cholesky"``; for each matrix of a stack one.
         powers: For ``"powers"``: pairs of exponent and damping.
         clip: For ``"powers"``: least eigenvalue before damping.
