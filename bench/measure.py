@@ -28,6 +28,8 @@ class Row:
         case: Name of the job.
         contender: Who.
         seconds: Wall times.
+        cpu_seconds: Median of the time on processors, all threads together: what remains fair where
+            other processes ran, for one thread; several wait by spinning, which counts.
         ratio: The median of ours divided by this contender's: below 1 where ours is faster.
         error: Largest difference from the definition relative to the largest entry; 0 for the
             definition itself, and for who comes first where there is none.
@@ -41,6 +43,7 @@ class Row:
     case: str
     contender: str
     seconds: Spread
+    cpu_seconds: float
     ratio: float
     error: float
     rate: float
@@ -121,6 +124,7 @@ def _row(
         case=job.name,
         contender=name,
         seconds=seconds,
+        cpu_seconds=median(usage.cpu_seconds for usage in usages) / job.cycle,
         ratio=times[OURS].median / seconds.median,
         error=error,
         rate=rate,

@@ -14,7 +14,8 @@ from kfac_engine.bench.ceiling import Ceiling
 from kfac_engine.bench.measure import Row
 
 _HEADS = (
-    "ms", "quartiles", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error", "others",
+    "ms", "quartiles", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
+    "others",
 )  # fmt: skip
 # Appended to the share of the machine that others took, where it is felt.
 _MARK = " !"
@@ -64,6 +65,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         f"{1e3 * times.median:.2f}",
         f"{1e3 * times.low:.2f} – {1e3 * times.high:.2f}",
+        f"{1e3 * row.cpu_seconds:.2f}",
         f"{row.ratio:.2f}",
         f"{2e-9 * row.rate:.0f}" if counted else "",
         f"{row.fraction:.0%}" if counted else "",

@@ -22,7 +22,7 @@ from kfac_engine.bench.stages import run_stages
 from kfac_engine.registry import Registry
 
 # Of output that does not go to a terminal: wide enough for a table.
-_FILE_WIDTH = 130
+_FILE_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ def test_contenders_take_turns_and_what_disturbs_them_is_marked():
     assert order == [DEFINITION, OURS] * (len(order) // 2)
     assert all(row.others == 0.5 and row.disturbed for row in rows)
     assert [row.peak_bytes for row in rows] == [1000, 1000]
+    assert [row.cpu_seconds for row in rows] == [1.0, 1.0]
 
 
 def test_times_are_those_of_one_part_of_a_cycle():
@@ -136,7 +137,7 @@ def test_a_run_prints_tables_and_writes_json_and_charts(tmp_path, capsys, monkey
 def test_unknown_suites_list_the_known_ones():
     expected = "build, conv, dense, inverse, memory, power, precondition, scaling, step"
     with pytest.raises(UnknownNameError, match=f"choose one of: {expected}"):
-        run.run_suites(["gpu"])
+        run.run_suites(["cloud"])
 
 
 def test_the_ceiling_is_positive():
