@@ -1,5 +1,6 @@
 """How a layer's parameters become one matrix: rows are inputs (bias last), columns are outputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from types import ModuleType
@@ -75,6 +76,29 @@ class Packing:
         rows = prod(permuted[: self.row_axes]) + self.has_bias
         return rows, prod(permuted[self.row_axes :])
 
+    def arrays(self, vector: Vector, where: object) -> Sequence[Array]:
+        """The weight, and the bias if the layer has one.
+
+        Args:
+            vector: An array, or a pair.
+            where: Names of the parameters, for messages.
+
+        Returns:
+            One array or two.
+
+        Raises:
+            InputError: One array was given for a pair or a pair for one parameter.
+            UnsupportedError: Rows were given.
+        """
+        if isinstance(vector, Rows):
+            raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")
+        parts = vector if isinstance(vector, tuple | list) else (vector,)
+        if len(parts) != 1 + self.has_bias:
+            raise InputError(
+                f"the block of {where} takes {1 + self.has_bias} array(s), got {len(parts)}."
+            )
+        return parts
+
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """The packed matrix of a weight or a ``(weight, bias)`` pair.
 
@@ -91,13 +115,7 @@ class Packing:
             ShapeError: The weight has another rank than its format, or the bias another size.
             UnsupportedError: Rows were given.
         """
-        if isinstance(vector, Rows):
-            raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")
-        parts = vector if isinstance(vector, tuple | list) else (vector,)
-        if len(parts) != 1 + self.has_bias:
-            raise InputError(
-                f"the block of {where} takes {1 + self.has_bias} array(s), got {len(parts)}."
-            )
+        parts = self.arrays(vector, where)
         weight = parts[0]
         if weight.ndim != len(self.axes):
             raise ShapeError(

@@ -13,7 +13,7 @@ import numpy as np
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
-from kfac_engine.errors import InputError, ShapeError, UnsupportedError
+from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.forms import LayerForm
 from kfac_engine.layers.found import Found, Scene
@@ -68,13 +68,7 @@ class SlotPacking(Packing):
     """The map between a weight ``(slots, d_in, d_out)``, with a bias, and a stack of matrices."""
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
-        if isinstance(vector, Rows):
-            raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")
-        parts = vector if isinstance(vector, tuple | list) else (vector,)
-        if len(parts) != 1 + self.has_bias:
-            raise InputError(
-                f"the block of {where} takes {1 + self.has_bias} array(s), got {len(parts)}."
-            )
+        parts = self.arrays(vector, where)
         weight = parts[0]
         if weight.ndim != _LEAST_RANK:
             raise ShapeError(f"the weight of {where} has 3 axes; got shape {weight.shape}.")
