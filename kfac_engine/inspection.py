@@ -178,7 +178,7 @@ def memory_report(
         Bytes by part.
     """
     factors = sum(layer.factor_bytes for layer in layers)
-    scratch, on_device = collection.backend.working_bytes()
+    scratch, on_device = collection.backend.working_bytes(_largest_side(layers))
     return MemoryReport(
         parameters=sum(array.nbytes for array in model.graph.constants.values()),
         gradients=2 * sum(array.nbytes for array in model.parameters.values()),
@@ -187,6 +187,14 @@ def memory_report(
         scratch=scratch,
         device=factors + scratch if on_device else 0,
     )
+
+
+def _largest_side(layers: Sequence[LayerReport]) -> int:
+    """The side of the largest matrix that is inverted or decomposed; 0 for none."""
+    shapes = (shape for layer in layers if layer.inverse_flops for shape in layer.factor_shapes)
+    # A mean may lie below a covariance.
+    square = (shape for shape in shapes if len(shape) > 1 and shape[-2] - shape[-1] in (0, 1))
+    return max((shape[-1] for shape in square), default=0)
 
 
 def require_memory(

@@ -227,6 +227,6 @@ def test_factors_and_scratch_are_announced_and_taken_of_the_gpu(gpu: str) -> Non
     assert ke.Engine.from_onnx(model, loss="categorical", backend="numpy").memory(4).device == 0
     if gpu == "stand-in":
         cupy_standin.memory.limit = memory.factors - 1
-        with pytest.raises(ke.MemoryLimitError, match=r"0\.00 GB and scratch 0\.54 GB on the GPU"):
+        with pytest.raises(ke.MemoryLimitError, match=r"0\.00 GB and scratch 0\.27 GB on the GPU"):
             engine.observe(models.random_inputs(model, batch=4))
         assert engine.counter == 0

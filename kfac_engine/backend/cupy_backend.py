@@ -17,7 +17,7 @@ from kfac_engine.backend.cupy_device import CupyDevice
 from kfac_engine.backend.cupy_groups import GroupProducts, entries_first
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
-from kfac_engine.backend.cupy_roots import inverse_roots
+from kfac_engine.backend.cupy_roots import MOST_COPIES, inverse_roots
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average
@@ -65,11 +65,12 @@ class CupyBackend:
     def xp(self) -> ModuleType:
         return self.device.xp
 
-    def working_bytes(self) -> tuple[int, bool]:
-        return 2 * self.scratch_bytes, True  # on the current stream, and on those of refreshes
+    def working_bytes(self, side: int) -> tuple[int, bool]:
+        # On the current stream, and on those of refreshes: there one matrix may need more.
+        return self.scratch_bytes + max(self.scratch_bytes, MOST_COPIES * 8 * side * side), True
 
     def reserve(self, kept: int) -> None:
-        self.device.reserve(kept, self.working_bytes()[0])
+        self.device.reserve(kept, self.scratch_bytes)
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         if _is_foreign(value, self.xp):

@@ -21,8 +21,8 @@ FROM_SIDE = {80: 256, 90: 256, 100: 256}
 # The root is wrong by less than this part: below float32's rounding.
 _RESIDUAL = 1e-8
 _MOST_STEPS = 40
-# Float64 matrices that are alive at once for each one that is worked on.
-_COPIES = 10
+# Float64 matrices that are alive at once for each one that is worked on; inverses need half.
+MOST_COPIES = 10
 
 
 def inverse_roots(
@@ -65,7 +65,7 @@ def inverse_roots(
             continue
         levels = [dampings[i] for i in chosen]
         work = partial(_roots, device, levels, degree, [int(steps[i]) for i in chosen])
-        found = inverses.run([matrices[i] for i in chosen], work, copies=_COPIES)
+        found = inverses.run([matrices[i] for i in chosen], work, copies=MOST_COPIES)
         for i, (root, (residual,)) in zip(chosen, found, strict=True):
             if residual <= _RESIDUAL:  # not so for NaN
                 roots[i] = root

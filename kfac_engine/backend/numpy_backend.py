@@ -31,8 +31,9 @@ class NumpyBackend:
     def xp(self) -> ModuleType:
         return np
 
-    def working_bytes(self) -> tuple[int, bool]:
-        return self.scratch_bytes, False
+    def working_bytes(self, side: int) -> tuple[int, bool]:
+        # Decomposed one at a time: the matrix, its vectors and LAPACK's work of twice its size.
+        return max(self.scratch_bytes, 5 * 8 * side * side), False
 
     def reserve(self, kept: int) -> None:
         del kept  # of the host's memory, which is given out as it is used

@@ -33,8 +33,12 @@ class Backend(Protocol):
     def xp(self) -> ModuleType:
         """The array module: ``numpy`` or one with its interface."""
 
-    def working_bytes(self) -> tuple[int, bool]:
-        """All working memory, and whether it and arrays lie in a device's own memory."""
+    def working_bytes(self, side: int) -> tuple[int, bool]:
+        """All working memory, and whether it and arrays lie in a device's own memory.
+
+        Args:
+            side: Of the largest matrix that is inverted or decomposed.
+        """
 
     def reserve(self, kept: int) -> None:
         """Take working memory and room for arrays of ``kept`` bytes from a device, at once.
