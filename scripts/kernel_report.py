@@ -1,0 +1,197 @@
+"""Write docs/kernels.md: what each kernel takes of each GPU, and how exact it is, without a GPU.
+
+Run it in the environment of ``make setup``: ``python -m scripts.kernel_report``, some minutes.
+Compilers come with the extra ``nvrtc``; g++ runs the kernels thread by thread.
+"""
+# ruff: noqa: E501 (rows of the page)
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from kfac_engine.backend.cupy_groups import GroupProducts
+from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.window import Window
+from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.variants import MACROS, variants
+from tests.backend.truths import patches
+from tests.cuda_on_cpu import nvrtc
+from tests.cuda_on_cpu.device import ShimDevice
+from tests.cuda_on_cpu.module import ORDERS
+
+PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+_SCRATCH = 4 << 20
+# Images (n, channels, side), kernel, stride, pad.
+_GEOMETRIES = {
+    "2×64×6², 3×3": ((2, 64, 6), 3, 1, 1),
+    "3×20×5², 2×2": ((3, 20, 5), 2, 1, 1),
+    "2×24×9², 3×3/2": ((2, 24, 9), 3, 2, 1),
+    "4×70×4², 1×1": ((4, 70, 4), 1, 1, 0),
+    "1×16×7², 5×5": ((1, 16, 7), 5, 1, 2),
+}
+_HEAD = """# Kernels
+
+Written by `python -m scripts.kernel_report`, which needs no GPU. The sources lie in `kernels/`; each says at its
+head what a block and a thread do.
+
+| source | what | in place of |
+|---|---|---|
+| `patch_products.cu`, `moment.cu`, `borders.cu` | second moments of patches, read from images | patches written out, and a product |
+| `group_products.cu` | second moments and squared per-example gradients, group by group | stacks of patches, products of each example |
+| `example_sums.cu` | what a scale and a shift take of each example | a product as large as the data, and two sums |
+| `classes.cu` | classes drawn from given uniforms | exponentials, running sums and comparisons as large as the logits |
+| `averages.cu` | moving averages in one pass; counts of identifiers | three passes; rows of zeros and ones |
+| `patches.cu` | patches written out, for what needs them | |
+
+No kernel adds floating-point numbers atomically: results are the same run by run. Offsets have 64 bits.
+"""
+
+
+def main() -> None:
+    """Compile, measure, and write the page."""
+    lines = [_HEAD, *_compiled(), "", *_exactness(), "", *_predictions()]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _compiled() -> Iterator[str]:
+    yield "## What a block takes\n"
+    yield "Registers of a thread, the most over all variants of a source (types of images, tiles);"
+    yield "in brackets the kilobytes of shared memory of a block. Nothing spills to memory.\n"
+    there = [name for name in nvrtc.ARCHITECTURES if nvrtc.installed(name)]
+    yield f"| kernel | {' | '.join(there)} |"
+    yield "|---" * (len(there) + 1) + "|"
+    for name in MACROS:
+        found = [_most(name, architecture) for architecture in there]
+        for kernel in dict.fromkeys(kernel for each in found for kernel in each):
+            cells = (_cell(each[kernel]) if kernel in each else "–" for each in found)
+            yield f"| `{kernel}` | {' | '.join(cells)} |"
+
+
+def _most(name: str, architecture: str) -> dict[str, nvrtc.Resources]:
+    """What the greediest variant takes, by kernel."""
+    most: dict[str, nvrtc.Resources] = {}
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(lambda o: nvrtc.resources(name, o, architecture), variants(name)):
+            for kernel, taken in found.items():
+                most[kernel] = max(taken, most.get(kernel, taken))
+    return most
+
+
+def _cell(taken: nvrtc.Resources) -> str:
+    spilled = f", {taken.spilled_bytes} B spilled" if taken.spilled_bytes else ""
+    return f"{taken.registers} ({taken.shared_bytes / 1024:.1f}){spilled}"
+
+
+def _exactness() -> Iterator[str]:
+    yield "## How exact results are\n"
+    yield "Largest error relative to the largest number of the result in float64, on a CPU that runs"
+    yield "every thread of a block, by the order in which threads take turns.\n"
+    yield f"| kernel | case | {' | '.join(ORDERS)} |"
+    yield "|---" * (len(ORDERS) + 2) + "|"
+    for kernel, case, error in _cases():
+        cells = (f"{error(order):.1e}" for order in ORDERS)
+        yield f"| {kernel} | {case} | {' | '.join(cells)} |"
+
+
+def _cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
+    for case in _GEOMETRIES:
+        for split, words in ((0, "FP32"), (3, "3 × TF32"), (1, "TF32")):
+            yield (
+                f"`patch_products`, {words}",
+                case,
+                lambda order, case=case, split=split: _moment_error(case, split, order),
+            )
+    for case in _GEOMETRIES:
+        yield "`group_products`", case, lambda order, case=case: _group_error(case, order)
+        yield "… squared", case, lambda order, case=case: _square_error(case, order)
+    for shape in ((4, 30, 50), (4, 50, 3)):
+        name = "×".join(map(str, shape))
+        yield "`example_sums`", name, lambda order, shape=shape: _sum_error(shape, order)
+    for shape in ((40, 100, 1), (2, 10, 300)):
+        name = "×".join(map(str, shape))
+        what = "`draw_classes`, part of other ids"
+        yield what, name, lambda order, shape=shape: _draw_error(shape, order)
+
+
+def _data(case: str) -> tuple[np.ndarray, Window, np.ndarray]:
+    (n, channels, side), kernel, stride, pad = _GEOMETRIES[case]
+    x = np.random.default_rng(0).standard_normal((n, channels, side, side), np.float32)
+    window = Window((kernel,) * 2, (stride,) * 2, (1, 1), (pad,) * 2, (pad,) * 2)
+    w = window
+    return x, window, patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+
+
+def _worst(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def _moment_error(case: str, split: int, order: str) -> float:
+    x, window, z = _data(case)
+    out = np.full((z.shape[2],) * 2, np.nan, np.float32)
+    moments = PatchMoments(ShimDevice(order), _SCRATCH, split)
+    moments.add(x, window, out, homogeneous=False, alpha=1, beta=0)
+    return _worst(out, np.einsum("nti,ntj->ij", z, z))
+
+
+def _by_group(z: np.ndarray, taps: int) -> np.ndarray:
+    """Rows of two groups, ``(2, n, t, features)``."""
+    n, t, _ = z.shape
+    return np.moveaxis(z.reshape(n, t, taps, 2, -1), 3, 0).reshape(2, n, t, -1)
+
+
+def _group_error(case: str, order: str) -> float:
+    x, window, z = _data(case)
+    z = _by_group(z, window.taps)
+    out = np.full((2, z.shape[3], z.shape[3]), np.nan, np.float32)
+    products = GroupProducts(ShimDevice(order), _SCRATCH)
+    products.add_moments(x, window, out, homogeneous=False, alpha=1, beta=0)
+    return _worst(out, np.einsum("gnti,gntj->gij", z, z))
+
+
+def _square_error(case: str, order: str) -> float:
+    x, window, z = _data(case)
+    z = _by_group(z, window.taps)
+    sides = window.output_sides(x.shape[2:])
+    ds = np.random.default_rng(1).standard_normal((len(x), 6, *sides), np.float32)
+    out = np.full((2, z.shape[3], 3), np.nan, np.float32)
+    products = GroupProducts(ShimDevice(order), _SCRATCH)
+    products.add_squares(x, window, ds, out, homogeneous=False, alpha=1, beta=0)
+    g = ds.astype(np.float64).reshape(len(x), 2, 3, -1)
+    return _worst(out, (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1))
+
+
+def _sum_error(shape: Sequence[int], order: str) -> float:
+    x, ds = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+    sums = np.full((shape[0], 2 * shape[1]), np.nan, np.float32)
+    sum_examples(ShimDevice(order), x, ds, sums)
+    wide = (x.astype(np.float64) * ds).sum(axis=2), ds.sum(axis=2, dtype=np.float64)
+    return _worst(sums, np.concatenate(wide, axis=1))
+
+
+def _draw_error(shape: Sequence[int], order: str) -> float:
+    rng = np.random.default_rng(0)
+    logits, uniforms = rng.standard_normal(shape, np.float32), rng.random((shape[0], shape[2]))
+    ids = np.zeros(uniforms.shape, np.int64)
+    draw_classes(ShimDevice(order), logits, uniforms, ids)
+    bound = np.exp(logits.astype(np.float64)).cumsum(axis=1)
+    wanted = (bound <= uniforms[:, None] * bound[:, -1:]).sum(axis=1)
+    return float((ids != wanted).mean())
+
+
+def _predictions() -> Iterator[str]:
+    yield "## What is expected of a device\n"
+    yield "**Predictions, not measurements**: `kfac-engine bench --suite gpu` measures them. For a"
+    yield "ResNet-50 at batch 32 on a device of 60 TFLOP/s in float32, 133 in 3 × TF32, 4.3 TB/s:\n"
+    yield "| work | float32 | 3 × TF32 | bytes alone |"
+    yield "|---|---|---|---|"
+    yield "| all factors of both sides | 8.4 ms | 3.8 ms | 0.93 ms |"
+    yield "| 108 inverses, d³ each | 7.6 ms | 3.4 ms | 0.29 ms |"
+    yield "| preconditioning | 2.6 ms | 1.2 ms | 0.21 ms |"
+    yield ""
+    yield "These are floors; products of patches on tensor cores are expected at 40 to 60 % of theirs."
+
+
+if __name__ == "__main__":
+    main()
