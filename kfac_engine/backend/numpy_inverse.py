@@ -21,6 +21,9 @@ _LOG = logging.getLogger(__name__)
 # Dampings tried before the eigenvalues are clamped: each ten times the one before.
 _LADDER = (1, 10, 100, 1000)
 
+# Below this, squares of float64 numbers lose digits.
+_SMALLEST_NORM = 1e-140
+
 
 def damping_floor(matrix: Array, dtype: DType) -> float:
     """The least damping worth using: what rounding alone may have moved the eigenvalues by.
@@ -36,9 +39,11 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
         A positive number, in the units of the matrix.
     """
     limits = np.finfo(dtype)
-    # Squares of large entries would overflow, so the norm is taken relative to the largest.
-    largest = max(float(np.abs(matrix).max()), float(limits.tiny))
-    norm = largest * float(np.linalg.norm(matrix / largest))
+    norm = float(np.linalg.norm(matrix))
+    if not _SMALLEST_NORM < norm < np.inf:
+        # Squares overflowed or vanished, so the norm is taken relative to the largest entry.
+        largest = max(float(np.abs(matrix).max()), float(limits.tiny))
+        norm = largest * float(np.linalg.norm(matrix / largest))
     return max(float(limits.eps) * norm, float(limits.tiny))
 
 

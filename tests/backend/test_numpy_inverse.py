@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.numpy_inverse import damping_floor
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 BACKEND = NumpyBackend()
@@ -230,3 +231,13 @@ def test_a_zero_matrix_without_damping_is_refused(operation):
 def assert_lower(matrix):
     np.testing.assert_array_equal(np.triu(matrix, 1), 0)
     assert (np.diagonal(matrix) > 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-100, 1e200])
+def test_the_least_damping_grows_with_the_matrix(scale):
+    """Also where squares of entries vanish or overflow: ``ε·‖M‖`` is linear in ``M``."""
+    matrix = np.array([[3.0, 1.0], [1.0, 2.0]])
+    expected = np.finfo(np.float64).eps * np.sqrt(15.0) * scale
+    found = damping_floor(scale * matrix, np.dtype(np.float64))
+    # The norm of four numbers, rounded a few times.
+    assert found == pytest.approx(expected, rel=1e-14, abs=0)
