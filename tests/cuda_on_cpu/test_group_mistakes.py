@@ -1,0 +1,61 @@
+"""Mistakes in the kernels for groups show in their results."""
+
+import re
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cupy_groups import GroupProducts
+from kfac_engine.backend.window import Window
+from tests.cuda_on_cpu.module import ORDERS, compiler
+from tests.cuda_on_cpu.test_shim import BARRIER, Broken, without
+from tests.kernels.test_group_kernels import SCRATCH, rows
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+WINDOW = Window((3,), (1,), (1,), (1,), (1,))
+IMAGES = np.random.default_rng(0).standard_normal((2, 4, 90), np.float32)
+GRADIENTS = np.random.default_rng(1).standard_normal((2, 4, 90), np.float32)
+
+# Two barriers of the prelude come first, then two of squares, then two of moments.
+MISTAKES = {
+    "squares, no barrier before the product": (True, without(re.escape(BARRIER), 2)),
+    "squares, no barrier after the product": (True, without(re.escape(BARRIER), 3)),
+    "moments, no barrier before the product": (False, without(re.escape(BARRIER), 4)),
+    "moments, no barrier after the product": (False, without(re.escape(BARRIER), 5)),
+    "channels of the first group": (
+        False,
+        lambda code: code.replace("(long long)group * g.channels", "0LL * g.channels"),
+    ),
+    "a one at positions past the last": (False, lambda code: code.replace(" && p.counts)", ")")),
+}
+
+
+def worst(device: Broken, *, squared: bool) -> float:
+    z = rows(IMAGES, WINDOW, 2, ones=True)
+    scales = {"homogeneous": True, "alpha": 1.0, "beta": 0.0}
+    products = GroupProducts(device, SCRATCH)
+    if squared:
+        g = GRADIENTS.astype(np.float64).reshape(2, 2, 2, 90)
+        wanted = (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1)
+        out = np.zeros(wanted.shape, np.float32)
+        products.add_squares(IMAGES, WINDOW, GRADIENTS, out, **scales)
+    else:
+        wanted = np.einsum("gnti,gntj->gij", z, z)
+        out = np.zeros(wanted.shape, np.float32)
+        products.add_moments(IMAGES, WINDOW, out, **scales)
+    error = np.abs(out - wanted).max() / np.abs(wanted).max()
+    return np.inf if np.isnan(error) else float(error)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_kernel_for_groups_changes_its_result(mistake: str) -> None:
+    squared, change = MISTAKES[mistake]
+    errors = [worst(Broken("group_products", change, o), squared=squared) for o in ORDERS]
+    assert max(errors) > 1e-3
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_without_a_mistake_the_result_is_right(squared: bool) -> None:
+    errors = [worst(Broken("group_products", str, o), squared=squared) for o in ORDERS]
+    assert max(errors) < 2e-6  # float32 sums
