@@ -35,6 +35,10 @@ from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 # Twice differentiated graphs are made for one shape of the batch each; the oldest are forgotten.
 _MOST_SHAPES = 8
 
+# ONNX Runtime optimizes in time quadratic in the nodes: 6.9 s for the backward graph of an LSTM of
+# 400 steps, 0.9 s without, and both run equally fast. So many nodes are loops that were unrolled.
+_MOST_OPTIMIZED = 5000
+
 
 class OnnxModel:
     """A canonical graph with its parameters and sessions.
@@ -294,10 +298,9 @@ class OnnxModel:
 
     def backward_session(self, backward: Backward) -> Session:
         """The session of a backward graph, built at its first use."""
-        key = id(backward)
-        if key not in self._sessions:
-            self._sessions[key] = self._build_backward(backward)
-        return self._sessions[key]
+        if id(backward) not in self._sessions:
+            self._sessions[id(backward)] = self._build_backward(backward)
+        return self._sessions[id(backward)]
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -347,18 +350,18 @@ class OnnxModel:
         inputs = [Input(name, dtype, None) for name, dtype in backward.dtypes.items()]
         inputs += [Input(name, self._dtype(name, dtypes), None) for name in fed]
         made = {name for node in backward.nodes for name in node.outputs}
-        results = dict.fromkeys(name for name in backward.gradients.values() if name in made)
         model = compact_model(
             backward.nodes,
             inputs,
-            tuple(results),
+            tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
             _read_by(backward.nodes, {**self.graph.constants, **backward.constants}, excluded=fed),
             self.graph.opset,
             name=f"{self.graph.name}_backward",
             domains=self.graph.domains,
         )
         what = f"the backward graph of '{self.graph.name}'"
-        return Session(model, threads=self.threads, what=what)
+        optimize = len(backward.nodes) <= _MOST_OPTIMIZED
+        return Session(model, threads=self.threads, optimize=optimize, what=what)
 
     def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
         return self.facts[name].dtype if name in self.facts else fetched[name]

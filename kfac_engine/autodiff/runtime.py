@@ -42,7 +42,8 @@ class Session:
     Args:
         model: The message, and constants that it leaves out.
         threads: Threads inside an operator; 0 leaves the choice to ONNX Runtime.
-        optimize: Whether graph optimizations run; off for a single run that fetches everything.
+        optimize: Whether graph optimizations run; off for a single run that fetches everything, and
+            where there are so many nodes that they take longer than they save.
         what: What the graph is, for messages.
 
     Raises:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests import models
+from tests import models, oracle
 
 # The runtime computes both into other memory: equal to the last bit but where sums are regrouped.
 ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
@@ -75,3 +75,17 @@ def test_failure_in_a_run_into_memory_of_ones_own_is_named():
     results = {name: np.empty((2, 2), np.float32) for name in backward.gradients.values()}
     with pytest.raises(ke.BackendError, match="failed in the backward graph"):
         session.run_into(results, feeds)
+
+
+def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
+    monkeypatch.setattr("kfac_engine.autodiff.model._MOST_OPTIMIZED", 0)
+    proto = models.mlp()
+    inputs = models.random_inputs(proto, batch=3)
+    trace = ke.load_model(proto).run(inputs)
+    ones = np.ones_like(trace["output"])
+    expected = np.einsum(
+        "btc,btcp->p", ones[:, None], oracle.jacobian(proto, inputs, "output", ["fc0.weight"])
+    )
+    found = trace.own_vjp({"output": ones}, ["fc0.weight"])["fc0.weight"]
+    # float32 passes against float64 differences, relative to the largest entry
+    np.testing.assert_allclose(found.ravel(), expected, atol=2e-5 * np.abs(expected).max())
