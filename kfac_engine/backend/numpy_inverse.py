@@ -39,7 +39,8 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
         A positive number, in the units of the matrix.
     """
     limits = np.finfo(dtype)
-    norm = float(np.linalg.norm(matrix))
+    with np.errstate(over="ignore"):
+        norm = float(np.linalg.norm(matrix))
     if not _SMALLEST_NORM < norm < np.inf:
         # Squares overflowed or vanished, so the norm is taken relative to the largest entry.
         largest = max(float(np.abs(matrix).max()), float(limits.tiny))
