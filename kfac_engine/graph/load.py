@@ -33,6 +33,7 @@ from kfac_engine.graph.newer import executable
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.order import all_nodes, refuse_repeated, sort_nodes
 from kfac_engine.graph.read import read_model
+from kfac_engine.graph.shared import separate_statistics
 from kfac_engine.graph.spelling import spell_out
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
@@ -116,6 +117,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     external = ExternalData(path) if path else None
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     template = _template(model, external)
+    separate_statistics(template, constants)
     working = _canonical(template, constants)
     _decode_all(working.graph, template.graph)
     stored = declared_halves((*template.graph.input, *template.graph.output))

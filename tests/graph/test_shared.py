@@ -1,0 +1,66 @@
+"""Running statistics that a file shares with weights become arrays of their own."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+import kfac_engine as ke
+
+ROUNDING = 1e-6
+
+
+def model(shared: bool) -> onnx.ModelProto:
+    """A product, a normalization that never saw data, and a product."""
+    rng = np.random.default_rng(0)
+    ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
+    arrays = {
+        "w": rng.normal(size=(3, 4)).astype(np.float32),
+        "v": rng.normal(size=(4, 2)).astype(np.float32),
+        "scale": ones,
+        "shift": zeros,
+    }
+    statistics = ["shift", "scale"] if shared else ["mean", "variance"]
+    if not shared:
+        arrays |= {"mean": zeros, "variance": ones}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["s"]),
+        helper.make_node("BatchNormalization", ["s", "scale", "shift", *statistics], ["b"]),
+        helper.make_node("MatMul", ["b", "v"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "shared",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_gradients_are_those_of_a_file_that_keeps_them_apart() -> None:
+    rng = np.random.default_rng(1)
+    x, targets = {"x": rng.normal(size=(5, 3)).astype(np.float32)}, rng.integers(0, 2, 5)
+    found, wanted = (
+        ke.Engine.from_onnx(model(shared), loss="categorical", damping=0.1).step(x, targets)
+        for shared in (True, False)
+    )
+    assert found.natural_gradients.keys() == wanted.natural_gradients.keys()
+    for name, natural in wanted.natural_gradients.items():
+        np.testing.assert_allclose(found.gradients[name], wanted.gradients[name], atol=ROUNDING)
+        np.testing.assert_allclose(found.natural_gradients[name], natural, atol=1e-5)
+
+
+def test_a_new_scale_leaves_the_statistics_of_the_exported_file_alone(tmp_path) -> None:
+    engine = ke.Engine.from_onnx(model(True), loss="categorical")
+    engine.set_parameters({"scale": np.full(4, 2, np.float32), "shift": np.ones(4, np.float32)})
+    engine.export(tmp_path / "new.onnx")
+    x = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
+    (found,) = ort.InferenceSession(tmp_path / "new.onnx").run(None, {"x": x})
+    w, v = engine.parameters["w"], engine.parameters["v"]
+    np.testing.assert_allclose(found, (2 * (x @ w) / np.sqrt(1 + 1e-5) + 1) @ v, rtol=1e-5)
+
+
+def test_what_is_no_weight_keeps_its_name() -> None:
+    engine = ke.Engine.from_onnx(model(False), loss="categorical")
+    assert set(engine.parameters) == {"w", "v", "scale", "shift"}
