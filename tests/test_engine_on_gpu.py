@@ -154,6 +154,14 @@ def test_what_an_engine_gives_is_of_its_library_and_it_takes_that_back(gpu: str)
     engine.set_parameters({name: host(value) for name, value in moved.items()})
 
 
+def test_what_runs_where_is_said_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
+    select._gpu.cache_clear()
+    with caplog.at_level("INFO", logger="kfac_engine"):
+        for _ in range(2):
+            ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
+    assert caplog.text.count("runs in ONNX Runtime on the CPU") == 1
+
+
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_step_reads_the_gpu_three_times_however_many_layers_there_are(
     monkeypatch: pytest.MonkeyPatch, width: int

@@ -99,9 +99,11 @@ def owner(array: Array) -> Backend:
 def _gpu() -> CupyDevice | str:
     """The GPU, proven by one kernel and one product; or why there is none. Asked once."""
     try:
-        return CupyDevice()
+        device = CupyDevice()
     except BackendError as failure:
         return str(failure)
+    _LOG.info("curvature on %s; the model itself runs in ONNX Runtime on the CPU", device.name)
+    return device
 
 
 def _checked(name: str) -> BackendName:
