@@ -302,7 +302,7 @@ def _check_array(entry: Input, value: Array) -> Array:
             f"input '{entry.name}' has shape {array.shape}, the model wants "
             f"({_spelled(entry.shape)})."
         )
-    if array.size == 0:
+    if array.shape[:1] == (0,):
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")
     if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
         bad = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
