@@ -134,6 +134,7 @@ def _cases(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mappin
 def _machine_line(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     kernels = ", ".join(sorted({library["kernel"] or "?" for library in machine["blas"]}))
+    threads = max(library["threads"] for library in machine["blas"])
     versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     disturbed = any(
         row.get("others", 0) > DISTURBING_SHARE
@@ -142,8 +143,8 @@ def _machine_line(report: Mapping[str, Any]) -> str:
     )
     mark = " `!`: other processes ran; these are times on processors." if disturbed else ""
     return (
-        f"{machine['processor']}, {machine['cores']} cores, BLAS kernel {kernels}; {versions}. "
-        f"Medians of `kfac-engine bench`, each result checked first.{mark}"
+        f"{machine['processor']}, {machine['cores']} cores, {threads} for each contender, BLAS "
+        f"kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each result checked first.{mark}"
     )
 
 
