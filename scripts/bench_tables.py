@@ -144,7 +144,8 @@ def _machine_line(report: Mapping[str, Any]) -> str:
     mark = " `!`: other processes ran; these are times on processors." if disturbed else ""
     return (
         f"{machine['processor']}, {machine['cores']} cores, {threads} for each contender, BLAS "
-        f"kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each result checked first.{mark}"
+        f"kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each result checked "
+        f"first.{mark}"
     )
 
 

@@ -135,7 +135,7 @@ def test_a_run_prints_tables_and_writes_json_and_charts(tmp_path, capsys, monkey
 
 
 def test_unknown_suites_list_the_known_ones():
-    expected = "build, conv, dense, inverse, memory, power, precondition, scaling, step"
+    expected = "build, conv, dense, gpu, inverse, memory, power, precondition, scaling, step"
     with pytest.raises(UnknownNameError, match=f"choose one of: {expected}"):
         run.run_suites(["cloud"])
 

@@ -35,7 +35,12 @@ def row(contender, milliseconds, ratio, others=0.0):
 
 @pytest.mark.parametrize(("others", "told"), [(0.0, "5.0"), (0.5, "10.0 !")])
 def test_the_readme_tells_wall_times_if_nobody_disturbed_them(tmp_path, monkeypatch, others, told):
-    machine = {"processor": "P", "cores": 2, "blas": [{"kernel": "Zen", "threads": 2}], "packages": {}}
+    machine = {
+        "processor": "P",
+        "cores": 2,
+        "blas": [{"kernel": "Zen", "threads": 2}],
+        "packages": {},
+    }
     rows = [row("definition", 20, 0.25), row("ours", 5, 1, others)]
     report = {"machine": machine, "suites": {"dense": rows}}
     (tmp_path / "day.json").write_text(json.dumps(report))
