@@ -8,6 +8,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.blocks.base import parts, uses
 from kfac_engine.checks import check_mode
 from kfac_engine.collection import LayerCollection
@@ -92,7 +93,7 @@ def assemble(
     inputs: Mapping[str, Array] | None,
     estimation_mode: str,
     approximations: Mapping[str, str],
-    backend: str,
+    backend: Backend,
 ) -> Assembly:
     """Put losses on a model, find its layers, and register both.
 
@@ -103,7 +104,7 @@ def assemble(
         inputs: The batch of the sample run; None if it was made up.
         estimation_mode: A row of ``MODES``.
         approximations: Kind of layer to approximation, in place of the defaults.
-        backend: Name of the array library.
+        backend: Of curvature.
 
     Returns:
         Everything registered, for an estimator to close.

@@ -4,10 +4,7 @@ Read ``Engine.step`` first; everything else sets up its parts.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-
-from threadpoolctl import ThreadpoolController
 
 from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, assemble, multiplied, refreshes
@@ -15,6 +12,8 @@ from kfac_engine.autodiff.memory import activation_bound, activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.backend.namespace import on_host
+from kfac_engine.backend.select import select
+from kfac_engine.backend.threads import blas_alone, default_count
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
 from kfac_engine.checks import check_batch_size, check_finite, check_options, checked_gradients
 from kfac_engine.config import Schedule
@@ -77,7 +76,6 @@ class Engine:
         self._found = assembly.found
         self._exps = tuple(exps)
         self._refreshes = refreshes(assembly.collection)
-        self._blas = ThreadpoolController()
 
     @classmethod
     def from_onnx(  # noqa: PLR0913 (every choice a user has, each with a default)
@@ -123,8 +121,8 @@ class Engine:
             exps: Powers to precondition with; the first is used by ``step``.
             approximations: Kind of layer to approximation, in place of the defaults.
             schedule: When statistics and inverses move.
-            threads: Threads for BLAS and ONNX Runtime alike; by default both decide, which is one
-                a core unless the environment says otherwise.
+            threads: That compute at a time, inside ONNX Runtime and outside; by default as many as
+                BLAS was given, which is one a core unless the environment says otherwise.
             backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
             seed: Of sampled targets.
             sample_inputs: A batch to find shapes with, where none can be made up.
@@ -143,10 +141,11 @@ class Engine:
         """
         check_options(damping, ema_decay, exps, threads)
         check_reduction(reduction)
+        threads = threads or default_count()
         onnx_model = OnnxModel(
             load_model(model),
             trainable=trainable,
-            threads=threads or 0,
+            threads=threads,
             sample_inputs=sample_inputs,
             gradient_dtype=gradient_dtype,
             tie_weights=tie_weights,
@@ -158,7 +157,7 @@ class Engine:
             inputs=sample_inputs,
             estimation_mode=estimation_mode,
             approximations=approximations or {},
-            backend=backend,
+            backend=select(backend, threads=threads),
         )
         estimator = FisherEstimator(
             assembly.collection.registered_variables,
@@ -200,7 +199,7 @@ class Engine:
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         record = Recorder(profile)
-        with self._threads():
+        with blas_alone():
             with record("forward"):
                 trace = self._run(inputs, targets)
             with record("backward"):
@@ -215,7 +214,7 @@ class Engine:
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
-        with self._threads():
+        with blas_alone():
             loss, gradients = self._differentiate(self._run(inputs, targets))
             return Result(loss, self._model.hand_out(gradients), {}, self._task.notes)
 
@@ -226,7 +225,7 @@ class Engine:
             inputs: Input name to array, the batch first.
             targets: Needed by the estimation mode ``"empirical"`` only.
         """
-        with self._threads():
+        with blas_alone():
             self._observe(self._run(inputs, targets), Recorder())
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
@@ -248,7 +247,7 @@ class Engine:
             NotReadyError: Nothing was observed yet.
         """
         given = checked_gradients(self._model, self.collection.backend, gradients)
-        with self._threads():
+        with blas_alone():
             return self._precondition(given, exp)
 
     # -- parameters and files ---------------------------------------------------------------------
@@ -374,12 +373,3 @@ class Engine:
         if report.on_host > available:
             report = self.memory(examples)
         require_memory(report, layers, available, self.collection.backend)
-
-    def _threads(self) -> AbstractContextManager[object]:
-        """Bounds BLAS to the thread budget, if one was given; the sessions got it when made."""
-        if not self._model.threads:
-            return nullcontext()
-        limit: AbstractContextManager[object] = self._blas.limit(
-            limits=self._model.threads, user_api="blas"
-        )
-        return limit

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kfac_engine._types import Array
 from kfac_engine.backend import grouped, numpy_im2col, numpy_inverse, numpy_moments, numpy_patches
 from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
 
@@ -20,12 +21,14 @@ class NumpyBackend:
 
     Args:
         scratch_bytes: Upper bound of the working memory of one primitive.
+        threads: That share the work of one primitive; by default as ``Workers`` has it.
     """
 
     name = "numpy"
 
-    def __init__(self, *, scratch_bytes: int = SCRATCH_BYTES) -> None:
+    def __init__(self, *, scratch_bytes: int = SCRATCH_BYTES, threads: int | None = None) -> None:
         self.scratch_bytes = scratch_bytes
+        self.workers = Workers(threads)
 
     @property
     def xp(self) -> ModuleType:

@@ -21,7 +21,9 @@ _SPLITS: Mapping[str, int | None] = {"cupy": None, "cupy-tf32": 1, "cupy-fp32": 
 _LOG = logging.getLogger(__name__)
 
 
-def select(name: str = "auto", *, scratch_bytes: int | None = None) -> Backend:
+def select(
+    name: str = "auto", *, scratch_bytes: int | None = None, threads: int | None = None
+) -> Backend:
     """The backend that goes by ``name``.
 
     Args:
@@ -30,6 +32,7 @@ def select(name: str = "auto", *, scratch_bytes: int | None = None) -> Backend:
             cores, ``"cupy-tf32"`` faster with three digits, ``"cupy-fp32"`` without tensor cores.
         scratch_bytes: Upper bound of the working memory of one primitive; by default 64 MiB on a
             CPU, 256 MiB on a GPU.
+        threads: That share the work of one primitive on a CPU; by default as ``Workers`` has it.
 
     Returns:
         A new backend.
@@ -44,7 +47,7 @@ def select(name: str = "auto", *, scratch_bytes: int | None = None) -> Backend:
         _LOG.info("backend: %s", choice_reason("auto"))
         checked = "numpy" if isinstance(_gpu(), str) else "cupy"
     if checked == "numpy":
-        return NumpyBackend(**bound)
+        return NumpyBackend(threads=threads, **bound)
     found = _gpu()
     if isinstance(found, str):
         raise BackendError(f"{found} Choose backend 'numpy' or 'auto' to go without.")

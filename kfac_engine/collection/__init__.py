@@ -38,7 +38,7 @@ class LayerCollection(
         graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
         name: For messages.
         config: How statistics are averaged, damped and inverted.
-        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``.
+        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or what ``select`` made of one of them.
 
     Attributes:
         fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.

@@ -11,6 +11,7 @@ from typing import TypeVar
 from kfac_engine._types import Params
 from kfac_engine.approximations import APPROXIMATIONS, GENERIC
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
 from kfac_engine.collection.choices import ApproximationChoices
@@ -30,12 +31,12 @@ class BlockRegistry(ApproximationChoices):
         graph: OnnxModel | Mapping[str, tuple[int, ...]] | None = None,
         name: str = "LayerCollection",
         config: CollectionConfig | None = None,
-        backend: str = "auto",
+        backend: str | Backend = "auto",
     ) -> None:
         super().__init__(graph)
         self.name = name
         self.config = config or CollectionConfig()
-        self.backend = select(backend)
+        self.backend = select(backend) if isinstance(backend, str) else backend
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self._rows: dict[Params, tuple[object, ...]] = {}
 

@@ -1,0 +1,118 @@
+"""Tasks are each done once, failures come back, and BLAS is left as it was found."""
+
+import os
+from threading import Barrier, get_ident
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from kfac_engine.backend.threads import Workers, blas_alone, default_count, usable_cores
+
+SECONDS = 20  # that a thread waits for another before it gives up
+
+
+def blas_threads():
+    return {entry["num_threads"] for entry in threadpool_info() if entry["user_api"] == "blas"}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_task_is_done_once(threads):
+    done = []
+    Workers(threads).run([lambda i=i: done.append(i) for i in range(100)])
+    assert sorted(done) == list(range(100))
+
+
+def test_tasks_run_at_the_same_time():
+    meeting = Barrier(3)
+    Workers(3).run([lambda: meeting.wait(SECONDS)] * 3)
+    assert not meeting.broken
+
+
+def test_one_thread_is_the_callers_own():
+    seen = set()
+    Workers(1).run([lambda: seen.add(get_ident())] * 4)
+    assert seen == {get_ident()}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_failure_comes_back_and_nothing_more_is_begun(threads):
+    begun = []
+
+    def fail():
+        begun.append(1)
+        raise ValueError("seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        Workers(threads).run([fail] * 50)
+    assert len(begun) <= threads
+
+
+def test_a_task_does_its_own_tasks_alone():
+    seen = []
+    workers = Workers(4)
+
+    def outer():
+        inner = set()
+        workers.run([lambda: inner.add(get_ident())] * 8)
+        assert workers.bands(100) == [slice(0, 100)]
+        seen.append(inner == {get_ident()})
+
+    workers.run([outer] * 4)
+    assert seen == [True] * 4
+
+
+def test_settings_of_numpy_hold_in_every_thread():
+    meeting = Barrier(2)
+
+    def divide():
+        meeting.wait(SECONDS)
+        return np.ones(2) / np.zeros(2)
+
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        Workers(2).run([divide] * 2)
+
+
+def test_blas_has_one_thread_meanwhile_and_its_own_number_afterwards():
+    inside = []
+    with threadpool_limits(2, user_api="blas"):
+        with blas_alone():
+            Workers(2).run([lambda: inside.append(blas_threads())] * 3)
+            inside.append(blas_threads())
+        assert blas_threads() == {2}
+    assert inside == [{1}] * 4
+
+
+def test_the_default_is_what_blas_was_given():
+    with threadpool_limits(1, user_api="blas"):
+        assert default_count() == Workers().count == 1
+    with threadpool_limits(64, user_api="blas"):
+        assert default_count() == usable_cores()
+        with blas_alone():
+            assert default_count() == usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("length", "threads", "least", "expected"),
+    [
+        (10, 3, 1, [(0, 3), (3, 6), (6, 10)]),
+        (2, 4, 1, [(0, 1), (1, 2)]),
+        (100, 4, 60, [(0, 100)]),
+        (0, 4, 1, [(0, 0)]),
+    ],
+)
+def test_bands_follow_each_other_and_are_worth_a_thread(length, threads, least, expected):
+    found = Workers(threads).bands(length, least=least)
+    assert [(band.start, band.stop) for band in found] == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the very thing under test
+def test_a_forked_process_has_threads_of_its_own():
+    Workers(2).run([lambda: None] * 4)
+    child = os.fork()
+    if not child:
+        done = []
+        Workers(2).run([lambda: done.append(1)] * 4)
+        os._exit(0 if len(done) == 4 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
