@@ -91,6 +91,8 @@ def choose_heads(
         ShapeError: The classes lie on another axis, or an output has no examples.
     """
     choices, axis = options.choices, options.class_axis
+    for name in (choice for choice in choices if isinstance(choice, str)):
+        LOSSES[name]  # a loss by no known name is said before which output it would be put on
     count = sum(isinstance(choice, str) for choice in choices)
     named = _outputs(graph, facts, count, options.output)
     heads = []

@@ -134,6 +134,11 @@ def test_several_outputs_need_a_choice():
         ke.Engine.from_onnx(models.two_outputs(), loss="categorical")
 
 
+def test_a_loss_by_no_known_name_is_said_before_any_output_is_asked_for():
+    with pytest.raises(ke.UnknownNameError, match="hinge"):
+        ke.Engine.from_onnx(models.two_outputs(), loss="hinge")
+
+
 def test_operator_without_rule_is_named_with_node_and_parameter():
     with pytest.raises(ke.UnsupportedOpError, match=r"QuantizeLinear.*fc0\.weight"):
         ke.Engine.from_onnx(models.odd_ops(), loss="normal")

@@ -74,13 +74,29 @@ def _describe_os_error(error: OSError) -> str:
     return f"cannot use '{error.filename}': {error.strerror}." if error.filename else str(error)
 
 
+# How the command line spells what messages call by the library's names.
+_SPELLINGS = {
+    "output=…": "--output",
+    "class_axis=": "--class-axis ",
+    "find_logits=False": "--no-find-logits",
+    "sample_inputs": "--inputs",
+}
+
+
+def _describe_ours(error: KfacError) -> str:
+    text = str(error)
+    for name, option in _SPELLINGS.items():
+        text = text.replace(name, option)
+    return text
+
+
 # The first matching row explains an exception.
 _EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] = (
     (click.UsageError, WRONG_INPUT, _describe_usage),
     (click.ClickException, WRONG_INPUT, click.ClickException.format_message),
     (click.Abort, INTERRUPTED, lambda error: "interrupted."),
     (KeyboardInterrupt, INTERRUPTED, lambda error: "interrupted."),
-    (KfacError, WRONG_INPUT, str),
+    (KfacError, WRONG_INPUT, _describe_ours),
     (OSError, WRONG_INPUT, _describe_os_error),
     (MemoryError, WRONG_INPUT, lambda error: f"out of memory; use a smaller batch. {error}"),
 )
