@@ -55,17 +55,15 @@ assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
 // grid (tiles), counted row by row.
 extern "C" __global__ void __launch_bounds__(256) mirror(float* __restrict__ out, int side) {
   __shared__ float turned[32][33];
-  int ti = (int)((sqrtf(8.0f * blockIdx.x + 1.0f) - 1.0f) * 0.5f);
-  while ((long long)(ti + 1) * (ti + 2) / 2 <= blockIdx.x) ++ti;  // the root is rounded
-  while ((long long)ti * (ti + 1) / 2 > blockIdx.x) --ti;
-  const int tj = blockIdx.x - (int)((long long)ti * (ti + 1) / 2), x = threadIdx.x;
+  const Tile tile = lower_tile(blockIdx.x);
+  const int x = threadIdx.x;
   for (int y = threadIdx.y; y < 32; y += 8) {
-    const int row = ti * 32 + y, column = tj * 32 + x;
+    const int row = tile.row * 32 + y, column = tile.column * 32 + x;
     if (row < side && column < side) turned[x][y] = out[(long long)row * side + column];
   }
   __syncthreads();
   for (int y = threadIdx.y; y < 32; y += 8) {
-    const int row = tj * 32 + y, column = ti * 32 + x;
+    const int row = tile.column * 32 + y, column = tile.row * 32 + x;
     if (row < column && column < side) out[(long long)row * side + column] = turned[y][x];
   }
 }

@@ -1,4 +1,4 @@
-"""Symmetric moments: products of patches, their sum, the border; see the sources named below."""
+"""Symmetric moments: products of patches, and their sum; see the sources named below."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,29 +102,6 @@ def add_products(
         scalars = int32(len(out)), int32(scales.features), *scales.arguments
         blocks = len(part.sums), (part.tile // _SUBTILE) ** 2
         assemble(blocks, _THIN_BLOCK, (out, parts, part.sums, part.sources, *scalars))
-
-
-def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales) -> None:
-    """Last row and column of ``out`` ← ``beta`` times them plus ``alpha`` (Σ z, number of patches).
-
-    Source: ``borders.cu``.
-
-    Args:
-        device: Where to.
-        x: Images of any strides.
-        out: ``(features + 1, features + 1)`` float32, contiguous.
-        geometry: Of ``x`` and the window.
-        scales: Of the sums and of the old values.
-    """
-    macros = options(INPUT=INPUTS[x.dtype.name])
-    totals = device.empty((geometry.channels, geometry.pixels), np.float32)
-    add = device.function(source("borders"), "sum_images", macros)
-    blocks = -(-geometry.pixels // BLOCK), geometry.channels
-    add(blocks, (BLOCK,), (x, totals, geometry.images))
-    write = device.function(source("borders"), "border_moment", macros)
-    structs = geometry.images, geometry.taps, geometry.grid
-    count = float32(geometry.positions * geometry.count)
-    write((len(out),), (BLOCK,), (out, totals, *structs, count, *scales.arguments))
 
 
 def mirror(device: Device, out: Array) -> None:

@@ -50,6 +50,19 @@ __device__ __forceinline__ float block_sum(float value, float* warps) {
   return total;
 }
 
+// -- triangles: tiles of 32 x 32 numbers, those of the lower triangle counted row by row
+
+struct Tile {
+  int row, column;
+};
+
+__device__ __forceinline__ Tile lower_tile(int index) {
+  int row = (int)((sqrtf(8.0f * index + 1.0f) - 1.0f) * 0.5f);
+  while ((long long)(row + 1) * (row + 2) / 2 <= index) ++row;  // the root is rounded
+  while ((long long)row * (row + 1) / 2 > index) --row;
+  return Tile{row, index - (int)((long long)row * (row + 1) / 2)};
+}
+
 // -- geometry: three spatial axes; missing ones come first and have one pixel, one tap, one output --
 
 // Images of any strides, in elements.

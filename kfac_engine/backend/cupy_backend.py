@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.backend import grouped
+from kfac_engine.backend import grouped, patch_sums
 from kfac_engine.backend.cupy_device import CupyDevice
-from kfac_engine.backend.cupy_groups import GroupProducts, entries_first
+from kfac_engine.backend.cupy_groups import GroupProducts, entries_first, few_axes
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.cupy_roots import MOST_COPIES, inverse_roots
@@ -145,6 +145,16 @@ class CupyBackend:
         write_patches(self.device, x, found, geometry)
         return found
 
+    def patch_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        if out.dtype != np.float32 or x.dtype == np.float64:
+            patch_sums.add_patch_squares(x, window, out, self.xp, alpha=alpha, beta=beta)
+            return
+        patch_sums.check_line(x, window, out)
+        x, window = few_axes(x, window)
+        self._moments.add_squares(x, window, out, alpha=alpha, beta=beta)
+
     def grouped_second_moment(
         self,
         x: Array,
@@ -181,6 +191,7 @@ class CupyBackend:
             grouped.squared_gradients(self, x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
             return
         kind = x.dtype if x.dtype == ds.dtype else np.dtype(np.float32)
+        x, window = few_axes(x, window)
         x, ds = (array.astype(kind, copy=False) for array in (x, ds))
         self._groups.add_squares(x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
 

@@ -6,7 +6,7 @@ from math import prod
 from kfac_engine._types import Array
 from kfac_engine.backend.cupy_moments import MOST_POSITIONS, image_geometry
 from kfac_engine.backend.grouped import check_group_sides
-from kfac_engine.backend.window import Window
+from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.geometry import AXES
 from kfac_engine.kernels.groups import Groups, add_group_moments, add_squares
@@ -107,3 +107,10 @@ def entries_first(x: Array, axes: tuple[int, ...]) -> Array | None:
     placed = x.transpose(0, *kept, *summed, *(axis for axis in axes if x.shape[axis] == 1))
     view: Array = placed.reshape(len(x), entries, *sides)
     return view
+
+
+def few_axes(x: Array, window: Window) -> tuple[Array, Window]:
+    """Images with no more axes than kernels take: pixels that are patches may lie along one."""
+    if not window.is_pointwise or x.ndim <= 2 + AXES:
+        return x, window
+    return x.reshape(*x.shape[:2], -1), pointwise(1)

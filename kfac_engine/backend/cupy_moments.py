@@ -8,7 +8,8 @@ from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.geometry import Geometry, WindowSides, geometry, words
 from kfac_engine.kernels.launch import Device
-from kfac_engine.kernels.moments import Pass, Scales, add_border, add_products
+from kfac_engine.kernels.moments import Pass, Scales, add_products
+from kfac_engine.kernels.patch_sums import add_border, add_patch_squares
 
 # Positions are counted in 32 bits.
 MOST_POSITIONS = 2**31 - 2**16
@@ -75,6 +76,21 @@ class PatchMoments:
         add_products(self._device, x, out, geometry, passes, scales, self._split)
         if homogeneous:
             add_border(self._device, x, out, geometry, scales)
+
+    def add_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float, beta: float
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z²``, feature by feature, in place.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            window: Geometry.
+            out: ``(taps·channels,)``, C-contiguous float32; features tap-major.
+            alpha: Scale of the new squares.
+            beta: Scale of the old ones; zero overwrites.
+        """
+        scales = Scales(len(out), alpha, beta)
+        add_patch_squares(self._device, x, out, self.geometry(x, window), scales)
 
     def geometry(self, x: Array, window: Window) -> Geometry:
         """Images and window as kernels take them."""

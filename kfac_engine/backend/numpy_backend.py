@@ -7,7 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.backend import grouped, numpy_im2col, numpy_inverse, numpy_moments, numpy_patches
+from kfac_engine.backend import (
+    grouped,
+    numpy_im2col,
+    numpy_inverse,
+    numpy_moments,
+    numpy_patches,
+    patch_sums,
+)
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
@@ -97,6 +104,11 @@ class NumpyBackend:
 
     def patches(self, x: Array, window: Window) -> Array:
         return numpy_im2col.patches(x, window)
+
+    def patch_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        patch_sums.add_patch_squares(x, window, out, np, alpha=alpha, beta=beta)
 
     def grouped_second_moment(
         self,

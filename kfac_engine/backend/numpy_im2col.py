@@ -10,9 +10,6 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend.numpy_moments import matrices
 from kfac_engine.backend.window import Window
 
-# So many images are summed in their own precision before the sums are added up in float64.
-_SUM_IMAGES = 64
-
 
 def patches(x: Array, window: Window) -> Array:
     """All patches of all images, tap-major: entry ``[n, o, u·channels + c]`` is what ``u`` sees.
@@ -61,31 +58,6 @@ def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> 
                 canvas, matrix = _canvas(images, part, dtype)
             _fill(canvas, images, part)
             yield matrix
-
-
-def patch_sums(x: Array, window: Window, dtype: DType) -> Array:
-    """Sum of all patches, without making one.
-
-    Images are summed first; then, one axis at a time, pixels become taps: what a tap sees along an
-    axis does not depend on the others.
-
-    Args:
-        x: Images, ``(n, channels, *sides)``, any strides.
-        window: Geometry.
-        dtype: In which images are summed, a few at a time.
-
-    Returns:
-        ``(taps·channels,)``, tap-major, float64.
-    """
-    sides = x.shape[2:]
-    total = np.zeros(x.shape[1:])
-    for start in range(0, len(x), _SUM_IMAGES):
-        total += x[start : start + _SUM_IMAGES].sum(axis=0, dtype=dtype)
-    for axis, taps in enumerate(window.kernel):
-        # The axes before this one have left their place and follow, as taps, behind the last.
-        seen = (window.seen(axis, tap, sides)[1] for tap in range(taps))
-        total = np.stack([total[:, pixels].sum(axis=1) for pixels in seen], axis=-1)
-    return np.moveaxis(total, 0, -1).reshape(-1)
 
 
 def _canvas(images: Array, window: Window, dtype: DType) -> tuple[Array, Array]:

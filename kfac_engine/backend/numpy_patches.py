@@ -12,9 +12,11 @@ The patch at output position ``o`` is ``z[u, c] = x[c, o·stride + u·dilation �
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.frame import frame
-from kfac_engine.backend.numpy_im2col import patch_matrices, patch_sums
+from kfac_engine.backend.numpy_im2col import patch_matrices
 from kfac_engine.backend.numpy_moments import (
     CHUNK_BYTES,
     Border,
@@ -24,6 +26,7 @@ from kfac_engine.backend.numpy_moments import (
     write_border,
 )
 from kfac_engine.backend.numpy_shift import add_shifted, distances, gapped_sides, scratch_numbers
+from kfac_engine.backend.patch_sums import patch_sums
 from kfac_engine.backend.window import Window
 
 
@@ -63,7 +66,7 @@ def patch_second_moment(
     else:
         accumulate(patch_matrices(x, window, out.dtype, chunk_bytes), core, alpha, beta)
     if homogeneous:
-        write_border(out, Border(patch_sums(x, window, out.dtype), positions), alpha, beta)
+        write_border(out, Border(patch_sums(x, window, out.dtype, np), positions), alpha, beta)
     mirror(out)
 
 

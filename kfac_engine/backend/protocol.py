@@ -102,6 +102,21 @@ class Backend(Protocol):
     def patches(self, x: Array, window: Window) -> Array:
         """The patches themselves, a new array: ``(n, positions, taps·channels)``, tap-major."""
 
+    def patch_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z²`` over all patches ``z``, feature by feature, in place.
+
+        The diagonal of ``patch_second_moment``, without the one.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides.
+            window: Geometry.
+            out: ``(taps·channels,)``, contiguous.
+            alpha: Scale of the new squares.
+            beta: Scale of the old ones; 0 overwrites.
+        """
+
     def grouped_second_moment(
         self,
         x: Array,

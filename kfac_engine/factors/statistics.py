@@ -171,16 +171,16 @@ class KroneckerDiagonal(KroneckerMoment):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for tower, uses in self._towers():
+        squares = out[: out.size - self.homogeneous]
+        for towers, uses in self._towers():
             arrays = self._arrays(uses, values, backend)
             rows = sum(self.view.count(x.shape) for x in arrays)
             for array in arrays:
-                x = self.view.rows(array, backend).astype(out.dtype, copy=False)
-                squares = backend.xp.einsum("ntd,ntd->d", x, x)
-                part = out[: squares.size]
-                backend.add_scaled(part, squares, alpha / (rows * tower), 1.0)
+                x, window = self.view.images(array, backend)
+                share = alpha / (rows * towers)
+                backend.patch_squares(x, window, squares, alpha=share, beta=1.0)
             if self.homogeneous:
-                out[-1] += alpha / tower
+                out[-1] += alpha / towers
 
 
 @dataclass(frozen=True, slots=True)

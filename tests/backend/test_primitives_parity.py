@@ -89,6 +89,38 @@ def test_squares_of_examples(backend: Backend, window: Window, dtype: type, beta
     close(backend, out, wanted, dtype)
 
 
+# Half precision is squared in single, where 300 and its like do not overflow.
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_squares_of_patches(backend: Backend, window: Window, dtype: type, beta: float) -> None:
+    x = (300 * np.random.default_rng(0).normal(size=(5, 4, 6, 5))).astype(dtype)
+    w = window
+    z = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+    wanted = 0.3 * (z**2).sum(axis=(0, 1)) + 7e4 * beta
+    kept = np.float64 if dtype == np.float64 else np.float32
+    out = backend.asarray(np.full(wanted.shape, 7e4 if beta else np.nan, kept))
+    backend.patch_squares(backend.asarray(x), window, out, alpha=0.3, beta=beta)
+    close(backend, out, wanted, kept)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (3, 4, 2, 3, 2, 2)], ids=["a row each", "four axes"])
+def test_squares_of_rows_along_any_axes(backend: Backend, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    out = backend.asarray(np.full(4, np.nan, np.float32))
+    backend.patch_squares(backend.asarray(x), pointwise(len(shape) - 2), out)
+    sums = (x.astype(np.float64) ** 2).sum(axis=(0, *range(2, len(shape))))
+    close(backend, out, sums, np.float32)
+
+
+def test_squares_of_other_sides_are_refused(backend: Backend) -> None:
+    x = backend.asarray(np.ones((2, 4, 6, 5), np.float32))
+    with pytest.raises(ShapeError, match="4 channels under 6 taps"):
+        backend.patch_squares(x, WINDOW, backend.asarray(np.zeros(23, np.float32)))
+    with pytest.raises(ShapeError, match="contiguous"):
+        backend.patch_squares(x, WINDOW, backend.asarray(np.zeros(48, np.float32))[::2])
+
+
 def test_squares_of_examples_of_a_single_row(backend: Backend) -> None:
     rng = np.random.default_rng(0)
     x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))

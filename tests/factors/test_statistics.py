@@ -130,6 +130,8 @@ def test_the_side_of_a_convolution_is_that_of_its_patches(
     found = measured(KroneckerMoment(((("x",),),), view, True), values)
     np.testing.assert_allclose(found, expected, atol=EXACT)
     assert found[-1, -1] == pytest.approx(1, rel=EXACT)
+    diagonal = measured(KroneckerDiagonal(((("x",),),), view, True), values)
+    np.testing.assert_allclose(diagonal, np.diag(expected), atol=EXACT)
 
 
 @pytest.mark.parametrize(

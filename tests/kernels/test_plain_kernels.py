@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
@@ -47,6 +48,71 @@ def test_the_lower_triangle_is_mirrored(order: str, side: int) -> None:
     out = np.where(np.tri(side, dtype=bool), lower, np.float32(np.nan))
     mirror(ShimDevice(order), out)
     np.testing.assert_array_equal(out, lower + np.tril(lower, -1).T)
+
+
+# Images enough for several pieces; a channel for each thread of more than one block.
+MANY = Case(Window((2, 3), (1, 2), (1, 1), (1, 1), (0, 1)), 40, 3, (4, 5))
+WIDE = Case(Window((1,), (1,), (1,), (0,), (0,)), 33, 300, (1,))
+
+
+def squares(case: Case, x: np.ndarray) -> np.ndarray:
+    """Sums of squared patches, in float64."""
+    w = case.window
+    z = truths.patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+    return (z**2).sum(axis=(0, 1))
+
+
+def check_squares(
+    case: Case,
+    *,
+    order: str = "forward",
+    dtype: type = np.float32,
+    channels_last: bool = False,
+    beta: float = 0.9,
+    processors: int = 2,
+) -> None:
+    x = case.images().astype(dtype)
+    if channels_last:
+        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    old = np.random.default_rng(2).normal(size=case.window.taps * case.channels).astype(np.float32)
+    wanted = 0.1 * squares(case, x) + beta * old
+    out = old if beta else np.full_like(old, np.nan)
+    moments = PatchMoments(ShimDevice(order, processors), 0, 0)
+    moments.add_squares(x, case.window, out, alpha=0.1, beta=beta)
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-6 * scale)  # float32 sums
+
+
+@each_order
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", [MANY, WIDE], ids=str)
+def test_squares_of_patches_do_not_depend_on_the_order_of_threads(
+    case: Case, channels_last: bool, order: str
+) -> None:
+    check_squares(case, order=order, channels_last=channels_last)
+
+
+@pytest.mark.parametrize("case", [*STRIDED[::6], *CORNERS], ids=str)
+def test_squares_of_patches_of_any_geometry_are_right(case: Case) -> None:
+    check_squares(case)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_squares_of_half_precision_are_summed_in_float32(dtype: type) -> None:
+    check_squares(MANY, dtype=dtype)
+
+
+@pytest.mark.parametrize("processors", [1, 1000])
+def test_images_are_summed_in_as_many_pieces_as_there_is_room_for(processors: int) -> None:
+    check_squares(MANY, beta=0, processors=processors)
+
+
+def test_what_a_tap_beside_the_image_sees_counts_as_zero() -> None:
+    case = Case(Window((1,), (1,), (1,), (3,), (-3,)), 2, 1, (4,))
+    out = np.full(1, np.nan, np.float32)
+    x = np.ones((2, 1, 4), np.float32)
+    PatchMoments(ShimDevice(), 0, 0).add_squares(x, case.window, out, alpha=1, beta=0)
+    assert out.tolist() == [2.0]  # of four outputs an image, the last sees its first pixel
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

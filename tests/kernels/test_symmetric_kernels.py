@@ -1,0 +1,88 @@
+"""Matrices on the way to a factorisation and back, thread by thread on the CPU."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.numpy_inverse import damping_floor
+from kfac_engine.kernels.symmetric import Floor, narrow, widen
+from tests.cuda_on_cpu.device import ShimDevice
+from tests.cuda_on_cpu.module import ORDERS, compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+each_order = pytest.mark.parametrize("order", ORDERS)
+each_type = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+NO_FLOOR = Floor(0.0, 0.0)
+
+
+def lower(side: int, dtype: type, count: int = 3, scale: float = 1.0) -> np.ndarray:
+    """Stacks whose upper triangles hold what must not be read."""
+    found = np.random.default_rng(side).normal(size=(count, side, side)) * scale
+    return np.where(np.tri(side, dtype=bool), found, np.nan).astype(dtype)
+
+
+def symmetric(stack: np.ndarray) -> np.ndarray:
+    triangles = np.tril(np.nan_to_num(stack.astype(np.float64), nan=0, posinf=0, neginf=0))
+    return triangles + np.tril(triangles, -1).swapaxes(1, 2)
+
+
+@each_order
+@each_type
+@pytest.mark.parametrize("side", [1, 31, 33, 100])
+def test_matrices_are_damped_and_described(side: int, dtype: type, order: str) -> None:
+    stack, asked = lower(side, dtype), np.array([0.5, 0.0, 1e-300])
+    limits = np.finfo(dtype)
+    floor = Floor(float(limits.eps), float(limits.tiny))
+    wide, facts = widen(ShimDevice(order), stack, asked, floor)
+    whole = symmetric(stack)
+    damping = [max(a, damping_floor(m, np.dtype(dtype))) for a, m in zip(asked, whole, strict=True)]
+    traces = np.trace(whole, axis1=1, axis2=2)
+    ones, zeros = np.ones(3), np.zeros(3)
+    # Float64 sums in another order.
+    np.testing.assert_allclose(
+        facts, np.stack([ones, zeros, damping, traces], 1), rtol=1e-12, atol=1e-12
+    )
+    np.testing.assert_array_equal(wide, whole + facts[:, 2, None, None] * np.eye(side))
+
+
+# Of float64, squares overflow and vanish; of float32, entries end at 3e38 and 1e-38.
+SCALES = [(np.float64, 1e200), (np.float64, 1e-200), (np.float32, 1e37), (np.float32, 1e-36)]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), SCALES)
+def test_the_least_damping_is_relative_to_entries_of_any_size(dtype: type, scale: float) -> None:
+    stack = lower(70, dtype, 1, scale)
+    limits = np.finfo(dtype)
+    floor = Floor(float(limits.eps), float(limits.tiny))
+    _, facts = widen(ShimDevice(), stack, np.zeros(1), floor)
+    wanted = damping_floor(symmetric(stack)[0], np.dtype(dtype))
+    np.testing.assert_allclose(facts[0, 2], wanted, rtol=1e-12)
+
+
+@each_order
+@each_type
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_told_and_replaced(bad: float, dtype: type, order: str) -> None:
+    stack = lower(40, dtype)
+    stack[1, 35, 2] = bad
+    wide, facts = widen(ShimDevice(order), stack, np.ones(3), NO_FLOOR)
+    assert facts[:, 0].tolist() == [1, 0, 1]
+    np.testing.assert_array_equal(wide, symmetric(stack) + np.eye(40))
+
+
+def test_a_matrix_of_zeros_is_told() -> None:
+    stack = np.zeros((2, 33, 33), np.float32)
+    stack[1, 32, 0] = -1e-30
+    _, facts = widen(ShimDevice(), stack, np.zeros(2), Floor(1e-7, 1e-38))
+    assert facts[:, 1].tolist() == [1, 0]
+    assert facts[0, 2] == 1e-38
+
+
+@each_order
+@each_type
+@pytest.mark.parametrize("side", [1, 32, 45])
+def test_lower_triangles_come_back_whole(side: int, dtype: type, order: str) -> None:
+    wide = lower(side, np.float64)
+    found = narrow(ShimDevice(order), wide, dtype)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, symmetric(wide).astype(dtype))
