@@ -1,5 +1,6 @@
 """Memory that is announced, against what a process takes and what factors store."""
 
+import gc
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.profiling import resident_bytes
 from tests import models
 from tests.test_engine import random_targets
 
@@ -97,3 +99,17 @@ def test_masks_and_indices_are_part_of_the_activations():
     activations = engine.memory(10).activations - engine.memory(5).activations
     values, indices = 8 * 32 * 32 * 4, 8 * 30 * 30 * 8
     assert activations > 5 * (values + indices)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+def test_memory_of_runs_goes_back_when_a_model_is_gone():
+    x = np.ones((20_000, 256), np.float32)
+    before = resident_bytes()
+    model = ke.load_model(dense())
+    cotangent = {"output": np.ones((len(x), 10), np.float32)}
+    model.run({"input": x}).vjp(cotangent, ["input"])
+    values = len(x) * (256 + 2 * 512) * x.itemsize
+    assert resident_bytes() - before > 0.5 * values
+    del model
+    gc.collect()
+    assert resident_bytes() - before < 0.5 * values

@@ -127,7 +127,7 @@ class SampleRun:
             once=True,
         )
         what = f"a sample run of '{graph.name}'"
-        self._session = Session(model, threads=0, optimize=False, what=what)
+        self._session = Session(model, threads=0, optimize=False, once=True, what=what)
         self._computed = tuple(name for name in computed if name in self._session.output_dtypes)
 
     def values(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -204,7 +204,7 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
             once=True,
         )
         what = f"a measuring run of '{graph.name}'"
-        return Session(model, threads=0, optimize=False, what=what)
+        return Session(model, threads=0, optimize=False, once=True, what=what)
 
     # Outputs are kept until a run ends: a session that only tells types has all, none is run.
     dtypes = session(graph.nodes, computed).output_dtypes
