@@ -25,7 +25,7 @@ MAX_BODY_LINES = 40  # of a function, docstring not counted
 RESERVED = {
     "onnx": ("kfac_engine/graph/",),
     "onnx_ir": ("kfac_engine/graph/",),
-    "onnxruntime": ("kfac_engine/autodiff/runtime.py",),
+    "onnxruntime": ("kfac_engine/autodiff/runtime.py", "kfac_engine/autodiff/device_session.py"),
     "cupy": ("kfac_engine/backend/cupy_device.py",),
     "cupyx": ("kfac_engine/backend/cupy_device.py",),
 }

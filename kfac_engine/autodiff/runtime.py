@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: the only module that imports it.
+"""ONNX Runtime sessions on the CPU; with ``device_session``, the only modules that import it.
 
 Arrays go in and come out without copies on the CPU: an ``OrtValue`` wraps the memory of a NumPy
 array, and a result is viewed through DLPack (read-only, kept alive by the view).
@@ -32,7 +32,7 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
-_FAILURES = (
+FAILURES = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
     ort_errors.InvalidGraph,
@@ -66,37 +66,23 @@ class Session:
         once: bool = False,
         what: str,
     ) -> None:
-        options = _plain_options(threads)
-        # Fused with products, int8 weights have their operands rounded to int8 as well.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-        if not optimize:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        if once:
-            options.enable_cpu_mem_arena = False
-        else:
-            _share_arena()
-            options.add_session_config_entry("session.use_env_allocators", "1")
+        options = options_for(threads, optimize=optimize, once=once)
         self._what = what
-        self._fed = _values(model.fed)
-        copied = _values(model.copied)
+        self._fed = host_values(model.fed)
+        copied = host_values(model.copied)
         options.add_external_initializers(list(copied), list(copied.values()))
         try:
             session = ort.InferenceSession(model.proto, options, providers=["CPUExecutionProvider"])
-        except _FAILURES as failure:
+        except FAILURES as failure:
             raise BackendError(
-                f"ONNX Runtime {ort.__version__} cannot build {what}: {_reason(failure)}"
+                f"ONNX Runtime {ort.__version__} cannot build {what}: {reason(failure)}"
             ) from failure
         # The one strong reference, so that whoever clears the list closes the session.
         self._open = [session]
         if not once:
             weakref.finalize(self, _close, self._open).atexit = False
 
-        # Element type of every graph output that is an array of numbers.
-        self.output_dtypes: dict[str, DType] = {
-            output.name: np.dtype(_DTYPES[output.type])
-            for output in session.get_outputs()
-            if output.type in _DTYPES
-        }
+        self.output_dtypes = array_types(session)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Evaluate ``outputs``.
@@ -116,9 +102,9 @@ class Session:
             # Text cannot be handed over in place.
             run = self._run_on_copies if has_text else self._run_in_place
             return dict(zip(outputs, run(list(outputs), feeds), strict=True))
-        except _FAILURES as failure:
+        except FAILURES as failure:
             raise BackendError(
-                f"ONNX Runtime failed in {self._what}: {_reason(failure)}"
+                f"ONNX Runtime failed in {self._what}: {reason(failure)}"
             ) from failure
 
     def run_into(self, results: Mapping[str, Array], feeds: Mapping[str, Array]) -> None:
@@ -132,15 +118,15 @@ class Session:
             BackendError: An operator failed, or a result has another shape than its array.
         """
         binding = self._session.io_binding()
-        for name, value in (_values(feeds) | self._fed).items():
+        for name, value in (host_values(feeds) | self._fed).items():
             binding.bind_ortvalue_input(name, value)
-        for name, value in _values(results).items():
+        for name, value in host_values(results).items():
             binding.bind_ortvalue_output(name, value)
         try:
             self._session.run_with_iobinding(binding)
         except RuntimeError as failure:  # all that bound runs raise
             raise BackendError(
-                f"ONNX Runtime failed in {self._what}: {_reason(failure)}"
+                f"ONNX Runtime failed in {self._what}: {reason(failure)}"
             ) from failure
 
     @property
@@ -148,7 +134,7 @@ class Session:
         return self._open[0]
 
     def _run_in_place(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
-        results = self._session.run_with_ort_values(outputs, _values(feeds) | self._fed)
+        results = self._session.run_with_ort_values(outputs, host_values(feeds) | self._fed)
         for name, value in zip(outputs, results, strict=True):
             if not value.has_value():
                 raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
@@ -163,7 +149,8 @@ class Session:
         return results
 
 
-def _plain_options(threads: int) -> ort.SessionOptions:
+def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> ort.SessionOptions:
+    """What every session is made with; the arguments are those of ``Session``."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -177,6 +164,15 @@ def _plain_options(threads: int) -> ort.SessionOptions:
     # Idle threads of one session would spin against the other session and the BLAS threads:
     # measured 1.7 to 10 times slower on two cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Fused with products, int8 weights have their operands rounded to int8 as well.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if once:
+        options.enable_cpu_mem_arena = False
+    else:
+        _share_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
     return options
 
 
@@ -204,12 +200,20 @@ def _identity() -> ort.InferenceSession:
     model = compact_model(
         [Node("Identity", ("x",), ("y",))], [Input("x", np.dtype(np.float32), ())], ("y",), {}, 18
     )
-    options = _plain_options(1)
-    options.add_session_config_entry("session.use_env_allocators", "1")
+    options = options_for(1)
     return ort.InferenceSession(model.proto, options, providers=["CPUExecutionProvider"])
 
 
-def _values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
+def array_types(session: ort.InferenceSession) -> dict[str, DType]:
+    """Element type of every graph output that is an array of numbers."""
+    return {
+        output.name: np.dtype(_DTYPES[output.type])
+        for output in session.get_outputs()
+        if output.type in _DTYPES
+    }
+
+
+def host_values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
     """Views of the arrays, which they keep alive; copies of those that are not contiguous."""
     return {
         name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
@@ -217,7 +221,7 @@ def _values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
     }
 
 
-def _reason(failure: Exception) -> str:
+def reason(failure: Exception) -> str:
     """The readable part of ONNX Runtime's message, on one line, and which node it speaks of."""
     text = str(failure).replace("\n", " ")
     kernel = re.search(

@@ -1,0 +1,81 @@
+"""The memory of a GPU as a place for a runtime, which works on a stream of its own.
+
+A stream of its own, because CuPy's default stream has no address that a runtime could be given.
+Events order the two both ways on the device; the host does not wait.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import Array, DType
+from kfac_engine.backend.place import HOST, stays_on_host
+
+if TYPE_CHECKING:
+    from kfac_engine.backend.cupy_backend import CupyBackend
+
+
+class CupyPlace:
+    """The current device; see ``Place``.
+
+    Args:
+        backend: Whose arrays lie there.
+        tf32: Whether products may round float32 numbers to TF32.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, backend: "CupyBackend", *, tf32: bool) -> None:
+        self._backend = backend
+        self._cuda = backend.xp.cuda
+        self._stream = self._cuda.Stream(non_blocking=True)
+        self.index = int(self._cuda.Device().id)
+        self.stream = int(self._stream.ptr)
+        self.tf32 = tf32
+        self.name = backend.device.name
+
+    def take(self, value: Any) -> Array:
+        xp = self._backend.xp
+        if not isinstance(value, xp.ndarray):
+            host = HOST.take(value) if isinstance(value, np.ndarray) else None
+            # Text has no place on a device.
+            if host is not None and (host.dtype.hasobject or stays_on_host(host.dtype, host.ndim)):
+                return host
+            value = self._backend.asarray(value if host is None else host)
+        array: Array = xp.ascontiguousarray(value).reshape(value.shape)
+        return array
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        return self._backend.device.empty(shape, dtype)
+
+    def adopt(self, value: Any, dtype: DType) -> Array:
+        array: Array = self._backend.xp.from_dlpack(value).view(dtype)
+        return array
+
+    def address(self, array: Array) -> int:
+        return int(array.data.ptr)
+
+    def on_host(self, array: Array) -> Array:
+        return self._backend.to_numpy(array)
+
+    def finite(self, arrays: Sequence[Array]) -> list[bool]:
+        # Squares of large numbers overflow: those few arrays are looked at again, by themselves.
+        found = self._backend.finite(arrays)
+        return [
+            squares or bool(self._backend.xp.isfinite(array).all())
+            for squares, array in zip(found, arrays, strict=True)
+        ]
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        current = self._cuda.get_current_stream()
+        self._stream.wait_event(current.record())
+        yield
+        current.wait_event(self._stream.record())
+
+    def release(self) -> bool:
+        self._backend.xp.get_default_memory_pool().free_all_blocks()
+        return True
