@@ -13,27 +13,68 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.backend.cupy_device import CupyDevice
 from kfac_engine.backend.cupy_solvers import STACKED_SIDE, STREAMS
 from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
+from kfac_engine.kernels.symmetric import FACTS, Floor, narrow, widen
 
 _LOG = logging.getLogger(__name__)
 
 # Dampings tried before the eigenvalues are clamped: each ten times the one before.
 _LADDER = (1, 10, 100, 1000)
+_NOT_YET = "a %s matrix of mean eigenvalue %.3g is not positive definite with damping %.3g"
 # Float64 matrices that are alive at once for each one that is worked on.
 _COPIES = 5
 # Eigenvectors are taken if they are right to this part of the largest entry, times the side.
 _EIGEN_ROUNDING = 1e-12
 
-# Takes a float64 stack and which matrices it holds: results, and numbers to be read, one row each.
+# Takes a damped float64 stack and which matrices it holds: results, and numbers to be read, one row
+# each. The stack is symmetric, and its own to spoil.
 Work: TypeAlias = Callable[[Array, Sequence[int]], tuple[Any, Array]]
+_NO_FLOOR = Floor(0.0, 0.0)
+
+
+class Told(NamedTuple):
+    """What the device told of a matrix.
+
+    Attributes:
+        result: Of the work.
+        facts: Whether the matrix is zero, the damping added, the trace without.
+        numbers: Of the work.
+    """
+
+    result: Any
+    facts: Array
+    numbers: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Damped:
+    """Matrices, and what is added to their diagonals.
+
+    Attributes:
+        matrices: Any sides and types.
+        dampings: One a matrix; none at all where left out.
+        floored: Whether to add what rounding may have moved the eigenvalues by, where that is more.
+    """
+
+    matrices: Sequence[Array]
+    dampings: Sequence[float] | None = None
+    floored: bool = False
+
+    def asked(self, which: Sequence[int]) -> Array:
+        """Dampings of some of them."""
+        return np.array([self.dampings[i] if self.dampings else 0.0 for i in which], np.float64)
+
+    def floor(self, kind: DType) -> Floor:
+        """The least damping of matrices of a type."""
+        limits = np.finfo(kind)
+        return Floor(float(limits.eps), float(limits.tiny)) if self.floored else _NO_FLOOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +108,18 @@ class CupyInverses:
     def begin_damped_inverses(
         self, matrices: Sequence[Array], dampings: Sequence[float]
     ) -> Callable[[], list[Array]]:
-        return _begun(self._factored(matrices, dampings, self._device.solvers.inverse, _inverse))
+        def inverse(roots: Array, kind: DType) -> Array:
+            whole: Array = narrow(self._device, self._device.solvers.inverse(roots), kind)
+            return whole
+
+        return _begun(self._factored(matrices, dampings, inverse, _inverse))
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return _begun(self._factored(matrices, dampings, self._xp.tril, self._root))()
+        def root(roots: Array, kind: DType) -> Array:
+            lower: Array = self._xp.tril(roots).astype(kind)
+            return lower
+
+        return _begun(self._factored(matrices, dampings, root, self._root))()
 
     def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
         xp = self._xp
@@ -82,7 +131,7 @@ class CupyInverses:
             return inverses.astype(lowers[which[0]].dtype), self._rows(first)
 
         results = []
-        for inverse, (first,) in self.run(lowers, solved):
+        for inverse, _, (first,) in self.run(Damped(lowers), solved):
             if first >= 0:
                 raise InputError(
                     f"a triangular matrix with zero at [{first:.0f}, {first:.0f}] has no inverse."
@@ -94,7 +143,8 @@ class CupyInverses:
         # A stack is taken apart, to meet others of its side, and put together again.
         single = [part for m in matrices for part in (m if m.ndim > 2 else m[None])]
         pairs: list[tuple[Array, Array]] = []
-        for matrix, (pair, (error,)) in zip(single, self.run(single, self._eigh), strict=True):
+        told = self.run(Damped(single), self._eigh)
+        for matrix, (pair, _, (error,)) in zip(single, told, strict=True):
             if not error <= _EIGEN_ROUNDING * len(matrix):
                 raise BackendError(
                     f"the eigenvectors of a {matrix.shape} matrix are wrong by {error:.2g} of its "
@@ -104,20 +154,18 @@ class CupyInverses:
         parts = iter(pairs)
         return [self._together(matrix, parts) for matrix in matrices]
 
-    def run(
-        self, matrices: Sequence[Array], work: Work, *, copies: int = _COPIES
-    ) -> list[tuple[Any, Array]]:
+    def run(self, given: Damped, work: Work, *, copies: int = _COPIES) -> list[Told]:
         """Do work on stacks of matrices of equal side, and read the device once.
 
         Args:
-            matrices: Any sides and types.
+            given: The matrices.
             work: What to do with stacks of them.
             copies: Float64 matrices that are alive at once for each one worked on.
 
         Returns:
             The result of each matrix, with its numbers on the host.
         """
-        return self._begin(matrices, work, copies)()
+        return self._begin(given, work, copies)()
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -125,7 +173,7 @@ class CupyInverses:
         self,
         matrices: Sequence[Array],
         dampings: Sequence[float],
-        finish: Callable[[Array], Array],
+        finish: Callable[[Array, DType], Array],
         clamped: Callable[[Array, Array], Array],
     ) -> Generator[None, None, list[Array]]:
         """What ``finish`` makes of a stack of Cholesky roots; ``clamped`` where there is no root.
@@ -133,7 +181,7 @@ class CupyInverses:
         Args:
             matrices: Symmetric.
             dampings: For each matrix.
-            finish: Takes a stack of roots.
+            finish: Takes a stack of roots and the type of the result.
             clamped: Takes damped eigenvalues and eigenvectors of one matrix.
 
         Yields:
@@ -152,17 +200,16 @@ class CupyInverses:
         left, least = list(range(len(matrices))), list(dampings)
         for factor in _LADDER:
             tried = [matrices[i] for i in left]
-            attempt = self._attempt(tried, [factor * least[i] for i in left], finish)
-            wait = self._begin(tried, attempt)
+            given = Damped(tried, [factor * least[i] for i in left], floored=True)
+            wait = self._begin(given, self._attempt(tried, finish))
             if factor == 1:
                 yield
-            for i, (result, (code, zero, level)) in zip(left, wait(), strict=True):
-                shape = matrices[i].shape
+            for i, (result, (zero, level, trace), (code,)) in zip(left, wait(), strict=True):
+                side = len(matrices[i])
                 if zero and dampings[i] == 0.0:
-                    raise InputError(f"a zero matrix {shape} needs a positive damping.")
+                    raise InputError(f"a zero matrix {matrices[i].shape} needs a positive damping.")
                 if code:
-                    what = "a %s matrix is not positive definite with damping %.3g"
-                    _LOG.warning(what, shape, level)
+                    _LOG.warning(_NOT_YET, matrices[i].shape, trace / side, level)
                     least[i] = level / factor
                 else:
                     results[i] = result
@@ -174,35 +221,18 @@ class CupyInverses:
             results[i] = self._xp.ascontiguousarray(whole.astype(matrices[i].dtype))
         return results
 
-    def _attempt(
-        self,
-        matrices: Sequence[Array],
-        dampings: Sequence[float],
-        finish: Callable[[Array], Array],
-    ) -> Work:
-        """Factors stacks; tells the code, whether all is zero, and the damping that was added."""
-        xp = self._xp
+    def _attempt(self, matrices: Sequence[Array], finish: Callable[[Array, DType], Array]) -> Work:
+        """Factors stacks; tells the codes."""
 
         def attempt(stack: Array, which: Sequence[int]) -> tuple[Array, Array]:
-            limits = np.finfo(matrices[which[0]].dtype)
-            # As on a CPU: squares of large entries would overflow.
-            largest = xp.maximum(abs(stack).max(axis=(1, 2)), float(limits.tiny))
-            scaled = stack / largest[:, None, None]
-            norm = largest * xp.sqrt((scaled * scaled).sum(axis=(1, 2)))
-            floor = xp.maximum(float(limits.eps) * norm, float(limits.tiny))
-            asked = self._device.upload(np.array([dampings[i] for i in which], np.float64))
-            level = xp.maximum(asked, floor)
-            work = symmetric(stack, xp)
-            work.reshape(len(which), -1)[:, :: stack.shape[1] + 1] += level[:, None]
-            code = self._device.solvers.cholesky(work)
-            nothing = (stack == 0).all(axis=(1, 2))
-            return finish(work).astype(limits.dtype), self._rows(code, nothing, level)
+            code = self._device.solvers.cholesky(stack)
+            return finish(stack, matrices[which[0]].dtype), self._rows(code)
 
         return attempt
 
     def _eigh(self, stack: Array, which: Sequence[int]) -> tuple[Sequence[object], Array]:
         """Decomposes stacks; tells how wrong the eigenvectors are."""
-        xp, whole = self._xp, symmetric(stack, self._xp)
+        xp, whole = self._xp, stack
         values, vectors = xp.linalg.eigh(whole[0] if len(which) == 1 else whole, UPLO="L")
         values, vectors = values.reshape(len(which), -1), vectors.reshape(stack.shape)
         largest = xp.maximum(abs(whole).max(axis=(1, 2)), float(np.finfo(np.float64).tiny))
@@ -211,13 +241,11 @@ class CupyInverses:
         skew = abs(vectors.swapaxes(1, 2) @ vectors - eye).max(axis=(1, 2))
         return list(zip(values, vectors, strict=True)), self._rows(xp.maximum(wrong, skew))
 
-    def _begin(
-        self, matrices: Sequence[Array], work: Work, copies: int = _COPIES
-    ) -> Callable[[], list[tuple[Any, Array]]]:
+    def _begin(self, given: Damped, work: Work, copies: int = _COPIES) -> Callable[[], list[Told]]:
         """The work is begun; who calls the result waits for it, and reads the device once.
 
         Args:
-            matrices: Any sides and types.
+            given: The matrices.
             work: What to do with stacks of them.
             copies: As for ``run``.
 
@@ -229,19 +257,19 @@ class CupyInverses:
             ShapeError: One is not square.
         """
         groups: dict[tuple[int, str], list[int]] = {}
-        for i, matrix in enumerate(matrices):
+        for i, matrix in enumerate(given.matrices):
             if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
                 raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
             groups.setdefault((len(matrix), matrix.dtype.char), []).append(i)
         begun = [
             self._device.within_memory(
-                partial(self._group, matrices, which, work, copies), self._scratch_bytes
+                partial(self._group, given, which, work, copies), self._scratch_bytes
             )
             for which in groups.values()
         ]
         order = [i for which in groups.values() for i in which]
 
-        def finished() -> list[tuple[Any, Array]]:
+        def finished() -> list[Told]:
             if not begun:
                 return []
             for group in begun:
@@ -252,21 +280,17 @@ class CupyInverses:
             found = sorted(zip(order, results, numbers, strict=True), key=lambda one: one[0])
             for i, _, (finite, *_) in found:
                 if not finite:
-                    self._refuse(matrices[i])
-            return [(result, told[1:]) for _, result, told in found]
+                    self._refuse(given.matrices[i])
+            return [Told(result, row[1:FACTS], row[FACTS:]) for _, result, row in found]
 
         return finished
 
     def _group(
-        self,
-        matrices: Sequence[Array],
-        which: Sequence[int],
-        work: Work,
-        copies: int,
-        scratch: int,
+        self, given: Damped, which: Sequence[int], work: Work, copies: int, scratch: int
     ) -> _Begun:
         """Matrices of one side: small ones some at a time, large ones on streams of their own."""
-        xp, side = self._xp, len(matrices[which[0]])
+        first = given.matrices[which[0]]
+        side, kind = len(first), first.dtype
         most = max(1, scratch // (copies * 8 * side * side))
         large = side > STACKED_SIDE
         size = 1 if large else most
@@ -276,17 +300,25 @@ class CupyInverses:
             for start, stream in zip(range(0, len(which), size), cycle(streams), strict=False):
                 chunk = which[start : start + size]
                 with stream:
-                    stack = xp.stack([matrices[i] for i in chunk]).astype(np.float64)
-                    finite = xp.isfinite(stack).all(axis=(1, 2))
-                    # Libraries are not shown what they may stumble over.
-                    stack = xp.where(finite[:, None, None], stack, 0.0)
-                    found, numbers = work(stack, chunk)
+                    stack = self._stacked([given.matrices[i] for i in chunk])
+                    asked = self._device.upload(given.asked(chunk))
+                    # Libraries are not shown what they may stumble over: NaN and infinity.
+                    wide, facts = widen(self._device, stack, asked, given.floor(kind))
+                    found, numbers = work(wide, chunk)
                     group.results.extend(found)
-                    group.rows.append(xp.concatenate([self._rows(finite), numbers], axis=1))
+                    group.rows.append(self._xp.concatenate([facts, numbers], axis=1))
         except MemoryError:
             self._device.solvers.join(streams)
             raise
         return group
+
+    def _stacked(self, matrices: Sequence[Array]) -> Array:
+        """``(n, d, d)``, contiguous; a single matrix is not copied."""
+        single = len(matrices) == 1
+        stack: Array = self._xp.ascontiguousarray(
+            matrices[0][None] if single else self._xp.stack(matrices)
+        )
+        return stack
 
     def _rows(self, *columns: Array) -> Array:
         """Columns ``(n,)`` as ``(n, columns)``, float64."""
@@ -314,12 +346,6 @@ class CupyInverses:
             f"a {matrix.shape} factor holds {float(matrix[bad])} at {list(bad)}; look for overflow "
             f"in the statistics it was averaged from."
         )
-
-
-def symmetric(stack: Array, xp: ModuleType) -> Array:
-    """Matrices with both triangles from the lower one, new and C-contiguous."""
-    whole: Array = xp.ascontiguousarray(xp.tril(stack) + xp.tril(stack, -1).swapaxes(1, 2))
-    return whole
 
 
 def _begun(steps: Generator[None, None, list[Array]]) -> Callable[[], list[Array]]:

@@ -12,7 +12,8 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend import newton
 from kfac_engine.backend.cupy_device import CupyDevice
-from kfac_engine.backend.cupy_inverse import CupyInverses, symmetric
+from kfac_engine.backend.cupy_inverse import CupyInverses, Damped
+from kfac_engine.kernels.symmetric import narrow
 
 # Sides from which products are faster than eigenvectors, by compute capability: devices with as
 # fast float64 as float32. Predictions, not measured: some 25 steps of 4 products of 2d³ flops at
@@ -63,32 +64,25 @@ def inverse_roots(
         chosen = [i for i, count in steps.items() if count <= _MOST_STEPS]
         if not chosen:
             continue
-        levels = [dampings[i] for i in chosen]
-        work = partial(_roots, device, levels, degree, [int(steps[i]) for i in chosen])
-        found = inverses.run([matrices[i] for i in chosen], work, copies=MOST_COPIES)
-        for i, (root, (residual,)) in zip(chosen, found, strict=True):
+        given = Damped([matrices[i] for i in chosen], [dampings[i] for i in chosen])
+        work = partial(_roots, device, degree, [int(steps[i]) for i in chosen])
+        found = inverses.run(given, work, copies=MOST_COPIES)
+        for i, (root, _, (residual,)) in zip(chosen, found, strict=True):
             if residual <= _RESIDUAL:  # not so for NaN
                 roots[i] = root
     return roots
 
 
 def _roots(
-    device: CupyDevice,
-    dampings: Sequence[float],
-    degree: int,
-    steps: Sequence[int],
-    stack: Array,
-    which: Sequence[int],
+    device: CupyDevice, degree: int, steps: Sequence[int], work: Array, which: Sequence[int]
 ) -> tuple[Array, Array]:
     """Roots of a stack, and how wrong they are."""
-    xp, work = device.xp, symmetric(stack, device.xp)
-    level = device.upload(np.array([dampings[i] for i in which], np.float64))
-    work.reshape(len(which), -1)[:, :: work.shape[1] + 1] += level[:, None]
+    xp = device.xp
     bounds = abs(work).sum(axis=2).max(axis=1)
     # A few steps more than needed do no harm.
     roots = newton.inverse_roots(work, degree, bounds, max(steps[i] for i in which), xp)
     wrong = newton.residuals(roots, work, degree, xp)
-    return roots.astype(np.float32), wrong[:, None]
+    return narrow(device, xp.ascontiguousarray(roots), np.float32), wrong[:, None]
 
 
 def _bound(matrix: Array) -> Array:

@@ -79,17 +79,18 @@ class Solvers:
             roots: What ``cholesky`` left.
 
         Returns:
-            ``(n, d, d)``, exactly symmetric; anything for a root that does not exist.
+            ``(n, d, d)``, of which the lower triangles count; anything for a root that does not
+            exist.
         """
         xp = self._xp
         if self.has_potri and (roots.shape[1] > STACKED_SIDE or len(roots) == 1):
             info = xp.zeros(len(roots), np.int32)
             for matrix, code in zip(roots, self._each(info), strict=True):
                 self._potri(matrix, code)
-            return xp.tril(roots) + xp.tril(roots, -1).swapaxes(1, 2)
+            return roots
         upside = self.solve_lower(roots)
-        product = upside.swapaxes(1, 2) @ upside
-        return 0.5 * (product + product.swapaxes(1, 2))
+        product: _Array = xp.ascontiguousarray(upside.swapaxes(1, 2) @ upside)
+        return product
 
     def solve_lower(self, lowers: _Array) -> _Array:
         """``L⁻¹`` of each matrix of a stack ``(n, d, d)``; zero above the diagonal."""
