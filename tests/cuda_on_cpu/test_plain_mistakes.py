@@ -1,0 +1,134 @@
+"""Mistakes in the small kernels show in their results."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.window import Window
+from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.launch import Device
+from kfac_engine.kernels.moments import mirror
+from kfac_engine.kernels.symmetric import Floor, narrow, widen
+from tests.backend.truths import patches
+from tests.cuda_on_cpu.module import ORDERS, compiler
+from tests.cuda_on_cpu.test_shim import BARRIER, Broken, without
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+RNG = np.random.default_rng(0)
+MATRICES = RNG.normal(size=(2, 50, 50))
+MATRICES += MATRICES.swapaxes(1, 2)
+IMAGES = RNG.normal(size=(40, 3, 30)).astype(np.float32)
+ROWS = RNG.normal(size=(2, 3, 40, 5)).astype(np.float32)
+LOGITS = RNG.normal(size=(20, 70, 1)).astype(np.float32)
+UNIFORMS = RNG.random((20, 1))
+
+
+def mirrored(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    out = np.where(np.tri(50, dtype=bool), MATRICES[0], np.nan).astype(np.float32)
+    mirror(device, out)
+    return out, MATRICES[0]
+
+
+def squared(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    out = np.full(9, np.nan, np.float32)
+    window = Window((3,), (1,), (1,), (1,), (1,))
+    PatchMoments(device, 0, 0).add_squares(IMAGES, window, out, alpha=1, beta=0)
+    z = patches(IMAGES, (3,), (1,), (1,), (1,), (1,))
+    return out, (z**2).sum(axis=(0, 1))
+
+
+def widened(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    wide, _ = widen(device, MATRICES, np.zeros(2), Floor(0.1, 0.0))
+    norms = np.linalg.norm(MATRICES, axis=(1, 2))
+    return wide, MATRICES + 0.1 * norms[:, None, None] * np.eye(50)
+
+
+def narrowed(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    return narrow(device, MATRICES, np.float32), MATRICES
+
+
+def summed(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """Entries lie closer together in memory than what is summed."""
+    sums = np.full((3, 10), np.nan, np.float32)
+    x, ds = (np.moveaxis(array, -1, 1) for array in ROWS)
+    sum_examples(device, x, ds, sums)
+    wide = ROWS.astype(np.float64)
+    return sums, np.concatenate([wide.prod(axis=0).sum(axis=1), wide[1].sum(axis=1)], axis=1)
+
+
+def drawn(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.full((20, 1), -1)
+    draw_classes(device, LOGITS, UNIFORMS, ids)
+    bound = np.exp(LOGITS.astype(np.float64)).cumsum(axis=1)
+    return ids, (bound <= UNIFORMS[:, None] * bound[:, -1:]).sum(axis=1)
+
+
+def replaced(old: str, new: str) -> Callable[[str], str]:
+    def change(code: str) -> str:
+        assert old in code
+        return code.replace(old, new)
+
+    return change
+
+
+def barrier(occurrence: int) -> Callable[[str], str]:
+    """Without a barrier; the first two of each source are those of the prelude's ``block_sum``."""
+    return without(re.escape(BARRIER), occurrence)
+
+
+# What goes wrong: the source, its mistake, and what is computed by it.
+MISTAKES = {
+    "mirror, no barrier": ("moment", barrier(3), mirrored),
+    "sums, no barrier before they are added": ("patch_sums", barrier(0), squared),
+    "sums, no last piece": (
+        "patch_sums",
+        replaced("(long long)outputs * pieces", "(long long)outputs * (pieces - 1)"),
+        squared,
+    ),
+    "sums, images beside the piece": (
+        "patch_sums",
+        replaced("min(begin + length, g.images)", "begin + length - 1"),
+        squared,
+    ),
+    "matrices, no barrier before the largest": ("symmetric", barrier(2), widened),
+    "matrices, no barrier after the largest": ("symmetric", barrier(3), widened),
+    "matrices, no barrier before a sum": ("symmetric", barrier(4), widened),
+    "matrices, no barrier after a sum": ("symmetric", barrier(5), widened),
+    "matrices, the diagonal counted twice": (
+        "symmetric",
+        replaced("diagonal ? 1.0 : 2.0", "2.0"),
+        widened,
+    ),
+    "matrices on the way back, no barrier": ("symmetric", barrier(6), narrowed),
+    "examples, no barrier": ("example_sums", barrier(2), summed),
+    "classes, the running sum of the wrong lane": (
+        "classes",
+        replaced("min(31, classes - 1 - first)", "30"),
+        drawn,
+    ),
+    "classes, lanes beyond the first step": (
+        "classes",
+        replaced("if (lane >= distance) ", ""),
+        drawn,
+    ),
+}
+
+
+def worst(name: str, change: Callable[[str], str], compute: Callable, order: str) -> float:
+    found, wanted = compute(Broken(name, change, order))
+    error = np.abs(found - wanted).max() / np.abs(wanted).max()
+    return np.inf if np.isnan(error) else float(error)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_small_kernel_changes_its_result(mistake: str) -> None:
+    assert max(worst(*MISTAKES[mistake], order) for order in ORDERS) > 1e-3
+
+
+@pytest.mark.parametrize("compute", dict.fromkeys(row[2] for row in MISTAKES.values()))
+def test_without_a_mistake_the_result_is_right(compute: Callable) -> None:
+    assert max(worst("moment", str, compute, order) for order in ORDERS) < 2e-6
