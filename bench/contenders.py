@@ -9,10 +9,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.bench.environment import environment
 from kfac_engine.bench.jobs import Job
 from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
@@ -26,12 +28,14 @@ class Contender:
     Attributes:
         module: Name of the module with its ``OPERATIONS``.
         operations: What it can do, so that nothing is loaded to find out.
+        checks: What it computes as the truth for others, but too slowly to be timed.
         needs: Packages that must be installed.
         networks: Whose steps it can make; empty for all.
     """
 
     module: str
     operations: frozenset[str]
+    checks: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     networks: frozenset[str] = frozenset()
 
@@ -41,33 +45,34 @@ class Contender:
         return tuple(name for name in self.needs if find_spec(name) is None)
 
     def can_do(self, job: Job) -> bool:
-        """Whether it has a way to the job's result."""
+        """Whether it takes part in the job."""
         network = job.sizes.get("network")
         known = not self.networks or network is None or network in self.networks
         return known and job.operation in self.operations
 
+    def can_check(self, job: Job) -> bool:
+        """Whether it has a result of the job."""
+        return job.operation in self.checks or self.can_do(job)
+
 
 _PRIMITIVES = frozenset({"dense", "patches", "depthwise", "inverse", "power", "precondition"})
+_STEP = frozenset({"step"})
 DEFINITION, OURS = "definition", "ours"
 CONTENDERS: Mapping[str, Contender] = Registry(
     "contender",
     {
-        DEFINITION: Contender("kfac_engine.bench.definition", _PRIMITIVES),
-        OURS: Contender("kfac_engine.bench.ours", _PRIMITIVES | {"step"}),
-        "torch": Contender("kfac_engine.bench.with_torch", _PRIMITIVES | {"step"}, ("torch",)),
-        "jax": Contender(
-            "kfac_engine.bench.with_jax",
-            frozenset({"dense", "patches", "inverse", "power", "precondition"}),
-            ("jax",),
-        ),
+        DEFINITION: Contender("kfac_engine.bench.definition", _PRIMITIVES, checks=_STEP),
+        OURS: Contender("kfac_engine.bench.ours", _PRIMITIVES | _STEP),
+        "torch": Contender("kfac_engine.bench.with_torch", _PRIMITIVES | _STEP, needs=("torch",)),
+        "jax": Contender("kfac_engine.bench.with_jax", _PRIMITIVES, needs=("jax",)),
         "kfac-jax": Contender(
             "kfac_engine.bench.with_kfac_jax",
-            frozenset({"step"}),
-            ("jax", "kfac_jax"),
-            frozenset({"mlp"}),
+            _STEP,
+            needs=("jax", "kfac_jax"),
+            networks=frozenset({"mlp"}),
         ),
         "curvlinops": Contender(
-            "kfac_engine.bench.with_curvlinops", frozenset({"step"}), ("torch", "curvlinops")
+            "kfac_engine.bench.with_curvlinops", _STEP, needs=("torch", "curvlinops")
         ),
     },
 )
@@ -88,31 +93,42 @@ class Process:
     python: "subprocess.Popen[str]" = field(repr=False)
     folder: Path = field(repr=False)
 
-    def prepare(self, job: Job) -> Array:
+    def prepare(self, job: Job) -> tuple[dict[str, Array], Usage]:
         """Set a job up.
 
         Args:
-            job: One that the contender can do.
+            job: One that the contender can do, or check.
 
         Returns:
-            The result of its first run.
+            The result of its first run by parts, and what that used.
         """
-        path = self.folder / f"{self.name}.npy"
-        self._ask({"setup": job.operation, "sizes": dict(job.sizes), "result": str(path)})
-        result: Array = np.load(path)
+        path = self.folder / f"{self.name}.npz"
+        order = {"setup": job.operation, "sizes": dict(job.sizes), "result": str(path)}
+        usage = Usage(**self._ask(order))
+        with np.load(path) as parts:
+            result = dict(parts)
         path.unlink()
-        return result
+        return result, usage
 
-    def run(self) -> Usage:
-        """Run the job once and say what that used."""
-        return Usage(**self._ask({}))
+    def run(self, runs: int, *, warm: bool, settle: float) -> Usage:
+        """Run the job and say what that used.
+
+        Args:
+            runs: How often.
+            warm: Whether a run before them warms the caches.
+            settle: Seconds to wait before them.
+
+        Returns:
+            What the runs used.
+        """
+        return Usage(**self._ask({"runs": runs, "warm": warm, "settle": settle}))
 
     def close(self) -> None:
         """End the process."""
         # Nothing more to read is its sign to end.
         self.python.communicate()
 
-    def _ask(self, order: Mapping[str, object]) -> dict[str, float]:
+    def _ask(self, order: Mapping[str, object]) -> dict[str, Any]:
         """The answer to an order.
 
         Raises:
@@ -130,16 +146,17 @@ class Process:
                 f"contender '{self.name}' ended with status {self.python.wait()} while it did "
                 f"{order or 'a run'}; its own message is above."
             )
-        answer: dict[str, float] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextmanager
-def running(names: Sequence[str]) -> Iterator[dict[str, Process]]:
+def running(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
     """Processes of these contenders; they end with the context.
 
     Args:
         names: Of contenders that are installed.
+        threads: Of each.
 
     Yields:
         Name to process.
@@ -148,10 +165,12 @@ def running(names: Sequence[str]) -> Iterator[dict[str, Process]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
         for name in names:
-            command = [sys.executable, "-m", "kfac_engine.bench.worker", CONTENDERS[name].module]
+            module = CONTENDERS[name].module
+            command = [sys.executable, "-m", "kfac_engine.bench.worker", module, str(threads)]
             python = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=environment(threads),
+            )  # fmt: skip
             processes[name] = Process(name, python, folder)
             stack.callback(processes[name].close)
         yield processes

@@ -1,17 +1,15 @@
 """Every job by its definition in plain NumPy: the truth that others are measured against."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kfac_engine._types import Array
 from kfac_engine.bench import made
-from kfac_engine.bench.jobs import DAMPING, DECAY
-
-# A way to a result, an array or a list of them of any library, which the next run may overwrite.
-Run: TypeAlias = Callable[[], Any]
+from kfac_engine.bench.jobs import DAMPING, DECAY, Run
+from kfac_engine.bench.reference_step import step
 
 
 def _dense(rows: int, d: int) -> Run:
@@ -86,4 +84,5 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "inverse": _inverse,
     "power": _power,
     "precondition": _precondition,
+    "step": step,
 }

@@ -1,15 +1,25 @@
 """What is measured: each job is one result, which several contenders compute."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from kfac_engine.backend.window import Window
 from kfac_engine.registry import Registry
 
+# A way to a job's result: an array or a list of them of any library, or several by name, which the
+# next run may overwrite.
+Run: TypeAlias = Callable[[], Any]
+
 DECAY = 0.95
 DAMPING = 1e-3
+
+_FLOAT = 4  # bytes of a float32
+# What a step results in. Gradients have gone through a whole network in single precision; natural
+# ones through inverses besides, which magnify what lies along directions of little curvature.
+GRADIENT, NATURAL = "gradient", "natural gradient"
+_STEP_TOLERANCES = {GRADIENT: 1e-3, NATURAL: 1e-2}
 
 # Factor sides of the 54 layers of a ResNet-50 as (d_in, d_out, how many layers).
 RESNET50 = (
@@ -29,21 +39,30 @@ class Job:
         name: Its sizes, for the table.
         sizes: The function's arguments.
         multiplications: Of the definition done in full, for a rate; 0 if nobody counts them.
+        traffic: Bytes that are read or written at least once, whoever does it.
         tolerance: Largest difference from the definition relative to its largest entry.
+        tolerances: Parts of the result that have another one.
         cycle: How many equal parts one run has; times are those of one.
+        period: How many runs it takes until everything that happens now and then has happened once:
+            times are means of so many.
     """
 
     operation: str
     name: str
     sizes: Mapping[str, Any] = field(repr=False)
     multiplications: float = 0.0
+    traffic: float = 0.0
     tolerance: float = 2e-5
+    tolerances: Mapping[str, float] = field(default_factory=dict, repr=False)
     cycle: int = 1
+    period: int = 1
 
 
 def dense(rows: int, d: int) -> Job:
     """Second moment of the inputs of a dense layer with bias, averaged in place."""
-    return Job("dense", f"{rows} rows of {d}", {"rows": rows, "d": d}, rows * (d + 1.0) ** 2)
+    name, sizes, side = f"{rows} rows of {d}", {"rows": rows, "d": d}, d + 1.0
+    # An average is read and written.
+    return Job("dense", name, sizes, rows * side**2, _FLOAT * (rows * d + 2 * side**2))
 
 
 def patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Job:
@@ -51,7 +70,9 @@ def patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Job:
     count, d = patch_count(shape, kernel, stride, pad), shape[1] * kernel**2
     sizes = {"shape": shape, "kernel": kernel, "stride": stride, "pad": pad}
     name = f"{'×'.join(map(str, shape))}, {kernel}×{kernel}, stride {stride}"
-    return Job("patches", name, sizes, count * float(d) ** 2)
+    return Job(
+        "patches", name, sizes, count * float(d) ** 2, _FLOAT * (prod(shape) + 2 * float(d) ** 2)
+    )
 
 
 def depthwise(shape: tuple[int, ...], kernel: int, pad: int) -> Job:
@@ -59,7 +80,8 @@ def depthwise(shape: tuple[int, ...], kernel: int, pad: int) -> Job:
     count = patch_count(shape, kernel, 1, pad)
     sizes = {"shape": shape, "kernel": kernel, "stride": 1, "pad": pad}
     name = f"{'×'.join(map(str, shape))}, {kernel}×{kernel}, depthwise"
-    return Job("depthwise", name, sizes, count * shape[1] * float(kernel) ** 4)
+    size = shape[1] * float(kernel) ** 4
+    return Job("depthwise", name, sizes, count * size, _FLOAT * (prod(shape) + 2 * size))
 
 
 def patch_count(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> int:
@@ -74,7 +96,7 @@ def square_window(kernel: int, stride: int, pad: int) -> Window:
 
 def inverse(d: int) -> Job:
     """Damped inverse of a factor."""
-    return Job("inverse", f"{d} × {d}", {"d": d}, float(d) ** 3)
+    return Job("inverse", f"{d} × {d}", {"d": d}, float(d) ** 3, _FLOAT * 2 * float(d) ** 2)
 
 
 def power(d: int, exp: float) -> Job:
@@ -86,14 +108,20 @@ def power(d: int, exp: float) -> Job:
 def precondition(name: str, layers: tuple[tuple[int, int, int], ...]) -> Job:
     """Gradients of many layers between the inverses of their factors: two products each."""
     work = sum(k * (a * float(g) * (a + g)) for a, g, k in layers)
-    return Job("precondition", name, {"layers": layers}, work)
+    # Factors are read, gradients read and written.
+    traffic = _FLOAT * sum(k * (a**2 + g**2 + 2.0 * a * g) for a, g, k in layers)
+    # Inverses, in single precision, of factors with a condition of about 100.
+    return Job("precondition", name, {"layers": layers}, work, traffic, tolerance=1e-4)
 
 
 def step(network: str, batch: int, kind: str, cycle: int) -> Job:
     """Steps of training; the kinds are those of ``STEPS``."""
     sizes = {"network": network, "batch": batch, "kind": kind, "cycle": cycle}
-    # Gradients, which have gone through a whole network in single precision.
-    return Job("step", f"{network}, batch {batch}, {kind}", sizes, tolerance=1e-3, cycle=cycle)
+    every = max(STEPS[kind] or (1,))
+    return Job(
+        "step", f"{network}, batch {batch}, {kind}", sizes, tolerances=_STEP_TOLERANCES,
+        cycle=cycle, period=max(1, every // cycle),
+    )  # fmt: skip
 
 
 # Kind of step to how often factors and inverses move; None for gradients alone.

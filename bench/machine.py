@@ -5,9 +5,12 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from threadpoolctl import threadpool_info
+
+from kfac_engine.backend.threads import usable_cores
 
 _PACKAGES = (
     "numpy", "scipy", "onnxruntime", "torch", "jax", "kfac-jax", "curvlinops-for-pytorch",
@@ -17,14 +20,20 @@ _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 _AVX512, _OLDER_KERNELS = "avx512f", frozenset({"Haswell", "Zen", "Sandybridge", "Prescott"})
 
 
-def machine() -> dict[str, object]:
-    """Everything, JSON-ready."""
+def machine(threads: int) -> dict[str, Any]:
+    """Everything, JSON-ready.
+
+    Args:
+        threads: Of each contender.
+
+    Returns:
+        Fact to value.
+    """
     blas = [
         {
             "library": library["internal_api"],
             "version": library["version"],
             "kernel": library.get("architecture"),
-            "threads": library["num_threads"],
         }
         # NumPy and SciPy may each bring their own.
         for library in threadpool_info()
@@ -33,7 +42,8 @@ def machine() -> dict[str, object]:
     return {
         "platform": platform.platform(),
         "processor": _processor("model name"),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
+        "threads": threads,
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
@@ -43,12 +53,16 @@ def machine() -> dict[str, object]:
 
 
 def print_machine(console: Console, found: Mapping[str, object]) -> None:
-    """Print the facts of ``machine``, one a line."""
+    """Print the facts of ``machine``, one a line, and how threads are used."""
     for name, value in found.items():
         for item in value if isinstance(value, list) else [value]:
             pairs = item.items() if isinstance(item, dict) else ()
             text = ", ".join(f"{key} {found}" for key, found in pairs) or item
             console.print(f"{name}: {text}")
+    console.print(
+        f"every contender works in a process with {found['threads']} threads: peers and the "
+        "definition in their BLAS, ours in workers whose BLAS has one each, and in ONNX Runtime"
+    )
 
 
 def _warnings(kernels: list[str]) -> list[str]:

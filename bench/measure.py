@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from math import ceil
+from statistics import mean
 
 import numpy as np
 
@@ -15,7 +16,13 @@ from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
 
 # Rounds follow from the slowest contender's time: enough for a median, not for an afternoon.
-_SECONDS, _FEWEST, _MOST = 2.0, 3, 15
+_SECONDS, _FEWEST, _MOST = 2.0, 3, 7
+# A round runs quick jobs so often that the clock which tells what others ran, in hundredths of a
+# second, has something to say; slow ones need no run that warms the caches.
+_BLOCK, _MOST_RUNS, _SLOW = 0.05, 100, 1.0
+# Threads of the contender that came before spin while they wait for work, for up to a quarter of a
+# second.
+_SETTLING = 0.3
 # Of one core for each core: above this, what others ran is felt in the times.
 DISTURBING_SHARE = 0.1
 
@@ -28,16 +35,18 @@ class Row:
         case: Name of the job.
         contender: Who.
         seconds: Wall times.
-        cpu_seconds: Median of the time on processors, all threads together: what remains fair where
-            other processes ran, for one thread; several wait by spinning, which counts.
+        cpu_seconds: Mean time on processors, all threads together: what remains fair where other
+            processes ran, for one thread; several wait by spinning, which counts.
         ratio: The median of ours divided by this contender's: below 1 where ours is faster.
-        error: Largest difference from the definition relative to the largest entry; 0 for the
-            definition itself, and for who comes first where there is none.
+        errors: Part of the result to its largest difference from the definition relative to the
+            largest entry.
         rate: Multiplications of the definition a second; 0 if nobody counts them.
-        fraction: Of the machine's ceiling that this is; more than 1 for who needs fewer.
+        fraction: Of the machine's ceiling that this is, that of products or of copies, whichever is
+            nearer; more than 1 for who needs fewer multiplications. 0 if nobody counts them.
         peak_bytes: Memory that a run takes beyond what it starts with.
         others: CPU time of other processes while this ran, as a share of the wall time.
         switches: How often a run had to yield a core.
+        runs: How many were timed.
     """
 
     case: str
@@ -45,12 +54,13 @@ class Row:
     seconds: Spread
     cpu_seconds: float
     ratio: float
-    error: float
+    errors: Mapping[str, float]
     rate: float
     fraction: float
     peak_bytes: int
     others: float
     switches: float
+    runs: int
 
     @property
     def disturbed(self) -> bool:
@@ -58,80 +68,109 @@ class Row:
         return self.others > DISTURBING_SHARE
 
 
-def measure(job: Job, processes: Mapping[str, Process], ceiling: Ceiling) -> list[Row]:
+def measure(
+    job: Job,
+    processes: Mapping[str, Process],
+    ceiling: Ceiling,
+    repeats: int | None = None,
+) -> list[Row]:
     """Check the results of a job and time it.
 
     Args:
         job: What to do.
-        processes: Contenders; those that cannot do it are passed over.
+        processes: Contenders, the definition among them; those that cannot do it are passed over.
         ceiling: Of the machine.
+        repeats: Rounds, in place of as many as fit.
 
     Returns:
-        A row for each that can.
+        A row for each that is timed.
 
     Raises:
         BackendError: Our result is not that of the definition.
     """
-    able = {name: p for name, p in processes.items() if CONTENDERS[name].can_do(job)}
-    errors = _errors(job, {name: process.prepare(job) for name, process in able.items()})
-    usages = _in_turn(able)
-    times = {n: spread([u.seconds / job.cycle for u in found]) for n, found in usages.items()}
-    return [
-        _row(job, name, times, errors[name], usages[name], ceiling.multiplications) for name in able
-    ]
+    known = {n: p for n, p in processes.items() if CONTENDERS[n].can_check(job)}
+    first = {name: process.prepare(job) for name, process in known.items()}
+    errors = _errors(job, {name: result for name, (result, _) in first.items()})
+    timed = {n: p for n, p in known.items() if CONTENDERS[n].can_do(job)}
+    usages = _in_turn(job, timed, repeats)
+    times = {name: _times(job, found) for name, found in usages.items()}
+    return [_row(job, name, times, errors[name], usages[name], ceiling) for name in timed]
 
 
-def _errors(job: Job, results: Mapping[str, Array]) -> dict[str, float]:
-    """Differences from the definition; from whoever is first but us where there is none.
+def _errors(job: Job, results: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, float]]:
+    """Differences from the definition, by contender and part.
 
     Raises:
         BackendError: Ours is off.
     """
-    others = [name for name in results if name != OURS]
-    truth = results[others[0] if others else OURS]
-    largest = np.abs(truth).max()
-    errors = {n: float(np.abs(found - truth).max() / largest) for n, found in results.items()}
-    if not errors.get(OURS, 0.0) <= job.tolerance:
-        raise BackendError(
-            f"'{job.name}' is off by {errors[OURS]:.1e} of its largest entry, more than "
-            f"{job.tolerance}; its time would mean nothing."
-        )
+    truth = results[DEFINITION]
+    errors = {
+        name: {part: _error(found, truth[part]) for part, found in result.items()}
+        for name, result in results.items()
+    }
+    for part, error in errors.get(OURS, {}).items():
+        if not error <= job.tolerances.get(part, job.tolerance):
+            raise BackendError(
+                f"the {part} of '{job.name}' is off by {error:.1e} of its largest entry, more than "
+                f"{job.tolerances.get(part, job.tolerance)}; its time would mean nothing."
+            )
     return errors
 
 
-def _in_turn(processes: Mapping[str, Process]) -> dict[str, list[Usage]]:
-    """Runs of contenders that take turns, so that a busy moment hits all of them."""
-    slowest = max(process.run().seconds for process in processes.values())
-    rounds = int(min(max(_SECONDS / slowest, _FEWEST), _MOST))
-    usages: dict[str, list[Usage]] = {name: [] for name in processes}
-    for _ in range(rounds):
+def _error(found: Array, truth: Array) -> float:
+    return float(np.abs(found - truth).max() / np.abs(truth).max())
+
+
+def _in_turn(
+    job: Job, processes: Mapping[str, Process], repeats: int | None
+) -> dict[str, list[Usage]]:
+    """Rounds of contenders that take turns, so that a busy moment hits all of them."""
+    pilots = {n: p.run(1, warm=False, settle=_SETTLING) for n, p in processes.items()}
+    seconds = {name: usage.times[0] for name, usage in pilots.items()}
+    one_run = job.period == 1
+    # What was slow the first time was not slow for want of caches: it counts.
+    usages = {n: [pilot] if seconds[n] > _SLOW and one_run else [] for n, pilot in pilots.items()}
+    fitting = int(_SECONDS / (max(seconds.values()) * job.period))
+    for number in range(repeats or min(max(fitting, _FEWEST if one_run else 2), _MOST)):
         for name, process in processes.items():
-            usages[name].append(process.run())
+            if len(usages[name]) > number:
+                continue
+            blocks = min(ceil(_BLOCK / (seconds[name] * job.period)), _MOST_RUNS)
+            warm = seconds[name] < _SLOW and one_run
+            usages[name].append(process.run(blocks * job.period, warm=warm, settle=_SETTLING))
     return usages
+
+
+def _times(job: Job, usages: Sequence[Usage]) -> Spread:
+    """Of one part of a cycle; runs that form a period count as their mean."""
+    runs = [seconds / job.cycle for usage in usages for seconds in usage.times]
+    periods = [runs[i : i + job.period] for i in range(0, len(runs), job.period)]
+    return spread([mean(period) for period in periods])
 
 
 def _row(
     job: Job,
     name: str,
     times: Mapping[str, Spread],
-    error: float,
+    errors: Mapping[str, float],
     usages: Sequence[Usage],
-    ceiling: float,
+    ceiling: Ceiling,
 ) -> Row:
+    runs, wall = sum(len(u.times) for u in usages), sum(sum(u.times) for u in usages)
     seconds = times[name]
-    rate = job.multiplications / seconds.median
     return Row(
         case=job.name,
         contender=name,
         seconds=seconds,
-        cpu_seconds=median(usage.cpu_seconds for usage in usages) / job.cycle,
+        cpu_seconds=sum(usage.cpu_seconds for usage in usages) / runs / job.cycle,
         ratio=times[OURS].median / seconds.median,
-        error=error,
-        rate=rate,
-        fraction=rate / ceiling,
-        peak_bytes=int(median(usage.peak_bytes for usage in usages)),
-        others=sum(u.others_seconds for u in usages) / sum(u.seconds for u in usages),
-        switches=median(usage.switches for usage in usages) / job.cycle,
+        errors=errors,
+        rate=job.multiplications / seconds.median,
+        fraction=ceiling.least_seconds(job.multiplications, job.traffic) / seconds.median,
+        peak_bytes=max(usage.peak_bytes for usage in usages),
+        others=max(0.0, sum(usage.others_seconds for usage in usages)) / wall,
+        switches=sum(usage.switches for usage in usages) / runs / job.cycle,
+        runs=runs,
     )
 
 

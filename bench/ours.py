@@ -7,16 +7,28 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.assembly import multiplied
 from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.threads import blas_alone
 from kfac_engine.bench import made
-from kfac_engine.bench.definition import Run
-from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS, patch_count, square_window
+from kfac_engine.bench.jobs import (
+    DAMPING,
+    DECAY,
+    GRADIENT,
+    NATURAL,
+    STEPS,
+    Run,
+    patch_count,
+    square_window,
+)
 from kfac_engine.bench.step_networks import NETWORKS
+from kfac_engine.collection import LayerCollection
 from kfac_engine.config import Schedule
 from kfac_engine.engine import Engine
+from kfac_engine.factors.refresh import refresh
 from kfac_engine.factors.stacked import GroupedMoment
+from kfac_engine.layers.parts import Part
 from kfac_engine.layers.views import Patches
-from kfac_engine.linalg.kronecker import kron_matvec
 from kfac_engine.linalg.spectral import eigh_power
 
 
@@ -74,13 +86,35 @@ def _power(d: int, exp: float) -> Run:
 
 
 def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
-    todo = made.layers(layers)
-    # These factors are not symmetric, so that a wrong side would show.
-    return lambda: [kron_matvec(A, G.T, V) for A, G, V in todo]
+    """As ``Engine.step`` does it: blocks find their inverses, which come of statistics."""
+    gradients, values, shapes, shared = {}, {}, {}, {}
+    for d_in, d_out, count in layers:
+        size = f"{d_in}×{d_out}"
+        values[f"a {size}"], values[f"ds {size}"] = made.batch(d_in, d_out)
+        for i, V in enumerate(made.gradients(d_in, d_out, count)):
+            name = f"{size} {i}"
+            gradients[name], shapes[name], shared[name] = V, V.shape, size
+    collection = LayerCollection(graph=shapes, backend="numpy")
+    for name, size in shared.items():
+        collection.register_fully_connected(name, inputs=f"a {size}", outputs=f"s {name}")
+        block = collection.fisher_blocks[name]
+        block.instantiate_factors([[f"ds {size}"]], DAMPING)
+        block.register_inverse()
+    factors = collection.get_factors()
+    for factor in factors:
+        factor.update(values, 0.0)
+    refresh(factors, collection.backend)
+    whole = {name: (Part(name),) for name in gradients}
+
+    def run() -> list[Array]:
+        with blas_alone():
+            return list(multiplied(collection, whole, gradients, -1, 0.0).values())
+
+    return run
 
 
 def _step(network: str, batch: int, kind: str, cycle: int) -> Run:
-    """``cycle`` steps; the result is the gradient of the last one."""
+    """``cycle`` steps; the result is that of the last one."""
     net, periods = NETWORKS[network](), STEPS[kind]
     inputs, targets = net.inputs(batch), net.targets(batch)
     schedule = Schedule(*periods) if periods else Schedule()
@@ -90,10 +124,12 @@ def _step(network: str, batch: int, kind: str, cycle: int) -> Run:
     )  # fmt: skip
     one = engine.gradients if periods is None else engine.step
 
-    def run() -> list[Array]:
+    def run() -> dict[str, list[Array]]:
         for _ in range(cycle):
             result = one(inputs, targets)
-        return [result.gradients[name] for name in net.compared]
+        natural = [result.natural_gradients[name] for name in net.preconditioned if periods]
+        gradients = [result.gradients[name] for name in net.compared]
+        return {GRADIENT: gradients, **({NATURAL: natural} if natural else {})}
 
     return run
 

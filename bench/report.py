@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kfac_engine.bench.ceiling import Ceiling
 from kfac_engine.bench.measure import Row
+from kfac_engine.errors import InputError
 
 _HEADS = (
     "ms", "quartiles", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
     "others",
 )  # fmt: skip
+# What must be alike for measurements to stand side by side.
+_SAME = ("processor", "packages", "blas", "threads")
 # Appended to the share of the machine that others took, where it is felt.
 _MARK = " !"
 
@@ -35,6 +36,9 @@ def print_suite(console: Console, name: str, rows: Sequence[Row]) -> None:
         table.add_row(row.case if row.case != last else "", row.contender, *cells(row))
         last = row.case
     console.print(table)
+    parts = next((tuple(row.errors) for row in rows if len(row.errors) > 1), ())
+    if parts:
+        console.print(f"error: of the {', of the '.join(parts)}")
     if any(row.disturbed for row in rows):
         console.print(f"{_MARK.strip()}: other processes ran; the times of these rows are too long")
 
@@ -70,27 +74,47 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{2e-9 * row.rate:.0f}" if counted else "",
         f"{row.fraction:.0%}" if counted else "",
         f"{row.peak_bytes / 1e6:.0f}",
-        f"{row.error:.0e}",
+        " / ".join(f"{error:.0e}" for error in row.errors.values()),
         f"{row.others:.0%}{_MARK if row.disturbed else ''}",
     )
 
 
-def write_json(
-    path: Path,
-    found: Mapping[str, object],
-    ceiling: Ceiling,
-    suites: Mapping[str, Sequence[Any]],
-) -> None:
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write machine and measurements; times are in seconds, rates in multiplications a second.
 
     Args:
         path: The file.
-        found: The machine.
-        ceiling: Its best rates.
-        suites: Name to rows, which are dataclasses.
+        report: ``machine``, and ``suites``: name to rows, which are mappings.
     """
-    report = {
-        "machine": {**found, "ceiling": asdict(ceiling)},
-        "suites": {name: [asdict(row) for row in rows] for name, rows in suites.items()},
-    }
-    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    # An interrupted run leaves the file as it was.
+    whole = path.with_name(f"{path.name}.part")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)
+
+
+def read_suites(path: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Suites that an earlier run on the same machine has written.
+
+    Args:
+        path: A file of ``write_json``, or none yet.
+        machine: What this machine is.
+
+    Returns:
+        Name to rows.
+
+    Raises:
+        InputError: The file comes of other hardware, libraries or threads.
+    """
+    if not path.is_file():
+        return {}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(machine))
+    for fact in _SAME:
+        if report["machine"].get(fact) != now.get(fact):
+            raise InputError(
+                f"{path} was measured with {fact} {report['machine'].get(fact)}, here it is "
+                f"{now.get(fact)}: name another file, or leave out --resume."
+            )
+    suites: dict[str, Any] = report["suites"]
+    return suites

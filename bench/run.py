@@ -1,28 +1,54 @@
 """The suites in order: what is asked for is run, printed, and written down."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeAlias
 
 from rich.console import Console
 
 from kfac_engine.bench.build import run_build
-from kfac_engine.bench.ceiling import Ceiling, measure_ceiling
+from kfac_engine.bench.ceiling import Ceiling, ceilings
 from kfac_engine.bench.charts import draw
 from kfac_engine.bench.contenders import running
+from kfac_engine.bench.environment import checked_threads
 from kfac_engine.bench.gpu import run_gpu
 from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, chosen, measure
 from kfac_engine.bench.memory import run_memory
-from kfac_engine.bench.report import print_suite, write_json
+from kfac_engine.bench.report import print_suite, read_suites, write_json
 from kfac_engine.bench.scaling import run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.registry import Registry
 
 # Of output that does not go to a terminal: wide enough for a table.
 _FILE_WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user may choose besides the suites.
+
+    Attributes:
+        compare: Peers that take part; they must be installed.
+        threads: Of each contender; None for one a usable core.
+        repeats: Rounds of each job; None for as many as fit.
+        profile: Whether the suite ``step`` also prints where its time goes.
+        plot: Folder for a chart of each suite that compares contenders.
+        resume: Whether suites that the JSON file has already are kept instead of run.
+    """
+
+    compare: Sequence[str] = ()
+    threads: int | None = None
+    repeats: int | None = None
+    profile: bool = False
+    plot: str | Path | None = None
+    resume: bool = False
+
+
+DEFAULTS = Options()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +59,16 @@ class Setting:
         console: Where to print.
         contenders: Names.
         ceiling: Of the machine.
+        threads: Of each contender.
+        repeats: Rounds of each job; None for as many as fit.
         profile: Whether steps are taken apart.
     """
 
     console: Console
     contenders: Sequence[str]
     ceiling: Ceiling
+    threads: int
+    repeats: int | None = None
     profile: bool = False
 
 
@@ -50,46 +80,61 @@ def run_suites(
     names: Sequence[str] = (),
     json_path: str | Path | None = None,
     *,
-    compare: Sequence[str] = (),
-    plot: str | Path | None = None,
-    profile: bool = False,
+    options: Options = DEFAULTS,
 ) -> None:
     """Run suites and print a table for each.
 
     Args:
         names: Of the suites, in this order; all but ``gpu`` if empty.
-        json_path: Where to write the measurements too.
-        compare: Peers that take part; they must be installed.
-        plot: Folder for a chart of each suite that compares contenders.
-        profile: Whether the suite ``step`` also prints where its time goes.
+        json_path: Where to write the measurements too, after each suite.
+        options: Who takes part, and how.
 
     Raises:
         UnknownNameError: No suite or peer has this name.
         BackendError: A result is not that of its definition, or a peer is not installed.
+        InputError: The number of threads is wrong, or the file cannot be resumed.
     """
     suites = known_suites()
     # Where there is a GPU is for the user to say: without one that suite only raises.
     todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
-    contenders = chosen(compare)
+    contenders, threads = chosen(options.compare), checked_threads(options.threads)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_FILE_WIDTH)
-    found = machine()
+    found = machine(threads)
+    path = None if json_path is None else Path(json_path)
+    report: dict[str, dict[str, Any]] = {"machine": found, "suites": {}}
+    if options.resume and path is not None:
+        report["suites"] = read_suites(path, found)
     print_machine(console, found)
-    setting = Setting(console, contenders, measure_ceiling(), profile)
-    console.print(
-        f"ceiling: {2e-9 * setting.ceiling.multiplications:.0f} GFLOP/s (sgemm), "
-        f"{1e-9 * setting.ceiling.copied_bytes:.1f} GB/s (copy)"
-    )
-    measured: dict[str, Sequence[Any]] = {}
+    limits = ceilings(threads)
+    found["ceilings"] = [asdict(limit) for limit in limits]
+    _print_ceilings(console, limits)
+    setting = Setting(console, contenders, limits[-1], threads, options.repeats, options.profile)
+    contests: dict[str, Sequence[Row]] = {}
     for name, run in todo.items():
-        measured[name] = run(setting, name)
-        # After each suite: all of them take long enough to be interrupted.
-        if json_path is not None:
-            write_json(Path(json_path), found, setting.ceiling, measured)
-    if plot is not None:
-        contests = {name: rows for name, rows in measured.items() if name in SUITES}
-        draw(Path(plot), contests)
+        if name in report["suites"]:
+            console.print(f"{name}: kept as {path} has it")
+            continue
+        start = perf_counter()
+        rows = run(setting, name)
+        console.print(f"{name} took {perf_counter() - start:.0f} s\n")
+        report["suites"][name] = [asdict(row) for row in rows]
+        if name in SUITES:
+            contests[name] = rows
+        if path is not None:
+            write_json(path, report)
+    if options.plot is not None:
+        draw(Path(options.plot), contests)
+
+
+def _print_ceilings(console: Console, limits: Sequence[Ceiling]) -> None:
+    for limit in limits:
+        console.print(
+            f"ceiling with {limit.threads} thread{'s' if limit.threads > 1 else ''}: "
+            f"{2e-9 * limit.multiplications:.0f} GFLOP/s (sgemm), "
+            f"{1e-9 * limit.copied_bytes:.1f} GB/s (copy)"
+        )
 
 
 def known_suites() -> Registry[Suite]:
@@ -102,18 +147,18 @@ def known_suites() -> Registry[Suite]:
 
 def _run_contests(setting: Setting, name: str) -> list[Row]:
     rows: list[Row] = []
-    with running(setting.contenders) as processes:
+    with running(setting.contenders, setting.threads) as processes:
         for job in SUITES[name]:
-            rows += measure(job, processes, setting.ceiling)
+            rows += measure(job, processes, setting.ceiling, setting.repeats)
     print_suite(setting.console, name, rows)
     if setting.profile and name == "step":
-        run_stages(setting.console)
+        run_stages(setting.console, setting.threads)
     return rows
 
 
 _ALONE: Mapping[str, Suite] = {
     "memory": lambda setting, name: run_memory(setting.console, name),
-    "scaling": lambda setting, name: run_scaling(setting.console, name),
+    "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),
     "gpu": lambda setting, name: run_gpu(setting.console, name),
     "build": lambda setting, name: run_build(setting.console, name),
 }

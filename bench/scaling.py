@@ -1,41 +1,95 @@
-"""How cost grows: each axis is varied alone, and the exponent of time and memory is fitted."""
+"""How cost grows: each axis is varied alone, and the exponent of time and memory is fitted.
 
+    python -m kfac_engine.bench.scaling '{"batch": 1024}' 2 5
+
+takes the steps of one shape (fields of ``Shape``) with so many threads, so often. Each shape has a
+process of its own, whose memory is not at hand from the one before.
+"""
+
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from rich.console import Console
 
+from kfac_engine.bench.environment import environment, keep_to_cores
 from kfac_engine.bench.report import new_table
-from kfac_engine.bench.step_networks import classifier
+from kfac_engine.bench.step_networks import Network, classifier, filters
 from kfac_engine.bench.timing import Spread, spread
-from kfac_engine.bench.usage import Meter, Usage
+from kfac_engine.bench.usage import used
 from kfac_engine.config import Schedule
 from kfac_engine.engine import Engine
+from kfac_engine.errors import BackendError
+from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.registry import Registry
 
 _ROUNDS = 5
+# What exponents may exceed the expected ones by before they are marked: fits over a few sizes.
+_MARGIN, _MARK = 0.15, " !"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A network of equally wide dense layers and its batch.
+    """A network and its batch.
 
     Attributes:
         batch: Examples.
-        width: Features of every layer.
+        width: Features of every layer, or channels.
         classes: Of the prediction.
         layers: Between input and prediction.
+        side: Of images that go through convolutions; 0 for vectors that go through dense layers.
         refresh_every: Steps between inverses.
         mode: Of the estimation.
+        trained: Patterns of the parameters that are trained; all if empty.
     """
 
     batch: int = 512
     width: int = 256
     classes: int = 10
     layers: int = 2
+    side: int = 0
     refresh_every: int = 1000
     mode: str = "gradients"
+    trained: tuple[str, ...] = ()
+
+    def network(self) -> Network:
+        """The network."""
+        if self.side:
+            return filters(self.width, self.layers, self.side, self.classes)
+        return classifier((self.width,) * (self.layers + 1) + (self.classes,))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Something that is varied.
+
+    Attributes:
+        sizes: Its values.
+        shape: The shape with one of them, the rest so that it dominates.
+        time: Exponent that the time is to grow with at most.
+        memory: Exponent that the memory is to grow with at most.
+    """
+
+    sizes: Sequence[int]
+    shape: Callable[[int], Shape]
+    time: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What steps of one shape took.
+
+    Attributes:
+        times: Wall time of each but the first.
+        peak_bytes: Of model and first step, beyond what the process held before.
+    """
+
+    times: Sequence[float]
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +100,11 @@ class Point:
         axis: What was varied.
         size: Its value.
         seconds: Wall times.
-        peak_bytes: Beyond what the process held before.
+        peak_bytes: As in ``Steps``.
         exponent: Of time along the whole axis, by least squares of logarithms.
         memory_exponent: Of memory, likewise.
+        expected: What the first should not exceed.
+        memory_expected: What the second should not exceed.
     """
 
     axis: str
@@ -57,38 +113,55 @@ class Point:
     peak_bytes: int
     exponent: float
     memory_exponent: float
+    expected: float
+    memory_expected: float
 
 
-# What is varied, at what, and how the rest is set so that it dominates.
-AXES: Mapping[str, tuple[Sequence[int], Callable[[int], Shape]]] = Registry(
+def _classes(count: int) -> Shape:
+    # The factor of the last layer has that side by definition: only the first layer is trained.
+    return Shape(classes=count, batch=64, layers=1, mode="exact", trained=("0.*",))
+
+
+AXES: Mapping[str, Axis] = Registry(
     "axis",
     {
-        "batch": ((1024, 2048, 4096, 8192), lambda n: Shape(batch=n)),
-        "layers": ((4, 8, 16, 32), lambda n: Shape(layers=n)),
-        "classes": ((64, 256, 1024), lambda n: Shape(classes=n, batch=64, mode="exact", layers=1)),
-        "width, statistics": ((512, 1024, 2048), lambda n: Shape(width=n, batch=1024, layers=1)),
-        "width, inverses": (
-            (512, 1024, 2048), lambda n: Shape(width=n, batch=8, layers=1, refresh_every=1),
+        "batch": Axis((1024, 2048, 4096, 8192), lambda n: Shape(batch=n), 1, 1),
+        "positions": Axis(
+            (32**2, 64**2, 128**2),
+            lambda n: Shape(batch=8, width=32, side=round(n**0.5)), 1, 1,
+        ),
+        "layers": Axis((4, 8, 16, 32), lambda n: Shape(layers=n), 1, 1),
+        "classes": Axis((64, 256, 1024), _classes, 1, 0),
+        "width, statistics": Axis(
+            (512, 1024, 2048), lambda n: Shape(width=n, batch=1024, layers=1), 2, 2
+        ),
+        "width, inverses": Axis(
+            (512, 1024, 2048), lambda n: Shape(width=n, batch=8, layers=1, refresh_every=1), 3, 2
         ),
     },
 )  # fmt: skip
 
 
 def run_scaling(
-    console: Console, name: str, axes: Sequence[str] = tuple(AXES), rounds: int = _ROUNDS
+    console: Console,
+    name: str,
+    threads: int,
+    axes: Sequence[str] = tuple(AXES),
+    rounds: int = _ROUNDS,
 ) -> list[Point]:
     """Time steps along each axis, and print a table with the exponents.
 
     Args:
         console: Where to print.
         name: Of the suite.
+        threads: Of the engine.
         axes: Which.
         rounds: How often each step is timed.
 
     Returns:
         The points.
     """
-    points = [point for axis in axes for point in along(axis, rounds)]
+    points = [point for axis in axes for point in along(axis, threads, rounds)]
     table = new_table(
         name, ("axis",), ("size", "ms", "quartiles", "peak MB", "time grows as", "memory as")
     )
@@ -97,22 +170,32 @@ def run_scaling(
         table.add_row(
             point.axis, str(point.size), f"{1e3 * times.median:.1f}",
             f"{1e3 * times.low:.1f} – {1e3 * times.high:.1f}", f"{point.peak_bytes / 1e6:.0f}",
-            f"size^{point.exponent:.2f}", f"size^{point.memory_exponent:.2f}",
+            growth(point.exponent, point.expected),
+            growth(point.memory_exponent, point.memory_expected),
         )  # fmt: skip
     console.print(table)
     return points
 
 
-def along(axis: str, rounds: int) -> list[Point]:
+def growth(found: float, expected: float) -> str:
+    """An exponent beside the expected one, marked if it is larger."""
+    return f"size^{found:.2f}, at most {expected:g}{_MARK * (found > expected + _MARGIN)}"
+
+
+def along(axis: str, threads: int, rounds: int) -> list[Point]:
     """The points of one axis."""
-    sizes, shape = AXES[axis]
-    found = {size: _steps(shape(size), rounds) for size in sizes}
-    times = {size: spread([u.seconds for u in usages]) for size, usages in found.items()}
-    peaks = {size: max(u.peak_bytes for u in usages) for size, usages in found.items()}
-    exponent = fitted(sizes, [times[size].median for size in sizes])
-    # A peak of nothing, where the system tells none or memory was at hand, counts as one byte.
-    memory = fitted(sizes, [max(1, peaks[size]) for size in sizes])
-    return [Point(axis, size, times[size], peaks[size], exponent, memory) for size in sizes]
+    varied = AXES[axis]
+    sizes = varied.sizes
+    found = [_in_new_process(varied.shape(size), threads, rounds) for size in sizes]
+    times = [spread(steps.times) for steps in found]
+    peaks = [steps.peak_bytes for steps in found]
+    exponent = fitted(sizes, [time.median for time in times])
+    # A peak of nothing, where the system tells none, counts as one byte.
+    memory = fitted(sizes, [max(1, peak) for peak in peaks])
+    return [
+        Point(axis, size, time, peak, exponent, memory, varied.time, varied.memory)
+        for size, time, peak in zip(sizes, times, peaks, strict=True)
+    ]
 
 
 def fitted(sizes: Sequence[int], values: Sequence[float]) -> float:
@@ -120,17 +203,48 @@ def fitted(sizes: Sequence[int], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
-def _steps(shape: Shape, rounds: int) -> list[Usage]:
-    net = classifier((shape.width,) * (shape.layers + 1) + (shape.classes,))
+def _in_new_process(shape: Shape, threads: int, rounds: int) -> Steps:
+    """What ``take_steps`` finds.
+
+    Raises:
+        BackendError: The process failed.
+    """
+    arguments = json.dumps(asdict(shape)), str(threads), str(rounds)
+    command = [sys.executable, "-m", "kfac_engine.bench.scaling", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(threads)
+    )
+    if done.returncode:
+        raise BackendError(f"steps of {shape} failed: {done.stderr.strip()}")
+    return Steps(**json.loads(done.stdout))
+
+
+def take_steps(shape: Shape, threads: int, rounds: int) -> Steps:
+    """Steps of one shape in this process, after a first one that makes everything.
+
+    Args:
+        shape: The shape.
+        threads: Of the engine.
+        rounds: How many steps.
+
+    Returns:
+        What they took.
+    """
+    net = shape.network()
     inputs, targets = net.inputs(shape.batch), net.targets(shape.batch)
+    before = resident_bytes()
     engine = Engine.from_onnx(
-        net.data, loss="categorical", estimation_mode=shape.mode,
-        schedule=Schedule(1, shape.refresh_every),
+        net.data, loss="categorical", estimation_mode=shape.mode, threads=threads,
+        schedule=Schedule(1, shape.refresh_every), trainable=shape.trained or None,
     )  # fmt: skip
+    forget_peak()
     engine.step(inputs, targets)
-    usages = []
-    for _ in range(rounds):
-        meter = Meter()
-        engine.step(inputs, targets)
-        usages.append(meter.usage())
-    return usages
+    peak = max(0, peak_bytes() - before)
+    usage = used(lambda: engine.step(inputs, targets), rounds)
+    return Steps(usage.times, peak)
+
+
+if __name__ == "__main__":
+    keep_to_cores(int(sys.argv[2]))
+    _shape = Shape(**json.loads(sys.argv[1]))
+    print(json.dumps(asdict(take_steps(_shape, int(sys.argv[2]), int(sys.argv[3])))))

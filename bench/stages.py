@@ -28,17 +28,20 @@ class StageRow:
     stage: Stage
 
 
-def run_stages(console: Console) -> list[StageRow]:
+def run_stages(console: Console, threads: int) -> list[StageRow]:
     """Take the steps of the suite apart, and print a table.
 
     Args:
         console: Where to print.
+        threads: Of the engine.
 
     Returns:
         The rows of the table.
     """
     batches = {job.sizes["network"]: job.sizes["batch"] for job in SUITES["step"]}
-    rows = [row for network, batch in batches.items() for row in take_apart(network, batch)]
+    rows = [
+        row for network, batch in batches.items() for row in take_apart(network, batch, threads)
+    ]
     table = new_table("step, by stage", ("network", "stage"), ("ms", "peak MB"))
     for row in rows:
         stage = row.stage
@@ -49,12 +52,15 @@ def run_stages(console: Console) -> list[StageRow]:
     return rows
 
 
-def take_apart(network: str, batch: int, rounds: int = _ROUNDS) -> list[StageRow]:
+def take_apart(
+    network: str, batch: int, threads: int | None = None, rounds: int = _ROUNDS
+) -> list[StageRow]:
     """The stages of one network's step: factors and inverses move in every one.
 
     Args:
         network: Name.
         batch: Examples.
+        threads: Of the engine; None for as many as it takes by itself.
         rounds: Steps.
 
     Returns:
@@ -64,7 +70,7 @@ def take_apart(network: str, batch: int, rounds: int = _ROUNDS) -> list[StageRow
     inputs, targets = net.inputs(batch), net.targets(batch)
     engine = Engine.from_onnx(
         net.data, loss="categorical", estimation_mode="empirical", schedule=Schedule(1, 1),
-        damping=DAMPING, ema_decay=DECAY,
+        damping=DAMPING, ema_decay=DECAY, threads=threads,
     )  # fmt: skip
     engine.step(inputs, targets)
     steps = [engine.step(inputs, targets, profile=True).stages for _ in range(rounds)]

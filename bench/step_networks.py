@@ -29,6 +29,9 @@ class Network:
 
     Attributes:
         data: Bytes of its file.
+        nodes: What the file says, in order.
+        result: The value with the predictions.
+        constants: Values by name that are no parameters.
         weights: Parameter name to value.
         input_shape: Of one example; images or features.
         tokens: How many tokens are known, for networks over texts; 0 for others.
@@ -37,6 +40,9 @@ class Network:
     """
 
     data: bytes = field(repr=False)
+    nodes: Sequence[Node] = field(repr=False)
+    result: str
+    constants: Mapping[str, Array] = field(repr=False)
     weights: Mapping[str, Array] = field(repr=False)
     input_shape: tuple[int, ...]
     tokens: int = 0
@@ -47,6 +53,12 @@ class Network:
     def compared(self) -> tuple[str, ...]:
         """Parameters in the order in which contenders hand gradients out."""
         return tuple(sorted(self.weights))
+
+    @property
+    def preconditioned(self) -> tuple[str, ...]:
+        """Those of dense layers and convolutions, likewise: weights, and biases beside them."""
+        stems = {name.rpartition(".")[0] for name, w in self.weights.items() if w.ndim > 1}
+        return tuple(name for name in self.compared if name.rpartition(".")[0] in stems - {""})
 
     def inputs(self, batch: int) -> dict[str, Array]:
         """A made-up batch."""
@@ -108,11 +120,11 @@ class _Net:
     def network(
         self, result: str, given: Input, shape: tuple[int | str, ...], **facts: int
     ) -> Network:
-        constants = {**self.weights, **self.constants}
+        known = {**self.weights, **self.constants}
         output = Input(result, _F32, shape)
-        data = serialize(build_model(self.nodes, [given], [output], constants, OPSET))
+        data = serialize(build_model(self.nodes, [given], [output], known, OPSET))
         sides = tuple(side for side in (given.shape or ())[1:] if isinstance(side, int))
-        return Network(data, self.weights, sides, **facts)
+        return Network(data, self.nodes, result, self.constants, self.weights, sides, **facts)
 
 
 def mlp() -> Network:
@@ -138,6 +150,27 @@ def classifier(widths: Sequence[int]) -> Network:
     return net.network(
         x, Input("x", _F32, ("batch", widths[0])), ("batch", widths[-1]), classes=widths[-1]
     )
+
+
+def filters(channels: int, layers: int, side: int, classes: int) -> Network:
+    """Convolutions of 3 × 3 pixels with ReLU in between over square images, mean, dense layer.
+
+    Args:
+        channels: Of the images and of every layer.
+        layers: Convolutions.
+        side: Pixels an axis.
+        classes: Of the prediction.
+
+    Returns:
+        The network.
+    """
+    net, x = _Net(), "x"
+    for i in range(layers):
+        x = net.op("Relu", net.conv(f"{i}", x, channels, channels, 3, 1), to=f"a{i}")
+    x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat", axis=1)
+    x = net.dense("head", x, channels, classes)
+    given = Input("x", _F32, ("batch", channels, side, side))
+    return net.network(x, given, ("batch", classes), classes=classes)
 
 
 def resnet20() -> Network:

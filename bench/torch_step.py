@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, unfold
 
-from kfac_engine.bench.definition import Run
-from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS
+from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS, Run
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.torch_networks import turned, with_weights
 

@@ -1,7 +1,8 @@
-"""What a run used of the machine, and what others used meanwhile."""
+"""What runs used of the machine, and what others used meanwhile."""
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -15,40 +16,54 @@ _IDLE_COLUMNS = (3, 4)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One run.
+    """Some runs, one right after the other.
 
     Attributes:
-        seconds: Wall time.
-        cpu_seconds: Of this process, all threads.
-        others_seconds: CPU time of everything else on the machine; 0 where nobody tells.
+        times: Wall time of each run, in seconds.
+        cpu_seconds: Of this process, all threads and all runs.
+        others_seconds: CPU time of everything else on the machine; 0 where nobody tells. The system
+            counts in hundredths of a second: it may fall below 0, so add up before you judge.
         switches: How often this process had to yield a core.
         peak_bytes: Resident memory at its highest above that at the start; 0 where nobody tells.
     """
 
-    seconds: float
+    times: tuple[float, ...]
     cpu_seconds: float
     others_seconds: float
     switches: int
     peak_bytes: int
 
 
-class Meter:
-    """Measures one run: ``Meter()`` before, ``usage()`` after."""
+def used(run: Callable[[], object], runs: int = 1) -> Usage:
+    """Run something and say what it took.
 
-    def __init__(self) -> None:
-        self._resident = resident_bytes()
-        forget_peak()
-        self._busy = _busy_seconds()
-        self._switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        self._cpu = process_time()
-        self._start = perf_counter()
+    Args:
+        run: The something.
+        runs: How often.
 
-    def usage(self) -> Usage:
-        """What was used since."""
-        seconds, cpu = perf_counter() - self._start, process_time() - self._cpu
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - self._switches
-        others = max(0.0, _busy_seconds() - self._busy - cpu)
-        return Usage(seconds, cpu, others, switches, max(0, peak_bytes() - self._resident))
+    Returns:
+        What all of the runs took.
+    """
+    resident, times = resident_bytes(), []
+    forget_peak()
+    busy, switches, cpu = _busy_seconds(), _switches(), process_time()
+    for _ in range(runs):
+        start = perf_counter()
+        run()
+        times.append(perf_counter() - start)
+    cpu = process_time() - cpu
+    others = _busy_seconds() - busy - cpu if _STAT.is_file() else 0.0
+    return Usage(
+        times=tuple(times),
+        cpu_seconds=cpu,
+        others_seconds=others,
+        switches=_switches() - switches,
+        peak_bytes=max(0, peak_bytes() - resident),
+    )
+
+
+def _switches() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _busy_seconds() -> float:

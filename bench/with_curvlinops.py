@@ -8,8 +8,7 @@ from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from kfac_engine.bench.definition import Run
-from kfac_engine.bench.jobs import DAMPING, STEPS
+from kfac_engine.bench.jobs import DAMPING, STEPS, Run
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.torch_networks import turned, with_weights
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench import made
-from kfac_engine.bench.definition import Run
-from kfac_engine.bench.jobs import DAMPING, DECAY
+from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 
 
 def _dense(rows: int, d: int) -> Run:

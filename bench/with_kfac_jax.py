@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import kfac_jax
 
-from kfac_engine.bench.definition import Run
-from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS
+from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS, Run
 from kfac_engine.bench.step_networks import NETWORKS
 
 

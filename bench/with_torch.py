@@ -8,8 +8,7 @@ from torch.nn.functional import unfold
 
 from kfac_engine._types import Array
 from kfac_engine.bench import made
-from kfac_engine.bench.definition import Run
-from kfac_engine.bench.jobs import DAMPING, DECAY
+from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 from kfac_engine.bench.torch_step import step
 
 

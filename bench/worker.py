@@ -1,14 +1,16 @@
 """A contender's own process: takes orders, one JSON line each, and answers likewise.
 
-Orders are ``{"setup": operation, "sizes": {…}, "result": path}``, which prepares a job and writes
-the result of its first run, and ``{}``, which runs it once and answers what that used.
+Orders are ``{"setup": operation, "sizes": {…}, "result": path}``, which prepares a job, writes the
+result of its first run and answers what that took, and ``{"runs": n, "warm": …, "settle": …}``,
+which after so many seconds of pause runs it so often and answers what that used; a run before them,
+which does not count, warms the caches if asked to.
 """
 
 import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from time import sleep
@@ -17,11 +19,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.bench.usage import Meter
+from kfac_engine.bench.environment import keep_to_cores
+from kfac_engine.bench.usage import used
 
-# Threads of the contender that came before spin while they wait for work, for up to a quarter of a
-# second. After this pause a run that is not timed warms the caches again.
-_SETTLING = 0.3
+# What a result is called that has no parts.
+RESULT = "result"
 
 
 def serve(module: str, orders: TextIO, answers: TextIO) -> None:
@@ -40,18 +42,34 @@ def serve(module: str, orders: TextIO, answers: TextIO) -> None:
             run = None
             gc.collect()
             run = operations[order["setup"]](**order["sizes"])
-            np.save(order["result"], _joined(run()))
-            answer = {}
+            answer = _first(run, order["result"])
         else:
             assert run is not None, "nothing was set up"
-            sleep(_SETTLING)
-            run()
-            gc.disable()
-            meter = Meter()
-            run()
-            answer = asdict(meter.usage())
-            gc.enable()
+            answer = _timed(run, **order)
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _first(run: Callable[[], Any], path: str) -> dict[str, Any]:
+    results: list[Any] = []
+    usage = used(lambda: results.append(run()))
+    np.savez(path, **_parts(results.pop()))
+    return asdict(usage)
+
+
+def _timed(run: Callable[[], Any], runs: int, warm: bool, settle: float) -> dict[str, Any]:
+    sleep(settle)
+    if warm:
+        run()
+    gc.disable()
+    answer = asdict(used(run, runs))
+    gc.enable()
+    return answer
+
+
+def _parts(result: Any) -> dict[str, Any]:
+    """A result by its parts, each one array."""
+    parts = result if isinstance(result, Mapping) else {RESULT: result}
+    return {name: _joined(part) for name, part in parts.items()}
 
 
 def _joined(result: Any) -> Array:
@@ -65,4 +83,5 @@ if __name__ == "__main__":
     # Libraries print where they like; only answers go to the channel.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    keep_to_cores(int(sys.argv[2]))
     serve(sys.argv[1], sys.stdin, channel)

@@ -2,7 +2,7 @@
 
     python -m scripts.bench_tables
 
-Reads ``bench/results/*.json``; the README shows the newest.
+Reads ``bench/results/*.json``; the README shows the newest ``*-cpu.json``.
 """
 
 import json
@@ -44,7 +44,7 @@ def load(path: Path) -> Mapping[str, Any]:
 
 def readme(text: str) -> str:
     """The README with the newest measurements between its marks."""
-    newest = max(RESULTS.glob("*.json"))
+    newest = max(RESULTS.glob("*-cpu.json"))
     report = load(newest)
     lines = [
         BEGIN,
@@ -107,7 +107,8 @@ def _contest(row: Mapping[str, Any]) -> list[str]:
         f"{1e3 * times['low']:.2f} – {1e3 * times['high']:.2f}",
         f"{1e3 * row['cpu_seconds']:.2f}", f"{row['ratio']:.2f}",
         f"{2e-9 * rate:.0f}" if rate else "", f"{row['fraction']:.0%}" if rate else "",
-        f"{row['peak_bytes'] / 1e6:.0f}", f"{row['error']:.0e}",
+        f"{row['peak_bytes'] / 1e6:.0f}",
+        " / ".join(f"{error:.0e}" for error in row["errors"].values()),
         f"{row['others']:.0%}{' !' if row['others'] > DISTURBING_SHARE else ''}",
     ]  # fmt: skip
 
@@ -134,7 +135,6 @@ def _cases(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mappin
 def _machine_line(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     kernels = ", ".join(sorted({library["kernel"] or "?" for library in machine["blas"]}))
-    threads = max(library["threads"] for library in machine["blas"])
     versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     disturbed = any(
         row.get("others", 0) > DISTURBING_SHARE
@@ -143,9 +143,9 @@ def _machine_line(report: Mapping[str, Any]) -> str:
     )
     mark = " `!`: other processes ran; these are times on processors." if disturbed else ""
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {threads} for each contender, BLAS "
-        f"kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each result checked "
-        f"first.{mark}"
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads for each "
+        f"contender, BLAS kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each "
+        f"result checked first.{mark}"
     )
 
 

@@ -1,16 +1,15 @@
 """Suites without contenders: growth, memory, stages; and the networks whose steps are timed."""
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 import kfac_engine as ke
 from kfac_engine.bench import jobs, scaling
-from kfac_engine.bench.memory import step_peak
+from kfac_engine.bench.memory import in_new_process
 from kfac_engine.bench.stages import take_apart
 from kfac_engine.bench.step_networks import NETWORKS, classifier
 from kfac_engine.bench.timing import spread
-from kfac_engine.bench.usage import Meter
+from kfac_engine.bench.usage import used
 
 PARAMETERS = {
     "mlp": 785 * 1024 + 1025 * 512 + 513 * 256 + 257 * 10,
@@ -52,14 +51,30 @@ def test_an_exponent_is_the_slope_of_logarithms():
 
 
 def test_points_of_an_axis_share_their_exponents(monkeypatch, capsys):
-    shapes = ((2, 4), lambda n: scaling.Shape(batch=n, width=3, classes=2, layers=1))
-    monkeypatch.setattr(scaling, "AXES", {"batch": shapes})
-    points = scaling.run_scaling(Console(width=120), "scaling", ["batch"], rounds=2)
+    shape = lambda n: scaling.Shape(batch=n, width=3, classes=2, layers=1)  # noqa: E731
+    monkeypatch.setattr(scaling, "AXES", {"batch": scaling.Axis((2, 4), shape, 0.5, 1)})
+    found = {2: scaling.Steps([1.0, 3.0], 8), 4: scaling.Steps([8.0, 8.0], 16)}
+    monkeypatch.setattr(scaling, "_in_new_process", lambda shape, *_: found[shape.batch])
+    points = scaling.run_scaling(Console(width=160), "scaling", 1, ["batch"], rounds=2)
     assert [point.size for point in points] == [2, 4]
-    times = [point.seconds.median for point in points]
-    expected = np.log(times[1] / times[0]) / np.log(2)
-    assert [point.exponent for point in points] == pytest.approx([expected] * 2)
-    assert "size^" in capsys.readouterr().out
+    assert [point.exponent for point in points] == pytest.approx([2, 2])
+    assert [point.memory_exponent for point in points] == pytest.approx([1, 1])
+    printed = capsys.readouterr().out
+    assert "size^2.00, at most 0.5 !" in printed
+    assert "size^1.00, at most 1 " in printed
+
+
+@pytest.mark.parametrize("side", [0, 4], ids=["dense", "convolutions"])
+def test_steps_of_a_shape_are_timed(side):
+    shape = scaling.Shape(batch=3, width=4, classes=2, layers=2, side=side)
+    found = scaling.take_steps(shape, threads=1, rounds=2)
+    assert len(found.times) == 2
+    assert min(found.times) > 0
+
+
+def test_every_axis_has_shapes_that_differ():
+    for axis in scaling.AXES.values():
+        assert len({axis.shape(size) for size in axis.sizes}) == len(axis.sizes) > 2
 
 
 def test_the_spread_is_that_of_the_times():
@@ -67,21 +82,19 @@ def test_the_spread_is_that_of_the_times():
     assert (found.low, found.median, found.high) == (2, 3, 4)
 
 
-def test_a_meter_counts_this_process_apart_from_others():
-    meter = Meter()
-    total = sum(i * i for i in range(1_000_000))
-    used = meter.usage()
-    assert total > 0
-    assert 0 < used.cpu_seconds <= used.seconds * 1.5
-    assert min(used.others_seconds, used.switches, used.peak_bytes) >= 0
+def test_usage_counts_this_process_apart_from_others():
+    found = used(lambda: sum(i * i for i in range(300_000)), runs=3)
+    assert len(found.times) == 3
+    assert 0 < found.cpu_seconds <= sum(found.times) * 1.5
+    assert min(found.switches, found.peak_bytes) >= 0
 
 
 @pytest.mark.slow
 def test_a_step_is_announced_and_measured():
-    announced, measured = step_peak("mlp", 16, "gradients")
+    peak = in_new_process("mlp", 16, "gradients")
     weights = 4 * PARAMETERS["mlp"]
-    assert announced > weights
-    assert measured == 0 or measured > weights
+    assert peak.announced > weights
+    assert peak.measured == 0 or peak.measured > weights
 
 
 def test_stages_of_a_step_are_those_of_the_engine(monkeypatch):

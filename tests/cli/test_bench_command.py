@@ -15,11 +15,12 @@ def one_small_case(monkeypatch):
     cases = [job for job in run.SUITES["inverse"] if job.name == "64 × 64"]
     assert cases
     monkeypatch.setattr(run, "SUITES", {"inverse": cases})
-    monkeypatch.setattr(run, "measure_ceiling", lambda: Ceiling(1e9, 1e9))
+    monkeypatch.setattr(run, "ceilings", lambda threads: [Ceiling(threads, 1e9, 1e9)])
 
 
 def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
-    assert main(["bench", "--suite", "inverse", "--json", str(tmp_path / "b.json")]) == 0
+    command = ["bench", "--suite", "inverse", "--threads", "1", "--repeats", "2", "--json"]
+    assert main([*command, str(tmp_path / "b.json")]) == 0
     assert "64 × 64" in capsys.readouterr().out
     assert "64 × 64" in json.dumps(
         json.loads((tmp_path / "b.json").read_text()), ensure_ascii=False
