@@ -73,7 +73,14 @@ _CONV = [
         case("Conv", name, x(N, 2, *_SPATIAL[len(kernel)]), p(3, 2, *kernel), p(3), **attributes)
         for name, (kernel, attributes) in _WINDOWS.items()
     ),
-    # As many channels as taps: the kernel's gradient is then written product by product.
+    # With many channels and few positions the examples are joined before they are multiplied.
+    case("Conv", "joined", x(N, 6, 3, 3), p(5, 6, 3, 3)),
+    case("Conv", "joined_pixelwise", x(N, 6, 2, 1), p(5, 6, 1, 1)),
+    case("Conv", "joined_strided", x(N, 6, 4, 4), p(5, 6, 3, 3), strides=(2, 3)),
+    case("Conv", "dilated_square", x(N, 2, 6, 5), p(3, 2, 3, 2), dilations=(2, 3),
+         pads=(2, 0, 3, 1)),
+    case("Conv", "one_channel", x(N, 1, 4, 5), p(4, 1, 3, 3), pads=(1, 0, 0, 1)),
+    # As many channels as taps.
     *(
         case("Conv", f"{name}_many_channels", x(N, prod(kernel), *_SPATIAL[len(kernel)]),
              p(2, prod(kernel), *kernel), **attributes)
