@@ -7,6 +7,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.backend.place import HOST, Place
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import (
     InputError,
@@ -117,19 +118,16 @@ def checked_gradients(
     return checked
 
 
-def check_finite(gradients: Mapping[str, Array]) -> None:
+def check_finite(gradients: Mapping[str, Array], place: Place = HOST) -> None:
     """Refuse gradients that no step may be made of.
 
     Args:
         gradients: Parameter name to contiguous array.
+        place: Where they lie.
 
     Raises:
         NonFiniteError: One holds NaN or infinity.
     """
-    for name, gradient in gradients.items():
-        flat = gradient.reshape(-1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            squares = np.dot(flat, flat)
-        # One pass without a temporary array; squares of large numbers overflow, which is no error.
-        if not np.isfinite(squares) and not np.isfinite(flat).all():
+    for name, finite in zip(gradients, place.finite(list(gradients.values())), strict=True):
+        if not finite:
             raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")

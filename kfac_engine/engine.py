@@ -10,9 +10,11 @@ from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, assemble, multiplied, refreshes
 from kfac_engine.autodiff.memory import activation_bound, activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.autodiff.placement import placed
 from kfac_engine.autodiff.trace import Trace
-from kfac_engine.backend.namespace import on_host
-from kfac_engine.backend.select import select
+from kfac_engine.backend.namespace import in_library, on_host
+from kfac_engine.backend.place import HOST
+from kfac_engine.backend.select import place_of, select
 from kfac_engine.backend.threads import blas_alone, default_count
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
 from kfac_engine.checks import check_batch_size, check_finite, check_options, checked_gradients
@@ -168,6 +170,7 @@ class Engine:
             estimation_mode=estimation_mode,
             seed=seed,
         )
+        onnx_model.move(placed(place_of(assembly.collection.backend)))
         assembly.prepare(estimator)
         return cls(assembly, estimator, schedule or Schedule(), exps)
 
@@ -264,14 +267,14 @@ class Engine:
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values, by arrays of any library; the next call uses them."""
-        self._model.set_parameters(on_host(values, self.collection.backend))
+        self._model.set_parameters(self._readable(values))
 
     def export(self, path: str | Path) -> None:
         """Write the model with current parameters and buffers, otherwise as its file spells it.
 
         Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
         """
-        values = {**spread(self._model.ties, self._model.parameters), **self._model.buffers}
+        values = {**spread(self._model.ties, self._held[0]), **self._held[1]}
         location = f"{Path(path).name}.data"
         write_model(path, export_files(self._model.loaded, values, location))
 
@@ -280,7 +283,7 @@ class Engine:
         for factor in self.estimator.factors:
             factor.settle()
         generator = self.estimator.rng.bit_generator.state
-        state = State(self.counter, generator, self._model.parameters, self._model.buffers)
+        state = State(self.counter, generator, *self._held)
         save_state(path, self.estimator.factors, state)
 
     def load(self, path: str | Path, *, parameters: bool = True) -> None:
@@ -293,13 +296,13 @@ class Engine:
         Raises:
             InputError: The file does not fit this engine.
         """
-        held = self._model.parameters, self._model.buffers
-        state = load_state(path, self.estimator.factors, *held)
+        state = load_state(path, self.estimator.factors, *self._held)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
         if parameters:
             self._model.set_parameters(state.parameters)
-            self._model.buffers.update(state.buffers)
+            place = self._model.place
+            self._model.buffers.update({n: place.take(a) for n, a in state.buffers.items()})
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -311,7 +314,7 @@ class Engine:
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Weights that equal another one of the file, whether or not they are trained as one."""
-        return self._model.ties or find_ties(self._model.parameters, self._model.parameters)
+        return self._model.ties or find_ties(self._held[0], self._model.parameters)
 
     @property
     def losses(self) -> tuple[LossReport, ...]:
@@ -328,13 +331,27 @@ class Engine:
 
     def _run(self, inputs: Mapping[str, Array], targets: Targets) -> Trace:
         check_batch_size(self._task.batch, inputs)
+        if isinstance(inputs, Mapping):
+            inputs = self._readable(inputs)
         return self._model.run(inputs, self.objective.named_targets(targets))
+
+    def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of any library, for the model: where it runs, or on the host."""
+        backend = self.collection.backend
+        hosted = self._model.place is HOST
+        return on_host(values, backend) if hosted else in_library(values, backend)
+
+    @property
+    def _held(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Parameters and buffers, on the host."""
+        backend, model = self.collection.backend, self._model
+        return on_host(model.parameters, backend), on_host(model.buffers, backend)
 
     def _differentiate(self, trace: Trace) -> tuple[float, dict[str, Array]]:
         loss = self.objective.value(trace)
         cotangents = self.objective.cotangents(trace)
         gradients = trace.own_vjp(cotangents, tuple(self._model.parameters))
-        check_finite(gradients)
+        check_finite(gradients, self._model.place)
         return loss, self._on_device(gradients)
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:

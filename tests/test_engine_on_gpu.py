@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.autodiff import placement
 from kfac_engine.backend import cupy_device, cupy_roots, select
 from kfac_engine.errors import BackendError
 from tests import models
@@ -155,11 +156,13 @@ def test_what_an_engine_gives_is_of_its_library_and_it_takes_that_back(gpu: str)
 
 
 def test_what_runs_where_is_said_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
-    select._gpu.cache_clear()
+    for cache in (select._gpu, placement._say):
+        cache.cache_clear()
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):
             ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
-    assert caplog.text.count("runs in ONNX Runtime on the CPU") == 1
+    assert caplog.text.count("curvature on ") == 1
+    assert caplog.text.count("the model runs in ONNX Runtime on ") == 1
 
 
 @pytest.mark.parametrize("width", [1, 4])

@@ -7,6 +7,8 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.runtime import Session
+from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.place import HOST, Place
 from kfac_engine.errors import (
     BackendError,
     InputError,
@@ -68,7 +70,7 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def check_parameters(
-    model: str, parameters: Mapping[str, Array], values: Mapping[str, Array]
+    model: str, parameters: Mapping[str, Array], values: Mapping[str, Array], place: Place = HOST
 ) -> dict[str, Array]:
     """New values of parameters, as arrays that fit.
 
@@ -76,6 +78,7 @@ def check_parameters(
         model: Name of the model, for messages.
         parameters: Parameter name to current value.
         values: Parameter name to new value.
+        place: Where parameters lie.
 
     Returns:
         Parameter name to new value: copies in the parameter's element type.
@@ -93,12 +96,13 @@ def check_parameters(
                 f"{', '.join(parameters)}."
             )
         old = parameters[name]
-        array = np.array(value, dtype=old.dtype)
+        array = place.own(value).astype(old.dtype)
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
-        if not np.isfinite(array).all():
-            raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
         checked[name] = array
+    for name, finite in zip(checked, place.finite(list(checked.values())), strict=True):
+        if not finite:
+            raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
     return checked
 
 
@@ -282,9 +286,11 @@ def _doubled(entry: Input, array: Array) -> Array:
 
 
 def _check_array(entry: Input, value: Array) -> Array:
-    array = np.asarray(value)
+    array = as_array(value)
+    on_host = isinstance(array, np.ndarray)
+    array = np.asarray(array) if on_host else array
     if entry.stored is not None and array.dtype == entry.stored:
-        array = widened(array)
+        array = widened(array) if on_host else array.astype(np.float32)
     if array.dtype != entry.dtype:
         wanted = f"{entry.stored} or {entry.dtype}" if entry.stored else f"{entry.dtype}"
         raise InputError(
@@ -305,7 +311,7 @@ def _check_array(entry: Input, value: Array) -> Array:
     if array.shape[:1] == (0,):
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")
     if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-        bad = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        bad = tuple(int(i) for i in array_module(array).argwhere(~np.isfinite(array))[0])
         raise NonFiniteError(f"input '{entry.name}' holds NaN or infinity, first at index {bad}.")
     return array
 

@@ -12,22 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.buffers import with_running_statistics
+from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
 from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
 from kfac_engine.autodiff.lower import lowered
+from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
+from kfac_engine.backend.place import HOST, Place
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.subgraph import of_constants, read_by
 from kfac_engine.graph.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
@@ -55,6 +57,7 @@ class OnnxModel:
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
+        place: Where it runs; see ``move``.
         parameters: Name to current value; change values through ``set_parameters``.
         ties: Weights that are copies of parameters; ``hand_out`` and ``take_in`` know them.
         buffers: Running statistics of normalizations in training form, likewise; see
@@ -81,6 +84,7 @@ class OnnxModel:
     ) -> None:
         self.loaded = loaded
         self.threads = threads
+        self.place = HOST
         # Read-only, as the file holds them: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
             name: loaded.graph.constants[name]
@@ -99,13 +103,20 @@ class OnnxModel:
         self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
         self.draws = drawn_values(self.graph)
         self._wanted: dict[str, None] = dict.fromkeys((*self.draws, *self._statistics.values()))
-        self._forward: Session | None = None
+        self._forward: Session | DeviceSession | None = None
         self.defined: set[str] = set()
         self._appended: dict[str, Node] = {}
         self._appended_constants: dict[str, Array] = {}
         self._backwards: dict[tuple[object, ...], Backward] = {}
         self._twices: dict[tuple[object, ...], Backward] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, Session | DeviceSession] = {}
+
+    def move(self, place: Place) -> None:
+        """Run there from now on: parameters and buffers lie there, and what traces give does."""
+        self.place, self._forward = place, None
+        self._sessions.clear()
+        for held in self.parameters, self.buffers:
+            held.update({name: place.take(array) for name, array in held.items()})
 
     def run(
         self,
@@ -129,15 +140,15 @@ class OnnxModel:
             ShapeError: An input does not fit its declared shape.
             NonFiniteError: An input holds NaN or infinity.
         """
-        feeds = check_inputs(self.graph, inputs)
+        checked = check_inputs(self.graph, inputs)
+        feeds = {name: self.place.take(array) for name, array in checked.items()}
         feeds |= self._stored
         if parameters is not None:
-            given = self.take_in(parameters)
-            feeds |= check_parameters(self.graph.name, self.parameters, given)
+            feeds |= self._checked(parameters)
         if targets is None:
             return Trace(self, feeds, {})
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        return Trace(self, feeds, {name: np.asarray(array) for name, array in named.items()})
+        return Trace(self, feeds, {name: self.place.own(array) for name, array in named.items()})
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values; the next evaluation uses them. All are taken or none.
@@ -151,12 +162,11 @@ class OnnxModel:
             ShapeError: A value has another shape than the parameter.
             NonFiniteError: A value holds NaN or infinity.
         """
-        given = self.take_in(values)
-        self.parameters.update(check_parameters(self.graph.name, self.parameters, given))
+        self.parameters.update(self._checked(values))
 
     def update_buffers(self, trace: Trace) -> None:
         """Have the running statistics be those that a batch leaves."""
-        self.buffers.update({old: np.array(trace[new]) for old, new in self._statistics.items()})
+        self.buffers.update({old: trace[new].copy() for old, new in self._statistics.items()})
 
     def hand_out(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Parameters or their gradients as the user gets them: in the file's types, with copies.
@@ -283,7 +293,7 @@ class OnnxModel:
         key = (id(backward), tuple(wrt), *(array.shape for array in feeds.values()))
         if key not in self._twices:
             joint = joint_graph(self.graph, backward)
-            facts = measured_facts(joint, feeds)
+            facts = measured_facts(joint, {n: self.place.on_host(a) for n, a in feeds.items()})
             while len(self._twices) >= _MOST_SHAPES:
                 oldest = self._twices.pop(next(iter(self._twices)))
                 self._sessions.pop(id(oldest), None)
@@ -296,7 +306,7 @@ class OnnxModel:
         frozen = self.graph.constants.keys() - self._stored.keys()
         return tuple(name for name in backward.saved if name not in frozen)
 
-    def backward_session(self, backward: Backward) -> Session:
+    def backward_session(self, backward: Backward) -> Session | DeviceSession:
         """The session of a backward graph, built at its first use."""
         if id(backward) not in self._sessions:
             self._sessions[id(backward)] = self._build_backward(backward)
@@ -306,12 +316,7 @@ class OnnxModel:
 
     @cached_property
     def _computed_from_constants(self) -> frozenset[str]:
-        known = set(self.graph.constants)
-        for node in self.graph.nodes:
-            operands = node.inputs[:1] if node.op == "CastLike" else node.inputs
-            if known.issuperset(filter(None, (*operands, *node.captures))):
-                known.update(node.outputs)
-        return frozenset(known - {""})
+        return of_constants(self.graph)
 
     def _adopt(self, backward: Backward) -> None:
         """Have forward passes compute what a backward graph is fed."""
@@ -323,12 +328,16 @@ class OnnxModel:
         given = {entry.name for entry in self.graph.inputs}
         return name not in given and name not in self._stored
 
-    def _forward_session(self) -> Session:
+    def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        given = self.take_in(values)
+        return check_parameters(self.graph.name, self.parameters, given, self.place)
+
+    def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:
             self._forward = self._build_forward({})
         return self._forward
 
-    def _build_forward(self, drawn: Mapping[str, Array]) -> Session:
+    def _build_forward(self, drawn: Mapping[str, Array]) -> Session | DeviceSession:
         nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
         constants = {**self.graph.constants, **self._appended_constants}
         fed = {**self._stored, **drawn}
@@ -336,15 +345,15 @@ class OnnxModel:
             nodes,
             [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
             tuple(name for name in self._wanted if name not in drawn),
-            _read_by(nodes, constants, excluded=self._stored),
+            read_by(nodes, constants, excluded=self._stored),
             self.graph.opset,
             name=self.graph.name,
             domains=self.graph.domains,
         )
         what = f"the forward graph of '{self.graph.name}'"
-        return Session(model, threads=self.threads, what=what)
+        return open_session(model, threads=self.threads, what=what, place=self.place)
 
-    def _build_backward(self, backward: Backward) -> Session:
+    def _build_backward(self, backward: Backward) -> Session | DeviceSession:
         dtypes = self._forward_session().output_dtypes if self._wanted else {}
         fed = self.fed(backward)
         inputs = [Input(name, dtype, None) for name, dtype in backward.dtypes.items()]
@@ -354,14 +363,16 @@ class OnnxModel:
             backward.nodes,
             inputs,
             tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
-            _read_by(backward.nodes, {**self.graph.constants, **backward.constants}, excluded=fed),
+            read_by(backward.nodes, {**self.graph.constants, **backward.constants}, excluded=fed),
             self.graph.opset,
             name=f"{self.graph.name}_backward",
             domains=self.graph.domains,
         )
         what = f"the backward graph of '{self.graph.name}'"
-        optimize = len(backward.nodes) <= _MOST_OPTIMIZED
-        return Session(model, threads=self.threads, optimize=optimize, what=what)
+        small = len(backward.nodes) <= _MOST_OPTIMIZED
+        return open_session(
+            model, threads=self.threads, optimize=small, what=what, place=self.place
+        )
 
     def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
         return self.facts[name].dtype if name in self.facts else fetched[name]
@@ -387,14 +398,3 @@ def load_model(
     """
     loaded = load(source)
     return OnnxModel(loaded, trainable=trainable, threads=threads or 0, sample_inputs=sample_inputs)
-
-
-def _read_by(
-    nodes: Sequence[Node],
-    constants: Mapping[str, Array],
-    *,
-    excluded: Sequence[str] | Mapping[str, Array],
-) -> dict[str, Array]:
-    """Those constants that the nodes read (subgraphs included), but the excluded."""
-    reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
-    return {n: array for n, array in constants.items() if n in reads and n not in excluded}

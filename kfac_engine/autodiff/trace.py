@@ -98,7 +98,7 @@ class Trace(Mapping[str, Array]):
         feeds = self._saved(backward) | self._cotangents(backward, cotangents)
         values = {gradient: self[name] for name, gradient in backward.gradients.items()}
         made = {
-            gradient: np.empty(value.shape, value.dtype)
+            gradient: self._model.place.empty(value.shape, value.dtype)
             for gradient, value in values.items()
             if gradient not in feeds
         }
@@ -108,11 +108,11 @@ class Trace(Mapping[str, Array]):
         for name in wrt:
             gradient = backward.gradients.get(name)
             if gradient is None:
-                own[name] = np.zeros(self[name].shape, self[name].dtype)
+                own[name] = np.zeros_like(self[name])
             elif gradient in made:
                 own[name] = feeds[gradient] = made.pop(gradient)
             else:  # it was fed, or another name has it as well
-                own[name] = np.array(feeds[gradient])
+                own[name] = feeds[gradient].copy()
         return own
 
     def jvp(
@@ -221,7 +221,7 @@ class Trace(Mapping[str, Array]):
         }
 
     def _shaped(self, what: str, value: str, array: Array) -> Array:
-        expected = self[value]
+        expected, array = self[value], self._model.place.take(array)
         if array.shape != expected.shape:
             raise ShapeError(
                 f"the {what} of '{value}' has shape {array.shape}, the value {expected.shape}."

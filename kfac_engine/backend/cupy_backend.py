@@ -40,6 +40,9 @@ class CupyBackend:
         split: TF32 numbers that factors of patch products are split into on tensor cores: 3 keeps
             float32's accuracy, 1 does not, 0 takes FP32 units. By default 3 where there are any.
 
+    Attributes:
+        tf32: Whether products round float32 numbers to TF32.
+
     Raises:
         BackendError: There is no usable GPU.
     """
@@ -57,6 +60,7 @@ class CupyBackend:
         self.scratch_bytes = scratch_bytes
         if split is None or not self.device.tensor_cores:
             split = _SPLIT if self.device.tensor_cores else 0
+        self.tf32 = split == 1
         self._inverses = CupyInverses(self.device, scratch_bytes)
         self._moments = PatchMoments(self.device, scratch_bytes, split)
         self._groups = GroupProducts(self.device, scratch_bytes)
@@ -114,6 +118,9 @@ class CupyBackend:
         rows = self.xp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
         self._check_out(out, rows.shape[1] + homogeneous)
         self._add_rows(rows, out, homogeneous, alpha, beta)
+
+    def mirror(self, moment: Array) -> None:
+        del moment  # kernels write both triangles
 
     def patch_second_moment(
         self,

@@ -38,15 +38,16 @@ class CupyPlace:
         self.name = backend.device.name
 
     def take(self, value: Any) -> Array:
-        xp = self._backend.xp
-        if not isinstance(value, xp.ndarray):
-            host = HOST.take(value) if isinstance(value, np.ndarray) else None
-            # Text has no place on a device.
-            if host is not None and (host.dtype.hasobject or stays_on_host(host.dtype, host.ndim)):
-                return host
-            value = self._backend.asarray(value if host is None else host)
-        array: Array = xp.ascontiguousarray(value).reshape(value.shape)
-        return array
+        if isinstance(value, np.ndarray) and (
+            value.dtype.kind not in "biuf" or stays_on_host(value.dtype, value.ndim)
+        ):
+            return HOST.take(value)
+        return self.own(value)
+
+    def own(self, value: Any) -> Array:
+        array = self._backend.asarray(value)
+        contiguous: Array = self._backend.xp.ascontiguousarray(array)
+        return contiguous.reshape(array.shape)
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         return self._backend.device.empty(shape, dtype)
@@ -56,7 +57,8 @@ class CupyPlace:
         return array
 
     def address(self, array: Array) -> int:
-        return int(array.data.ptr)
+        memory: Any = array.data
+        return int(memory.ptr)
 
     def on_host(self, array: Array) -> Array:
         return self._backend.to_numpy(array)

@@ -58,18 +58,32 @@ def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
     Raises:
         InputError: They are not given by name.
     """
+    shared = in_library(values, backend)
+    return {n: backend.to_numpy(shared[n]) if _is_foreign(v) else v for n, v in values.items()}
+
+
+def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+    """Values with arrays of other libraries than NumPy as the backend's; others as they are.
+
+    Args:
+        values: Name to array of any library, or what NumPy makes one of.
+        backend: Reads them without a copy where it can.
+
+    Returns:
+        Name to value.
+
+    Raises:
+        InputError: They are not given by name.
+    """
     if not isinstance(values, Mapping):
         raise InputError(
             f"arrays are given by parameter, as {{name: array}}, not as {type(values).__name__}."
         )
-    return {name: _hosted(value, backend) for name, value in values.items()}
+    return {n: backend.asarray(v) if _is_foreign(v) else v for n, v in values.items()}
 
 
-def _hosted(value: Any, backend: Backend) -> Any:
-    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
-        return value
-    array = backend.asarray(value)
-    return backend.to_numpy(array)
+def _is_foreign(value: Any) -> bool:
+    return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray)
 
 
 def _library(value: object) -> str:

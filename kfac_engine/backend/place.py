@@ -36,7 +36,13 @@ class Place(Protocol):
         """By identity."""
 
     def take(self, value: Any) -> Array:
-        """An array of any library as one that lies here, C-contiguous; the same one if it is."""
+        """An array of any library as one that lies here, C-contiguous; the same one if it is.
+
+        On a device, small integers and text stay on the host.
+        """
+
+    def own(self, value: Any) -> Array:
+        """``take``, but with small integers at the place as well."""
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         """An array with arbitrary content, C-contiguous."""
@@ -73,6 +79,9 @@ class Host:
         array = np.asarray(as_array(value))
         return np.ascontiguousarray(array).reshape(array.shape)
 
+    def own(self, value: Any) -> Array:
+        return self.take(value)
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         return np.empty(tuple(shape), dtype)
 
@@ -86,13 +95,20 @@ class Host:
         return array
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        return [bool(np.isfinite(array).all()) for array in arrays]
+        return [_is_finite(array.reshape(-1)) for array in arrays]
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def release(self) -> bool:
         return False
+
+
+def _is_finite(flat: Array) -> bool:
+    # One pass without a temporary array; squares of large numbers overflow, which is no error.
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.dot(flat, flat)
+    return bool(np.isfinite(squares) or np.isfinite(flat).all())
 
 
 HOST: Final[Place] = Host()

@@ -8,8 +8,10 @@ from typing import Literal, TypeAlias, cast, get_args
 from kfac_engine._types import Array
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.cupy_device import CupyDevice
+from kfac_engine.backend.cupy_place import CupyPlace
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.place import HOST, Place
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError, UnknownNameError
 
@@ -77,6 +79,13 @@ def choice_reason(name: str = "auto") -> str:
     return f"numpy, {asked}: {reason}" if checked == "auto" else f"none: {reason}"
 
 
+def place_of(backend: Backend) -> Place:
+    """Where the arrays of a backend lie, and a runtime beside it had best compute."""
+    if isinstance(backend, CupyBackend):
+        return _gpu_place(backend.device, backend.tf32)
+    return HOST
+
+
 @cache
 def owner_named(library: str) -> Backend:
     """The backend of arrays of a library, with its default working memory."""
@@ -105,8 +114,14 @@ def _gpu() -> CupyDevice | str:
         device = CupyDevice()
     except BackendError as failure:
         return str(failure)
-    _LOG.info("curvature on %s; the model itself runs in ONNX Runtime on the CPU", device.name)
+    _LOG.info("curvature on %s", device.name)
     return device
+
+
+@cache
+def _gpu_place(device: CupyDevice, tf32: bool) -> CupyPlace:
+    """One stream for all engines: their sessions take turns anyway."""
+    return CupyPlace(CupyBackend(device), tf32=tf32)
 
 
 def _checked(name: str) -> BackendName:

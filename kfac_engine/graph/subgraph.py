@@ -1,7 +1,8 @@
 """Parts of a graph: what some values are computed from, and what is computed from them."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
+from kfac_engine._types import Array
 from kfac_engine.graph.moves import ONLY_SHAPES, RELAYS
 from kfac_engine.graph.structure import Graph, Node
 
@@ -32,6 +33,24 @@ def dependents(
 def of_data(graph: Graph, stops: Container[str] = frozenset()) -> frozenset[str]:
     """The inputs, and all values that are computed from them; ``stops`` as in ``dependents``."""
     return dependents(graph, (entry.name for entry in graph.inputs), stops)
+
+
+def of_constants(graph: Graph) -> frozenset[str]:
+    """The constants, and all values that are computed from them and from shapes alone."""
+    known = set(graph.constants)
+    for node in graph.nodes:
+        operands = node.inputs[:1] if node.op == "CastLike" else node.inputs
+        if known.issuperset(filter(None, (*operands, *node.captures))):
+            known.update(node.outputs)
+    return frozenset(known - {""})
+
+
+def read_by(
+    nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
+) -> dict[str, Array]:
+    """Those constants that the nodes read (bodies included), but the excluded."""
+    reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
+    return {n: array for n, array in constants.items() if n in reads and n not in excluded}
 
 
 class SubGraph:

@@ -185,6 +185,15 @@ def _syrk(trans: str, a: ndarray, out: ndarray, alpha: float, beta: float, lower
     np.copyto(host, alpha * (rows.T @ rows) + old, where=where)
 
 
+# Of cuBLAS, one after the other.
+MATH_MODES = [0]
+
+
+def _gemm(transa: str, transb: str, a: ndarray, b: ndarray, out: ndarray) -> None:
+    assert transa == transb == "N"
+    np.matmul(a._host, b._host, out=out._host)
+
+
 class OutOfMemoryError(MemoryError):
     """CuPy's."""
 
@@ -211,16 +220,27 @@ class _Cupy(ModuleType):
     __path__ = ()
     ndarray = ndarray
     RawModule = RawModule
-    cublas = SimpleNamespace(syrk=_syrk)
+    __version__ = "14.2"
+    cublas = SimpleNamespace(syrk=_syrk, gemm=_gemm)
     cuda = SimpleNamespace(
+        Event=standin_streams.Mark,
+        get_elapsed_time=standin_streams.elapsed_milliseconds,
+        cublas=SimpleNamespace(
+            getMathMode=lambda handle: MATH_MODES[-1],
+            setMathMode=lambda handle, mode: MATH_MODES.append(mode),
+        ),
         Device=lambda: SimpleNamespace(id=0, synchronize=lambda: None),
         Stream=standin_streams.Stream,
         get_current_stream=standin_streams.current,
-        device=SimpleNamespace(get_cusolver_handle=lambda: standin_solvers.HANDLE),
+        device=SimpleNamespace(
+            get_cusolver_handle=lambda: standin_solvers.HANDLE, get_cublas_handle=lambda: 0
+        ),
         alloc=memory.take,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         runtime=SimpleNamespace(
             memGetInfo=lambda: (1 << 30, 8 << 30),
+            driverGetVersion=lambda: 13000,
+            runtimeGetVersion=lambda: 13000,
             getDeviceCount=lambda: 1,
             getDeviceProperties=lambda index: {
                 "major": 9,
@@ -248,6 +268,12 @@ class _Cupy(ModuleType):
             return value if dtype is None else value.astype(dtype, copy=False)
         COUNTS["uploads"] += 1
         return ndarray(np.array(value, dtype))
+
+    @staticmethod
+    def from_dlpack(value: Any) -> ndarray:
+        """A view; NumPy's cannot be written through."""
+        COUNTS["shared"] += 1
+        return ndarray(np.from_dlpack(value))
 
     @staticmethod
     def get_default_memory_pool() -> SimpleNamespace:
