@@ -5,6 +5,7 @@ after it waited for an event recorded later, as on a device.
 """
 
 from collections import Counter
+from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,23 @@ class Event:
 
     def __init__(self, done: dict["Stream", int]) -> None:
         self.done = done
+
+
+class Mark:
+    """A time, of the host: work of the stand-in is done when it is asked for."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.seconds
+
+
+def elapsed_milliseconds(begun: Mark, ended: Mark) -> float:
+    return 1e3 * (ended.seconds - begun.seconds)
 
 
 class Stream:
