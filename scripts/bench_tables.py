@@ -85,7 +85,8 @@ def _summary(suite: str, report: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"## {name}\n"
-    heads, cells = (CONTEST, _contest) if rows and "contender" in rows[0] else (list(rows[0]), _any)
+    known = (form for mark, form in FORMS.items() if rows and mark in rows[0])
+    heads, cells = next(known, (list(rows[0]) if rows else [], _any))
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"
     for row in rows:
@@ -111,6 +112,30 @@ def _contest(row: Mapping[str, Any]) -> list[str]:
         " / ".join(f"{error:.0e}" for error in row["errors"].values()),
         f"{row['others']:.0%}{' !' if row['others'] > DISTURBING_SHARE else ''}",
     ]  # fmt: skip
+
+
+GPU = [
+    "case", "contender", "ms", "quartiles", "floor ms", "of floor", "ours ÷ this", "error",
+    "pool MB", "device",
+]  # fmt: skip
+
+
+def _gpu(row: Mapping[str, Any]) -> list[str]:
+    times = row["seconds"]
+    return [
+        row["case"], row["contender"], f"{1e3 * times['median']:.3f}",
+        f"{1e3 * times['low']:.3f} – {1e3 * times['high']:.3f}", f"{1e3 * row['floor']:.3f}",
+        f"{row['fraction']:.0%}", f"{row['ratio']:.2f}",
+        "" if row["error"] is None else f"{row['error']:.0e}",
+        f"{row['pool_bytes'] / 1e6:.0f}", row["device"],
+    ]  # fmt: skip
+
+
+# A field that only rows of one kind have: their heads and cells.
+FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] = {
+    "cpu_seconds": (CONTEST, _contest),
+    "floor": (GPU, _gpu),
+}
 
 
 def _any(row: Mapping[str, Any]) -> list[str]:

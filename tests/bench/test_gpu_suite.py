@@ -1,17 +1,24 @@
 """The GPU suite measures what it says, on a stand-in for a GPU; without one it refuses."""
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from rich.console import Console
 
-from kfac_engine.backend import cupy_device, select
-from kfac_engine.bench import gpu
+from kfac_engine.backend import cupy_device, cupy_roots, select
+from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.bench import gpu, gpu_kernels, gpu_meter, gpu_network, gpu_torch, made
 from kfac_engine.bench.resnet50 import Layer, resnet50
 from kfac_engine.errors import BackendError
+from kfac_engine.kernels.launch import source
+from kfac_engine.kernels.variants import MACROS
+from scripts import bench_tables
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler
-
-RATES = gpu.GpuRates(products=1e9, copied_bytes=1e9)
+from tests.kernels.test_kernels_page import KERNEL
 
 
 @pytest.fixture(autouse=True)
@@ -35,23 +42,112 @@ def test_the_work_of_a_whole_network_is_that_of_its_definition() -> None:
     rows = [32 * layer.out_side**2 for layer in resnet50()]
     full = sum(r * layer.d_in**2 for r, layer in zip(rows, resnet50(), strict=True))
     assert full / 1e9 == pytest.approx(652.5, abs=0.01)
-    assert sum(gpu._input_products(layer, 32) for layer in resnet50()) / 1e9 < full / 1e9 / 2
+    assert sum(gpu_network.input_products(layer, 32) for layer in resnet50()) / 1e9 < full / 1e9 / 2
 
 
-def test_each_case_is_measured_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+LAYERS = Layer(2, 3, 3, 1, 4), Layer(3, 4, 1, 1, 4), Layer(4, 3, 1, 1, 1, True)
+SIZES = gpu_kernels.Sizes(images=2, channels=3, side=4, matrix=40, ids=200, classes=5)
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> gpu_meter.Meter:
+    """On the stand-in, whose times mean nothing."""
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
     cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(gpu, "_ROUNDS", 2)
-    monkeypatch.setattr(gpu, "Layer", lambda *sides: Layer(*sides[:-1], 4))
-    layers = Layer(2, 3, 3, 1, 4), Layer(3, 4, 1, 1, 4), Layer(4, 3, 1, 1, 1, True)
-    rows = gpu.measure_gpu(layers, 2, RATES)
-    assert len(rows) == 3 * 2 + 3 + 2
-    checked = [row.error for row in rows if not np.isnan(row.error)]
-    assert len(checked) == 4
-    assert max(checked) < 1e-2
-    rates = gpu.measure_rates(select.select("cupy"), 8)
-    assert rates.floor(rates.products, 0) == 1
+    monkeypatch.setattr(cupy_roots, "FROM_SIDE", {90: 2})
+    backend = select.select("cupy")
+    assert isinstance(backend, CupyBackend)
+    return gpu_meter.Meter(backend, rounds=2, side=8)
+
+
+def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
+    rows = list(gpu.measure_gpu(meter, LAYERS, 2, SIZES, None))
+    # For each kind of products: one layer with patches, all inputs, all outputs.
+    assert [row.contender for row in rows[:9]] == [
+        name for name in ("cupy", "cupy-fp32", "cupy-tf32") for _ in range(3)
+    ]
+    # Inverses, gradients, eigenvectors, roots; nine primitives, three ways of a matrix.
+    assert len(rows) == 9 + 4 + 9 + 3
+    assert all(row.error is not None and row.error < 1e-2 for row in rows)
+    assert all(row.floor > 0 and row.ratio == 1 for row in rows)
+    assert len({row.case for row in rows[9:]}) == 16
+    told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
+    page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
+    assert page.count("| stand-in, compute capability 9.0") == len(rows)
+    assert page.count(f"|{'---|' * len(bench_tables.GPU)}") == 1
+
+
+def test_every_kernel_is_launched_by_the_suite(meter: gpu_meter.Meter) -> None:
+    launched: set[str] = set()
+    function = meter.backend.device.function
+    meter.backend.device.function = lambda code, name, options: (  # type: ignore[method-assign]
+        launched.add(name) or function(code, name, options)
+    )
+    list(gpu_kernels.kernel_works(meter.backend, SIZES))
+    for work in gpu_kernels.kernel_works(meter.backend, SIZES):
+        work.run()
+    assert launched == {kernel for name in MACROS for kernel in KERNEL.findall(source(name))}
+
+
+def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) -> None:
+    rows = meter.ceiling_rows()
+    assert [row.case for row in rows] == ["copy", "float32", "TF32", "float64"]
+    assert {row.device for row in rows} == {
+        "stand-in, compute capability 9.0, 8 GiB, driver for CUDA 13.0, CUDA 13.0, CuPy 14.2"
+    }
+    rates = meter.rates
+    assert rates.products[gpu_meter.SPLIT] == rates.products[gpu_meter.TF32] / 3
+    seconds = meter.ceilings["copy"].low
+    assert rates.copied_bytes == pytest.approx(2 * 4 * 8**2 / seconds)
+    work = gpu_meter.Work("", lambda: None, rates.products["TF32"], 0.0, "TF32")
+    assert rates.floor(work) == 1
+
+
+def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:
+    work = gpu_meter.Work("a sum", lambda: None, 0.0, 1.0, check=lambda: 2e-3, tolerance=1e-3)
+    with pytest.raises(BackendError, match=r"a sum: .* is off by 2\.0e-03, not 1e-03"):
+        meter.rows("cupy", work)
+    work = gpu_meter.Work("a sum", lambda: None, 0.0, 1.0, check=lambda: float("nan"))
+    with pytest.raises(BackendError, match="off by nan"):
+        meter.rows("cupy", work)
+
+
+def test_others_stand_beside_ours(meter: gpu_meter.Meter) -> None:
+    work = gpu_meter.Work("a sum", lambda: None, 0.0, 1.0, usual={"torch": lambda: None})
+    ours, other = meter.rows("cupy", work)
+    assert (ours.contender, other.contender) == ("cupy", "torch")
+    assert other.ratio == ours.seconds.median / other.seconds.median
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_torch_computes_what_it_is_compared_in(layer: Layer) -> None:
+    pytest.importorskip("torch")
+    usual = gpu_torch.Usual("cpu")
+    x = made.normal(2, layer.inputs, layer.side, layer.side)
+    z = (
+        NumpyBackend()
+        .patches(x, gpu_network.window(layer))
+        .reshape(-1, layer.inputs * layer.kernel**2)
+    )
+    z = np.concatenate([z, np.ones((len(z), 1))], axis=1) if layer.homogeneous else z
+    found = usual.input_factor(x, layer)().numpy()
+    # Of torch, features are ordered by channel first.
+    np.testing.assert_allclose(np.sort(np.diag(found)), np.sort(np.diag(z.T @ z)), rtol=1e-5)
+    rows = np.moveaxis(x, 1, -1).reshape(-1, layer.inputs)
+    np.testing.assert_allclose(usual.output_factor(x)().numpy(), rows.T @ rows, rtol=1e-4)
+
+
+def test_torch_inverts_and_decomposes_what_it_is_compared_in() -> None:
+    pytest.importorskip("torch")
+    usual, A = gpu_torch.Usual("cpu"), made.factor(5)
+    for inverse in usual.inverses([A], 0.1).values():
+        found = inverse()[0].numpy()
+        np.testing.assert_allclose(found @ (A + 0.1 * np.eye(5)), np.eye(5), atol=1e-5)
+    values, Q = (array.numpy() for array in usual.eigenvectors([A])()[0])
+    np.testing.assert_allclose((Q * values) @ Q.T, A, atol=1e-5)
+    found = usual.precondition([(A, A, A)])()[0].numpy()
+    np.testing.assert_allclose(found, A @ A @ A, atol=1e-5)
 
 
 def test_without_a_gpu_the_suite_says_so() -> None:

@@ -1,0 +1,225 @@
+"""What the GPU suite times and checks with: a device, its ceilings, one piece of work at a time.
+
+A floor is the least time that work can take: its products at the measured rate of cuBLAS, or its
+bytes at the measured rate of copies, whichever takes longer. Products that cannot be avoided are
+counted: of a symmetric matrix one triangle.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.bench.timing import Spread, spread
+from kfac_engine.errors import BackendError
+
+# Larger than the caches of devices: what a run left there is gone before the next.
+_FLUSH_BYTES = 256 << 20
+_ROUNDS = 10
+# CUBLAS_TF32_TENSOR_OP_MATH
+_TF32_MODE = 3
+FLOAT32, TF32, SPLIT, FLOAT64 = "float32", "TF32", "3 × TF32", "float64"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something to be timed.
+
+    Attributes:
+        case: What it is, for the table.
+        run: Does it.
+        products: Multiplications that it cannot do without.
+        moved: Bytes that it must read or write.
+        kind: Of its products: a row of ``GpuRates.products``.
+        check: Its largest difference from the definition relative to the largest entry; None where
+            there is no definition but itself.
+        tolerance: Of that difference.
+        usual: Who else does it, and how.
+    """
+
+    case: str
+    run: Callable[[], object]
+    products: float
+    moved: float
+    kind: str = FLOAT32
+    check: Callable[[], float] | None = None
+    tolerance: float = 1e-5
+    usual: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRates:
+    """What the device reaches at best.
+
+    Attributes:
+        copied_bytes: Bytes read and written a second.
+        products: Multiplications a second, by kind.
+    """
+
+    copied_bytes: float
+    products: Mapping[str, float]
+
+    def floor(self, work: Work) -> float:
+        """Least seconds of some work."""
+        return max(work.products / self.products[work.kind], work.moved / self.copied_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One measurement.
+
+    Attributes:
+        case: What was done.
+        contender: By whom.
+        seconds: Times on the device.
+        floor: Least seconds.
+        fraction: The floor over the median.
+        ratio: Time of ours over that of this contender.
+        error: Difference from the definition relative to its largest entry; None without one.
+        pool_bytes: Memory that the device's pool held after it.
+        device: What it is, with driver and libraries.
+    """
+
+    case: str
+    contender: str
+    seconds: Spread
+    floor: float
+    fraction: float
+    ratio: float
+    error: float | None
+    pool_bytes: int
+    device: str
+
+
+class Meter:
+    """Times work on a device.
+
+    Args:
+        backend: On the device.
+        rates: Its ceilings; measured when left out.
+        rounds: Times that everything is repeated.
+        side: Of the matrices that ceilings are measured on.
+    """
+
+    def __init__(
+        self,
+        backend: CupyBackend,
+        rates: GpuRates | None = None,
+        *,
+        rounds: int = _ROUNDS,
+        side: int = 8192,
+    ) -> None:
+        self.backend = backend
+        self.device = describe(backend)
+        self._rounds = rounds
+        self._flush = backend.xp.zeros(min(_FLUSH_BYTES, 4 * side * side), np.uint8)
+        self.ceilings = {} if rates else dict(self._ceilings(side))
+        self.rates = rates or _rates(self.ceilings, side)
+
+    def ceiling_rows(self) -> list[GpuRow]:
+        """The ceilings as rows: each is its own floor."""
+        return [
+            GpuRow(case, "ceiling", times, times.low, times.low / times.median, 1.0, None, 0,
+                   self.device)
+            for case, times in self.ceilings.items()
+        ]  # fmt: skip
+
+    def rows(self, contender: str, work: Work) -> list[GpuRow]:
+        """Work checked and timed, and beside it whoever else does it.
+
+        Args:
+            contender: Who does it.
+            work: What.
+
+        Returns:
+            Its row, then those of others.
+
+        Raises:
+            BackendError: The result is not that of the definition.
+        """
+        error = None if work.check is None else work.check()
+        if error is not None and not error <= work.tolerance:
+            raise BackendError(
+                f"{work.case}: the GPU's result is off by {error:.1e}, not {work.tolerance:.0e}."
+            )
+        floor, own = self.rates.floor(work), self.timed(work.run)
+        pool = int(self.backend.xp.get_default_memory_pool().total_bytes())
+        timed = [(contender, own, error)]
+        timed += [(name, self.timed(run), None) for name, run in work.usual.items()]
+        return [
+            GpuRow(work.case, name, times, floor, floor / times.median, own.median / times.median,
+                   told, pool, self.device)
+            for name, times, told in timed
+        ]  # fmt: skip
+
+    def timed(self, work: Callable[[], object]) -> Spread:
+        """Times between events on the device, starts of kernels included.
+
+        Everybody works on the default stream, or lets it wait for others. The first run, which
+        compiles and plans, is left out.
+        """
+        cuda = self.backend.xp.cuda
+        times = []
+        for _ in range(self._rounds + 1):
+            self._flush.fill(0)
+            begun, ended = cuda.Event(), cuda.Event()
+            cuda.Device().synchronize()
+            begun.record()
+            work()
+            ended.record()
+            ended.synchronize()
+            times.append(1e-3 * cuda.get_elapsed_time(begun, ended))
+        return spread(times[1:])
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _ceilings(self, side: int) -> Iterator[tuple[str, Spread]]:
+        xp = self.backend.xp
+        a, b = (xp.ones((side, side), np.float32) for _ in range(2))
+        c = xp.empty((side, side), np.float32)
+        yield "copy", self.timed(lambda: xp.copyto(c, a))
+        yield FLOAT32, self.timed(lambda: xp.cublas.gemm("N", "N", a, b, out=c))
+        if self.backend.device.tensor_cores:
+            handle = xp.cuda.device.get_cublas_handle()
+            mode = xp.cuda.cublas.getMathMode(handle)
+            xp.cuda.cublas.setMathMode(handle, _TF32_MODE)
+            yield TF32, self.timed(lambda: xp.cublas.gemm("N", "N", a, b, out=c))
+            xp.cuda.cublas.setMathMode(handle, mode)
+        wide, product = a.astype(np.float64), b.astype(np.float64)
+        yield FLOAT64, self.timed(lambda: xp.cublas.gemm("N", "N", wide, wide, out=product))
+
+
+def describe(backend: CupyBackend) -> str:
+    """The device, its driver and the libraries."""
+    runtime = backend.xp.cuda.runtime
+    versions = {
+        "driver for CUDA": runtime.driverGetVersion(),
+        "CUDA": runtime.runtimeGetVersion(),
+    }
+    told = [f"{name} {number // 1000}.{number % 1000 // 10}" for name, number in versions.items()]
+    return ", ".join([backend.device.name, *told, f"CuPy {backend.xp.__version__}"])
+
+
+def difference(found: Array, wanted: Array) -> float:
+    """The largest difference relative to the largest entry, of arrays of the host."""
+    largest = float(np.abs(wanted).max())
+    return float(np.abs(found.astype(np.float64) - wanted).max()) / largest if largest else 0.0
+
+
+def kind_of(backend: CupyBackend, name: str) -> str:
+    """How a backend of this name multiplies patches."""
+    kinds: Mapping[str, Any] = {"cupy": SPLIT, "cupy-tf32": TF32}
+    return str(kinds.get(name, FLOAT32)) if backend.device.tensor_cores else FLOAT32
+
+
+def _rates(ceilings: Mapping[str, Spread], side: int) -> GpuRates:
+    """Rates from the times of square matrices of one side."""
+    least = {name: times.low for name, times in ceilings.items()}
+    copied = 2 * 4 * side**2 / least.pop("copy")
+    products = {name: side**3 / seconds for name, seconds in least.items()}
+    if TF32 in products:
+        products[SPLIT] = products[TF32] / 3
+    return GpuRates(copied, products)

@@ -1,0 +1,236 @@
+"""The GPU suite's network: all factors, inverses and products of a ResNet-50."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.window import Window
+from kfac_engine.bench.gpu_meter import FLOAT32, FLOAT64, Work, difference, kind_of
+from kfac_engine.bench.gpu_torch import Usual
+from kfac_engine.bench.jobs import DAMPING, square_window
+from kfac_engine.bench.made import factor, normal
+from kfac_engine.bench.resnet50 import Layer
+
+_DECAY = 0.5
+# Largest difference from the definition relative to its largest entry, by how products are made.
+_TOLERANCES = {"cupy": 1e-5, "cupy-fp32": 1e-5, "cupy-tf32": 1e-2}
+# Inverses are rounded to float32, but their damping is felt a thousandfold; so are eigenvectors'.
+_INVERSE_TOLERANCE = 1e-4
+# Matrices whose eigenvectors and roots are taken.
+_SPECTRA = (256, 256, 256, 256, 1024)
+
+
+def window(layer: Layer) -> Window:
+    """The window of a layer."""
+    return square_window(layer.kernel, layer.stride, layer.pad)
+
+
+def factor_works(
+    backend: CupyBackend, name: str, layers: Sequence[Layer], batch: int, usual: Usual | None
+) -> Iterator[Work]:
+    """Input factors of each kind of filter, then all input factors and all output factors.
+
+    Args:
+        backend: On the device.
+        name: How it was selected: with which products.
+        layers: Of a network; those of equal sizes share their data, not their factors.
+        batch: Images.
+        usual: Who else does it.
+
+    Yields:
+        Work with its check.
+    """
+    inputs = {layer: normal(batch, layer.inputs, layer.side, layer.side) for layer in set(layers)}
+    outputs = {
+        layer: normal(batch, layer.outputs, layer.out_side, layer.out_side) for layer in set(layers)
+    }
+    kind, tolerance = kind_of(backend, name), _TOLERANCES[name]
+
+    def of_inputs(some: Sequence[Layer], case: str) -> Work:
+        runs = [_input_factor(backend, layer, inputs[layer]) for layer in some]
+        others = [usual.input_factor(inputs[layer], layer) for layer in some] if usual else []
+        return Work(
+            case,
+            lambda: [run() for run in runs],
+            sum(input_products(layer, batch) for layer in some),
+            float(sum(inputs[x].nbytes + 2 * 4 * x.d_in**2 for x in some)),
+            kind,
+            lambda: max(_input_error(backend, x, inputs[x][:1]) for x in dict.fromkeys(some)),
+            tolerance,
+            _named("torch", others),
+        )
+
+    for layer in dict.fromkeys(layer for layer in layers if layer.kernel > 1):
+        size = f"{batch}×{layer.inputs}×{layer.side}²"
+        yield of_inputs([layer], f"A: {size}, {layer.kernel}×{layer.kernel}/{layer.stride}")
+    yield of_inputs(layers, f"A of {len(layers)} layers")
+    runs = [_output_factor(backend, outputs[layer]) for layer in layers]
+    others = [usual.output_factor(outputs[layer]) for layer in layers] if usual else []
+    yield Work(
+        f"G of {len(layers)} layers",
+        lambda: [run() for run in runs],
+        sum(0.5 * batch * x.out_side**2 * x.outputs**2 for x in layers),
+        float(sum(outputs[x].nbytes + 2 * 4 * x.outputs**2 for x in layers)),
+        kind,
+        lambda: max(_output_error(backend, outputs[x][:1]) for x in dict.fromkeys(layers)),
+        tolerance,
+        _named("torch", others),
+    )
+
+
+def refresh_works(
+    backend: CupyBackend, layers: Sequence[Layer], usual: Usual | None
+) -> Iterator[Work]:
+    """Inverses of all factors, gradients of all layers between them; eigenvectors and roots.
+
+    Args:
+        backend: On the device.
+        layers: Of a network.
+        usual: Who else does it.
+
+    Yields:
+        Work with its check.
+    """
+    sides = [side for layer in layers for side in (layer.d_in, layer.outputs)]
+    hosts = {side: factor(side) for side in set(sides)}
+    matrices = [backend.asarray(hosts[side]) for side in sides]
+    dampings = [DAMPING] * len(sides)
+    yield Work(
+        f"{len(sides)} inverses",
+        lambda: backend.damped_inverses(matrices, dampings),
+        sum(float(d) ** 3 for d in sides) / 2,
+        float(sum(2 * 4 * d * d for d in sides)),
+        FLOAT64,
+        lambda: max(_inverse_error(backend, host) for host in hosts.values()),
+        _INVERSE_TOLERANCE,
+        usual.inverses([hosts[side] for side in sides], DAMPING) if usual else {},
+    )
+    yield _preconditioning(backend, layers, usual)
+    yield from _spectra(backend, [min(side, max(sides)) for side in _SPECTRA], usual)
+
+
+def input_products(layer: Layer, batch: int) -> float:
+    """Multiplications for a factor's lower triangle, by distances of taps where those are fewer."""
+    rows, k = batch * layer.out_side**2, layer.kernel
+    if layer.stride == 1 and k > 1:
+        return float(rows * layer.inputs**2 * ((2 * k - 1) ** 2 + 1) / 2)
+    return float(rows * layer.d_in**2 / 2)
+
+
+def _input_factor(backend: CupyBackend, layer: Layer, x: Array) -> Callable[[], None]:
+    data, out = backend.asarray(x), backend.asarray(_zeros(layer.d_in))
+    options = {"homogeneous": layer.homogeneous, "beta": _DECAY}
+    return lambda: backend.patch_second_moment(data, window(layer), out, **options)  # type: ignore[arg-type] # by name
+
+
+def _output_factor(backend: CupyBackend, ds: Array) -> Callable[[], None]:
+    data, out = backend.asarray(ds), backend.asarray(_zeros(ds.shape[1]))
+    return lambda: backend.second_moment(data, out, feature_axis=1, beta=_DECAY)
+
+
+def _input_error(backend: CupyBackend, layer: Layer, x: Array) -> float:
+    """Of one image: patches written out by NumPy, and their product in float64."""
+    out = backend.asarray(_zeros(layer.d_in))
+    backend.patch_second_moment(
+        backend.asarray(x), window(layer), out, homogeneous=layer.homogeneous
+    )
+    z = NumpyBackend().patches(x, window(layer))[0].astype(np.float64)
+    if layer.homogeneous:
+        z = np.concatenate([z, np.ones((len(z), 1))], axis=1)
+    return difference(backend.to_numpy(out), z.T @ z)
+
+
+def _output_error(backend: CupyBackend, ds: Array) -> float:
+    out = backend.asarray(_zeros(ds.shape[1]))
+    backend.second_moment(backend.asarray(ds), out, feature_axis=1)
+    rows = ds[0].reshape(ds.shape[1], -1).astype(np.float64)
+    return difference(backend.to_numpy(out), rows @ rows.T)
+
+
+def _inverse_error(backend: CupyBackend, host: Array) -> float:
+    found = backend.damped_inverses([backend.asarray(host)], [DAMPING])[0]
+    wanted = np.linalg.inv(host.astype(np.float64) + DAMPING * np.eye(len(host)))
+    return difference(backend.to_numpy(found), wanted)
+
+
+def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual | None) -> Work:
+    """Gradients of all layers between symmetric matrices of the sides of their factors."""
+    distinct = {
+        layer: (factor(layer.d_in), normal(layer.d_in, layer.outputs), factor(layer.outputs))
+        for layer in set(layers)
+    }
+    triples = [tuple(map(backend.asarray, distinct[layer])) for layer in layers]
+    products = sum(V.size * float(sum(V.shape)) for _, V, _ in triples)
+    moved = sum(A.nbytes + 2 * V.nbytes + G.nbytes for A, V, G in triples)
+
+    def error() -> float:
+        found = {layer: A @ V @ G for layer, (A, V, G) in zip(layers, triples, strict=True)}
+        wide = {layer: [a.astype(np.float64) for a in three] for layer, three in distinct.items()}
+        return max(
+            difference(backend.to_numpy(found[layer]), A @ V @ G)
+            for layer, (A, V, G) in wide.items()
+        )
+
+    others = {"torch": usual.precondition([distinct[x] for x in layers])} if usual else {}
+    return Work(
+        f"gradients of {len(layers)} layers, preconditioned",
+        lambda: [A @ V @ G for A, V, G in triples],
+        products,
+        float(moved),
+        FLOAT32,
+        error,
+        usual=others,
+    )
+
+
+def _spectra(backend: CupyBackend, sides: Sequence[int], usual: Usual | None) -> Iterator[Work]:
+    """Eigenvectors; and inverse fourth roots by products, where the device has that way."""
+    hosts = [factor(side) for side in sides]
+    matrices = [backend.asarray(host) for host in hosts]
+    told = f"{len(sides)} matrices, sides to {max(sides)}"
+    others = {"torch": usual.eigenvectors(hosts)} if usual else {}
+
+    def rebuilt() -> float:
+        return max(
+            difference((Q * w) @ Q.T, host)
+            for (w, Q), host in zip(
+                (map(backend.to_numpy, pair) for pair in backend.eighs(matrices)),
+                hosts,
+                strict=True,
+            )
+        )
+
+    # No count of products is agreed on for eigenvectors: bytes alone.
+    moved = float(sum(3 * 4 * side * side for side in sides))
+    yield Work(f"eigenvectors of {told}", lambda: backend.eighs(matrices), 0.0, moved,
+               check=rebuilt, usual=others)  # fmt: skip
+    dampings, degrees = [DAMPING] * len(sides), [4] * len(sides)
+
+    def roots() -> Sequence[Array | None]:
+        return backend.inverse_roots(matrices, dampings, degrees)
+
+    def error() -> float:
+        found = [backend.to_numpy(root) for root in roots()]
+        return max(difference(a, _fourth_root(b)) for a, b in zip(found, hosts, strict=True))
+
+    if all(root is not None for root in roots()):
+        case = f"inverse fourth roots of {told}, by products"
+        yield Work(case, roots, 0.0, moved, check=error, tolerance=_INVERSE_TOLERANCE)
+
+
+def _fourth_root(host: Array) -> Array:
+    """``(host + damping·I)^(−1/4)``, float64."""
+    values, Q = np.linalg.eigh(host.astype(np.float64))
+    root: Array = (Q * (values + DAMPING) ** -0.25) @ Q.T
+    return root
+
+
+def _named(name: str, runs: Sequence[Callable[[], object]]) -> Mapping[str, Callable[[], object]]:
+    return {name: lambda: [run() for run in runs]} if runs else {}
+
+
+def _zeros(side: int) -> Array:
+    return np.zeros((side, side), np.float32)
