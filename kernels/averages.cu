@@ -1,12 +1,13 @@
 // Moving averages of plain arrays, and counts of ids. Grid-stride loops, blocks of 256.
 
-// average <- beta average + alpha measured; beta = 0 overwrites, whatever was there.
+// average <- beta average + alpha measured, of any type of images; beta = 0 overwrites, whatever was
+// there.
 extern "C" __global__ void __launch_bounds__(256)
-update_average(float* __restrict__ average, const float* __restrict__ measured, long long numbers,
+update_average(float* __restrict__ average, const scalar* __restrict__ measured, long long numbers,
                float alpha, float beta) {
   const long long step = (long long)gridDim.x * blockDim.x;
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < numbers; i += step)
-    average[i] = alpha * measured[i] + (beta == 0.0f ? 0.0f : beta * average[i]);
+    average[i] = alpha * read(measured + i) + (beta == 0.0f ? 0.0f : beta * average[i]);
 }
 
 // counts[id] += 1 for each id in [0, rows); others are padding. Whole numbers: any order adds up to

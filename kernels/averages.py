@@ -4,6 +4,7 @@ import numpy as np
 
 from kfac_engine.kernels.launch import (
     BLOCK,
+    INPUTS,
     Array,
     Device,
     blocks_for,
@@ -11,13 +12,23 @@ from kfac_engine.kernels.launch import (
     int32,
     source,
 )
+from kfac_engine.kernels.variants import options
 
 
 def update_average(
     device: Device, average: Array, measured: Array, alpha: float, beta: float
 ) -> None:
-    """``average ← beta·average + alpha·measured``, both contiguous float32 of one size."""
-    kernel = device.function(source("averages"), "update_average", ())
+    """``average ← beta·average + alpha·measured``, contiguous and of one size.
+
+    Args:
+        device: Where to.
+        average: Float32.
+        measured: Float32, float16 or bfloat16.
+        alpha: Scale of what was measured.
+        beta: Scale of the old values; zero overwrites.
+    """
+    macros = options(INPUT=INPUTS[measured.dtype.name])
+    kernel = device.function(source("averages"), "update_average", macros)
     numbers = average.size
     arguments = (average, measured, np.int64(numbers), float32(alpha), float32(beta))
     kernel((blocks_for(numbers, device),), (BLOCK,), arguments)
@@ -25,6 +36,6 @@ def update_average(
 
 def count_ids(device: Device, ids: Array, counts: Array) -> None:
     """Add to ``counts`` (int32) how often each row occurs in ``ids`` (int64, contiguous)."""
-    kernel = device.function(source("averages"), "count_ids", ())
+    kernel = device.function(source("averages"), "count_ids", options(INPUT=0))
     arguments = (ids, counts, np.int64(ids.size), int32(counts.size))
     kernel((blocks_for(ids.size, device),), (BLOCK,), arguments)

@@ -15,7 +15,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "patch_sums": {"SQUARED": (0, 1), "ACROSS": (0, 1), "INPUT": (0, 1, 2)},
     "patches": {"INPUT": (0, 1, 2, 3)},
     "symmetric": {"INPUT": (0, 3)},
-    "averages": {},
+    "averages": {"INPUT": (0, 1, 2)},
     "group_products": {"SQUARE": (0, 1), "SIDE": (16, 64), "INPUT": (0, 1, 2)},
     "example_sums": {"ACROSS": (0, 1), "INPUT": (0, 1, 2)},
     "classes": {"LANES": (1, 32), "INPUT": (0, 1, 2)},

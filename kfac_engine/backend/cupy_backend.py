@@ -28,6 +28,9 @@ from kfac_engine.kernels.patches import write_patches
 SCRATCH_BYTES = 256 << 20
 
 # Two TF32 numbers for each factor: float32's accuracy at the speed of tensor cores.
+# Types that kernels compute with, in float32.
+_COMPUTED = frozenset({"float32", "float16", "bfloat16"})
+
 _SPLIT = 3
 
 
@@ -229,11 +232,11 @@ class CupyBackend:
 
     def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
         plain = out.flags.c_contiguous and measured.flags.c_contiguous
-        if plain and out.dtype == measured.dtype == np.float32 and out.shape == measured.shape:
+        known = out.dtype == np.float32 and measured.dtype.name in _COMPUTED
+        if plain and known and out.shape == measured.shape:
             update_average(self.device, out, measured, alpha, beta)
             return
-        grouped.scale(out, beta)
-        out += measured * alpha
+        grouped.add_scaled(out, measured, alpha, beta)
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         return self.damped_inverses([matrix], [damping])[0]

@@ -6,6 +6,8 @@ kernels do not compute.
 
 from math import prod
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
@@ -86,6 +88,12 @@ def draw_classes(backend: Backend, logits: Array, uniforms: Array, axis: int) ->
     below = cumulative <= xp.expand_dims(uniforms, axis) * total
     ids: Array = below.sum(axis=axis, dtype=xp.int64)
     return ids
+
+
+def add_scaled(out: Array, measured: Array, alpha: float, beta: float) -> None:
+    """``out ← beta·out + alpha·measured``, in place, in the wider type of the two; 0 overwrites."""
+    scale(out, beta)
+    out += measured.astype(np.promote_types(out.dtype, measured.dtype), copy=False) * alpha
 
 
 def scale(out: Array, beta: float) -> None:

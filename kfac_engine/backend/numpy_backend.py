@@ -150,8 +150,7 @@ class NumpyBackend:
         return grouped.draw_classes(self, logits, uniforms, axis)
 
     def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
-        grouped.scale(out, beta)
-        out += measured * alpha
+        grouped.add_scaled(out, measured, alpha, beta)
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         return numpy_inverse.damped_inverse(matrix, damping)

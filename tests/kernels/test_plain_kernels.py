@@ -19,13 +19,18 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run ker
 each_order = pytest.mark.parametrize("order", ORDERS)
 
 
+each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+
+
 @each_order
+@each_type
 @pytest.mark.parametrize("beta", [0.9, 0.0])
 @pytest.mark.parametrize("numbers", [1, 255, 20_011])
-def test_an_average_is_blended(order: str, beta: float, numbers: int) -> None:
+def test_an_average_is_blended(order: str, beta: float, numbers: int, dtype: type) -> None:
     rng = np.random.default_rng(0)
     average, measured = rng.normal(size=(2, numbers)).astype(np.float32)
-    wanted = np.float32(0.3) * measured + np.float32(beta) * average
+    measured = measured.astype(dtype)
+    wanted = np.float32(0.3) * measured.astype(np.float32) + np.float32(beta) * average
     if beta == 0:
         average[...] = np.nan
     update_average(ShimDevice(order), average, measured, 0.3, beta)
@@ -115,7 +120,7 @@ def test_what_a_tap_beside_the_image_sees_counts_as_zero() -> None:
     assert out.tolist() == [2.0]  # of four outputs an image, the last sees its first pixel
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@each_type
 @pytest.mark.parametrize("case", [*STRIDED[::15], *CORNERS], ids=str)
 def test_patches_are_copied(case: Case, dtype: type) -> None:
     x, w = case.images().astype(dtype), case.window
