@@ -18,6 +18,7 @@ from kfac_engine.backend.cupy_groups import GroupProducts, entries_first, few_ax
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.cupy_roots import MOST_COPIES, inverse_roots
+from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average
@@ -27,10 +28,10 @@ from kfac_engine.kernels.patches import write_patches
 
 SCRATCH_BYTES = 256 << 20
 
-# Two TF32 numbers for each factor: float32's accuracy at the speed of tensor cores.
 # Types that kernels compute with, in float32.
 _COMPUTED = frozenset({"float32", "float16", "bfloat16"})
 
+# Two TF32 numbers for each factor: float32's accuracy at the speed of tensor cores.
 _SPLIT = 3
 
 
@@ -99,6 +100,18 @@ class CupyBackend:
             for part, array in zip(np.split(host, ends[:-1]), arrays, strict=True)
         ]
 
+    def share(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:  # each is begun on the device while those before still run there
+            task.do()
+
+    def bands(self, length: int, work: float) -> list[slice]:
+        del work  # a kernel has threads of its own
+        return [slice(0, length)]
+
+    def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        product: Array = self.xp.matmul(x, y, out=out)
+        return product
+
     def second_moment(
         self,
         x: Array,
@@ -135,6 +148,7 @@ class CupyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
+        self._fit_scratch()
         if out.dtype == np.float32 and x.dtype != np.float64:
             self._moments.add(x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta)
             return
@@ -175,6 +189,7 @@ class CupyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
+        self._fit_scratch()
         if out.dtype == np.float32 and x.dtype != np.float64:
             self._groups.add_moments(
                 x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
@@ -195,6 +210,7 @@ class CupyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
+        self._fit_scratch()
         scales = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
         # Examples of a single row are products of matrices, for which there is a library.
         if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
@@ -286,6 +302,14 @@ class CupyBackend:
 
     # -- private ----------------------------------------------------------------------------------
 
+    def _fit_scratch(self) -> None:
+        """Plan for the working memory that the device has: where it is short, for less for good.
+
+        Asked before anything is written: what was begun could not be begun again.
+        """
+        given = self.device.affordable(self.scratch_bytes)
+        self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = given
+
     def _squared_norm(self, x: Array) -> Array:
         wide = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
         flat = wide.reshape(-1)
@@ -297,6 +321,7 @@ class CupyBackend:
     ) -> None:
         """``out ← beta·out + alpha·rowsᵀ rows``, both triangles, a part of the rows at a time."""
         xp = self.xp
+        self._fit_scratch()
         step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
         for start in range(0, len(rows), step):
             part = rows[start : start + step].astype(out.dtype, copy=False)

@@ -152,6 +152,19 @@ class CupyDevice:
                     ) from failure
                 given //= 2
 
+    def affordable(self, wanted: int) -> int:
+        """The bytes that work may plan with: ``wanted``, halved until the device has as much.
+
+        Raises:
+            MemoryLimitError: The device has not even memory for the smallest pieces.
+        """
+
+        def taken(size: int) -> int:
+            self.xp.cuda.alloc(size)  # goes back to CuPy's pool at once, which gives it out again
+            return size
+
+        return self.within_memory(taken, wanted)
+
     # -- private ----------------------------------------------------------------------------------
 
     def _memory_figures(self) -> tuple[str, str]:

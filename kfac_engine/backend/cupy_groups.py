@@ -19,11 +19,14 @@ class GroupProducts:
     Args:
         device: Where kernels run.
         scratch_bytes: Bound for what the pieces of one product find.
+
+    Attributes:
+        scratch_bytes: As given; may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int) -> None:
         self._device = device
-        self._scratch_bytes = scratch_bytes
+        self.scratch_bytes = scratch_bytes
 
     def add_moments(
         self,
@@ -53,7 +56,7 @@ class GroupProducts:
         most = max(1, MOST_POSITIONS // positions)
         for start in range(0, len(x), most):
             part = x[start : start + most]
-            groups = Groups(len(out), rows, rows, homogeneous, alpha, beta, self._scratch_bytes)
+            groups = Groups(len(out), rows, rows, homogeneous, alpha, beta, self.scratch_bytes)
             add_group_moments(self._device, part, out, image_geometry(part, window), groups)
             beta = 1.0
 
@@ -90,7 +93,7 @@ class GroupProducts:
         ds = ds.reshape(*ds.shape[:2], *outputs)
         columns = ds.shape[1] // len(out)
         rows = check_group_sides(x, window, out, columns, homogeneous=homogeneous)
-        groups = Groups(len(out), rows, columns, homogeneous, alpha, beta, self._scratch_bytes)
+        groups = Groups(len(out), rows, columns, homogeneous, alpha, beta, self.scratch_bytes)
         add_squares(self._device, x, ds, out, image_geometry(x, window), groups)
 
 

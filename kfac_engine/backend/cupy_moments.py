@@ -23,11 +23,14 @@ class PatchMoments:
         scratch_bytes: Bound for what the blocks of one pass find.
         split: TF32 numbers a factor is split into on tensor cores: 3 keeps float32 accuracy, 1 does
             not; 0 takes FP32 units.
+
+    Attributes:
+        scratch_bytes: As given; may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:
         self._device = device
-        self._scratch_bytes = scratch_bytes
+        self.scratch_bytes = scratch_bytes
         self._split = split
         self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
@@ -102,9 +105,9 @@ class PatchMoments:
     def _passes(
         self, window: Window, images: int, channels: int, sides: tuple[int, ...]
     ) -> tuple[Pass, ...]:
-        key = window, images, channels, sides
+        key = window, images, channels, sides, self.scratch_bytes
         if key not in self._plans:
-            host = plan(*key, self._device.processors, self._scratch_bytes)
+            host = plan(*key[:4], self._device.processors, self.scratch_bytes)
             self._plans[key] = tuple(self._uploaded(found) for found in host)
         return self._plans[key]
 

@@ -1,0 +1,103 @@
+"""Where a device is short of memory, moments are made of smaller pieces, then refused with figures.
+
+Only a stand-in can be made to have no memory.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend import cupy_device
+from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import MemoryLimitError
+from tests.backend import cupy_standin
+from tests.cuda_on_cpu.module import compiler
+
+# Float32 results of other orders of summation, relative to the largest entry.
+TOLERANCE = 3e-6
+ASKED = 8 << 20
+WINDOW = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(3, 8, 5, 5)).astype(np.float32)
+SIGNALS = RNG.normal(size=(3, 4, 5, 5)).astype(np.float32)
+ROWS = RNG.normal(size=(600, 7)).astype(np.float32)
+
+# What is computed from what, into which shape.
+MOMENTS = {
+    "rows": ((7, 7), lambda b, x, _, out: b.second_moment(x, out), (ROWS, ROWS)),
+    "patches": (
+        (72, 72), lambda b, x, _, out: b.patch_second_moment(x, WINDOW, out), (IMAGES, IMAGES),
+    ),
+    "groups": (
+        (4, 18, 18),
+        lambda b, x, _, out: b.grouped_second_moment(x, WINDOW, out),
+        (IMAGES, IMAGES),
+    ),
+    "squares": (
+        (2, 36, 2),
+        lambda b, x, ds, out: b.squared_gradients(x, WINDOW, ds, out),
+        (IMAGES, SIGNALS),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    cupy_device._cupy.cache_clear()
+    cupy_standin.install(monkeypatch)
+    yield CupyBackend(scratch_bytes=ASKED)
+    cupy_device._cupy.cache_clear()
+
+
+def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: None) -> np.ndarray:
+    """The moment; of one that is symmetric, a triangle."""
+    shape, moment, given = MOMENTS[name]
+    x, ds, out = (backend.asarray(array) for array in (*given, np.ones(shape, np.float32)))
+    before()
+    moment(backend, x, ds, out)
+    found = backend.to_numpy(out)
+    return np.tril(found) if shape[-1] == shape[-2] else found
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_plan_for_the_memory_there_is(gpu: CupyBackend, name: str) -> None:
+    def shorten() -> None:
+        cupy_standin.memory.limit = ASKED // 3
+
+    found, wanted = computed(gpu, name, shorten), computed(NumpyBackend(), name)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+    assert gpu.scratch_bytes == ASKED // 4
+    assert cupy_standin.memory.refused == 2
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_without_memory_for_the_smallest_piece_nothing_is_begun(
+    gpu: CupyBackend, name: str
+) -> None:
+    def shorten() -> None:
+        cupy_standin.memory.limit = 1000
+
+    shape, moment, given = MOMENTS[name]
+    x, ds, out = (gpu.asarray(array) for array in (*given, np.ones(shape, np.float32)))
+    shorten()
+    with pytest.raises(
+        MemoryLimitError,
+        match=r"the GPU has 1\.07 of 8\.59 GB free.*1 MB of scratch.*smaller batch",
+    ):
+        moment(gpu, x, ds, out)
+    cupy_standin.memory.limit = None
+    np.testing.assert_array_equal(gpu.to_numpy(out), np.ones(shape))
+
+
+def test_memory_that_was_short_is_not_asked_for_again(gpu: CupyBackend) -> None:
+    cupy_standin.memory.limit = ASKED // 3
+    computed(gpu, "rows")
+    refused = cupy_standin.memory.refused
+    computed(gpu, "patches")
+    assert cupy_standin.memory.refused == refused
