@@ -91,8 +91,12 @@ class NumpyBackend:
         homogeneous: bool = False,
         alpha: float = 1.0,
         beta: float = 0.0,
+            workers=self.workers,
     ) -> None:
         numpy_patches.patch_second_moment(
+    def mirror(self, moment: Array) -> None:
+        numpy_moments.mirror(moment, self.workers)
+
             x,
             window,
             out,
@@ -111,6 +115,7 @@ class NumpyBackend:
         patch_sums.add_patch_squares(x, window, out, np, alpha=alpha, beta=beta)
 
     def grouped_second_moment(
+            workers=self.workers,
         self,
         x: Array,
         window: Window,

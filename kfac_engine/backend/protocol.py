@@ -3,8 +3,10 @@
 Everything else is plain array code through ``xp``. The NumPy backend defines each primitive;
 another backend must give the same numbers within a stated tolerance and raise the same errors.
 
-All symmetric results are full matrices (both triangles), C-contiguous. Input dtypes float16 and
-bfloat16 are accumulated in float32; float32 and float64 stay what they are.
+Symmetric results are C-contiguous. Second moments are sure to have their lower triangle only: what
+stands above the diagonal is unspecified until ``mirror`` has completed it, which few readers need.
+All other symmetric results have both triangles. Input dtypes float16 and bfloat16 are accumulated
+in float32; float32 and float64 stay what they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +67,7 @@ class Backend(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+        """Lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
         Args:
             x: Any rank ≥ 1, any strides; features along ``feature_axis``, all other axes are rows.
@@ -86,11 +88,17 @@ class Backend(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z`` of all images, in place.
+        """Lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``, in place.
 
         Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one.
 
         Args:
+    def mirror(self, moment: Array) -> None:
+        """Complete a second moment in place: every lower triangle of ``(…, d, d)`` onto its upper.
+
+        A backend whose second moments have both triangles need not do anything.
+        """
+
             x: Images, ``(n, channels, *sides)``, any strides.
             window: Geometry; as many axes as ``sides``.
             out: ``(taps·channels (+ 1), same)``.
@@ -127,7 +135,7 @@ class Backend(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """``out ← beta·out + alpha·Σ z zᵀ`` for each group of neighbouring channels, in place.
+        """``patch_second_moment`` of each group of neighbouring channels, in place.
 
         Args:
             x: Images, ``(n, channels, *sides)``, any strides.

@@ -53,10 +53,13 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     @property
     def side(self) -> int:
-        return len(self._matrix())
+        return len(self._lower())
+
+    def complete(self, value: Array) -> None:
+        self.backend.mirror(self._within(value))
 
     def measured_traces(self) -> Array:
-        traces: Array = self.backend.xp.trace(self._matrix())
+        traces: Array = self.backend.xp.trace(self._lower())
         return traces
 
     def get_cov(self) -> Array:
@@ -135,8 +138,16 @@ class DenseSquareMatrixFactor(FisherFactor):
         }
 
     def _matrix(self) -> Array:
-        """The matrix within the average, as it is stored."""
-        return self.average.read(self.name)
+        """The matrix, or the stack of them, both triangles."""
+        return self._within(self.average.read(self.name))
+
+    def _lower(self) -> Array:
+        """The same for who needs no more than its shape and lower triangle."""
+        return self._within(self.average.lower(self.name))
+
+    def _within(self, average: Array) -> Array:
+        """What of the average is the matrix, a view."""
+        return average
 
     def _identity(self, like: Array) -> Array:
         eye: Array = self.backend.xp.eye(len(like), dtype=like.dtype)
