@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.assembly import multiplied
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.threads import blas_alone
@@ -32,14 +32,25 @@ from kfac_engine.layers.views import Patches
 from kfac_engine.linalg.spectral import eigh_power
 
 
+class _Moment:
+    """A second moment, completed when it is compared: factors do so when somebody reads it all."""
+
+    def __init__(self, lower: Array) -> None:
+        self._lower = lower
+
+    def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> Array:
+        NumpyBackend().mirror(self._lower)
+        return np.array(self._lower, dtype, copy=copy)
+
+
 def _dense(rows: int, d: int) -> Run:
     x, average = made.normal(rows, d), np.zeros((d + 1, d + 1), np.float32)
 
-    def run() -> Array:
+    def run() -> _Moment:
         NumpyBackend().second_moment(
             x, average, homogeneous=True, alpha=(1 - DECAY) / rows, beta=DECAY
         )
-        return average
+        return _Moment(average)
 
     return run
 
@@ -49,9 +60,9 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     average = np.zeros((d, d), np.float32)
     alpha = (1 - DECAY) / patch_count(tuple(shape), kernel, stride, pad)
 
-    def run() -> Array:
+    def run() -> _Moment:
         NumpyBackend().patch_second_moment(x, window, average, alpha=alpha, beta=DECAY)
-        return average
+        return _Moment(average)
 
     return run
 
@@ -64,9 +75,9 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     statistic = GroupedMoment(((("x",),),), view, groups=channels, taps=kernel**2)
     backend = NumpyBackend()
 
-    def run() -> Array:
+    def run() -> _Moment:
         statistic.add_to(average, {"x": x}, backend, 1 - DECAY, DECAY)
-        return average
+        return _Moment(average)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Second moments of rows: SYRK onto one triangle, from views where BLAS can read them.
+"""Second moments of rows: SYRK onto the lower triangle, from views where BLAS can read them.
 
 No row is ever extended by its one: the moment with a homogeneous coordinate is bordered by the sum
 of the rows and their number.
@@ -6,6 +6,7 @@ of the rows and their number.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -13,11 +14,15 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend import blas
+from kfac_engine.backend.numpy_rank_k import accumulate, parts_for, scale
+from kfac_engine.backend.threads import Workers, blas_alone
 from kfac_engine.errors import ShapeError
 
 # Copies are made in pieces that stay in the cache; from 1 to 16 MB it makes no difference.
 CHUNK_BYTES = 4 << 20
 _MIRROR_BLOCK = 256
+# Sides below which one thread copies a triangle in less than a millisecond.
+_SHARED_MIRROR = 1024
 _ABOVE = np.triu(np.ones((_MIRROR_BLOCK, _MIRROR_BLOCK), bool), 1)
 # Float32 sums run over so many rows before they are added up in float64.
 _SUM_BLOCK = 4096
@@ -40,9 +45,16 @@ class Border:
 
 
 def second_moment(
-    x: Array, out: Array, *, homogeneous: bool, alpha: float, beta: float, scratch_bytes: int
+    x: Array,
+    out: Array,
+    *,
+    homogeneous: bool,
+    alpha: float,
+    beta: float,
+    scratch_bytes: int,
+    workers: Workers,
 ) -> None:
-    """``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+    """Lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
     Args:
         x: ``(…, d)``, any strides; accumulated in the dtype of ``out``.
@@ -50,22 +62,25 @@ def second_moment(
         homogeneous: Whether each row ends with an implicit one.
         alpha: Scale of the new moment.
         beta: Scale of the old one; zero overwrites.
-        scratch_bytes: Bound of the working memory.
+        scratch_bytes: Bound of the working memory, that of all threads together.
+        workers: Threads.
 
     Raises:
         ShapeError: ``out`` is not of this shape and layout.
     """
-    d = x.shape[-1]
+    d, rows = x.shape[-1], prod(x.shape[:-1])
     check_out(out, d + homogeneous)
-    pieces = matrices(x, out.dtype, min(CHUNK_BYTES, scratch_bytes))
-    if not homogeneous:
-        accumulate(pieces, out, alpha, beta)
-        mirror(out)
-        return
-    sums = np.zeros(d)
-    accumulate(_summing(pieces, sums), out[:d, :d], alpha, beta)
-    write_border(out, Border(sums, prod(x.shape[:-1])), alpha, beta)
-    mirror(out)
+    spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
+    parts = cut_rows(x, parts_for(rows, d, workers, spare))
+    chunk_bytes = min(CHUNK_BYTES, scratch_bytes) // len(parts)
+    sums = [np.zeros(d) for _ in parts]
+    pieces = [matrices(part, out.dtype, chunk_bytes) for part in parts]
+    if homogeneous:
+        pieces = [_summing(some, total) for some, total in zip(pieces, sums, strict=True)]
+    with blas_alone():
+        accumulate(pieces, out[:d, :d], alpha, beta, workers)
+    if homogeneous:
+        write_border(out, Border(np.sum(sums, axis=0), rows), alpha, beta)
 
 
 def check_out(out: Array, side: int) -> None:
@@ -85,29 +100,23 @@ def check_out(out: Array, side: int) -> None:
         )
 
 
-def accumulate(pieces: Iterable[Array], out: Array, alpha: float, beta: float) -> None:
-    """Lower triangle of ``out ← beta·out + alpha·Σ piece pieceᵀ``.
+def cut_rows(x: Array, count: int) -> list[Array]:
+    """The rows in so many parts of about equal size, or in fewer where no axis is long enough.
 
     Args:
-        pieces: Matrices ``(d, k)`` that BLAS can read where they lie; each is used before the next
-            is asked for.
-        out: ``(d, d)``; rows may lie apart.
-        alpha: Scale of the new moment.
-        beta: Scale of the old one; zero overwrites.
+        x: ``(…, d)``.
+        count: Of parts.
+
+    Returns:
+        Views ``(…, d)``.
     """
-    for piece in pieces:
-        blas.syrk(piece, out, alpha=alpha, beta=beta)
-        beta = 1.0
-    if beta != 1.0:
-        scale(out, beta)
-
-
-def scale(out: Array, beta: float) -> None:
-    """``out ← beta·out``, in place; zero overwrites, NaN included."""
-    if beta == 0.0:
-        out[...] = 0.0
-    else:
-        out *= beta
+    if count == 1 or x.ndim == 1:
+        return [x]
+    lengths = x.shape[:-1]
+    # Parts of the first axis lie closest together; one too short for equal parts is passed over.
+    equal = (i for i, length in enumerate(lengths) if length % count == 0 or length > 8 * count)
+    axis = next(equal, int(np.argmax(lengths)))
+    return np.array_split(x, min(count, lengths[axis]), axis=axis)
 
 
 def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
@@ -124,20 +133,31 @@ def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
     out[-1, -1] += alpha * border.count
 
 
-def mirror(matrix: Array) -> None:
+def mirror(matrix: Array, workers: Workers | None = None) -> None:
     """Copy the lower triangle onto the upper one, in blocks that fit a cache.
 
     Args:
-        matrix: ``(d, d)``, changed in place.
+        matrix: ``(…, d, d)``, changed in place.
+        workers: Threads that share a large matrix.
     """
-    side = len(matrix)
-    for i in range(0, side, _MIRROR_BLOCK):
-        rows = slice(i, i + _MIRROR_BLOCK)
-        for j in range(0, i, _MIRROR_BLOCK):
-            columns = slice(j, j + _MIRROR_BLOCK)
-            matrix[columns, rows] = matrix[rows, columns].T
-        block = matrix[rows, rows]
-        np.copyto(block, block.T.copy(), where=_ABOVE[: len(block), : len(block)])
+    side = matrix.shape[-1]
+    tasks = [partial(_mirror_rows, matrix, i) for i in range(0, side, _MIRROR_BLOCK)]
+    if workers is not None and side >= _SHARED_MIRROR:
+        workers.run(reversed(tasks))
+        return
+    for task in tasks:
+        task()
+
+
+def _mirror_rows(matrix: Array, start: int) -> None:
+    """Copy some rows left of the diagonal to the columns above it."""
+    rows = slice(start, start + _MIRROR_BLOCK)
+    for j in range(0, start, _MIRROR_BLOCK):
+        columns = slice(j, j + _MIRROR_BLOCK)
+        matrix[..., columns, rows] = matrix[..., rows, columns].swapaxes(-1, -2)
+    block = matrix[..., rows, rows]
+    side = block.shape[-1]
+    np.copyto(block, block.swapaxes(-1, -2).copy(), where=_ABOVE[:side, :side])
 
 
 def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:

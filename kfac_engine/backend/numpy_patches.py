@@ -17,20 +17,21 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.frame import frame
 from kfac_engine.backend.numpy_im2col import patch_matrices
-from kfac_engine.backend.numpy_moments import (
-    CHUNK_BYTES,
-    Border,
-    accumulate,
-    check_out,
-    mirror,
-    write_border,
+from kfac_engine.backend.numpy_moments import CHUNK_BYTES, Border, check_out, write_border
+from kfac_engine.backend.numpy_rank_k import accumulate, parts_for
+from kfac_engine.backend.numpy_shift import (
+    Means,
+    add_shifted,
+    distances,
+    gapped_sides,
+    scratch_numbers,
 )
-from kfac_engine.backend.numpy_shift import add_shifted, distances, gapped_sides, scratch_numbers
 from kfac_engine.backend.patch_sums import patch_sums
+from kfac_engine.backend.threads import Workers, blas_alone
 from kfac_engine.backend.window import Window
 
 
-def patch_second_moment(
+def patch_second_moment(  # noqa: PLR0913 (the primitive's, and what it may take)
     x: Array,
     window: Window,
     out: Array,
@@ -39,8 +40,9 @@ def patch_second_moment(
     alpha: float,
     beta: float,
     scratch_bytes: int,
+    workers: Workers,
 ) -> None:
-    """``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
+    """Lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches, in place.
 
     Args:
         x: Images, ``(n, channels, *sides)``, any strides; accumulated in the dtype of ``out``.
@@ -49,7 +51,8 @@ def patch_second_moment(
         homogeneous: Whether each patch ends with an implicit one.
         alpha: Scale of the new moment.
         beta: Scale of the old one; zero overwrites.
-        scratch_bytes: Bound of the working memory.
+        scratch_bytes: Bound of the working memory, that of all threads together.
+        workers: Threads.
 
     Raises:
         ShapeError: The image does not fit the window, or ``out`` is not of this shape and layout.
@@ -61,13 +64,16 @@ def patch_second_moment(
     core = out[:d, :d]
     chunk_bytes = min(CHUNK_BYTES, scratch_bytes)
     room = (scratch_bytes - chunk_bytes) // out.itemsize
-    if shift_is_cheaper(window, len(x), channels, sides, room):
-        add_shifted(x, window, core, alpha, beta, chunk_bytes)
-    else:
-        accumulate(patch_matrices(x, window, out.dtype, chunk_bytes), core, alpha, beta)
+    with blas_alone():
+        if shift_is_cheaper(window, len(x), channels, sides, room):
+            add_shifted(x, window, core, alpha, beta, Means(workers, chunk_bytes, room))
+        else:
+            parts = np.array_split(x, min(len(x) or 1, parts_for(positions, d, workers, room)))
+            some = chunk_bytes // len(parts)
+            pieces = [patch_matrices(part, window, out.dtype, some) for part in parts]
+            accumulate(pieces, core, alpha, beta, workers)
     if homogeneous:
         write_border(out, Border(patch_sums(x, window, out.dtype, np), positions), alpha, beta)
-    mirror(out)
 
 
 # What things cost in multiplications of SYRK at full speed: fitted to 36 geometries (1 to 3 axes,

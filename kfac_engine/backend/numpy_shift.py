@@ -10,6 +10,9 @@ the layer's own outputs lack, is subtracted slab by slab. Both parts are positiv
 of similar size, so the difference keeps the rounding error of one of them.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TypeAlias
@@ -20,15 +23,31 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend import blas
 from kfac_engine.backend.frame import Slab, frame
 from kfac_engine.backend.numpy_im2col import patch_matrices
-from kfac_engine.backend.numpy_moments import scale
+from kfac_engine.backend.numpy_rank_k import scale, threads_for
+from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
 # From one tap to another, one step an axis.
 Distance: TypeAlias = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What may be taken to add moments.
+
+    Attributes:
+        workers: Threads.
+        chunk_bytes: Bound of the copies of patches.
+        numbers: Bound of all other working memory, of all threads together.
+    """
+
+    workers: Workers
+    chunk_bytes: int
+    numbers: int
+
+
 def add_shifted(
-    x: Array, window: Window, out: Array, alpha: float, beta: float, chunk_bytes: int
+    x: Array, window: Window, out: Array, alpha: float, beta: float, means: Means
 ) -> None:
     """Lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
@@ -38,20 +57,12 @@ def add_shifted(
         out: ``(taps·channels, same)``; rows may lie apart. What is above the diagonal is lost.
         alpha: Scale of the new moment.
         beta: Scale of the old one; zero overwrites.
-        chunk_bytes: Bound of the copies made for the frame; ``scratch_numbers`` come on top.
+        means: Threads, and memory for at least ``scratch_numbers``.
     """
-    moments = _moments(x, window, out.dtype, alpha)
-    channels = x.shape[1]
-    blocks = out.reshape(*window.kernel, channels, *window.kernel, channels)
-    taps = list(product(*map(range, window.kernel)))
-    for i, u in enumerate(taps):
-        for v in taps[: i + 1]:
-            spot: tuple[int | slice, ...] = (*u, slice(None), *v)
-            block = blocks[spot]
-            scale(block, beta)
-            block += moments[tuple(a - b for a, b in zip(u, v, strict=True))]
+    moments = _moments(x, window, out.dtype, alpha, means)
+    _write_blocks(moments, window.kernel, x.shape[1], out, beta, means.workers)
     for slab in frame(window, x.shape[2:]):
-        _subtract(slab, window.kernel, x, out, alpha, chunk_bytes)
+        _subtract(slab, window.kernel, x, out, alpha, means.chunk_bytes)
 
 
 def distances(window: Window) -> list[Distance]:
@@ -83,26 +94,75 @@ def gapped_sides(sides: tuple[int, ...], window: Window) -> tuple[int, ...]:
     return first, *(side + gap for side, gap in zip(others, gaps, strict=True))
 
 
-def _moments(x: Array, window: Window, dtype: DType, alpha: float) -> dict[Distance, Array]:
+def _moments(
+    x: Array, window: Window, dtype: DType, alpha: float, means: Means
+) -> Mapping[Distance, Array]:
     """``alpha·R[δ]`` for every distance, ``(channels, channels)`` each."""
+    # Threads share the images, each with blocks of its own; where there are too few images or too
+    # little memory, the distances.
+    channels, sides = x.shape[1], x.shape[2:]
+    steps = [step for step in distances(window) if _overlap(step, window, sides)]
+    threads = threads_for(x.size * channels * len(steps), means.workers)
+    image, needed = channels * prod(gapped_sides(sides, window)), len(steps) * channels**2
+    parts = max(1, min(len(x), threads, means.numbers // (image + needed)))
+    shared = max(1, min(threads, (means.numbers - needed) // image)) if parts == 1 else 1
+    found = [np.zeros((len(steps), channels, channels), dtype) for _ in range(parts)]
+    tasks = []
+    for images, blocks in zip(np.array_split(x, parts), found, strict=True):
+        moments = list(zip(steps, blocks, strict=True))
+        tasks += [
+            partial(_add_images, images, window, moments[start::shared], alpha)
+            for start in range(min(shared, len(steps)))
+        ]
+    means.workers.run(tasks)
+    for blocks in found[1:]:
+        found[0] += blocks
+    return dict(zip(steps, found[0], strict=True))
+
+
+def _add_images(
+    x: Array, window: Window, moments: Sequence[tuple[Distance, Array]], alpha: float
+) -> None:
+    """Add ``alpha·R[δ]`` of some images for some distances."""
     channels, sides = x.shape[1], x.shape[2:]
     gapped = gapped_sides(sides, window)
-    room = np.zeros((channels, *gapped), dtype)
+    room = np.zeros((channels, *gapped), moments[0][1].dtype)
     pixels, flat = room[:, *(slice(side) for side in sides)], room.reshape(channels, -1)
-    moments = {step: np.zeros((channels, channels), dtype) for step in distances(window)}
     strides = [prod(gapped[axis + 1 :]) for axis in range(len(sides))]
     products = []
-    for step, moment in moments.items():
-        if _overlap(step, window, sides):
-            pixels_apart = [u * d for u, d in zip(step, window.dilations, strict=True)]
-            shift = sum(a * b for a, b in zip(pixels_apart, strides, strict=True))
-            shifted, still = flat[:, shift:], flat[:, : flat.shape[1] - shift]
-            products.append(blas.gemm_call(shifted, still, moment, alpha=alpha, beta=1.0))
+    for step, moment in moments:
+        pixels_apart = [u * d for u, d in zip(step, window.dilations, strict=True)]
+        shift = sum(a * b for a, b in zip(pixels_apart, strides, strict=True))
+        shifted, still = flat[:, shift:], flat[:, : flat.shape[1] - shift]
+        products.append(blas.gemm_call(shifted, still, moment, alpha=alpha, beta=1.0))
     for image in x:
         pixels[...] = image
         for add_product in products:
             add_product()
-    return moments
+
+
+def _write_blocks(
+    moments: Mapping[Distance, Array],
+    kernel: tuple[int, ...],
+    channels: int,
+    out: Array,
+    beta: float,
+    workers: Workers,
+) -> None:
+    """``out ← beta·out + R[u − v]`` in the blocks of taps ``u`` and those before it, ``v``."""
+    blocks = out.reshape(*kernel, channels, *kernel, channels)
+    taps = list(product(*map(range, kernel)))
+
+    def write_row(i: int) -> None:
+        for v in taps[: i + 1]:
+            spot: tuple[int | slice, ...] = (*taps[i], slice(None), *v)
+            block = blocks[spot]
+            scale(block, beta)
+            moment = moments.get(tuple(a - b for a, b in zip(taps[i], v, strict=True)))
+            if moment is not None:
+                block += moment
+
+    workers.run([partial(write_row, i) for i in reversed(range(len(taps)))])
 
 
 def _overlap(step: Distance, window: Window, sides: tuple[int, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Moving averages of statistics, kept in place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -21,10 +22,13 @@ class MovingAverage:
         value: The average; None before anything was averaged. Changed by ``blend`` and by whoever
             adds ``alpha·x`` after it.
         weight: Total weight, zero before the first update.
+        rest: Writes what updates have left out of the value, a symmetric matrix's upper triangle;
+            None where nothing is missing. Set after each update, called by the first ``read``.
     """
 
     value: Array | None = None
     weight: float = 0.0
+    rest: Callable[[Array], None] | None = None
 
     def coefficients(
         self, decay: float, weight: float, config: CollectionConfig
@@ -53,7 +57,28 @@ class MovingAverage:
         return decay * old / self.weight, weight / self.weight
 
     def read(self, what: str) -> Array:
-        """The average.
+        """The average, complete.
+
+        Args:
+            what: Was averaged, for the message.
+
+        Returns:
+            The array itself, not a copy.
+
+        Raises:
+            NotReadyError: Nothing was averaged yet.
+        """
+        value = self.lower(what)
+        if self.rest is not None:
+            self.rest(value)
+            self.rest = None
+        return value
+
+    def lower(self, what: str) -> Array:
+        """The average as updates leave it: above the diagonal a symmetric one may hold anything.
+
+        Args:
+            what: Was averaged, for the message.
 
         Returns:
             The array itself, not a copy.

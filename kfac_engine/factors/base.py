@@ -15,12 +15,7 @@ from kfac_engine._types import Array, DType, Thunk, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.config import CollectionConfig
-from kfac_engine.errors import (
-    InputError,
-    NonFiniteError,
-    NotReadyError,
-    ShapeError,
-)
+from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
 from kfac_engine.factors.average import MovingAverage
 from kfac_engine.factors.refresh import Refreshing, refresh
 from kfac_engine.factors.statistics import Statistic
@@ -155,9 +150,14 @@ class FisherFactor(ABC):
         value += pending
         self._remember(values)
 
+    def complete(self, value: Array) -> None:
+        """Write what measurements leave out of an average, in place: here nothing."""
+        del value
+
     def _remember(self, values: Values) -> None:
         """After a batch was averaged in."""
         self.repeats = self.statistic.repeats(values)
+        self.average.rest = self.complete
 
     def _check_large(self, name: str, x: Array) -> None:
         """Tell numbers with a large square, which float64 can hold, from those that are none."""
@@ -197,7 +197,8 @@ class FisherFactor(ABC):
         # Integers are identifiers or counts: they do not say how exact the statistic should be.
         arrays = (values[name] for name in self.statistic.names())
         dtype = np.result_type(self._narrowest, *(x.dtype for x in arrays if _real(x)))
-        room: Array = self.backend.xp.empty(self.statistic.shape(values), dtype)
+        # Zeros, for what measurements leave out is scaled and added along with the rest.
+        room: Array = self.backend.xp.zeros(self.statistic.shape(values), dtype)
         return room
 
     def _widened(self, array: Array) -> Array:
@@ -205,18 +206,13 @@ class FisherFactor(ABC):
         return array.astype(np.result_type(array.dtype, self._narrowest), copy=False)
 
     def _room(self, values: Values) -> Array:
-        """The average's own array, made at the first batch."""
+        """The average's own array; at the first batch identity or zero."""
         if self.average.value is None:
-            self.average.value = self._initial(self._empty(values))
+            self.average.value = self._empty(values)
+            if self.config.initial_covariance == "identity" and not self.config.debias:
+                self.average.value[...] = self._identity(self.average.value)
         self.average.value = self._widened(self.average.value)
         return self.average.value
-
-    def _initial(self, like: Array) -> Array:
-        """Where an average starts: identity or zero."""
-        start: Array = self.backend.xp.zeros_like(like)
-        if self.config.initial_covariance == "identity" and not self.config.debias:
-            start[...] = self._identity(like)
-        return start
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -225,8 +221,9 @@ class FisherFactor(ABC):
 
     def arrays(self) -> dict[str, Array]:
         """Everything a checkpoint must hold, by name, as host arrays."""
-        value = self.average.value
-        return {} if value is None else {"average": self.backend.to_numpy(value)}
+        if self.average.value is None:
+            return {}
+        return {"average": self.backend.to_numpy(self.average.read(self.name))}
 
     def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
         """Take back what ``arrays`` gave."""
@@ -366,6 +363,10 @@ class FisherFactor(ABC):
     @abstractmethod
     def refreshing(self) -> Refreshing:
         """Ask for what a refresh computes, and store the results when they are sent."""
+
+    def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
+        """``(C + damping·I)**exp`` as a matrix, where it is kept as one; else None."""
+        return None
 
     @abstractmethod
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:

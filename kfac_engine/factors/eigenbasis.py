@@ -175,6 +175,8 @@ class EigenbasisFactor(DiagonalFactor):
         """Take the basis of the batch while there is no average."""
         if self.average.value is None:
             moments = [side.accumulate(None, values) for side in self.sides]
+            for side, moment in zip(self.sides, moments, strict=True):
+                side.complete(moment)
             self._turned(moments, self.backend.eighs(moments))
 
     def _turned(self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]) -> Bases:

@@ -136,8 +136,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         lag: Array = self.average.read(self.name)[1].copy()
         return lag
 
-    def _matrix(self) -> Array:
-        average = super()._matrix()
+    def _within(self, average: Array) -> Array:
         return average[0] if self.has_lag else average
 
     def _identity(self, like: Array) -> Array:

@@ -88,11 +88,11 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
 
     @property
     def side(self) -> int:
-        groups, d, _ = self._matrix().shape
+        groups, d, _ = self._lower().shape
         return int(groups) * int(d)
 
     def measured_traces(self) -> Array:
-        traces: Array = self.backend.xp.trace(self._matrix(), axis1=1, axis2=2)
+        traces: Array = self.backend.xp.trace(self._lower(), axis1=1, axis2=2)
         return traces
 
     def get_cov(self) -> Array:
@@ -103,6 +103,9 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
             where = slice(group * d, (group + 1) * d)
             dense[where, where] = matrix
         return dense
+
+    def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
+        return None  # a stack of them
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_stack(x, axis=1)
@@ -142,7 +145,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         return identity
 
     def _level(self, damping_func: Damping) -> tuple[float, ...]:
-        levels = np.broadcast_to(np.ravel(damping_func()), len(self._matrix()))
+        levels = np.broadcast_to(np.ravel(damping_func()), len(self._lower()))
         return tuple(levels.astype(np.float64).tolist())
 
     def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
@@ -150,13 +153,13 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
 
     def _levels(self, damping_func: Damping) -> Array:
         """A damping as ``(groups, 1, 1)``."""
-        stack = self._matrix()
+        stack = self._lower()
         levels = self.backend.asarray(damping_func(), stack.dtype).reshape(-1, 1, 1)
         every: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))
         return every
 
     def _check_stack(self, x: Array, axis: int) -> None:
-        groups, d, _ = self._matrix().shape
+        groups, d, _ = self._lower().shape
         if x.ndim != 3 or x.shape[0] != groups or x.shape[axis] != d:
             raise ShapeError(
                 f"{self.name} has {groups} matrices {d} × {d}; they cannot multiply an array of "

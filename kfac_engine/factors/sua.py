@@ -91,6 +91,7 @@ class PixelCovariance(KroneckerMoment):
             self.tensors, self.view, homogeneous=True, num_uses=self.num_uses, batch=self.batch
         )
         second_moment.add_to(moment, values, backend, alpha=1.0, beta=0.0)
+        backend.mirror(moment)
         mean = moment[-1, :-1]
         scale(out, beta)
         out[:channels] += alpha * moment[:-1, :-1]

@@ -55,7 +55,7 @@ class Masked:
         beta: float,
     ) -> None:
         d = self.width(x.shape)
-        moment = backend.xp.empty_like(out)
+        moment = backend.xp.zeros_like(out)
         self.patches.second_moment(
             x, moment, backend, homogeneous=homogeneous, alpha=alpha, beta=0.0
         )

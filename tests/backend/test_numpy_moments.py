@@ -60,6 +60,12 @@ def rows_of(x, axis):
     )
 
 
+def second_moment(x, out, *, scratch_bytes=64 << 20, **options):
+    backend = NumpyBackend(scratch_bytes=scratch_bytes)
+    backend.second_moment(x, out, **options)
+    backend.mirror(out)
+
+
 def assert_close(found, expected, tolerance=ROUNDING):
     np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
 
@@ -71,8 +77,14 @@ def test_moment_is_added_to_the_scaled_old_one(x, axis, homogeneous, scratch_byt
     new = truths.moment(rows_of(x, axis), homogeneous)
     old = truths.moment(room(9, len(new)), False)
     out = old.copy()
-    NumpyBackend(scratch_bytes=scratch_bytes).second_moment(
-        x, out, feature_axis=axis, homogeneous=homogeneous, alpha=0.3, beta=0.7
+    second_moment(
+        x,
+        out,
+        scratch_bytes=scratch_bytes,
+        feature_axis=axis,
+        homogeneous=homogeneous,
+        alpha=0.3,
+        beta=0.7,
     )
     assert_close(out, 0.7 * old + 0.3 * new)
     np.testing.assert_array_equal(out, out.T)
@@ -83,7 +95,7 @@ def test_moment_is_added_to_the_scaled_old_one(x, axis, homogeneous, scratch_byt
 def test_zero_beta_overwrites_nan(x, axis, homogeneous):
     expected = truths.moment(rows_of(x, axis), homogeneous)
     out = np.full_like(expected, np.nan)
-    NumpyBackend().second_moment(x, out, feature_axis=axis, homogeneous=homogeneous)
+    second_moment(x, out, feature_axis=axis, homogeneous=homogeneous)
     assert_close(out, expected)
 
 
@@ -93,21 +105,21 @@ def test_every_dtype_is_accumulated_in_that_of_the_result(x, axis, dtype):
     x = (4 * x).astype(dtype)
     expected = truths.moment(rows_of(x, axis), True)
     out = np.zeros(expected.shape, np.float32)
-    NumpyBackend().second_moment(x, out, feature_axis=axis, homogeneous=True)
+    second_moment(x, out, feature_axis=axis, homogeneous=True)
     assert_close(out, expected, SINGLE_ROUNDING)
 
 
 def test_single_precision_rows_fit_a_double_result_exactly():
     x = room(50, 7).astype(np.float32)
     out = np.zeros((7, 7))
-    NumpyBackend().second_moment(x, out)
+    second_moment(x, out)
     assert_close(out, truths.moment(x, False))
 
 
 def test_sums_of_many_positive_rows_keep_single_precision():
     x = np.random.default_rng(0).random((200_000, 2)).astype(np.float32)
     out = np.zeros((3, 3), np.float32)
-    NumpyBackend().second_moment(x, out, homogeneous=True, alpha=1 / len(x))
+    second_moment(x, out, homogeneous=True, alpha=1 / len(x))
     # A running float32 sum would drift by about 1e-5.
     np.testing.assert_allclose(out[2, :2], x.astype(np.float64).mean(axis=0), rtol=5e-7)
 
@@ -118,7 +130,7 @@ def test_sums_of_many_positive_rows_keep_single_precision():
 def test_no_rows_leave_the_scaled_old_moment(shape, beta, homogeneous):
     old = np.full((5 + homogeneous,) * 2, 2.0)
     out = np.full_like(old, np.nan) if beta == 0 else old.copy()
-    NumpyBackend().second_moment(np.zeros(shape), out, homogeneous=homogeneous, beta=beta)
+    second_moment(np.zeros(shape), out, homogeneous=homogeneous, beta=beta)
     np.testing.assert_array_equal(out, beta * old)
 
 
@@ -137,7 +149,7 @@ def test_scratch_bytes_bound_the_copies(dtype):
     x = np.ones((40, 20, 20, 50), dtype)[:, ::2, :, ::2]
     out = np.zeros((26, 26))
     tracemalloc.start()
-    NumpyBackend(scratch_bytes=200_000).second_moment(x, out, homogeneous=True)
+    second_moment(x, out, scratch_bytes=200_000, homogeneous=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # The float32 ones that sum a block of rows, and small objects, come on top.

@@ -8,7 +8,8 @@ import pytest
 
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.numpy_patches import shift_is_cheaper
-from kfac_engine.backend.numpy_shift import add_shifted, scratch_numbers
+from kfac_engine.backend.numpy_shift import Means, add_shifted, scratch_numbers
+from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from tests.backend import truths
@@ -22,6 +23,8 @@ SINGLE_ROUNDING = 5e-6
 
 ALL = [*CORNERS, *EVERY]
 UNIT_STRIDES = [case for case in [*CORNERS, *STRIDE_ONE] if set(case.window.strides) == {1}]
+
+MEANS = Means(Workers(), 4 << 20, 1 << 22)
 
 MEMORY_ORDERS = {
     "channels_first": lambda x: x,
@@ -49,6 +52,12 @@ def symmetric(side, seed=9):
     return half + half.T
 
 
+def second_moment(x, window, out, *, scratch_bytes=64 << 20, **options):
+    backend = NumpyBackend(scratch_bytes=scratch_bytes)
+    backend.patch_second_moment(x, window, out, **options)
+    backend.mirror(out)
+
+
 def assert_close(found, expected, tolerance=ROUNDING):
     np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
 
@@ -68,10 +77,11 @@ def test_moment_is_added_to_the_scaled_old_one(i, case, scratch_bytes):
     new = moment(x, case.window, homogeneous)
     old = symmetric(len(new))
     out = old.copy()
-    NumpyBackend(scratch_bytes=scratch_bytes).patch_second_moment(
+    second_moment(
         ORDERS[i % len(ORDERS)](x),
         case.window,
         out,
+        scratch_bytes=scratch_bytes,
         homogeneous=homogeneous,
         alpha=0.3,
         beta=0.7,
@@ -90,7 +100,7 @@ def test_shifted_images_give_the_same_moment_in_every_geometry(case, chunk_bytes
     expected = 0.7 * out + 0.3 * new
     border = whole[-1].copy()
 
-    add_shifted(x, case.window, out, 0.3, 0.7, chunk_bytes)
+    add_shifted(x, case.window, out, 0.3, 0.7, Means(Workers(), chunk_bytes, 1 << 22))
 
     assert_close(np.tril(out), np.tril(expected))
     np.testing.assert_array_equal(whole[-1], border)
@@ -100,7 +110,7 @@ def test_shifted_images_give_the_same_moment_in_every_geometry(case, chunk_bytes
 def test_shifted_images_overwrite_nan_with_zero_beta(case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
-    add_shifted(case.images(), case.window, out, 1.0, 0.0, 4 << 20)
+    add_shifted(case.images(), case.window, out, 1.0, 0.0, MEANS)
     assert_close(np.tril(out), np.tril(new))
 
 
@@ -109,7 +119,7 @@ def test_shifted_images_overwrite_nan_with_zero_beta(case):
 def test_zero_beta_overwrites_nan(case, homogeneous):
     expected = moment(case.images(), case.window, homogeneous)
     out = np.full_like(expected, np.nan)
-    NumpyBackend().patch_second_moment(case.images(), case.window, out, homogeneous=homogeneous)
+    second_moment(case.images(), case.window, out, homogeneous=homogeneous)
     assert_close(out, expected)
 
 
@@ -152,9 +162,7 @@ def test_moment_of_larger_images_in_both_precisions(shifted, case, order, dtype)
     new = moment(x, case.window, homogeneous=True)
     old = symmetric(len(new)).astype(dtype)
     out = old.copy()
-    NumpyBackend().patch_second_moment(
-        MEMORY_ORDERS[order](x), case.window, out, homogeneous=True, alpha=0.1, beta=0.9
-    )
+    second_moment(MEMORY_ORDERS[order](x), case.window, out, homogeneous=True, alpha=0.1, beta=0.9)
     tolerance = ROUNDING if dtype == np.float64 else SINGLE_ROUNDING
     assert_close(out, 0.9 * old.astype(np.float64) + 0.1 * new, tolerance)
     np.testing.assert_array_equal(out, out.T)
@@ -167,7 +175,7 @@ def test_half_precision_images_are_accumulated_in_single(shifted, case, dtype):
     x = case.images().astype(dtype)
     expected = moment(x, case.window, homogeneous=True)
     out = np.zeros(expected.shape, np.float32)
-    NumpyBackend().patch_second_moment(x, case.window, out, homogeneous=True)
+    second_moment(x, case.window, out, homogeneous=True)
     assert_close(out, expected, SINGLE_ROUNDING)
 
 
@@ -175,7 +183,7 @@ def test_half_precision_images_are_accumulated_in_single(shifted, case, dtype):
 def test_no_images_leave_the_scaled_old_moment(homogeneous):
     old = symmetric(27 + homogeneous)
     out = old.copy()
-    NumpyBackend().patch_second_moment(
+    second_moment(
         np.zeros((0, 3, 5, 5)),
         Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)),
         out,
@@ -190,9 +198,8 @@ def test_scratch_bytes_bound_the_working_memory(name):
     case, scratch_bytes = LARGER[name][1], 300_000
     x, side = case.images(), case.window.taps * case.channels + 1
     out = np.zeros((side, side))
-    backend = NumpyBackend(scratch_bytes=scratch_bytes)
     tracemalloc.start()
-    backend.patch_second_moment(x, case.window, out, homogeneous=True)
+    second_moment(x, case.window, out, scratch_bytes=scratch_bytes, homogeneous=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # Sums of patches and small objects come on top.
@@ -215,11 +222,12 @@ def test_shifted_images_are_taken_only_where_their_memory_fits(case):
 def test_shifted_images_need_the_memory_announced(case):
     x, side, chunk_bytes = case.images(), case.window.taps * case.channels, 50_000
     out = np.zeros((side, side))
+    numbers = scratch_numbers(case.window, case.channels, case.sides)
+    means = Means(Workers(4), chunk_bytes, numbers)
     tracemalloc.start()
-    add_shifted(x, case.window, out, 1.0, 0.0, chunk_bytes)
+    add_shifted(x, case.window, out, 1.0, 0.0, means)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    numbers = scratch_numbers(case.window, case.channels, case.sides)
     # Small objects come on top: arguments of a product for each distance.
     assert peak <= numbers * x.itemsize + chunk_bytes + 100_000
 

@@ -31,6 +31,8 @@ def measured(statistic, values, *, dtype=np.float64, alpha=1.0, old=None, beta=0
     """A measurement; what stood in its place must not matter where ``beta`` is zero."""
     out = np.full(statistic.shape(values), np.nan, dtype) if old is None else old.copy()
     statistic.add_to(out, values, BACKEND, alpha, beta)
+    if out.ndim == 2 and len(out) == out.shape[1]:
+        BACKEND.mirror(out)
     return out
 
 

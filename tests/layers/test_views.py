@@ -22,6 +22,7 @@ def moment(view, x, homogeneous=False):
     d = view.width(x.shape) + homogeneous
     out = np.full((d, d), np.nan)
     view.second_moment(x, out, BACKEND, homogeneous=homogeneous, alpha=1.0, beta=0.0)
+    BACKEND.mirror(out)
     return out
 
 
