@@ -155,6 +155,12 @@ class CupyDevice:
     def affordable(self, wanted: int) -> int:
         """The bytes that work may plan with: ``wanted``, halved until the device has as much.
 
+        Args:
+            wanted: What it would take at most.
+
+        Returns:
+            What it may take.
+
         Raises:
             MemoryLimitError: The device has not even memory for the smallest pieces.
         """
