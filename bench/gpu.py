@@ -10,7 +10,8 @@ from rich.console import Console
 
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.select import select
-from kfac_engine.bench.gpu_kernels import Sizes, kernel_works
+from kfac_engine.bench.gpu_counts import Sizes
+from kfac_engine.bench.gpu_kernels import kernel_works
 from kfac_engine.bench.gpu_meter import GpuRow, Meter
 from kfac_engine.bench.gpu_network import factor_works, refresh_works
 from kfac_engine.bench.gpu_torch import Usual, usual_way

@@ -1,7 +1,7 @@
 """The GPU suite's kernels, one by one, each against what NumPy makes of the same data."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.bench.gpu_counts import Counted, Sizes, kernels
 from kfac_engine.bench.gpu_meter import Work, difference
 from kfac_engine.bench.jobs import square_window
 from kfac_engine.bench.made import factor, normal
@@ -21,36 +22,15 @@ _WINDOW = square_window(3, 1, 1)
 _TOLERANCE = 1e-4
 
 
-class Sizes(NamedTuple):
-    """How much each kernel is given.
-
-    Attributes:
-        images: In a batch.
-        channels: Of each.
-        side: Pixels an axis.
-        matrix: Side of matrices.
-        ids: Identifiers that are counted, of a twentieth as many words.
-        classes: That are drawn from, for each image 64 times.
-    """
-
-    images: int = 32
-    channels: int = 64
-    side: int = 56
-    matrix: int = 4608
-    ids: int = 1 << 20
-    classes: int = 1000
-
-
 class _Case(NamedTuple):
     """A function of a backend and arrays; what it changes is its last array, and its result.
 
     Of second moments, NumPy's are sure to have their lower triangles only.
     """
 
-    name: str
+    kernel: str
     run: Callable[..., Array]
     arrays: tuple[Array, ...]
-    products: float = 0.0
     symmetric: bool = False
 
 
@@ -64,13 +44,19 @@ def kernel_works(backend: CupyBackend, sizes: Sizes) -> Iterator[Work]:
     Yields:
         Work with its check.
     """
+    counted = kernels(sizes)
     for case in (*_of_images(sizes), *_of_rows(sizes)):
-        yield _compared(backend, case)
-    yield from _of_matrices(backend, sizes.matrix)
+        yield _compared(backend, case, counted[case.kernel])
+    for kernel, run, wanted in _of_matrices(backend, sizes.matrix):
+        yield Work(counted[kernel], run, check=_off(backend, run, wanted))
 
 
-def _compared(backend: CupyBackend, case: _Case) -> Work:
-    """A primitive, checked against NumPy's."""
+def _off(backend: CupyBackend, run: Callable[[], Array], wanted: Array) -> Callable[[], float]:
+    return lambda: difference(backend.to_numpy(run()), wanted)
+
+
+def _compared(backend: CupyBackend, case: _Case, counted: Counted) -> Work:
+    """A primitive, checked against NumPy's in float64."""
     arrays = [backend.asarray(array) for array in case.arrays]
 
     def check() -> float:
@@ -80,23 +66,14 @@ def _compared(backend: CupyBackend, case: _Case) -> Work:
         wanted = case.run(NumpyBackend(), *wide)
         return difference(*map(np.tril, (found, wanted)) if case.symmetric else (found, wanted))
 
-    # What is changed in place is read as one of the arrays, and written as the result.
-    moved = sum(array.nbytes for array in arrays) + case.run(backend, *arrays).nbytes
-    return Work(
-        case.name,
-        lambda: case.run(backend, *arrays),
-        case.products,
-        moved,
-        check=check,
-        tolerance=_TOLERANCE,
-    )
+    run = lambda: case.run(backend, *arrays)  # noqa: E731 (the work)
+    return Work(counted, run, check=check, tolerance=_TOLERANCE)
 
 
 def _of_images(sizes: Sizes) -> Iterator[_Case]:
     n, channels, side, *_ = sizes
     x, ds = normal(n, channels, side, side), normal(n, channels, side, side, seed=1)
-    rows, d = n * side**2, 9 * channels
-    told = f"{n}×{channels}×{side}², 3×3"
+    d = 9 * channels
 
     def moment(b: Backend, x: Array, out: Array) -> Array:
         b.patch_second_moment(x, _WINDOW, out, homogeneous=True, beta=_DECAY)
@@ -114,58 +91,37 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
         b.patch_squares(x, _WINDOW, out, beta=_DECAY)
         return out
 
-    yield _Case(
-        f"A with its border, {told}", moment, (x, _zeros(d + 1, d + 1)), rows * d * d / 2, True
-    )
-    yield _Case(
-        f"A of each channel, {told}", groups, (x, _zeros(channels, 9, 9)), rows * d * 5.0, True
-    )
-    yield _Case(f"squared gradients, {told}", squares, (x, ds, _zeros(1, d, channels)),
-                float(rows) * d * channels)  # fmt: skip
-    yield _Case(f"squares of patches, {told}", diagonal, (x, _zeros(d)))
-    yield _Case(f"patches written out, {told}", lambda b, x: b.patches(x, _WINDOW), (x,))
-    yield _Case(f"sums of examples, {told}", lambda b, x, ds: b.example_sums(x, ds, (2, 3)),
-                (x, ds))  # fmt: skip
+    yield _Case("moment", moment, (x, _zeros(d + 1, d + 1)), symmetric=True)
+    yield _Case("groups", groups, (x, _zeros(channels, 9, 9)), symmetric=True)
+    yield _Case("squares", squares, (x, ds, _zeros(1, d, channels)))
+    yield _Case("diagonal", diagonal, (x, _zeros(d)))
+    yield _Case("patches", lambda b, x: b.patches(x, _WINDOW), (x,))
+    yield _Case("sums", lambda b, x, ds: b.example_sums(x, ds, (2, 3)), (x, ds))
 
 
 def _of_rows(sizes: Sizes) -> Iterator[_Case]:
-    draws, rng = 64 * sizes.images, np.random.default_rng(0)
-    logits, uniforms = normal(draws, sizes.classes), rng.random(draws)
-    words = sizes.ids // 20
+    rng, side, words = np.random.default_rng(0), sizes.matrix, sizes.words
+    logits, uniforms = normal(sizes.draws, sizes.classes), rng.random(sizes.draws)
     ids = rng.integers(0, words, sizes.ids)
-
-    side = sizes.matrix
 
     def average(b: Backend, measured: Array, out: Array) -> Array:
         b.add_scaled(out, measured, 0.1, 0.9)
         return out
 
-    yield _Case(f"{draws} classes of {sizes.classes}", lambda b, z, u: b.draw_classes(z, u, 1),
-                (logits, uniforms))  # fmt: skip
-    yield _Case(f"{sizes.ids} identifiers of {words}", lambda b, ids: b.count_ids(ids, words),
-                (ids,))  # fmt: skip
-    arrays = normal(side, side), _zeros(side, side)
-    yield _Case(f"average of {side}²", average, arrays)
+    yield _Case("classes", lambda b, z, u: b.draw_classes(z, u, 1), (logits, uniforms))
+    yield _Case("ids", lambda b, ids: b.count_ids(ids, words), (ids,))
+    yield _Case("average", average, (normal(side, side), _zeros(side, side)))
 
 
-def _of_matrices(backend: CupyBackend, side: int) -> Iterator[Work]:
-    """A factor's way to a factorisation, and back."""
+def _of_matrices(
+    backend: CupyBackend, side: int
+) -> Iterator[tuple[str, Callable[[], Array], Array]]:
+    """A factor's way to a factorisation, and back: what is run, and what must come out."""
     host = factor(side)
     whole = np.tril(host) + np.tril(host, -1).T
     damped = whole.astype(np.float64) + np.eye(side)
     stack, asked = backend.asarray(host[None]), backend.asarray(np.ones(1))
     wide = backend.asarray(damped[None])
-
-    def work(name: str, run: Callable[[], Array], wanted: Array, moved: int) -> Work:
-        return Work(
-            f"{name}, {side}²",
-            run,
-            0.0,
-            float(moved),
-            check=lambda: difference(backend.to_numpy(run()), wanted),
-        )
-
-    half = stack.nbytes // 2  # one triangle is read
 
     def mirrored() -> Array:
         mirror(backend.device, stack[0])
@@ -177,11 +133,10 @@ def _of_matrices(backend: CupyBackend, side: int) -> Iterator[Work]:
     def narrowed() -> Array:
         return narrow(backend.device, wide, np.float32)[0]
 
-    yield work("mirror", mirrored, whole, 2 * half)
-    yield work("widened, damped and described", widened, damped, half + wide.nbytes)
-    yield work("narrowed", narrowed, damped, wide.nbytes // 2 + stack.nbytes)
+    yield "mirror", mirrored, whole
+    yield "widen", widened, damped
+    yield "narrow", narrowed, damped
 
 
 def _zeros(*shape: int) -> Array:
-    zeros: Any = np.zeros(shape, np.float32)
-    return zeros
+    return np.zeros(shape, np.float32)

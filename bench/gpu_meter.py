@@ -13,6 +13,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.bench.gpu_counts import Counted
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.errors import BackendError
 
@@ -29,10 +30,8 @@ class Work:
     """Something to be timed.
 
     Attributes:
-        case: What it is, for the table.
+        counted: What it cannot do without.
         run: Does it.
-        products: Multiplications that it cannot do without.
-        moved: Bytes that it must read or write.
         kind: Of its products: a row of ``GpuRates.products``.
         check: Its largest difference from the definition relative to the largest entry; None where
             there is no definition but itself.
@@ -40,10 +39,8 @@ class Work:
         usual: Who else does it, and how.
     """
 
-    case: str
+    counted: Counted
     run: Callable[[], object]
-    products: float
-    moved: float
     kind: str = FLOAT32
     check: Callable[[], float] | None = None
     tolerance: float = 1e-5
@@ -62,9 +59,9 @@ class GpuRates:
     copied_bytes: float
     products: Mapping[str, float]
 
-    def floor(self, work: Work) -> float:
-        """Least seconds of some work."""
-        return max(work.products / self.products[work.kind], work.moved / self.copied_bytes)
+    def floor(self, counted: Counted, kind: str) -> float:
+        """Least seconds of some work with products of a kind."""
+        return max(counted.products / self.products[kind], counted.moved / self.copied_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +140,17 @@ class Meter:
         error = None if work.check is None else work.check()
         if error is not None and not error <= work.tolerance:
             raise BackendError(
-                f"{work.case}: the GPU's result is off by {error:.1e}, not {work.tolerance:.0e}."
+                f"{work.counted.case}: the GPU's result is off by {error:.1e}, "
+                f"not {work.tolerance:.0e}."
             )
-        floor, own = self.rates.floor(work), self.timed(work.run)
+        floor, own = self.rates.floor(work.counted, work.kind), self.timed(work.run)
         pool = int(self.backend.xp.get_default_memory_pool().total_bytes())
         timed = [(contender, own, error)]
         timed += [(name, self.timed(run), None) for name, run in work.usual.items()]
+        case, median = work.counted.case, own.median
         return [
-            GpuRow(work.case, name, times, floor, floor / times.median, own.median / times.median,
-                   told, pool, self.device)
+            GpuRow(case, name, times, floor, floor / times.median, median / times.median, told,
+                   pool, self.device)
             for name, times, told in timed
         ]  # fmt: skip
 

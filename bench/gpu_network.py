@@ -8,7 +8,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.window import Window
-from kfac_engine.bench.gpu_meter import FLOAT32, FLOAT64, Work, difference, kind_of
+from kfac_engine.bench import gpu_counts
+from kfac_engine.bench.gpu_meter import FLOAT64, Work, difference, kind_of
 from kfac_engine.bench.gpu_torch import Usual
 from kfac_engine.bench.jobs import DAMPING, square_window
 from kfac_engine.bench.made import factor, normal
@@ -49,14 +50,12 @@ def factor_works(
     }
     kind, tolerance = kind_of(backend, name), _TOLERANCES[name]
 
-    def of_inputs(some: Sequence[Layer], case: str) -> Work:
+    def of_inputs(some: Sequence[Layer]) -> Work:
         runs = [_input_factor(backend, layer, inputs[layer]) for layer in some]
         others = [usual.input_factor(inputs[layer], layer) for layer in some] if usual else []
         return Work(
-            case,
+            gpu_counts.input_factors(some, batch),
             lambda: [run() for run in runs],
-            sum(input_products(layer, batch) for layer in some),
-            float(sum(inputs[x].nbytes + 2 * 4 * x.d_in**2 for x in some)),
             kind,
             lambda: max(_input_error(backend, x, inputs[x][:1]) for x in dict.fromkeys(some)),
             tolerance,
@@ -64,16 +63,13 @@ def factor_works(
         )
 
     for layer in dict.fromkeys(layer for layer in layers if layer.kernel > 1):
-        size = f"{batch}×{layer.inputs}×{layer.side}²"
-        yield of_inputs([layer], f"A: {size}, {layer.kernel}×{layer.kernel}/{layer.stride}")
-    yield of_inputs(layers, f"A of {len(layers)} layers")
+        yield of_inputs([layer])
+    yield of_inputs(layers)
     runs = [_output_factor(backend, outputs[layer]) for layer in layers]
     others = [usual.output_factor(outputs[layer]) for layer in layers] if usual else []
     yield Work(
-        f"G of {len(layers)} layers",
+        gpu_counts.output_factors(layers, batch),
         lambda: [run() for run in runs],
-        sum(0.5 * batch * x.out_side**2 * x.outputs**2 for x in layers),
-        float(sum(outputs[x].nbytes + 2 * 4 * x.outputs**2 for x in layers)),
         kind,
         lambda: max(_output_error(backend, outputs[x][:1]) for x in dict.fromkeys(layers)),
         tolerance,
@@ -99,10 +95,8 @@ def refresh_works(
     matrices = [backend.asarray(hosts[side]) for side in sides]
     dampings = [DAMPING] * len(sides)
     yield Work(
-        f"{len(sides)} inverses",
+        gpu_counts.inverses(layers),
         lambda: backend.damped_inverses(matrices, dampings),
-        sum(float(d) ** 3 for d in sides) / 2,
-        float(sum(2 * 4 * d * d for d in sides)),
         FLOAT64,
         lambda: max(_inverse_error(backend, host) for host in hosts.values()),
         _INVERSE_TOLERANCE,
@@ -110,14 +104,6 @@ def refresh_works(
     )
     yield _preconditioning(backend, layers, usual)
     yield from _spectra(backend, [min(side, max(sides)) for side in _SPECTRA], usual)
-
-
-def input_products(layer: Layer, batch: int) -> float:
-    """Multiplications for a factor's lower triangle, by distances of taps where those are fewer."""
-    rows, k = batch * layer.out_side**2, layer.kernel
-    if layer.stride == 1 and k > 1:
-        return float(rows * layer.inputs**2 * ((2 * k - 1) ** 2 + 1) / 2)
-    return float(rows * layer.d_in**2 / 2)
 
 
 def _input_factor(backend: CupyBackend, layer: Layer, x: Array) -> Callable[[], None]:
@@ -163,8 +149,6 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual
         for layer in set(layers)
     }
     triples = [tuple(map(backend.asarray, distinct[layer])) for layer in layers]
-    products = sum(V.size * float(sum(V.shape)) for _, V, _ in triples)
-    moved = sum(A.nbytes + 2 * V.nbytes + G.nbytes for A, V, G in triples)
 
     def error() -> float:
         found = {layer: A @ V @ G for layer, (A, V, G) in zip(layers, triples, strict=True)}
@@ -176,12 +160,9 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual
 
     others = {"torch": usual.precondition([distinct[x] for x in layers])} if usual else {}
     return Work(
-        f"gradients of {len(layers)} layers, preconditioned",
+        gpu_counts.gradients(layers),
         lambda: [A @ V @ G for A, V, G in triples],
-        products,
-        float(moved),
-        FLOAT32,
-        error,
+        check=error,
         usual=others,
     )
 
@@ -205,8 +186,8 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], usual: Usual | None) ->
 
     # No count of products is agreed on for eigenvectors: bytes alone.
     moved = float(sum(3 * 4 * side * side for side in sides))
-    yield Work(f"eigenvectors of {told}", lambda: backend.eighs(matrices), 0.0, moved,
-               check=rebuilt, usual=others)  # fmt: skip
+    counted = gpu_counts.Counted(f"eigenvectors of {told}", 0.0, moved)
+    yield Work(counted, lambda: backend.eighs(matrices), check=rebuilt, usual=others)
     dampings, degrees = [DAMPING] * len(sides), [4] * len(sides)
 
     def roots() -> Sequence[Array | None]:
@@ -217,8 +198,8 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], usual: Usual | None) ->
         return max(difference(a, _fourth_root(b)) for a, b in zip(found, hosts, strict=True))
 
     if all(root is not None for root in roots()):
-        case = f"inverse fourth roots of {told}, by products"
-        yield Work(case, roots, 0.0, moved, check=error, tolerance=_INVERSE_TOLERANCE)
+        counted = gpu_counts.Counted(f"inverse fourth roots of {told}, by products", 0.0, moved)
+        yield Work(counted, roots, check=error, tolerance=_INVERSE_TOLERANCE)
 
 
 def _fourth_root(host: Array) -> Array:

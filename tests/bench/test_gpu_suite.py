@@ -10,7 +10,7 @@ from rich.console import Console
 from kfac_engine.backend import cupy_device, cupy_roots, select
 from kfac_engine.backend.cupy_backend import CupyBackend
 from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.bench import gpu, gpu_kernels, gpu_meter, gpu_network, gpu_torch, made
+from kfac_engine.bench import gpu, gpu_counts, gpu_kernels, gpu_meter, gpu_network, gpu_torch, made
 from kfac_engine.bench.resnet50 import Layer, resnet50
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import source
@@ -42,11 +42,12 @@ def test_the_work_of_a_whole_network_is_that_of_its_definition() -> None:
     rows = [32 * layer.out_side**2 for layer in resnet50()]
     full = sum(r * layer.d_in**2 for r, layer in zip(rows, resnet50(), strict=True))
     assert full / 1e9 == pytest.approx(652.5, abs=0.01)
-    assert sum(gpu_network.input_products(layer, 32) for layer in resnet50()) / 1e9 < full / 1e9 / 2
+    assert gpu_counts.input_factors(resnet50(), 32).products < full / 2
 
 
+SUM = gpu_counts.Counted("a sum", 0.0, 1.0)
 LAYERS = Layer(2, 3, 3, 1, 4), Layer(3, 4, 1, 1, 4), Layer(4, 3, 1, 1, 1, True)
-SIZES = gpu_kernels.Sizes(images=2, channels=3, side=4, matrix=40, ids=200, classes=5)
+SIZES = gpu_counts.Sizes(images=2, channels=3, side=4, matrix=40, ids=200, classes=5)
 
 
 @pytest.fixture
@@ -100,21 +101,21 @@ def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) 
     assert rates.products[gpu_meter.SPLIT] == rates.products[gpu_meter.TF32] / 3
     seconds = meter.ceilings["copy"].low
     assert rates.copied_bytes == pytest.approx(2 * 4 * 8**2 / seconds)
-    work = gpu_meter.Work("", lambda: None, rates.products["TF32"], 0.0, "TF32")
-    assert rates.floor(work) == 1
+    assert rates.floor(gpu_counts.Counted("", rates.products["TF32"], 0.0), "TF32") == 1
+    assert rates.floor(gpu_counts.Counted("", 0.0, rates.copied_bytes), "TF32") == 1
 
 
 def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:
-    work = gpu_meter.Work("a sum", lambda: None, 0.0, 1.0, check=lambda: 2e-3, tolerance=1e-3)
+    work = gpu_meter.Work(SUM, lambda: None, check=lambda: 2e-3, tolerance=1e-3)
     with pytest.raises(BackendError, match=r"a sum: .* is off by 2\.0e-03, not 1e-03"):
         meter.rows("cupy", work)
-    work = gpu_meter.Work("a sum", lambda: None, 0.0, 1.0, check=lambda: float("nan"))
+    work = gpu_meter.Work(SUM, lambda: None, check=lambda: float("nan"))
     with pytest.raises(BackendError, match="off by nan"):
         meter.rows("cupy", work)
 
 
 def test_others_stand_beside_ours(meter: gpu_meter.Meter) -> None:
-    work = gpu_meter.Work("a sum", lambda: None, 0.0, 1.0, usual={"torch": lambda: None})
+    work = gpu_meter.Work(SUM, lambda: None, usual={"torch": lambda: None})
     ours, other = meter.rows("cupy", work)
     assert (ours.contender, other.contender) == ("cupy", "torch")
     assert other.ratio == ours.seconds.median / other.seconds.median
