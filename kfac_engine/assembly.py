@@ -4,12 +4,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from kfac_engine._types import Array, Params
+from kfac_engine._types import Array, Params, Vector
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.blocks.base import parts, uses
+from kfac_engine.blocks.base import FisherBlock, parts, uses
+from kfac_engine.blocks.together import multiply_all
 from kfac_engine.checks import check_mode
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
@@ -309,7 +310,8 @@ def multiplied(
         InputError: A parameter of a block is missing.
     """
     split_up = split(parts_of, given)
-    products: dict[str, Array] = {}
+    names_of: list[tuple[str, ...]] = []
+    pairs: list[tuple[FisherBlock, Vector]] = []
     for key, block in collection.fisher_blocks.items():
         names = uses(key)
         present = [name for name in names if name in split_up]
@@ -320,5 +322,14 @@ def multiplied(
                 f"{', '.join(names)} form one block; give the gradients of all of them."
             )
         vector = split_up[key] if isinstance(key, str) else tuple(split_up[name] for name in key)
-        products.update(zip(names, parts(block.multiply_matpower(vector, exp)), strict=True))
+        names_of.append(names)
+        pairs.append((block, vector))
+    found = multiply_all(
+        pairs, lambda block, v: block.multiply_matpower(v, exp), collection.backend
+    )
+    products = {
+        name: array
+        for names, product in zip(names_of, found, strict=True)
+        for name, array in zip(names, parts(product), strict=True)
+    }
     return {name: join(parts_of[name], products, array, rest) for name, array in given.items()}

@@ -11,11 +11,13 @@ from kfac_engine.backend import (
     grouped,
     numpy_im2col,
     numpy_inverse,
+    numpy_matmul,
     numpy_moments,
     numpy_patches,
     patch_sums,
 )
 from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.tasks import WORTH_WAKING, Task, share
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
@@ -63,6 +65,15 @@ class NumpyBackend:
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         return [np.array(array, np.float64) for array in arrays]
 
+    def share(self, tasks: Sequence[Task]) -> None:
+        share(tasks, self.workers)
+
+    def bands(self, length: int, work: float) -> list[slice]:
+        return self.workers.bands(length) if work >= WORTH_WAKING else [slice(0, length)]
+
+    def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        return numpy_matmul.matmul(x, y, out, self.workers)
+
     def second_moment(
         self,
         x: Array,
@@ -80,7 +91,11 @@ class NumpyBackend:
             alpha=alpha,
             beta=beta,
             scratch_bytes=self.scratch_bytes,
+            workers=self.workers,
         )
+
+    def mirror(self, moment: Array) -> None:
+        numpy_moments.mirror(moment, self.workers)
 
     def patch_second_moment(
         self,
@@ -91,12 +106,8 @@ class NumpyBackend:
         homogeneous: bool = False,
         alpha: float = 1.0,
         beta: float = 0.0,
-            workers=self.workers,
     ) -> None:
         numpy_patches.patch_second_moment(
-    def mirror(self, moment: Array) -> None:
-        numpy_moments.mirror(moment, self.workers)
-
             x,
             window,
             out,
@@ -104,6 +115,7 @@ class NumpyBackend:
             alpha=alpha,
             beta=beta,
             scratch_bytes=self.scratch_bytes,
+            workers=self.workers,
         )
 
     def patches(self, x: Array, window: Window) -> Array:
@@ -115,7 +127,6 @@ class NumpyBackend:
         patch_sums.add_patch_squares(x, window, out, np, alpha=alpha, beta=beta)
 
     def grouped_second_moment(
-            workers=self.workers,
         self,
         x: Array,
         window: Window,

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
+from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window
 
 
@@ -57,6 +58,20 @@ class Backend(Protocol):
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         """Host copies of a few small arrays, float64; a device is read once for all of them."""
 
+    def share(self, tasks: Sequence[Task]) -> None:
+        """Do tasks that do not depend on each other, side by side where there are threads."""
+
+    def bands(self, length: int, work: float) -> list[slice]:
+        """``range(length)`` in parts that are worth a thread each; one part where there are none.
+
+        Args:
+            length: Of an axis.
+            work: Multiplications along the whole axis.
+        """
+
+    def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        """``x y`` of matrices or of stacks of them, into ``out`` if it is given."""
+
     def second_moment(
         self,
         x: Array,
@@ -78,6 +93,12 @@ class Backend(Protocol):
             beta: Scale of the old one; 0 overwrites, whatever ``out`` held (NaN included).
         """
 
+    def mirror(self, moment: Array) -> None:
+        """Complete a second moment in place: every lower triangle of ``(…, d, d)`` onto its upper.
+
+        A backend whose second moments have both triangles need not do anything.
+        """
+
     def patch_second_moment(
         self,
         x: Array,
@@ -93,12 +114,6 @@ class Backend(Protocol):
         Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one.
 
         Args:
-    def mirror(self, moment: Array) -> None:
-        """Complete a second moment in place: every lower triangle of ``(…, d, d)`` onto its upper.
-
-        A backend whose second moments have both triangles need not do anything.
-        """
-
             x: Images, ``(n, channels, *sides)``, any strides.
             window: Geometry; as many axes as ``sides``.
             out: ``(taps·channels (+ 1), same)``.

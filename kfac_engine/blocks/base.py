@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import isfinite, prod
 from typing import Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Rows, Vector
@@ -137,6 +137,11 @@ class FisherBlock(ABC):
 
     # -- products -------------------------------------------------------------------------------
 
+    @property
+    def work(self) -> float:
+        """Multiplications of a product with the block, about; few before the first batch."""
+        return float(sum(prod(shape_of(factor)) for factor in self.factors))
+
     @abstractmethod
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         """The damped block to the power ``exp``, times a vector.
@@ -237,6 +242,11 @@ def parts(vector: Vector) -> tuple[Array, ...]:
     if isinstance(vector, Rows):
         raise UnsupportedError("this block multiplies whole arrays, not rows of them.")
     return tuple(vector) if isinstance(vector, tuple | list) else (vector,)
+
+
+def shape_of(factor: FisherFactor) -> tuple[int, ...]:
+    """Shape of a factor's average; empty before the first batch."""
+    return () if factor.average.value is None else factor.average.value.shape
 
 
 def uses(names: TowerNames) -> Uses:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kfac_engine.blocks.base import GradsList
+from kfac_engine.blocks.base import GradsList, shape_of
 from kfac_engine.blocks.single import LayerDiagonalFB
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
@@ -26,6 +26,11 @@ class EigenbasisFB(LayerDiagonalFB):
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.form.packing.matrix_shape(shapes[0])
         return (d_in, d_in), (d_out, d_out), (d_in, d_out)
+
+    @property
+    def work(self) -> float:
+        d_in, d_out = shape_of(self.factor) or (0, 0)
+        return 2.0 * d_in * d_out * (d_in + d_out)  # into the basis, and back
 
     def _make_factors(self, grads_list: GradsList) -> None:
         form, collection = self.form, self._collection

@@ -11,11 +11,19 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from kfac_engine._types import Array, Vector
-from kfac_engine.blocks.base import FactorOwner, FisherBlock, GradsList, TowerNames, Towers
+from kfac_engine.blocks.base import (
+    FactorOwner,
+    FisherBlock,
+    GradsList,
+    TowerNames,
+    Towers,
+    shape_of,
+)
 from kfac_engine.errors import NotReadyError
 from kfac_engine.factors.base import FisherFactor, Level
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
@@ -24,6 +32,7 @@ from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment
 from kfac_engine.layers.forms import LayerForm
 from kfac_engine.layers.uses import rows_per_example
 from kfac_engine.linalg.damping import pi_correction
+from kfac_engine.linalg.kronecker import multiply_parts
 
 
 def _square(d: int) -> tuple[int, ...]:
@@ -196,12 +205,22 @@ class KroneckerProductFB(FisherBlock):
 
     # -- products -------------------------------------------------------------------------------
 
+    @property
+    def work(self) -> float:
+        a, g = (shape_of(factor) for factor in self.factors)
+        both_sides = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
+        return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(both_sides, 1)
+
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
         (A, damping_a), (G, damping_g) = self._damped()
+        scale = float(self.repeats) ** exp
+        left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
+        if left is not None and right is not None:
+            return self._between(left, right, vector, scale)
         V = self._pack(vector)
         V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
-        return self.form.packing.unpack(float(self.repeats) ** exp * V, vector)
+        return self.form.packing.unpack(scale * V, vector)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
         return self._multiply_root(vector, transpose=transpose, inverse=False)
@@ -216,6 +235,16 @@ class KroneckerProductFB(FisherBlock):
         return block
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _between(self, left: Array, right: Array, vector: Vector, scale: float) -> Vector:
+        """``scale · left V right`` of symmetric matrices, the vector taken where it lies."""
+        backend, packing = self._collection.backend, self.form.packing
+        parts = packing.parts(vector, self.params)
+        dtype = backend.xp.result_type(left, right, *parts)
+        parts = tuple(part.astype(dtype, copy=False) for part in parts)
+        out = packing.rooms(parts, dtype, backend.xp)
+        multiply_parts(left, right, parts, out, backend, scale=scale)
+        return packing.joined(out, vector)
 
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
         """``√c·L_A V L_Gᵀ`` and its three relatives: the right side is transposed by default."""

@@ -69,8 +69,9 @@ class MovingAverage:
             NotReadyError: Nothing was averaged yet.
         """
         value = self.lower(what)
-        if self.rest is not None:
-            self.rest(value)
+        rest = self.rest  # another thread that reads may write the same in the meantime
+        if rest is not None:
+            rest(value)
             self.rest = None
         return value
 

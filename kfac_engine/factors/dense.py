@@ -88,6 +88,9 @@ class DenseSquareMatrixFactor(FisherFactor):
             computed |= zip(wanted, arrays, strict=True)
         self.stored = {key: computed[key[0], damping] for key, damping in dampings.items()}
 
+    def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
+        return None if exp == 1 else self._read(float(exp), damping_func)
+
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=0)
         if exp == 1:

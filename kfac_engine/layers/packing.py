@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from types import ModuleType
 
-from kfac_engine._types import Array, Rows, Vector
+from kfac_engine._types import Array, DType, Rows, Vector
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
 # Axes that bring a weight, as its format stores it, to (*spatial, in, out).
@@ -99,6 +99,81 @@ class Packing:
             )
         return parts
 
+    def parts(self, vector: Vector, where: object) -> tuple[Array, ...]:
+        """The rows of the packed matrix in two parts: those of the weight, and that of the bias.
+
+        Args:
+            vector: In the parameters' own shapes; the bias may have axes of one.
+            where: The parameters, for messages.
+
+        Returns:
+            ``(d_in, d_out)``, and ``(d_out,)`` if there is a bias; views where the order of the
+            entries allows. Columns are contiguous where the weight is stored output by output.
+
+        Raises:
+            InputError: One array was given for a pair or a pair for one parameter.
+            ShapeError: The weight has another rank than its format, or the bias another size.
+            UnsupportedError: Rows were given.
+        """
+        parts = self.arrays(vector, where)
+        weight = parts[0]
+        if weight.ndim != len(self.axes):
+            raise ShapeError(
+                f"the weight of {where} is {self.weight_format}, {len(self.axes)} axes; got shape "
+                f"{weight.shape}."
+            )
+        d_out = self.matrix_shape(weight.shape)[1]
+        if self._outputs_first:
+            matrix = weight.transpose(self._turned_axes).reshape(d_out, -1).T
+        else:
+            matrix = weight.transpose(self.axes).reshape(-1, d_out)
+        if not self.has_bias:
+            return (matrix,)
+        if parts[1].size != d_out:
+            raise ShapeError(f"the bias of {where} has shape {parts[1].shape}, not ({d_out},).")
+        return matrix, parts[1].reshape(d_out)
+
+    def rooms(self, parts: Sequence[Array], dtype: DType, xp: ModuleType) -> tuple[Array, ...]:
+        """New arrays in the shapes of ``parts``, in the order of memory that ``joined`` likes."""
+        matrix, *bias = parts
+        if self._outputs_first:
+            room = xp.empty(matrix.shape[::-1], dtype).T
+        else:
+            room = xp.empty(matrix.shape, dtype)
+        return room, *(xp.empty(part.shape, dtype) for part in bias)
+
+    def joined(self, parts: Sequence[Array], like: Vector) -> Vector:
+        """The inverse of ``parts``: arrays in the shapes and types of ``like``.
+
+        Args:
+            parts: As ``rooms`` makes them; given up to the result.
+            like: In the parameters' own shapes.
+
+        Returns:
+            Contiguous arrays, on the memory of ``parts`` where the order of the entries allows.
+        """
+        assert not isinstance(like, Rows)  # they were refused by parts
+        given = like if isinstance(like, tuple | list) else (like,)
+        axes = self._turned_axes if self._outputs_first else self.axes
+        matrix = parts[0].T if self._outputs_first else parts[0]
+        permuted = tuple(given[0].shape[axis] for axis in axes)
+        back = sorted(range(len(axes)), key=axes.__getitem__)
+        weight = matrix.reshape(permuted).transpose(back)
+        weight = weight.astype(given[0].dtype, order="C", copy=False)
+        if not self.has_bias:
+            return (weight,) if isinstance(like, tuple | list) else weight
+        return weight, parts[1].reshape(given[1].shape).astype(given[1].dtype, copy=False)
+
+    @property
+    def _turned_axes(self) -> tuple[int, ...]:
+        """As ``axes``, columns before rows."""
+        return (*self.axes[self.row_axes :], *self.axes[: self.row_axes])
+
+    @property
+    def _outputs_first(self) -> bool:
+        """Whether the weight is stored output by output."""
+        return self.axes[self.row_axes] == 0
+
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """The packed matrix of a weight or a ``(weight, bias)`` pair.
 
@@ -115,21 +190,11 @@ class Packing:
             ShapeError: The weight has another rank than its format, or the bias another size.
             UnsupportedError: Rows were given.
         """
-        parts = self.arrays(vector, where)
-        weight = parts[0]
-        if weight.ndim != len(self.axes):
-            raise ShapeError(
-                f"the weight of {where} is {self.weight_format}, {len(self.axes)} axes; got shape "
-                f"{weight.shape}."
-            )
-        d_out = self.matrix_shape(weight.shape)[1]
-        matrix = weight.transpose(self.axes).reshape(-1, d_out)
-        if not self.has_bias:
+        matrix, *bias = self.parts(vector, where)
+        if not bias:
             return matrix.copy()
-        if parts[1].size != d_out:
-            raise ShapeError(f"the bias of {where} has shape {parts[1].shape}, not ({d_out},).")
-        packed: Array = xp.empty((len(matrix) + 1, d_out), xp.result_type(*parts))
-        packed[:-1], packed[-1] = matrix, parts[1].reshape(d_out)
+        packed: Array = xp.empty((len(matrix) + 1, len(bias[0])), xp.result_type(matrix, bias[0]))
+        packed[:-1], packed[-1] = matrix, bias[0]
         return packed
 
     def unpack(self, matrix: Array, like: Vector) -> Vector:

@@ -4,8 +4,13 @@ A gradient of a layer is a matrix ``V``, ``(d_in, d_out)``; flattened row by row
 standard Kronecker product: entry ``[i·d_out + o, j·d_out + p]`` is ``A[i, j]·G[o, p]``.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.tasks import Task
 from kfac_engine.errors import ShapeError
 
 
@@ -38,6 +43,70 @@ def kron_matvec(A: Array, G: Array, V: Array) -> Array:
     left_first = m * d_out * (d_in + p) <= d_in * p * (d_out + m)
     product: Array = (A @ V) @ G.T if left_first else A @ (V @ G.T)
     return product
+
+
+def multiply_parts(
+    A: Array,
+    G: Array,
+    V: Sequence[Array],
+    out: Sequence[Array],
+    backend: Backend,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """``scale · A V Gᵀ`` of a matrix that comes in parts, into parts of the same shapes.
+
+    Weights and biases of a layer lie in arrays of their own, in memory of any order: they are
+    multiplied as they are. Threads share the rows of ``A``, both products of a row in one task.
+
+    Args:
+        A: Left factor, ``(d_in, d_in)``.
+        G: Right factor, ``(d_out, d_out)``.
+        V: The rows of the gradient but the last, ``(d_in − 1, d_out)``, and the last, ``(d_out,)``;
+            or all rows alone.
+        out: Arrays of the same shapes, apart from ``V``.
+        backend: Their library.
+        scale: Of the product.
+
+    Raises:
+        ShapeError: The sides do not fit.
+    """
+    d_in, d_out = len(V[0]) + len(V) - 1, V[0].shape[-1]
+    if A.shape != (d_in, d_in) or G.shape != (d_out, d_out):
+        raise ShapeError(
+            f"factors of shapes {A.shape} and {G.shape} cannot multiply a gradient of shape "
+            f"{(d_in, d_out)}."
+        )
+    work = float(d_in) * d_out * (d_in + d_out)
+    bands = backend.bands(d_in, work)
+    backend.share(
+        [
+            Task(work / len(bands), partial(_multiply_rows, A, G, V, out, backend, scale, band))
+            for band in bands
+        ]
+    )
+
+
+def _multiply_rows(
+    A: Array,
+    G: Array,
+    V: Sequence[Array],
+    out: Sequence[Array],
+    backend: Backend,
+    scale: float,
+    rows: slice,
+) -> None:
+    """Some rows of ``scale · A V Gᵀ``."""
+    weights = len(V[0])
+    product = backend.matmul(A[rows, :weights], V[0])
+    if len(V) > 1:
+        product += A[rows, weights:] * V[1]
+    if scale != 1.0:
+        product *= scale
+    above = slice(rows.start, min(rows.stop, weights))
+    backend.matmul(product[: above.stop - above.start], G.T, out[0][above])
+    if rows.stop > weights:
+        backend.matmul(product[-1], G.T, out[1])
 
 
 def kronecker_product(A: Array, G: Array) -> Array:

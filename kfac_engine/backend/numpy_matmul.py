@@ -1,0 +1,46 @@
+"""Products of matrices whose rows, columns or stacks are divided among threads."""
+
+from functools import partial
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.tasks import WORTH_WAKING
+from kfac_engine.backend.threads import Workers
+
+
+def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
+    """``x y``, of matrices or of stacks of them.
+
+    Args:
+        x: ``(…, m, k)``, or a vector.
+        y: ``(…, k, n)``, or a vector.
+        out: Where to write it, ``(…, m, n)``; a new array if left out.
+        workers: Threads that share a large product of two matrices, or a stack.
+
+    Returns:
+        ``out``, or the new array.
+    """
+    if min(x.ndim, y.ndim) < 2 or x.size * y.shape[-1] < WORTH_WAKING:
+        product: Array = np.matmul(x, y, out=out)
+        return product
+    if out is None:
+        stack = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        out = np.empty((*stack, x.shape[-2], y.shape[-1]), np.result_type(x, y))
+    if out.ndim == 2 and out.shape[0] < out.shape[1]:
+        matmul(y.T, x.T, out.T, workers)
+        return out
+    calls = [
+        partial(np.matmul, _part(x, band, out), _part(y, band, out), out=out[band])
+        if out.ndim > 2
+        else partial(np.matmul, x[band], y, out=out[band])
+        for band in workers.bands(len(out))
+    ]
+    workers.run(calls)
+    return out
+
+
+def _part(operand: Array, band: slice, out: Array) -> Array:
+    """What a product with ``out[band]`` reads of an operand that may be the same for all."""
+    own = operand.ndim == out.ndim and len(operand) == len(out)
+    return operand[band] if own else operand

@@ -1,0 +1,56 @@
+"""Tasks of known size: which of them threads do side by side, and which are divided among threads.
+
+A primitive divides its own work among threads unless it runs inside a task (see ``threads``). Tasks
+of like size are better done side by side, where nothing waits; one that outweighs the others is
+better divided. Both follow from sizes alone, so that the same work gives the same bits every time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kfac_engine.backend.threads import Workers
+
+# Waking a thread and waiting for it takes 0.2 ms; in a millisecond a core does so many
+# multiplications of matrices.
+WORTH_WAKING = 8e7
+# Smaller tasks are Python for the most part, and side by side threads would wait for it in turn.
+_TINY = 4e6
+# Parts of a task that was divided in equal ones differ by rounding: none of them outweighs.
+_MORE = 1.01
+
+
+class Task(NamedTuple):
+    """Work that depends on no other task of its kind.
+
+    Attributes:
+        work: Multiplications, about.
+        do: Does it.
+    """
+
+    work: float
+    do: Callable[[], object]
+
+
+def share(tasks: Sequence[Task], workers: Workers) -> None:
+    """Do all tasks and wait for them.
+
+    Args:
+        tasks: In any order.
+        workers: Threads.
+
+    Raises:
+        Exception: What a task raised; others may have been left out.
+    """
+    ordered = sorted(tasks, key=lambda task: -task.work)
+    left = sum(task.work for task in ordered)
+    while ordered and (left < WORTH_WAKING or workers.count * ordered[0].work > _MORE * left):
+        first = ordered.pop(0)
+        left -= first.work
+        first.do()
+    tiny = [task for task in ordered if task.work < _TINY]
+    workers.run([*(task.do for task in ordered[: len(ordered) - len(tiny)]), lambda: _all(tiny)])
+
+
+def _all(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task.do()
