@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench.environment import environment
-from kfac_engine.bench.jobs import Job
+from kfac_engine.bench.jobs import PLAIN, Job
 from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
 from kfac_engine.registry import Registry
@@ -31,6 +31,7 @@ class Contender:
         checks: What it computes as the truth for others, but too slowly to be timed.
         needs: Packages that must be installed.
         networks: Whose steps it can make; empty for all.
+        plain: Whether its plain gradients are its own, not those of another contender.
     """
 
     module: str
@@ -38,6 +39,7 @@ class Contender:
     checks: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     networks: frozenset[str] = frozenset()
+    plain: bool = True
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -48,7 +50,8 @@ class Contender:
         """Whether it takes part in the job."""
         network = job.sizes.get("network")
         known = not self.networks or network is None or network in self.networks
-        return known and job.operation in self.operations
+        own = self.plain or job.sizes.get("kind") != PLAIN
+        return known and own and job.operation in self.operations
 
     def can_check(self, job: Job) -> bool:
         """Whether it has a result of the job."""
@@ -64,15 +67,21 @@ CONTENDERS: Mapping[str, Contender] = Registry(
         DEFINITION: Contender("kfac_engine.bench.definition", _PRIMITIVES, checks=_STEP),
         OURS: Contender("kfac_engine.bench.ours", _PRIMITIVES | _STEP),
         "torch": Contender("kfac_engine.bench.with_torch", _PRIMITIVES | _STEP, needs=("torch",)),
+        "torch-by-example": Contender(
+            "kfac_engine.bench.with_torch_by_example",
+            frozenset({"patches", "step"}),
+            needs=("torch",),
+            networks=frozenset({"resnet20"}),
+            plain=False,
+        ),
         "jax": Contender("kfac_engine.bench.with_jax", _PRIMITIVES, needs=("jax",)),
         "kfac-jax": Contender(
             "kfac_engine.bench.with_kfac_jax",
             _STEP,
             needs=("jax", "kfac_jax"),
-            networks=frozenset({"mlp"}),
         ),
         "curvlinops": Contender(
-            "kfac_engine.bench.with_curvlinops", _STEP, needs=("torch", "curvlinops")
+            "kfac_engine.bench.with_curvlinops", _STEP, needs=("torch", "curvlinops"), plain=False
         ),
     },
 )

@@ -44,7 +44,7 @@ class Job:
         tolerances: Parts of the result that have another one.
         cycle: How many equal parts one run has; times are those of one.
         period: How many runs it takes until everything that happens now and then has happened once:
-            times are means of so many.
+            the time is the mean of so many.
     """
 
     operation: str
@@ -125,8 +125,9 @@ def step(network: str, batch: int, kind: str, cycle: int) -> Job:
 
 
 # Kind of step to how often factors and inverses move; None for gradients alone.
+PLAIN = "gradient"
 STEPS: Mapping[str, tuple[int, int] | None] = {
-    "gradient": None,
+    PLAIN: None,
     "factors 1, inverses 10": (1, 10),
     "factors 10, inverses 100": (10, 100),
 }

@@ -1,7 +1,7 @@
 """One job: every contender's result is checked, then they are timed in turn."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from statistics import mean
 
@@ -19,7 +19,7 @@ from kfac_engine.errors import BackendError
 _SECONDS, _FEWEST, _MOST = 2.0, 3, 7
 # A round runs quick jobs so often that the clock which tells what others ran, in hundredths of a
 # second, has something to say; slow ones need no run that warms the caches.
-_BLOCK, _MOST_RUNS, _SLOW = 0.05, 100, 1.0
+_BLOCK, _MOST_RUNS, _SLOW, _VERY_SLOW = 0.05, 100, 1.0, 5.0
 # Threads of the contender that came before spin while they wait for work, for up to a quarter of a
 # second.
 _SETTLING = 0.3
@@ -127,25 +127,30 @@ def _in_turn(
     """Rounds of contenders that take turns, so that a busy moment hits all of them."""
     pilots = {n: p.run(1, warm=False, settle=_SETTLING) for n, p in processes.items()}
     seconds = {name: usage.times[0] for name, usage in pilots.items()}
-    one_run = job.period == 1
-    # What was slow the first time was not slow for want of caches: it counts.
-    usages = {n: [pilot] if seconds[n] > _SLOW and one_run else [] for n, pilot in pilots.items()}
-    fitting = int(_SECONDS / (max(seconds.values()) * job.period))
-    for number in range(repeats or min(max(fitting, _FEWEST if one_run else 2), _MOST)):
+    # What is slow the first time is not so for want of caches: it counts, as do all of a period.
+    counted = {name: job.period > 1 or seconds[name] > _SLOW for name in pilots}
+    usages = {name: [pilot] if counted[name] else [] for name, pilot in pilots.items()}
+    for number in range(repeats or _fitting(job, max(seconds.values()))):
         for name, process in processes.items():
             if len(usages[name]) > number:
                 continue
-            blocks = min(ceil(_BLOCK / (seconds[name] * job.period)), _MOST_RUNS)
-            warm = seconds[name] < _SLOW and one_run
-            usages[name].append(process.run(blocks * job.period, warm=warm, settle=_SETTLING))
+            runs = 1 if counted[name] else min(ceil(_BLOCK / seconds[name]), _MOST_RUNS)
+            usages[name].append(process.run(runs, warm=not counted[name], settle=_SETTLING))
     return usages
 
 
+def _fitting(job: Job, slowest: float) -> int:
+    """Rounds, from the slowest contender's time."""
+    if job.period > 1:
+        return job.period
+    return min(max(int(_SECONDS / slowest), 2 if slowest > _VERY_SLOW else _FEWEST), _MOST)
+
+
 def _times(job: Job, usages: Sequence[Usage]) -> Spread:
-    """Of one part of a cycle; runs that form a period count as their mean."""
+    """Of one part of a cycle."""
     runs = [seconds / job.cycle for usage in usages for seconds in usage.times]
-    periods = [runs[i : i + job.period] for i in range(0, len(runs), job.period)]
-    return spread([mean(period) for period in periods])
+    times = spread(runs)
+    return times if job.period == 1 else replace(times, median=mean(runs))
 
 
 def _row(

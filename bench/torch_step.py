@@ -5,16 +5,20 @@ are unfolded, moments are products of whole matrices, inverses come of Cholesky 
 the given ones, as everywhere in this suite. Normalizations and embeddings keep plain gradients.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, unfold
 
-from kfac_engine.bench.jobs import DAMPING, DECAY, STEPS, Run
+from kfac_engine.bench.jobs import DAMPING, DECAY, GRADIENT, STEPS, Run
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.torch_networks import turned, with_weights
+
+# Averages the inputs of a module, the last argument, into a factor.
+Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
 def step(network: str, batch: int, kind: str, cycle: int) -> Run:
@@ -29,11 +33,20 @@ def step(network: str, batch: int, kind: str, cycle: int) -> Run:
     Returns:
         The run.
     """
+    return _run(network, batch, kind, cycle, add_rows)
+
+
+def step_by_example(network: str, batch: int, kind: str, cycle: int) -> Run:
+    """As ``step``, with products of patches for each example."""
+    return _run(network, batch, kind, cycle, add_examples)
+
+
+def _run(network: str, batch: int, kind: str, cycle: int, add: Add) -> Run:
     net = NETWORKS[network]()
     module, periods = with_weights(network, net.weights), STEPS[kind]
     x = torch.from_numpy(net.inputs(batch)["x"])
     y = torch.from_numpy(net.targets(batch))
-    kfac = Preconditioner(module, *periods) if periods else None
+    kfac = Preconditioner(module, *periods, add) if periods else None
 
     def run() -> Any:
         for _ in range(cycle):
@@ -43,7 +56,7 @@ def step(network: str, batch: int, kind: str, cycle: int) -> Run:
             if kfac is not None:
                 kfac.step()
         found = dict(module.named_parameters())
-        return [turned(name, found[name].grad).numpy() for name in net.compared]
+        return {GRADIENT: [turned(name, found[name].grad).numpy() for name in net.compared]}
 
     return run
 
@@ -55,12 +68,15 @@ class Preconditioner:
         module: The network.
         factors_every: Steps between updates of factors.
         inverses_every: Steps between inverses.
+        add: How the inputs of a layer are averaged in.
     """
 
-    def __init__(self, module: nn.Module, factors_every: int, inverses_every: int) -> None:
+    def __init__(
+        self, module: nn.Module, factors_every: int, inverses_every: int, add: Add
+    ) -> None:
         self.natural: dict[str, torch.Tensor] = {}
         self._layers = {
-            name: Layer(part)
+            name: Layer(part, add)
             for name, part in module.named_modules()
             if isinstance(part, nn.Linear | nn.Conv2d)
         }
@@ -91,10 +107,12 @@ class Layer:
 
     Args:
         module: A dense layer or a convolution.
+        add: How its inputs are averaged in.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, add: Add) -> None:
         self.listening = True
+        self._add = add
         self._module = module
         d_out, d_in = module.weight.flatten(1).shape
         self._average = torch.zeros(d_in + 1, d_in + 1), torch.zeros(d_out, d_out)
@@ -105,10 +123,9 @@ class Layer:
 
     def update(self) -> None:
         """Average the batch into both factors."""
-        a, ds = self._rows(self._seen["a"]), self._seen["ds"]
-        ds = ds.transpose(1, -1).reshape(-1, len(self._module.weight))
+        ds = self._seen["ds"].transpose(1, -1).reshape(-1, len(self._module.weight))
         A, G = self._average
-        A.addmm_(a.T, a, beta=DECAY, alpha=(1 - DECAY) / len(a))
+        self._add(A, self._seen["a"], self._module)
         G.addmm_(ds.T, ds, beta=DECAY, alpha=(1 - DECAY) / len(ds))
 
     def invert(self) -> None:
@@ -127,13 +144,6 @@ class Layer:
         A, G = self._inverse
         return G @ torch.cat([weight, bias[:, None]], 1) @ A
 
-    def _rows(self, a: torch.Tensor) -> torch.Tensor:
-        if a.ndim == 4:
-            m = self._module
-            a = unfold(a, m.kernel_size, padding=m.padding, stride=m.stride).transpose(1, 2)
-        a = a.reshape(-1, a.shape[-1])
-        return torch.cat([a, torch.ones(len(a), 1)], 1)
-
     def _save_input(self, module: nn.Module, given: Any, result: Any) -> None:
         if self.listening:
             self._seen["a"] = given[0].detach()
@@ -141,3 +151,27 @@ class Layer:
     def _save_gradient(self, module: nn.Module, given: Any, gradients: Any) -> None:
         if self.listening:
             self._seen["ds"] = gradients[0] * len(gradients[0])
+
+
+def add_rows(average: torch.Tensor, a: torch.Tensor, module: Any) -> None:
+    """Average inputs in: one product of all rows, which end with a one."""
+    if a.ndim == 4:
+        m = module
+        a = unfold(a, m.kernel_size, padding=m.padding, stride=m.stride).transpose(1, 2)
+    a = a.reshape(-1, a.shape[-1])
+    a = torch.cat([a, torch.ones(len(a), 1)], 1)
+    average.addmm_(a.T, a, beta=DECAY, alpha=(1 - DECAY) / len(a))
+
+
+def add_examples(average: torch.Tensor, a: torch.Tensor, module: Any) -> None:
+    """Average inputs in: a product for each example's patches, and sums for the bias."""
+    if a.ndim < 4:
+        add_rows(average, a, module)
+        return
+    m = module
+    z = unfold(a, m.kernel_size, padding=m.padding, stride=m.stride)
+    d, alpha = z.shape[1], (1 - DECAY) / (len(z) * z.shape[2])
+    average[:d, :d].addbmm_(z, z.transpose(1, 2), beta=DECAY, alpha=alpha)
+    average[d, :d].mul_(DECAY).add_(z.sum((0, 2)), alpha=alpha)
+    average[d, d].mul_(DECAY).add_(1 - DECAY)
+    average[:d, d].copy_(average[d, :d])

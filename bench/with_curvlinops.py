@@ -8,7 +8,7 @@ from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from kfac_engine.bench.jobs import DAMPING, STEPS, Run
+from kfac_engine.bench.jobs import DAMPING, GRADIENT, STEPS, Run
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.torch_networks import turned, with_weights
 
@@ -30,7 +30,7 @@ def _step(network: str, batch: int, kind: str, cycle: int) -> Run:
             if natural is not None:
                 natural.step()
         found = dict(module.named_parameters())
-        return [turned(name, found[name].grad).numpy() for name in net.compared]
+        return {GRADIENT: [turned(name, found[name].grad).numpy() for name in net.compared]}
 
     return run
 

@@ -15,23 +15,48 @@ from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 def _dense(rows: int, d: int) -> Run:
     def update(average: Any, x: Any) -> Any:
         with_one = jnp.concatenate([x, jnp.ones((rows, 1), x.dtype)], 1)
-        return DECAY * average + (1 - DECAY) / rows * (with_one.T @ with_one)
+        # Quicker than a product with the transpose, which is copied.
+        product = jax.lax.dot_general(with_one, with_one, (((0,), (0,)), ((), ())))
+        return DECAY * average + (1 - DECAY) / rows * product
 
     return _averaged(update, np.zeros((d + 1, d + 1), np.float32), made.normal(rows, d))
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    channels, taps = shape[1], kernel**2
-    d = channels * taps
+    d = shape[1] * kernel**2
 
     def update(average: Any, x: Any) -> Any:
-        z = jax.lax.conv_general_dilated_patches(
-            x, (kernel, kernel), (stride, stride), [(pad, pad), (pad, pad)]
-        )
-        z = z.reshape(len(x), channels, taps, -1).transpose(2, 1, 0, 3).reshape(d, -1)
+        z = _seen(x, kernel, stride, pad).transpose(0, 2, 1, 3, 4).reshape(d, -1)
         return DECAY * average + (1 - DECAY) / z.shape[1] * (z @ z.T)
 
     return _averaged(update, np.zeros((d, d), np.float32), made.normal(*shape))
+
+
+def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
+    channels, taps = shape[1], kernel**2
+
+    def update(average: Any, x: Any) -> Any:
+        z = _seen(x, kernel, stride, pad).transpose(2, 0, 1, 3, 4).reshape(channels, taps, -1)
+        product = jnp.einsum("cip,cjp->cij", z, z)
+        return DECAY * average + (1 - DECAY) / z.shape[2] * product
+
+    return _averaged(update, np.zeros((channels, taps, taps), np.float32), made.normal(*shape))
+
+
+def _seen(x: Any, kernel: int, stride: int, pad: int) -> Any:
+    """``(taps, n, channels, oh, ow)``: a slice for each tap.
+
+    Half the time of ``conv_general_dilated_patches``, which XLA convolves with an identity.
+    """
+    padded = jnp.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+    height, width = ((side + 2 * pad - kernel) // stride * stride + 1 for side in x.shape[2:])
+    return jnp.stack(
+        [
+            padded[:, :, i : i + height : stride, j : j + width : stride]
+            for i in range(kernel)
+            for j in range(kernel)
+        ]
+    )
 
 
 def _inverse(d: int) -> Run:
@@ -82,6 +107,7 @@ def _compiled(function: Callable[[Any], Any], matrix: Array) -> Run:
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "dense": _dense,
     "patches": _patches,
+    "depthwise": _depthwise,
     "inverse": _inverse,
     "power": _power,
     "precondition": _precondition,

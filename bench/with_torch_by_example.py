@@ -1,0 +1,35 @@
+"""Patches in PyTorch, multiplied one example at a time and added up.
+
+No library for K-FAC does it this way, but anyone who writes PyTorch can: nothing is transposed, and
+1 × 1 kernels need no patches at all.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import unfold
+
+from kfac_engine._types import Array
+from kfac_engine.bench import made
+from kfac_engine.bench.jobs import DECAY, Run
+from kfac_engine.bench.torch_step import step_by_example
+from kfac_engine.bench.with_torch import in_our_order
+
+
+def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
+    x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
+    average = torch.zeros(channels * taps, channels * taps)
+
+    def run() -> Array:
+        whole = kernel == stride == 1 and not pad
+        z = x.flatten(2) if whole else unfold(x, kernel, padding=pad, stride=stride)
+        alpha = (1 - DECAY) / (len(z) * z.shape[2])
+        average.addbmm_(z, z.transpose(1, 2), beta=DECAY, alpha=alpha)
+        found: Array = average.numpy()
+        return found
+
+    return in_our_order(run, channels, taps)
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {"patches": _patches, "step": step_by_example}
