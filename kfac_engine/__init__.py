@@ -88,7 +88,6 @@ if TYPE_CHECKING:
     from kfac_engine.factors.scale_shift import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
     from kfac_engine.gradient_model import differentiate as differentiate
     from kfac_engine.inspection import LayerReport as LayerReport
-    from kfac_engine.inspection import MemoryReport as MemoryReport
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
@@ -103,6 +102,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.memory import MemoryReport as MemoryReport
     from kfac_engine.one_batch import precondition as precondition
     from kfac_engine.result import Result as Result
 
@@ -127,7 +127,7 @@ _HOMES = {
     "differentiate": "gradient_model",
     "Result": "result",
     "LayerReport": "inspection",
-    "MemoryReport": "inspection",
+    "MemoryReport": "memory",
     "OnnxModel": "autodiff.model",
     "Trace": "autodiff.trace",
     "load_model": "autodiff.model",

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, assemble, multiplied, refreshes
-from kfac_engine.autodiff.memory import activation_bound, activation_bytes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.placement import placed
 from kfac_engine.autodiff.trace import Trace
@@ -29,13 +28,10 @@ from kfac_engine.heads import LossChoice, LossOptions
 from kfac_engine.inspection import (
     LayerReport,
     LossReport,
-    MemoryReport,
-    available_memory,
     layer_reports,
     loss_reports,
-    memory_report,
-    require_memory,
 )
+from kfac_engine.memory import Footprint, MemoryReport, available_memory
 from kfac_engine.objective import Reduction, Targets, check_reduction
 from kfac_engine.profiling import Recorder
 from kfac_engine.result import Result
@@ -73,6 +69,7 @@ class Engine:
         self.objective = assembly.task.objective
         self.schedule = schedule
         self.counter = 0
+        self._assembly = assembly
         self._model = assembly.model
         self._task = assembly.task
         self._found = assembly.found
@@ -323,9 +320,7 @@ class Engine:
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Peak memory of a step, known before anything runs."""
-        batch, inputs = self._task.batch, self._task.inputs
-        activations = activation_bytes(self._model, batch, batch_size, inputs)
-        return memory_report(self.layers, self._model, self.collection, activations)
+        return self._footprint.peak(batch_size)
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -367,14 +362,14 @@ class Engine:
 
     def _observe(self, trace: Trace, record: Recorder) -> None:
         if self.counter == 0:
-            self._require_memory(self.objective.examples(trace))
+            self._footprint.require(self.objective.examples(trace), available_memory)
         for factor in self.estimator.factors:
             factor.settle()
         due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)
             with record("statistics"):
-                self.estimator.update_covariances(trace, scales=scales)
+                self.estimator.update_covariances(trace, scales=scales, let_go=trace.let_go)
         factors = [self._refreshes[key][0] for key in due.refresh]
         with record("inverses"):
             finish = begin_refresh(factors, self.collection.backend)
@@ -382,11 +377,6 @@ class Engine:
                 finish()
         self.counter += 1
 
-    def _require_memory(self, examples: int) -> None:
-        layers, available = self.layers, available_memory()
-        # The peak itself takes sessions to measure: only where a generous bound does not fit.
-        bound = activation_bound(self._model, self._task.batch, examples)
-        report = memory_report(layers, self._model, self.collection, bound)
-        if report.on_host > available:
-            report = self.memory(examples)
-        require_memory(report, layers, available, self.collection.backend)
+    @property
+    def _footprint(self) -> Footprint:
+        return Footprint(self._assembly, self.layers, self._exps, self.estimator.sums_sources)

@@ -53,11 +53,14 @@ class EstimationMode:
         mat_type: The matrix that the second moment of the sources estimates.
         sources: The generator of the sources, without checks.
         needs_targets: Whether it reads the targets of the batch.
+        one_source: Whether there is one source, always. Several are summed up before an average
+            moves, which takes memory for the sums.
     """
 
     mat_type: MatType
     sources: Sources
     needs_targets: bool = False
+    one_source: bool = False
 
     def __call__(
         self,
@@ -153,11 +156,13 @@ def _every_coordinate(
 MODES: Registry[EstimationMode] = Registry(
     "estimation mode",
     {
-        "gradients": EstimationMode("Fisher", _sampled_gradients),
-        "empirical": EstimationMode("Empirical_Fisher", _data_gradients, needs_targets=True),
-        "curvature_prop": EstimationMode("Fisher", _random_signs),
+        "gradients": EstimationMode("Fisher", _sampled_gradients, one_source=True),
+        "empirical": EstimationMode(
+            "Empirical_Fisher", _data_gradients, needs_targets=True, one_source=True
+        ),
+        "curvature_prop": EstimationMode("Fisher", _random_signs, one_source=True),
         # The Gauss–Newton matrix is the Fisher matrix wherever it is defined; so are its factors.
-        "curvature_prop_GGN": EstimationMode("GGN", _random_signs),
+        "curvature_prop_GGN": EstimationMode("GGN", _random_signs, one_source=True),
         "exact": EstimationMode("Fisher", _every_coordinate),
         "exact_GGN": EstimationMode("GGN", _every_coordinate),
     },

@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from kfac_engine._types import Array, Params, Rows, Values, Vector
+from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.blocks.base import FisherBlock, GradsList, parts, uses
 from kfac_engine.blocks.single import NaiveFullFB
+from kfac_engine.blocks.together import Product, multiply_all
 from kfac_engine.collection import LayerCollection, get_default_layer_collection
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
 from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.intake import Intake, LetGo
 from kfac_engine.factors.refresh import refresh
-from kfac_engine.factors.values import extents, take
+from kfac_engine.factors.values import take
 
 # One gradient source: loss input to cotangent.
 Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
@@ -114,6 +116,11 @@ class FisherEstimator:
         return self._mode.mat_type
 
     @property
+    def sums_sources(self) -> bool:
+        """Whether each update sums up several sources before it moves an average."""
+        return not self._mode.one_source
+
+    @property
     def differentiated(self) -> tuple[str, ...]:
         """Values that every update differentiates the losses with respect to."""
         return tuple(dict.fromkeys(self._gradients.values()))
@@ -136,6 +143,7 @@ class FisherEstimator:
         draws: Draws | None = None,
         scales: Mapping[str, float] | None = None,
         should_decay: bool = True,
+        let_go: LetGo | None = None,
     ) -> None:
         """Average one batch into every factor; all factors move or none does.
 
@@ -145,13 +153,15 @@ class FisherEstimator:
             scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by
                 ``w``.
             should_decay: False takes all batches so far alike: a plain mean.
+            let_go: Told which values of the batch no factor will read any more, as soon as that is
+                so; in modes with several sources they are kept to the end, and it is not called.
 
         Raises:
             KfacError: The batch does not fit the losses or factors, or holds NaN or infinity; the
                 estimator is as before, its random generator included.
         """
         decay = self.cov_ema_decay if should_decay else 1.0
-        self._update(self.factors, trace, decay, draws, scales)
+        self._update(self.factors, trace, decay, draws, scales, let_go)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -276,55 +286,23 @@ class FisherEstimator:
         decay: float,
         draws: Draws | None = None,
         scales: Mapping[str, float] | None = None,
+        let_go: LetGo | None = None,
     ) -> None:
         generator = self.rng.bit_generator.state
-        sources = self._sources(factors, trace, draws, scales or {})
+        stats: dict[str, Array] = {}
+        sources = self._sources(factors, trace, draws, scales or {}, stats)
+        whose = f"the batch_size of {self.name}"
+        backend = self._collection.backend
+        intake = Intake(factors, backend, self._gradients.keys(), self._batch_size, whose)
         try:
-            self.params_stats = self._take_in(factors, sources, decay)
+            if self._mode.one_source:
+                intake.average(next(sources), decay, let_go)
+            else:
+                intake.average_sum(sources, decay)
         except BaseException:  # whatever it was: these draws were not used
             self.rng.bit_generator.state = generator
             raise
-
-    def _take_in(
-        self,
-        factors: Sequence[FisherFactor],
-        sources: Iterator[tuple[Values, list[Array]]],
-        decay: float,
-    ) -> list[Array]:
-        """Check every source, then average their sum; returns the sums of parameter gradients."""
-        values, stats = next(sources)
-        self._check(factors, values)
-        following = next(sources, None)
-        if following is None:  # one source goes into the averages without a copy
-            for factor in factors:
-                factor.update(values, decay)
-            return stats
-        pending = {id(factor): factor.accumulate(None, values) for factor in factors}
-        moving = [f for f in factors if self._gradients.keys() & set(f.statistic.names())]
-        while following is not None:
-            values, stats = following
-            known = extents([f.statistic for f in moving], values, self._collection.backend)
-            for factor in moving:
-                factor.check(values, known)
-                pending[id(factor)] = factor.accumulate(pending[id(factor)], values)
-            following = next(sources, None)
-        for factor in factors:
-            factor.commit(pending[id(factor)], values, decay)
-        return stats
-
-    def _check(self, factors: Sequence[FisherFactor], values: Values) -> None:
-        expected, whose = self._batch_size, f"the batch_size of {self.name}"
-        known = extents([f.statistic for f in factors], values, self._collection.backend)
-        for factor in factors:
-            factor.check(values, known)
-            size = factor.statistic.batch_size(values)
-            if expected is None:
-                expected, whose = size, f"that of {factor.name}"
-            if size != expected:
-                raise InputError(
-                    f"Batch size {size} for factor {factor.name} did not match value {expected}, "
-                    f"{whose}."
-                )
+        self.params_stats = list(stats.values())
 
     def _sources(
         self,
@@ -332,8 +310,12 @@ class FisherEstimator:
         trace: Trace,
         draws: Draws | None,
         scales: Mapping[str, float],
-    ) -> Iterator[tuple[Values, list[Array]]]:
-        """For each source: the batch's values with its gradients, and the parameter sums so far."""
+        stats: dict[str, Array],
+    ) -> Iterator[dict[str, Array]]:
+        """The batch's values with the gradients of each source, held by the receiver alone.
+
+        Gradients of variables are added up in ``stats``.
+        """
         statistics = [factor.statistic for factor in factors]
         reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
         wanted = {name: value for name, value in self._gradients.items() if name in reads}
@@ -341,19 +323,19 @@ class FisherEstimator:
         forward = take(trace, (name for name in reads if name not in wanted), backend)
         variables = self.variables if self._with_stats else ()
         wrt = tuple(dict.fromkeys((*wanted.values(), *variables)))
-        stats: list[Array] = []
         for source in self._mode(self._losses, trace, self.rng, draws):
             cotangents = {name: scales.get(name, 1.0) * array for name, array in source.items()}
             found = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
-            shares = [found[name] / (self._batch_size or 1) for name in variables]
-            stats = [a + b for a, b in zip(stats, shares, strict=True)] if stats else shares
-            yield forward | {name: found[value] for name, value in wanted.items()}, stats
+            for name in variables:
+                share = found[name] / (self._batch_size or 1)
+                stats[name] = stats[name] + share if name in stats else share
+            values = forward | {name: found[value] for name, value in wanted.items()}
+            del found, source, cotangents
+            yield values
 
-    def _apply(
-        self, pairs: Pairs, product: Callable[[FisherBlock, Vector], Vector]
-    ) -> list[tuple[Vector, Params]]:
+    def _apply(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
         given: dict[str, Any] = {}  # arrays, or rows for an embedding
-        for vector, key in pairs:
+        for vector, key in vecs_and_vars:
             names = uses(key)
             arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
             if len(arrays) != len(names):
@@ -369,15 +351,19 @@ class FisherEstimator:
                 f"products take every registered parameter once; missing: {missing}, not "
                 f"registered: {extra}."
             )
+        blocks = self._collection.fisher_blocks
+        pairs = [
+            (block, given[key] if isinstance(key, str) else tuple(given[name] for name in key))
+            for key, block in blocks.items()
+        ]
         results: dict[str, Any] = {}
-        for key, block in self._collection.fisher_blocks.items():
-            vector = given[key] if isinstance(key, str) else tuple(given[name] for name in key)
-            result = product(block, vector)
+        products = multiply_all(pairs, product, self._collection.backend)
+        for key, result in zip(blocks, products, strict=True):
             found = (result,) if isinstance(result, Rows) else parts(result)
             results.update(zip(uses(key), found, strict=True))
         return [
             (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
-            for _, key in pairs
+            for _, key in vecs_and_vars
         ]
 
 

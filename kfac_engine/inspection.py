@@ -1,19 +1,14 @@
-"""What an engine will do, told before it does it: blocks, factor sizes, costs, peak memory."""
+"""What an engine will do, told before it does it: blocks, factor sizes, costs."""
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 from kfac_engine._types import Array, Params
 from kfac_engine.approximations import formula
 from kfac_engine.autodiff.axes import Batch, find_coupling
 from kfac_engine.autodiff.model import OnnxModel
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.collection import LayerCollection
-from kfac_engine.errors import MemoryLimitError
 from kfac_engine.heads import Head
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.found import Found, Tensors
@@ -80,37 +75,6 @@ class LossReport:
     coupling: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Peak memory of a step by part, in bytes.
-
-    Attributes:
-        parameters: Trainable parameters and frozen constants.
-        gradients: Gradients of parameters, and natural gradients.
-        activations: Peak of values and their gradients in the sessions, for the given batch size.
-        factors: Moving averages and stored powers.
-        scratch: Bound of temporary arrays.
-        device: What of factors and scratch lies in a GPU's own memory; the rest is the host's.
-    """
-
-    parameters: int
-    gradients: int
-    activations: int
-    factors: int
-    scratch: int
-    device: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum of all parts."""
-        return self.parameters + self.gradients + self.activations + self.factors + self.scratch
-
-    @property
-    def on_host(self) -> int:
-        """What of it is the host's."""
-        return self.total - self.device
-
-
 def layer_reports(
     found: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
 ) -> tuple[LayerReport, ...]:
@@ -158,80 +122,6 @@ def loss_reports(
         )
         for head in heads
     )
-
-
-def memory_report(
-    layers: Sequence[LayerReport],
-    model: OnnxModel,
-    collection: LayerCollection,
-    activations: int,
-) -> MemoryReport:
-    """Peak memory of one step.
-
-    Args:
-        layers: All blocks; a factor that several share is counted for each: an upper bound.
-        model: Knows its parameters and constants.
-        collection: Knows the bound of temporary arrays.
-        activations: Bytes of values and their gradients in the sessions.
-
-    Returns:
-        Bytes by part.
-    """
-    factors = sum(layer.factor_bytes for layer in layers)
-    scratch, on_device = collection.backend.working_bytes(_largest_side(layers))
-    return MemoryReport(
-        parameters=sum(array.nbytes for array in model.graph.constants.values()),
-        gradients=2 * sum(array.nbytes for array in model.parameters.values()),
-        activations=activations,
-        factors=factors,
-        scratch=scratch,
-        device=factors + scratch if on_device else 0,
-    )
-
-
-def _largest_side(layers: Sequence[LayerReport]) -> int:
-    """The side of the largest matrix that is inverted or decomposed; 0 for none."""
-    shapes = (shape for layer in layers if layer.inverse_flops for shape in layer.factor_shapes)
-    # A mean may lie below a covariance.
-    square = (shape for shape in shapes if len(shape) > 1 and shape[-2] - shape[-1] in (0, 1))
-    return max((shape[-1] for shape in square), default=0)
-
-
-def require_memory(
-    report: MemoryReport, layers: Sequence[LayerReport], available: int, backend: Backend
-) -> None:
-    """Refuse a step that cannot fit, before anything is allocated; take what it needs of a GPU.
-
-    Args:
-        report: What a step needs.
-        layers: The blocks, to name the largest.
-        available: Bytes the machine can give.
-        backend: The array library.
-
-    Raises:
-        MemoryLimitError: It needs more.
-    """
-    if report.on_host > available:
-        largest = max(layers, key=lambda layer: layer.factor_bytes)
-        raise MemoryLimitError(
-            f"a step needs {report.on_host / 1e9:.1f} GB and {available / 1e9:.1f} GB are free; "
-            f"the block of {', '.join(largest.parameters)} takes "
-            f"{largest.factor_bytes / 1e9:.1f} GB: choose approximation 'diagonal' for "
-            f"{largest.kind}, or train fewer parameters."
-        )
-    backend.reserve(report.factors)
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping; all of the machine's where nobody tells."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            return int(lines["MemAvailable"].split()[0]) * 1024
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sys.maxsize
 
 
 def refresh_cost(shape: tuple[int, ...]) -> float:

@@ -1,6 +1,6 @@
 """One evaluation of a model: any value by name, and products with its derivatives."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +51,11 @@ class Trace(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._known.keys() | self._values.keys())
+
+    def let_go(self, names: Collection[str]) -> None:
+        """Forget computed values; one that is read after all is computed again."""
+        for name in self._model.fetched().difference(self._model.draws).intersection(names):
+            self._values.pop(name, None)
 
     def vjp(
         self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool = False

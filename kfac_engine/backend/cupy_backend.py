@@ -73,9 +73,11 @@ class CupyBackend:
     def xp(self) -> ModuleType:
         return self.device.xp
 
-    def working_bytes(self, side: int) -> tuple[int, bool]:
+    def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
+        del copied  # what is reserved is not given back
         # On the current stream, and on those of refreshes: there one matrix may need more.
-        return self.scratch_bytes + max(self.scratch_bytes, MOST_COPIES * 8 * side * side), True
+        largest = MOST_COPIES * 8 * max(inverted, decomposed)
+        return self.scratch_bytes + max(self.scratch_bytes, largest), True
 
     def reserve(self, kept: int) -> None:
         self.device.reserve(kept, self.scratch_bytes)

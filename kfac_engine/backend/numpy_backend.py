@@ -43,9 +43,10 @@ class NumpyBackend:
     def xp(self) -> ModuleType:
         return np
 
-    def working_bytes(self, side: int) -> tuple[int, bool]:
-        # Decomposed one at a time: the matrix, its vectors and LAPACK's work of twice its size.
-        return max(self.scratch_bytes, 5 * 8 * side * side), False
+    def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
+        # In float64, one at a time: the matrix, damped, and its inverse, mirrored; or the matrix,
+        # its vectors and LAPACK's work of twice its size.
+        return max(min(self.scratch_bytes, copied), 8 * 2 * inverted, 8 * 5 * decomposed), False
 
     def reserve(self, kept: int) -> None:
         del kept  # of the host's memory, which is given out as it is used

@@ -36,11 +36,13 @@ class Backend(Protocol):
     def xp(self) -> ModuleType:
         """The array module: ``numpy`` or one with its interface."""
 
-    def working_bytes(self, side: int) -> tuple[int, bool]:
+    def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         """All working memory, and whether it and arrays lie in a device's own memory.
 
         Args:
-            side: Of the largest matrix that is inverted or decomposed.
+            copied: Bytes of the largest operand of a second moment, patches and all.
+            inverted: Entries of the largest matrix, or stack, that is inverted.
+            decomposed: Entries of the largest whose eigenvectors are computed.
         """
 
     def reserve(self, kept: int) -> None:

@@ -35,6 +35,15 @@ def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Arr
     return found
 
 
+def outlines(values: Values, backend: Backend) -> dict[str, Array]:
+    """Arrays of the shapes and element types of a batch's values that take no memory: one zero."""
+    xp = backend.xp
+    return {
+        name: xp.broadcast_to(xp.zeros((), value.dtype), value.shape)
+        for name, value in values.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Extents:
     """How large the numbers of a batch are, read from a device once for all factors.

@@ -1,0 +1,102 @@
+"""A batch into many factors: all of them move or none does, and values go once they were read."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.errors import InputError
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.values import extents, outlines
+
+# Told the names of values that no factor reads any more.
+LetGo: TypeAlias = Callable[[Collection[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Factors that are to measure the same batch.
+
+    Attributes:
+        factors: In the order in which they measure.
+        backend: Their array library.
+        moving: Names of values that change from source to source; others are the same in all.
+        examples: How many there must be; None for as many as the first factor finds.
+        whose: Who says so, for messages.
+    """
+
+    factors: Sequence[FisherFactor]
+    backend: Backend
+    moving: Collection[str]
+    examples: int | None
+    whose: str
+
+    def average(self, values: dict[str, Array], decay: float, let_go: LetGo | None) -> None:
+        """Average a batch of one source in, without a copy of its measurements.
+
+        Args:
+            values: What the factors read, by name; is empty afterwards but for lengths.
+            decay: Of the old averages, in [0, 1].
+            let_go: Told which values were deleted from ``values``; may be None.
+
+        Raises:
+            KfacError: The batch does not fit a factor; none has moved.
+        """
+        self._check(values)
+        for factor, unread in zip(self.factors, self._last_read(), strict=True):
+            factor.update(values, decay)
+            for name in unread:
+                del values[name]
+            if let_go is not None:
+                let_go(unread)
+
+    def average_sum(self, sources: Iterator[dict[str, Array]], decay: float) -> None:
+        """Average the sum of the sources of a batch in; one is held at a time.
+
+        Args:
+            sources: What the factors read of each; emptied before the next one is asked for.
+            decay: Of the old averages, in [0, 1].
+
+        Raises:
+            KfacError: A source does not fit a factor; none has moved.
+        """
+        values = next(sources)
+        self._check(values)
+        sums = {id(factor): factor.accumulate(None, values) for factor in self.factors}
+        shapes = outlines(values, self.backend)
+        values.clear()
+        moving = [f for f in self.factors if not set(f.statistic.names()).isdisjoint(self.moving)]
+        for values in sources:
+            known = extents([factor.statistic for factor in moving], values, self.backend)
+            for factor in moving:
+                factor.check(values, known)
+                sums[id(factor)] = factor.accumulate(sums[id(factor)], values)
+            values.clear()
+        for factor in self.factors:
+            factor.commit(sums.pop(id(factor)), shapes, decay)
+
+    def _check(self, values: Values) -> None:
+        expected, whose = self.examples, self.whose
+        known = extents([factor.statistic for factor in self.factors], values, self.backend)
+        for factor in self.factors:
+            factor.check(values, known)
+            size = factor.statistic.batch_size(values)
+            if expected is None:
+                expected, whose = size, f"that of {factor.name}"
+            if size != expected:
+                raise InputError(
+                    f"Batch size {size} for factor {factor.name} did not match value {expected}, "
+                    f"{whose}."
+                )
+
+    def _last_read(self) -> list[frozenset[str]]:
+        """For each factor, the values that none after it reads."""
+        # Factors that are parts of others read a length that those do not name.
+        kept = {name for factor in self.factors for name in factor.statistic.lengths()}
+        found: list[frozenset[str]] = []
+        for factor in reversed(self.factors):
+            unread = frozenset(factor.statistic.names()) - kept
+            kept |= unread
+            found.append(unread)
+        return found[::-1]

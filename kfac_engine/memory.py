@@ -1,0 +1,198 @@
+"""What a step takes at its peak, told before it runs, and refused where it does not fit."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+
+from kfac_engine.assembly import Assembly
+from kfac_engine.autodiff.memory import activation_bound, activation_bytes, value_bytes
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.blocks.base import uses
+from kfac_engine.errors import MemoryLimitError
+from kfac_engine.inspection import LayerReport
+from kfac_engine.layers.found import Found
+
+# Resident after a step of one example, without arrays: 12 MB for a network of few nodes; 5.6 kB
+# more a node for an LSTM of 400 steps (33,000 nodes), 7.8 for one of 50, 11 for a ResNet-20.
+_LIBRARIES = 12 << 20
+_NODE = 8 << 10
+
+# Approximations that go through gradients of examples, which fill all scratch memory there is.
+_SQUARES = frozenset({"diagonal", "ekfac", "kron_reduce"})
+# Approximations that take eigenvectors whatever the power.
+_DECOMPOSED = ("ekfac", "kron_series")
+_FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Peak memory of a step by part, in bytes.
+
+    Attributes:
+        parameters: Trainable parameters and frozen constants.
+        gradients: Gradients of parameters, and natural gradients.
+        activations: Peak of values and their gradients in the sessions, for the given batch size.
+        factors: Moving averages and stored powers.
+        scratch: Most that temporary arrays take.
+        sessions: What ONNX Runtime and graphs take beside values.
+        device: What of factors and scratch lies in a GPU's own memory; the rest is the host's.
+    """
+
+    parameters: int
+    gradients: int
+    activations: int
+    factors: int
+    scratch: int
+    sessions: int = 0
+    device: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.activations
+            + self.factors
+            + self.scratch
+            + self.sessions
+        )
+
+    @property
+    def on_host(self) -> int:
+        """What of it is the host's."""
+        return self.total - self.device
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Whose memory is asked for.
+
+    Attributes:
+        assembly: Model, losses and layers.
+        layers: Reports of all blocks; a factor that several share counts for each: an upper bound.
+        exps: Powers that are stored.
+        sums: Whether statistics of several sources are summed up before they are averaged.
+    """
+
+    assembly: Assembly
+    layers: Sequence[LayerReport]
+    exps: Sequence[float]
+    sums: bool
+
+    def peak(self, examples: int) -> MemoryReport:
+        """Bytes of a step by part.
+
+        Args:
+            examples: In the batch.
+
+        Returns:
+            The report; sessions are built to measure sizes.
+        """
+        task, model = self.assembly.task, self.assembly.model
+        return self._report(examples, activation_bytes(model, task.batch, examples, task.inputs))
+
+    def require(self, examples: int, available: Callable[[], int]) -> None:
+        """Refuse a step that cannot fit, before its arrays are allocated; reserve a GPU's memory.
+
+        Args:
+            examples: In the batch.
+            available: Tells how many bytes the machine can give.
+
+        Raises:
+            MemoryLimitError: It needs more.
+        """
+        task, model, free = self.assembly.task, self.assembly.model, available()
+        # The peak itself takes sessions to measure: only where a generous bound does not fit.
+        report = self._report(examples, activation_bound(model, task.batch, examples))
+        if report.on_host > free:
+            report = self.peak(examples)
+        if report.on_host > free:
+            largest = max(self.layers, key=lambda layer: layer.factor_bytes)
+            raise MemoryLimitError(
+                f"a step needs {_spelled(report.on_host)} and {_spelled(free)} are free; the block "
+                f"of {', '.join(largest.parameters)} takes {_spelled(largest.factor_bytes)}: "
+                f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters."
+            )
+        self._backend.reserve(report.factors)
+
+    @property
+    def _backend(self) -> Backend:
+        return self.assembly.collection.backend
+
+    def _report(self, examples: int, activations: int) -> MemoryReport:
+        model = self.assembly.model
+        nodes = (model.extended_graph().nodes, *(backward.nodes for backward in model.backwards()))
+        factors = sum(layer.factor_bytes for layer in self.layers)
+        more = max(examples / self.assembly.task.batch.size, 1)
+        work, on_device = self._backend.working_bytes(
+            ceil(more * self._copied()),
+            self._numbers(decomposed=False),
+            self._numbers(decomposed=True),
+        )
+        scratch = work + self._sums()
+        return MemoryReport(
+            parameters=sum(array.nbytes for array in model.graph.constants.values()),
+            gradients=2 * sum(array.nbytes for array in model.parameters.values()),
+            activations=activations,
+            factors=factors,
+            scratch=scratch,
+            sessions=_LIBRARIES + _NODE * sum(map(len, nodes)),
+            device=factors + scratch if on_device else 0,
+        )
+
+    def _copied(self) -> int:
+        """Bytes of the largest operand of a statistic for the batch of the sample run."""
+        return max((self._operand(*pair) for pair in self._pairs()), default=0)
+
+    def _pairs(self) -> Iterator[tuple[Found, LayerReport]]:
+        return zip(self.assembly.found.layers, self.layers, strict=True)
+
+    def _operand(self, layer: Found, report: LayerReport) -> int:
+        """Patches of a convolution, all of them; of other layers the input."""
+        if not layer.inputs:
+            return 0
+        if report.approximation in _SQUARES and layer.kind != "scale_and_shift":
+            return sys.maxsize
+        collection, facts = self.assembly.collection, self.assembly.model.facts
+        shape = collection.require_shape(layer.parameters[0])
+        taps = prod(shape[2:]) if "conv" in layer.kind else 1
+        return max(taps * value_bytes(facts[name]) for name in uses(layer.inputs))
+
+    def _numbers(self, *, decomposed: bool) -> int:
+        """Entries of the largest matrix, or stack, that is inverted, or else decomposed."""
+        inverts = all(exp == -1 for exp in self.exps)
+        shapes = (
+            shape
+            for layer in self.layers
+            if layer.inverse_flops
+            and decomposed != (inverts and not layer.approximation.startswith(_DECOMPOSED))
+            for shape in layer.factor_shapes
+        )
+        # A mean may lie below a covariance.
+        square = (prod(s) for s in shapes if len(s) > 1 and s[-2] - s[-1] in (0, 1))
+        return max(square, default=0)
+
+    def _sums(self) -> int:
+        """Averages once more, where sources are summed up before they move them."""
+        averages = (prod(shape) for layer in self.layers for shape in layer.factor_shapes)
+        return _FLOAT * sum(averages) if self.sums else 0
+
+
+def _spelled(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping; all of the machine's where nobody tells."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) * 1024
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sys.maxsize
