@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kfac_engine._types import Array
 from kfac_engine.backend import (
     grouped,
+    numpy_grouped,
     numpy_im2col,
     numpy_inverse,
     numpy_matmul,
@@ -137,8 +138,15 @@ class NumpyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        grouped.grouped_second_moment(
-            self, x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+        numpy_grouped.grouped_second_moment(
+            x,
+            window,
+            out,
+            homogeneous=homogeneous,
+            alpha=alpha,
+            beta=beta,
+            scratch_bytes=self.scratch_bytes,
+            workers=self.workers,
         )
 
     def squared_gradients(
