@@ -141,9 +141,8 @@ def _in_turn(
 
 def _fitting(job: Job, slowest: float) -> int:
     """Rounds, from the slowest contender's time."""
-    if job.period > 1:
-        return job.period
-    return min(max(int(_SECONDS / slowest), 2 if slowest > _VERY_SLOW else _FEWEST), _MOST)
+    fitting = min(max(int(_SECONDS / slowest), 2 if slowest > _VERY_SLOW else _FEWEST), _MOST)
+    return fitting if job.period == 1 else int(job.period)
 
 
 def _times(job: Job, usages: Sequence[Usage]) -> Spread:

@@ -46,7 +46,7 @@ def _run(network: str, batch: int, kind: str, cycle: int, add: Add) -> Run:
     module, periods = with_weights(network, net.weights), STEPS[kind]
     x = torch.from_numpy(net.inputs(batch)["x"])
     y = torch.from_numpy(net.targets(batch))
-    kfac = Preconditioner(module, *periods, add) if periods else None
+    kfac = Preconditioner(module, periods, add) if periods else None
 
     def run() -> Any:
         for _ in range(cycle):
@@ -66,21 +66,18 @@ class Preconditioner:
 
     Args:
         module: The network.
-        factors_every: Steps between updates of factors.
-        inverses_every: Steps between inverses.
+        periods: Steps between updates of factors, and between inverses.
         add: How the inputs of a layer are averaged in.
     """
 
-    def __init__(
-        self, module: nn.Module, factors_every: int, inverses_every: int, add: Add
-    ) -> None:
+    def __init__(self, module: nn.Module, periods: tuple[int, int], add: Add) -> None:
         self.natural: dict[str, torch.Tensor] = {}
         self._layers = {
             name: Layer(part, add)
             for name, part in module.named_modules()
             if isinstance(part, nn.Linear | nn.Conv2d)
         }
-        self._periods = factors_every, inverses_every
+        self._periods = periods
         self._count = 0
         self._listen()
 

@@ -98,11 +98,12 @@ def in_our_order(run: Run, channels: int, taps: int) -> Run:
 
     def once() -> Array:
         nonlocal first
-        result, first_time, first = run(), first, False
-        if not first_time:
-            return result
-        square = result.reshape(channels, taps, channels, taps)
-        return square.transpose(1, 0, 3, 2).reshape(result.shape)
+        result: Array = run()
+        if first:
+            square = result.reshape(channels, taps, channels, taps)
+            result = square.transpose(1, 0, 3, 2).reshape(result.shape)
+        first = False
+        return result
 
     return once
 
