@@ -27,12 +27,6 @@
 #define STEP (256 / DEPTH)      // features between those that a thread loads
 #define LOADS (SIDE / STEP)
 
-struct Work {
-  long long units;  // images or positions in all
-  long long length; // of them in a piece
-  int groups, rows, columns, ones;
-};
-
 // Features of one operand that a thread is responsible for.
 struct Loader {
   Feature features[LOADS];

@@ -22,6 +22,10 @@ _FEW = 32
 # Blocks for each multiprocessor, so that the last wave is short.
 _BLOCKS_EACH = 8
 _SMALL, _LARGE = 16, 64
+# Lengths of rows whose products fit the registers of a thread; a piece has so many positions at
+# least, for the sums of threads must be added up.
+_FITTING = (5, 10)
+_FEW_LEAST = 4096
 _SUM_BLOCK = (32, 8)
 
 
@@ -50,7 +54,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How the source is compiled and launched: a piece has so many blocks, and units at least."""
+    """How the source is compiled and launched: a piece has so many blocks, and units at least.
+
+    A side below that of the small tile is the length of a row in registers.
+    """
 
     square: int
     side: int
@@ -61,7 +68,9 @@ class _Form:
 def add_group_moments(
     device: Device, x: Array, out: Array, images: Geometry, groups: Groups
 ) -> None:
-    """``out ← beta·out + alpha·Σ z zᵀ`` of each group; see ``group_products.cu``.
+    """``out ← beta·out + alpha·Σ z zᵀ`` of each group.
+
+    Sources: ``few_products.cu`` for short rows, ``group_products.cu``.
 
     Args:
         device: Where to.
@@ -70,6 +79,11 @@ def add_group_moments(
         images: Of ``x`` and the window; fewer than 2³¹ positions.
         groups: Their sizes.
     """
+    fitting = [rows for rows in _FITTING if groups.rows <= rows]
+    if fitting:
+        form = _Form(0, fitting[0], groups.count, _FEW_LEAST)
+        _multiply(device, (x, x), out, (images, images), groups, form)
+        return
     side = _SMALL if groups.rows <= _FEW else _LARGE
     tiles = -(-groups.rows // side)
     blocks = groups.count * tiles * (tiles + 1) // 2
@@ -121,12 +135,19 @@ def _multiply(
     pieces = -(-units // length) if units else 0
     sizes = units, length, groups.count, groups.rows, groups.columns, int(groups.ones)
     work = np.array([sizes], WORK)
-    macros = options(SQUARE=form.square, SIDE=form.side, INPUT=INPUTS[operands[0].dtype.name])
+    side = max(form.side, _SMALL)
+    macros = options(SQUARE=form.square, SIDE=side, INPUT=INPUTS[operands[0].dtype.name])
     parts = device.empty((max(1, pieces), *out.shape), np.float32)
-    if pieces:
+    structs = _of_groups(first, second, groups.count)
+    if pieces and form.side < _SMALL:
+        few = options(ROWS=form.side, INPUT=INPUTS[operands[0].dtype.name])
+        kernel = device.function(source("few_products"), "few_products", few)
+        given = operands[0], parts, structs[0], first.taps, first.grid, work
+        kernel((form.blocks, pieces), (BLOCK,), given)
+    elif pieces:
         kernel = device.function(source("group_products"), "group_products", macros)
-        structs = (*_of_groups(first, second, groups.count), first.taps, second.taps, first.grid)
-        kernel((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, work))
+        windows = first.taps, second.taps, first.grid
+        kernel((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, *windows, work))
     add = device.function(source("group_products"), "add_parts", macros)
     scales = float32(groups.alpha), float32(groups.beta)
     add((blocks_for(out.size, device),), (BLOCK,), (out, parts, int32(pieces), work, *scales))

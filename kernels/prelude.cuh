@@ -139,3 +139,11 @@ __device__ __forceinline__ long long seen(const Feature& f, const Position& p, c
   }
   return inside ? offset : -1;
 }
+
+// -- work on groups of channels, in pieces
+
+struct Work {
+  long long units;  // images or positions in all
+  long long length; // of them in a piece
+  int groups, rows, columns, ones;
+};

@@ -17,6 +17,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "symmetric": {"INPUT": (0, 3)},
     "averages": {"INPUT": (0, 1, 2)},
     "group_products": {"SQUARE": (0, 1), "SIDE": (16, 64), "INPUT": (0, 1, 2)},
+    "few_products": {"ROWS": (5, 10), "INPUT": (0, 1, 2)},
     "example_sums": {"ACROSS": (0, 1), "INPUT": (0, 1, 2)},
     "classes": {"LANES": (1, 32), "INPUT": (0, 1, 2)},
 }

@@ -41,6 +41,7 @@ head what a block and a thread do.
 | `patch_products.cu`, `moment.cu` | second moments of patches, read from images | patches written out, and a product |
 | `patch_sums.cu` | sums of patches and of their squares: the bias's row of a moment, the diagonal of one | patches written out, and sums |
 | `symmetric.cu` | from a factor to a damped float64 matrix, its trace and whether it is finite; and back | a dozen passes over float64 matrices |
+| `few_products.cu` | second moments of depthwise filters, in registers | a product for each channel |
 | `group_products.cu` | second moments and squared per-example gradients, group by group | stacks of patches, products of each example |
 | `example_sums.cu` | what a scale and a shift take of each example | a product as large as the data, and two sums |
 | `classes.cu` | classes drawn from given uniforms | exponentials, running sums and comparisons as large as the logits |

@@ -13,8 +13,9 @@ from tests.kernels.test_group_kernels import SCRATCH, rows
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
 
+# Rows of thirteen: more than fit the registers of a thread.
 WINDOW = Window((3,), (1,), (1,), (1,), (1,))
-IMAGES = np.random.default_rng(0).standard_normal((2, 4, 90), np.float32)
+IMAGES = np.random.default_rng(0).standard_normal((2, 8, 90), np.float32)
 GRADIENTS = np.random.default_rng(1).standard_normal((2, 4, 90), np.float32)
 
 # Two barriers of the prelude come first, then two of squares, then two of moments.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kfac_engine.backend.cupy_groups import GroupProducts
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
@@ -67,6 +68,17 @@ def drawn(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return ids, (bound <= UNIFORMS[:, None] * bound[:, -1:]).sum(axis=1)
 
 
+def grouped(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """A channel for each group."""
+    out = np.full((3, 4, 4), np.nan, np.float32)
+    window = Window((3,), (1,), (1,), (1,), (1,))
+    scales = {"homogeneous": True, "alpha": 1.0, "beta": 0.0}
+    GroupProducts(device, 1 << 20).add_moments(IMAGES, window, out, **scales)
+    z = np.stack([patches(x, (3,), (1,), (1,), (1,), (1,)) for x in np.split(IMAGES, 3, axis=1)])
+    z = np.concatenate([z, np.ones((*z.shape[:3], 1))], axis=3)
+    return out, np.einsum("gnti,gntj->gij", z, z)
+
+
 def replaced(old: str, new: str) -> Callable[[str], str]:
     def change(code: str) -> str:
         assert old in code
@@ -104,6 +116,12 @@ MISTAKES = {
         widened,
     ),
     "matrices on the way back, no barrier": ("symmetric", barrier(6), narrowed),
+    "few features, no barrier": ("few_products", barrier(2), grouped),
+    "few features, each group the first": (
+        "few_products",
+        replaced("(long long)group * g.channels", "0LL * g.channels"),
+        grouped,
+    ),
     "examples, no barrier": ("example_sums", barrier(2), summed),
     "classes, the running sum of the wrong lane": (
         "classes",
