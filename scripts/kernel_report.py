@@ -15,7 +15,9 @@ from kfac_engine.backend.cupy_groups import GroupProducts
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.symmetric import Floor, widen
 from kfac_engine.kernels.variants import MACROS, variants
+from scripts.kernel_predictions import predictions
 from tests.backend.truths import patches
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.device import ShimDevice
@@ -54,7 +56,7 @@ No kernel adds floating-point numbers atomically: results are the same run by ru
 
 def main() -> None:
     """Compile, measure, and write the page."""
-    lines = [_HEAD, *_compiled(), "", *_exactness(), "", *_predictions()]
+    lines = [_HEAD, *_compiled(), "", *_exactness(), "", *predictions()]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -66,23 +68,24 @@ def _compiled() -> Iterator[str]:
     yield f"| kernel | {' | '.join(there)} |"
     yield "|---" * (len(there) + 1) + "|"
     for name in MACROS:
-        found = [_most(name, architecture) for architecture in there]
+        found = [most(name, architecture) for architecture in there]
         for kernel in dict.fromkeys(kernel for each in found for kernel in each):
-            cells = (_cell(each[kernel]) if kernel in each else "–" for each in found)
+            cells = (cell(each[kernel]) if kernel in each else "–" for each in found)
             yield f"| `{kernel}` | {' | '.join(cells)} |"
 
 
-def _most(name: str, architecture: str) -> dict[str, nvrtc.Resources]:
+def most(name: str, architecture: str) -> dict[str, nvrtc.Resources]:
     """What the greediest variant takes, by kernel."""
-    most: dict[str, nvrtc.Resources] = {}
+    greediest: dict[str, nvrtc.Resources] = {}
     with ThreadPoolExecutor() as pool:
         for found in pool.map(lambda o: nvrtc.resources(name, o, architecture), variants(name)):
             for kernel, taken in found.items():
-                most[kernel] = max(taken, most.get(kernel, taken))
-    return most
+                greediest[kernel] = max(taken, greediest.get(kernel, taken))
+    return greediest
 
 
-def _cell(taken: nvrtc.Resources) -> str:
+def cell(taken: nvrtc.Resources) -> str:
+    """Registers, kilobytes of shared memory, and spills if there are any."""
     spilled = f", {taken.spilled_bytes} B spilled" if taken.spilled_bytes else ""
     return f"{taken.registers} ({taken.shared_bytes / 1024:.1f}){spilled}"
 
@@ -93,12 +96,13 @@ def _exactness() -> Iterator[str]:
     yield "every thread of a block, by the order in which threads take turns.\n"
     yield f"| kernel | case | {' | '.join(ORDERS)} |"
     yield "|---" * (len(ORDERS) + 2) + "|"
-    for kernel, case, error in _cases():
+    for kernel, case, error in cases():
         cells = (f"{error(order):.1e}" for order in ORDERS)
         yield f"| {kernel} | {case} | {' | '.join(cells)} |"
 
 
-def _cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
+def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
+    """Kernel, case, and the error by the order of threads."""
     for case in _GEOMETRIES:
         for split, words in ((0, "FP32"), (3, "3 × TF32"), (1, "TF32")):
             yield (
@@ -109,6 +113,13 @@ def _cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
     for case in _GEOMETRIES:
         yield "`group_products`", case, lambda order, case=case: _group_error(case, order)
         yield "… squared", case, lambda order, case=case: _square_error(case, order)
+    for case in _GEOMETRIES:
+        yield "`add_patches`, squares", case, lambda order, case=case: _diagonal_error(case, order)
+    for kernel in ((2, 3), (3, 3)):
+        case = f"2×6×9², {kernel[0]}×{kernel[1]}"
+        yield "`few_products`", case, lambda order, kernel=kernel: _few_error(kernel, order)
+    for side in (33, 100):
+        yield "`widen`, `damp`", f"2×{side}²", lambda order, side=side: _damped_error(side, order)
     for shape in ((4, 30, 50), (4, 50, 3)):
         name = "×".join(map(str, shape))
         yield "`example_sums`", name, lambda order, shape=shape: _sum_error(shape, order)
@@ -165,6 +176,33 @@ def _square_error(case: str, order: str) -> float:
     return _worst(out, (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1))
 
 
+def _diagonal_error(case: str, order: str) -> float:
+    x, window, z = _data(case)
+    out = np.full(z.shape[2], np.nan, np.float32)
+    moments = PatchMoments(ShimDevice(order), _SCRATCH, 0)
+    moments.add_squares(x, window, out, alpha=1, beta=0)
+    return _worst(out, (z**2).sum(axis=(0, 1)))
+
+
+def _few_error(kernel: tuple[int, int], order: str) -> float:
+    x = np.random.default_rng(0).standard_normal((2, 6, 9, 9), np.float32)
+    w = Window(kernel, (1, 1), (1, 1), (1, 1), (1, 1))
+    z = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+    z = np.moveaxis(z.reshape(*z.shape[:2], w.taps, 6), 3, 0)
+    out = np.full((6, w.taps, w.taps), np.nan, np.float32)
+    products = GroupProducts(ShimDevice(order), _SCRATCH)
+    products.add_moments(x, w, out, homogeneous=False, alpha=1, beta=0)
+    return _worst(out, np.einsum("gnti,gntj->gij", z, z))
+
+
+def _damped_error(side: int, order: str) -> float:
+    stack = np.random.default_rng(0).standard_normal((2, side, side))
+    wide, _ = widen(ShimDevice(order), stack, np.zeros(2), Floor(0.1, 0.0))
+    whole = np.tril(stack) + np.tril(stack, -1).swapaxes(1, 2)
+    norms = np.linalg.norm(whole, axis=(1, 2))
+    return _worst(wide, whole + 0.1 * norms[:, None, None] * np.eye(side))
+
+
 def _sum_error(shape: Sequence[int], order: str) -> float:
     x, ds = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
     sums = np.full((shape[0], 2 * shape[1]), np.nan, np.float32)
@@ -181,19 +219,6 @@ def _draw_error(shape: Sequence[int], order: str) -> float:
     bound = np.exp(logits.astype(np.float64)).cumsum(axis=1)
     wanted = (bound <= uniforms[:, None] * bound[:, -1:]).sum(axis=1)
     return float((ids != wanted).mean())
-
-
-def _predictions() -> Iterator[str]:
-    yield "## What is expected of a device\n"
-    yield "**Predictions, not measurements**: `kfac-engine bench --suite gpu` measures them. For a"
-    yield "ResNet-50 at batch 32 on a device of 60 TFLOP/s in float32, 133 in 3 × TF32, 4.3 TB/s:\n"
-    yield "| work | float32 | 3 × TF32 | bytes alone |"
-    yield "|---|---|---|---|"
-    yield "| all factors of both sides | 8.4 ms | 3.8 ms | 0.93 ms |"
-    yield "| 108 inverses, d³ each | 7.6 ms | 3.4 ms | 0.29 ms |"
-    yield "| preconditioning | 2.6 ms | 1.2 ms | 0.21 ms |"
-    yield ""
-    yield "These are floors; products of patches on tensor cores are expected at 40 to 60 % of theirs."
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page about kernels speaks of every kernel there is."""
+"""The page about kernels is that of the kernels there are."""
 
 import re
 from pathlib import Path
@@ -7,18 +7,62 @@ import pytest
 
 from kfac_engine.kernels.launch import source
 from kfac_engine.kernels.variants import MACROS
+from scripts import kernel_report
+from scripts.kernel_predictions import predictions
+from tests.cuda_on_cpu import nvrtc
+from tests.cuda_on_cpu.module import ORDERS, compiler
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
 KERNEL = re.compile(r"__global__ void\s*(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
+# The cheapest source, which is compiled anew here, and the architecture it is compiled for.
+CHEAP, NEWEST = "averages", "sm_90"
+TAKEN, EXACT = (PAGE.split(head)[1].split("\n## ")[0] for head in ("takes\n", "results are\n"))
 
 
-@pytest.mark.parametrize("name", MACROS)
-def test_every_kernel_of_a_source_has_a_row(name: str) -> None:
-    assert f"`{name}.cu`" in PAGE
-    kernels = set(KERNEL.findall(source(name)))
-    assert kernels
-    assert all(f"| `{kernel}` |" in PAGE for kernel in kernels)
+def rows(table: str) -> list[list[str]]:
+    """Cells of a table's rows, the head first."""
+    lines = [line for line in table.splitlines() if line.startswith("|") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_no_kernel_is_said_to_spill() -> None:
-    assert "spilled" not in PAGE
+def test_every_source_is_described() -> None:
+    described = set(re.findall(r"`(\w+)\.cu`", PAGE))
+    assert described == set(MACROS)
+
+
+def test_what_blocks_take_is_told_of_every_kernel_and_architecture() -> None:
+    (_, *architectures), *found = rows(TAKEN)
+    assert architectures == list(nvrtc.ARCHITECTURES)
+    kernels = [kernel for name in MACROS for kernel in KERNEL.findall(source(name))]
+    # A source may hold a kernel twice, for one macro or another.
+    assert sorted(row[0] for row in found) == sorted(f"`{kernel}`" for kernel in set(kernels))
+    assert all(re.fullmatch(r"\d+ \(\d+\.\d\)|–", cell) for row in found for cell in row[1:])
+
+
+def test_the_registers_of_a_kernel_are_those_of_today() -> None:
+    if not nvrtc.installed(NEWEST):
+        pytest.skip("no NVRTC; install the extra 'nvrtc'")
+    head, *found = rows(TAKEN)
+    told = {row[0].strip("`"): row[head.index(NEWEST)] for row in found}
+    for kernel, taken in kernel_report.most(CHEAP, NEWEST).items():
+        assert told[kernel] == kernel_report.cell(taken)
+
+
+def test_errors_are_told_of_every_case() -> None:
+    (_, _, *orders), *found = rows(EXACT)
+    assert orders == list(ORDERS)
+    assert [row[:2] for row in found] == [
+        [kernel, case] for kernel, case, _ in kernel_report.cases()
+    ]
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+def test_the_errors_of_a_cheap_case_are_those_of_today() -> None:
+    told = {tuple(row[:2]): row[2:] for row in rows(EXACT)}
+    for kernel, case, error in kernel_report.cases():
+        if kernel.startswith("`example_sums`"):
+            assert told[kernel, case] == [f"{error(order):.1e}" for order in ORDERS]
+
+
+def test_predictions_are_those_of_the_sizes() -> None:
+    assert "\n".join(predictions()) in PAGE
