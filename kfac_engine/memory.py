@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kfac_engine.assembly import Assembly
 from kfac_engine.autodiff.memory import activation_bound, activation_bytes, value_bytes
+from kfac_engine.backend.place import HOST
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.blocks.base import uses
 from kfac_engine.errors import MemoryLimitError
@@ -38,7 +39,8 @@ class MemoryReport:
         factors: Moving averages and stored powers.
         scratch: Most that temporary arrays take.
         sessions: What ONNX Runtime and graphs take beside values.
-        device: What of factors and scratch lies in a GPU's own memory; the rest is the host's.
+        device: What of it lies in a GPU's own memory: factors and scratch, and where the model runs
+            there all but sessions. The rest is the host's.
     """
 
     parameters: int
@@ -134,14 +136,17 @@ class Footprint:
             self._numbers(decomposed=True),
         )
         scratch = work + self._sums()
+        parameters = sum(array.nbytes for array in model.graph.constants.values())
+        gradients = 2 * sum(array.nbytes for array in model.parameters.values())
+        moved = 0 if model.place is HOST else parameters + gradients + activations
         return MemoryReport(
-            parameters=sum(array.nbytes for array in model.graph.constants.values()),
-            gradients=2 * sum(array.nbytes for array in model.parameters.values()),
+            parameters=parameters,
+            gradients=gradients,
             activations=activations,
             factors=factors,
             scratch=scratch,
             sessions=_LIBRARIES + _NODE * sum(map(len, nodes)),
-            device=factors + scratch if on_device else 0,
+            device=factors + scratch + moved if on_device else 0,
         )
 
     def _copied(self) -> int:

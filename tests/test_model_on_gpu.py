@@ -21,6 +21,7 @@ from kfac_engine.errors import BackendError
 from tests import models
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler
+from tests.test_buffers import normalised
 from tests.test_engine import LOSSES
 from tests.test_engine_on_gpu import TOLERANCE, chain, host, trained
 
@@ -64,3 +65,208 @@ def test_three_steps_are_those_of_the_cpu(gpu: str, name: str) -> None:
         for parameter, natural in wanted.natural_gradients.items():
             same(found.gradients[parameter], wanted.gradients[parameter], parameter)
             same(found.natural_gradients[parameter], natural, parameter)
+
+
+def begun(model: onnx.ModelProto, **options: object) -> tuple[ke.Engine, dict, np.ndarray]:
+    """An engine after its first step, and a batch."""
+    engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy", damping=1e-2, **options)
+    assert engine._model.place is not HOST
+    inputs = models.random_inputs(model, batch=6)
+    targets = np.arange(6) % 3
+    engine.step(inputs, targets)
+    return engine, inputs, targets
+
+
+def library(engine: ke.Engine) -> type:
+    return engine.collection.backend.xp.ndarray
+
+
+# -- what crosses over ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
+    monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Up: inputs, targets, uniforms. Down: what a step reads anyhow, and what losses check."""
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    forget()
+    cupy_standin.install(monkeypatch)
+    monkeypatch.setattr(CupyPlace, "kind", "cpu")
+    engine, inputs, targets = begun(chain(layers))
+    counts = cupy_standin.COUNTS
+    counts.clear()
+    engine.step(inputs, targets)
+    assert counts["uploads"] == 3
+    assert counts["reads"] + counts["downloads"] <= 8
+    counts.clear()
+    engine.set_parameters({name: value + 1 for name, value in engine.parameters.items()})
+    assert counts["uploads"] == 0
+    assert counts["reads"] + counts["downloads"] == 1
+    forget()
+
+
+def test_whole_arrays_are_read_as_often_however_many_layers_there_are(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    for layers in (3, 12):
+        engine, inputs, targets = begun(chain(layers))
+        device = engine.collection.backend.device
+        found.append(0)
+
+        def counted(array: object, read: object = device.download) -> np.ndarray:
+            found[-1] += 1
+            return read(array)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "download", counted)
+            engine.step(inputs, targets)
+    assert found[0] == found[1] <= 3
+
+
+# -- what users give and get ----------------------------------------------------------------------
+
+
+def test_a_batch_may_lie_on_the_gpu(gpu: str) -> None:
+    engine, inputs, targets = begun(models.mlp())
+    wanted = engine.gradients(inputs, targets)
+    asarray = engine.collection.backend.asarray
+    given = {name: asarray(array) for name, array in inputs.items()}
+    found = engine.gradients(given, asarray(targets))
+    assert found.loss == pytest.approx(wanted.loss)
+    for name, gradient in wanted.gradients.items():
+        assert type(found.gradients[name]) is library(engine)
+        np.testing.assert_array_equal(host(found.gradients[name]), host(gradient))
+
+
+def test_a_batch_on_the_gpu_that_is_not_finite_is_refused(gpu: str) -> None:
+    engine, inputs, targets = begun(models.mlp())
+    (name,) = inputs
+    bad = inputs[name].copy()
+    bad[2, 1] = np.inf
+    with pytest.raises(ke.NonFiniteError, match=r"holds NaN or infinity, first at index \(2, 1\)"):
+        engine.step({name: engine.collection.backend.asarray(bad)}, targets)
+
+
+def test_parameters_stay_on_the_gpu(gpu: str) -> None:
+    engine, _, _ = begun(models.mlp())
+    moved = {name: value + 1 for name, value in engine.parameters.items()}
+    engine.set_parameters(moved)
+    for name, value in engine._model.parameters.items():
+        assert type(value) is library(engine)
+        np.testing.assert_array_equal(host(value), host(moved[name]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_parameters_that_are_not_finite_are_refused(gpu: str, bad: float) -> None:
+    engine, _, _ = begun(models.mlp())
+    before = {name: host(value) for name, value in engine.parameters.items()}
+    moved = dict(engine.parameters)
+    name = next(iter(moved))
+    moved[name] = moved[name] * bad
+    with pytest.raises(ke.NonFiniteError, match=f"the new value of parameter '{name}'"):
+        engine.set_parameters(moved)
+    # Squares of these overflow, they themselves do not.
+    engine.set_parameters({name: np.full(before[name].shape, 1e30, np.float32)})
+
+
+def test_an_engine_is_saved_loaded_and_exported(gpu: str, tmp_path: Path) -> None:
+    engine, inputs, targets = begun(models.mlp())
+    engine.set_parameters({name: value * 0.5 for name, value in engine.parameters.items()})
+    engine.save(tmp_path / "state")
+    engine.export(tmp_path / "model.onnx")
+    wanted = engine.step(inputs, targets)
+    other, _, _ = begun(models.mlp())
+    other.load(tmp_path / "state")
+    found = other.step(inputs, targets)
+    assert found.loss == wanted.loss
+    for name, natural in wanted.natural_gradients.items():
+        np.testing.assert_array_equal(host(found.natural_gradients[name]), host(natural))
+    exported = ke.Engine.from_onnx(tmp_path / "model.onnx", loss="categorical", backend="numpy")
+    for name, value in engine.parameters.items():
+        np.testing.assert_array_equal(exported.parameters[name], host(value))
+
+
+def test_running_statistics_move_on_the_gpu(gpu: str, tmp_path: Path) -> None:
+    model = normalised()
+    engine, inputs, targets = begun(model)
+    beside = ke.Engine.from_onnx(model, loss="categorical", backend="numpy", damping=1e-2)
+    beside.step(inputs, targets)
+    for name, value in beside.buffers.items():
+        same(engine.buffers[name], value, name)
+    engine.save(tmp_path / "state")
+    other = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
+    other.load(tmp_path / "state")
+    for name, value in engine.buffers.items():
+        np.testing.assert_array_equal(host(other.buffers[name]), host(value))
+
+
+def test_tied_weights_stay_equal_on_the_gpu(gpu: str) -> None:
+    model = models.tied()
+    engine, inputs, targets = begun(model, tie_weights=True)
+    result = engine.step(inputs, targets)
+    engine.set_parameters({n: v - result.gradients[n] for n, v in engine.parameters.items()})
+    assert engine.ties == ke.Engine.from_onnx(model, loss="categorical", tie_weights=True).ties
+
+
+def test_wrong_targets_are_named(gpu: str) -> None:
+    engine, inputs, targets = begun(models.mlp())
+    with pytest.raises(ke.InputError, match=r"target 9 of example 0 is not a class"):
+        engine.step(inputs, np.full_like(targets, 9))
+
+
+MODES = ("empirical", "curvature_prop", "exact")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_estimation_mode_is_that_of_the_cpu(gpu: str, mode: str) -> None:
+    options = {"estimation_mode": mode}
+    pairs = zip(trained("mlp", "cupy", **options), trained("mlp", "numpy", **options), strict=True)
+    for found, wanted in pairs:
+        for name, natural in wanted.natural_gradients.items():
+            same(found.natural_gradients[name], natural, name)
+
+
+def test_products_with_the_jacobian_are_those_of_the_cpu(gpu: str) -> None:
+    engine, inputs, targets = begun(models.mlp())
+    beside = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="numpy")
+    rng = np.random.default_rng(0)
+    tangents = {
+        name: rng.normal(size=value.shape).astype(np.float32)
+        for name, value in beside.parameters.items()
+    }
+    found, wanted = (
+        e._model.run(inputs, targets).jvp(tangents, e.objective.inputs) for e in (engine, beside)
+    )
+    for name, change in wanted.items():
+        assert type(found[name]) is library(engine)
+        same(found[name], change, name)
+
+
+def test_all_that_a_model_takes_is_announced_for_the_gpu(gpu: str) -> None:
+    engine, _, _ = begun(models.mlp())
+    memory = engine.memory(4)
+    assert memory.device == memory.total - memory.sessions > memory.factors + memory.scratch
+
+
+def test_where_the_model_runs_is_said_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
+    forget()
+    with caplog.at_level("INFO", logger="kfac_engine"):
+        for _ in range(2):
+            ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
+    name = select._gpu().name
+    assert caplog.text.count(f"the model runs in ONNX Runtime on {name}") == 1
+
+
+def test_without_a_provider_a_gpu_takes_curvature_alone(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "has_provider", lambda kind: False)
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
+    assert engine._model.place is HOST
+    inputs = models.random_inputs(models.mlp(), batch=4)
+    given = {name: engine.collection.backend.asarray(array) for name, array in inputs.items()}
+    found, wanted = (engine.gradients(batch, np.arange(4) % 3) for batch in (given, inputs))
+    assert found.loss == wanted.loss

@@ -1,0 +1,53 @@
+"""Copies from a device to the host are made in few places: elsewhere they would hide in a step."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES = sorted(
+    path for folder in ("kfac_engine", "kernels") for path in (ROOT / folder).rglob("*.py")
+)
+
+# What copies an array of CuPy to the host, to the places that may write it: those that make the
+# copies, and those that see arrays of the host only.
+COPIES = {
+    "asnumpy": ("kfac_engine/backend/cupy_device.py", "kfac_engine/backend/cupy_solvers.py"),
+    "get()": ("kfac_engine/backend/threads.py", "kfac_engine/collection/default.py"),
+    "item()": ("kfac_engine/autodiff/lowering/", "kfac_engine/graph/", "kfac_engine/layers/"),
+    "tolist()": (
+        "kfac_engine/autodiff/placement.py",
+        "kfac_engine/autodiff/lowering/",
+        "kfac_engine/autodiff/rules/",
+        "kfac_engine/cli/",
+        "kfac_engine/graph/",
+        "kfac_engine/layers/",
+        # Numbers that were downloaded together.
+        "kfac_engine/blocks/grouped.py",
+        "kfac_engine/factors/refresh.py",
+        "kfac_engine/factors/stacked.py",
+    ),
+}
+
+
+def written(tree: ast.AST) -> Iterator[str]:
+    """Attributes, and calls of attributes without arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        if isinstance(node, ast.Call) and not node.args and not node.keywords:
+            yield f"{ast.unparse(node.func).rpartition('.')[2]}()"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_arrays_of_a_device_are_copied_to_the_host_in_their_place_only(path: Path) -> None:
+    place = path.relative_to(ROOT).as_posix()
+    for name in written(ast.parse(path.read_text(encoding="utf-8"))):
+        assert name not in COPIES or place.startswith(COPIES[name]), f"{name} in {place}"
+
+
+def test_a_copy_elsewhere_would_be_found() -> None:
+    body = "a = xp.asnumpy(x)\nb = x.get()\nc = x.sum().item()\nd = known.get(x)\n"
+    assert set(written(ast.parse(body))) & COPIES.keys() == {"asnumpy", "get()", "item()"}
