@@ -83,7 +83,8 @@ class Assembly:
         layers, losses = self.found.layers, self.task.objective.inputs
         read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
         self.model.want([*losses, *read])
-        self.model.backward(losses, estimator.differentiated)
+        together = tuple(self.model.parameters) if estimator.reads_gradients else ()
+        self.model.backward(losses, (*together, *estimator.differentiated))
 
 
 def assemble(

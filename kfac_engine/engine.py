@@ -4,6 +4,7 @@ Read ``Engine.step`` first; everything else sets up its parts.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kfac_engine._types import Array
@@ -34,8 +35,9 @@ from kfac_engine.inspection import (
 from kfac_engine.memory import Footprint, MemoryReport, available_memory
 from kfac_engine.objective import Reduction, Targets, check_reduction
 from kfac_engine.profiling import Recorder
+from kfac_engine.propagation import Propagated, propagate
 from kfac_engine.result import Result
-from kfac_engine.scheduler import plan
+from kfac_engine.scheduler import Plan, plan
 
 
 class Engine:
@@ -202,21 +204,24 @@ class Engine:
         with blas_alone():
             with record("forward"):
                 trace = self._run(inputs, targets)
+            due = self._plan()
+            along = due.update_covariances and self.estimator.reads_gradients
             with record("backward"):
-                loss, gradients = self._differentiate(trace)
-            self._observe(trace, record)
+                found = self._differentiate(trace, self.estimator.differentiated if along else None)
+            self._observe(trace, record, due, found.outputs)
             with record("precondition"):
-                natural = self._precondition(gradients, self._exps[0])
+                natural = self._precondition(found.gradients, self._exps[0])
             if update_buffers:
                 self._model.update_buffers(trace)
-            handed = self._model.hand_out(gradients)
-            return Result(loss, handed, natural, self._task.notes, record.stages)
+            handed = self._model.hand_out(found.gradients)
+            return Result(found.loss, handed, natural, self._task.notes, record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with blas_alone():
-            loss, gradients = self._differentiate(self._run(inputs, targets))
-            return Result(loss, self._model.hand_out(gradients), {}, self._task.notes)
+            found = self._differentiate(self._run(inputs, targets))
+            handed = self._model.hand_out(found.gradients)
+            return Result(found.loss, handed, {}, self._task.notes)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.
@@ -226,7 +231,7 @@ class Engine:
             targets: Needed by the estimation mode ``"empirical"`` only.
         """
         with blas_alone():
-            self._observe(self._run(inputs, targets), Recorder())
+            self._observe(self._run(inputs, targets), Recorder(), self._plan())
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
         """Gradients times a power of the damped Fisher matrix, as of the last refresh.
@@ -342,12 +347,10 @@ class Engine:
         backend, model = self.collection.backend, self._model
         return on_host(model.parameters, backend), on_host(model.buffers, backend)
 
-    def _differentiate(self, trace: Trace) -> tuple[float, dict[str, Array]]:
-        loss = self.objective.value(trace)
-        cotangents = self.objective.cotangents(trace)
-        gradients = trace.own_vjp(cotangents, tuple(self._model.parameters))
-        check_finite(gradients, self._model.place)
-        return loss, self._on_device(gradients)
+    def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> Propagated:
+        found = propagate(trace, self.objective, tuple(self._model.parameters), outputs)
+        check_finite(found.gradients, self._model.place)
+        return replace(found, gradients=self._on_device(found.gradients))
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
         # Entries that nothing reads have no curvature: damping alone.
@@ -360,16 +363,26 @@ class Engine:
         asarray = self.collection.backend.asarray
         return {name: asarray(array) for name, array in arrays.items()}
 
-    def _observe(self, trace: Trace, record: Recorder) -> None:
+    def _plan(self) -> Plan:
+        return plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
+
+    def _observe(
+        self,
+        trace: Trace,
+        record: Recorder,
+        due: Plan,
+        propagated: dict[str, Array] | None = None,
+    ) -> None:
         if self.counter == 0:
             self._footprint.require(self.objective.examples(trace), available_memory)
         for factor in self.estimator.factors:
             factor.settle()
-        due = plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)
             with record("statistics"):
-                self.estimator.update_covariances(trace, scales=scales, let_go=trace.let_go)
+                self.estimator.update_covariances(
+                    trace, scales=scales, let_go=trace.let_go, propagated=propagated
+                )
         factors = [self._refreshes[key][0] for key in due.refresh]
         with record("inverses"):
             finish = begin_refresh(factors, self.collection.backend)

@@ -3,22 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.blocks.base import FisherBlock, GradsList, parts, uses
 from kfac_engine.blocks.single import NaiveFullFB
-from kfac_engine.blocks.together import Product, multiply_all
+from kfac_engine.blocks.together import Pairs, Product, by_parameter, multiply_all
 from kfac_engine.collection import LayerCollection, get_default_layer_collection
-from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.intake import Intake, LetGo
 from kfac_engine.factors.refresh import refresh
 from kfac_engine.factors.values import take
-
-# One gradient source: loss input to cotangent.
-Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
 
 
 class Trace(Protocol):
@@ -121,6 +118,11 @@ class FisherEstimator:
         return not self._mode.one_source
 
     @property
+    def reads_gradients(self) -> bool:
+        """Whether statistics are of the gradients at the data's targets: see ``propagated``."""
+        return self._mode.needs_targets and not self._with_stats
+
+    @property
     def differentiated(self) -> tuple[str, ...]:
         """Values that every update differentiates the losses with respect to."""
         return tuple(dict.fromkeys(self._gradients.values()))
@@ -144,6 +146,7 @@ class FisherEstimator:
         scales: Mapping[str, float] | None = None,
         should_decay: bool = True,
         let_go: LetGo | None = None,
+        propagated: dict[str, Array] | None = None,
     ) -> None:
         """Average one batch into every factor; all factors move or none does.
 
@@ -155,13 +158,20 @@ class FisherEstimator:
             should_decay: False takes all batches so far alike: a plain mean.
             let_go: Told which values of the batch no factor will read any more, as soon as that is
                 so; in modes with several sources they are kept to the end, and it is not called.
+            propagated: Gradients of all ``differentiated`` values, scales included, where the
+                caller has them already and the estimator ``reads_gradients``; is emptied.
 
         Raises:
             KfacError: The batch does not fit the losses or factors, or holds NaN or infinity; the
                 estimator is as before, its random generator included.
         """
         decay = self.cov_ema_decay if should_decay else 1.0
-        self._update(self.factors, trace, decay, draws, scales, let_go)
+        stats: dict[str, Array] = {}
+        if propagated is None:
+            sources = self._sources(self.factors, trace, draws, scales or {}, stats)
+        else:
+            sources = self._given(trace, propagated)
+        self._update(self.factors, sources, stats, decay, let_go)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -272,8 +282,10 @@ class FisherEstimator:
             self._round = _Round(trace, now)
         first = not self._round.done
         self.rng.bit_generator.state = self._round.generator
+        stats: dict[str, Array] = {}
+        sources = self._sources((factor,), trace, None, {}, stats)
         try:
-            self._update((factor,), trace, self.cov_ema_decay if should_decay else 1.0)
+            self._update((factor,), sources, stats, self.cov_ema_decay if should_decay else 1.0)
         finally:
             if not first:  # these draws were counted
                 self.rng.bit_generator.state = now
@@ -282,15 +294,12 @@ class FisherEstimator:
     def _update(
         self,
         factors: Sequence[FisherFactor],
-        trace: Trace,
+        sources: Iterator[dict[str, Array]],
+        stats: Mapping[str, Array],
         decay: float,
-        draws: Draws | None = None,
-        scales: Mapping[str, float] | None = None,
         let_go: LetGo | None = None,
     ) -> None:
         generator = self.rng.bit_generator.state
-        stats: dict[str, Array] = {}
-        sources = self._sources(factors, trace, draws, scales or {}, stats)
         whose = f"the batch_size of {self.name}"
         backend = self._collection.backend
         intake = Intake(factors, backend, self._gradients.keys(), self._batch_size, whose)
@@ -316,11 +325,8 @@ class FisherEstimator:
 
         Gradients of variables are added up in ``stats``.
         """
-        statistics = [factor.statistic for factor in factors]
-        reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
-        wanted = {name: value for name, value in self._gradients.items() if name in reads}
+        forward, wanted = self._forward(factors, trace)
         backend = self._collection.backend
-        forward = take(trace, (name for name in reads if name not in wanted), backend)
         variables = self.variables if self._with_stats else ()
         wrt = tuple(dict.fromkeys((*wanted.values(), *variables)))
         for source in self._mode(self._losses, trace, self.rng, draws):
@@ -333,24 +339,25 @@ class FisherEstimator:
             del found, source, cotangents
             yield values
 
+    def _given(self, trace: Trace, propagated: dict[str, Array]) -> Iterator[dict[str, Array]]:
+        """The one source whose gradients are there already."""
+        forward, wanted = self._forward(self.factors, trace)
+        found = take(propagated, wanted.values(), self._collection.backend)
+        propagated.clear()
+        yield forward | {name: found.pop(value) for name, value in wanted.items()}
+
+    def _forward(
+        self, factors: Sequence[FisherFactor], trace: Trace
+    ) -> tuple[dict[str, Array], dict[str, str]]:
+        """What factors read of the forward pass; and names of gradients, with their values."""
+        statistics = [factor.statistic for factor in factors]
+        reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
+        wanted = {name: value for name, value in self._gradients.items() if name in reads}
+        left = (name for name in reads if name not in wanted)
+        return take(trace, left, self._collection.backend), wanted
+
     def _apply(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
-        given: dict[str, Any] = {}  # arrays, or rows for an embedding
-        for vector, key in vecs_and_vars:
-            names = uses(key)
-            arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
-            if len(arrays) != len(names):
-                raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
-            if given.keys() & set(names):
-                raise InputError(f"products take every parameter once; {key} comes again.")
-            given.update(zip(names, arrays, strict=True))
-        registered = self._collection.registered_variables
-        if set(given) != set(registered):
-            missing = sorted(set(registered) - set(given))
-            extra = sorted(set(given) - set(registered))
-            raise InputError(
-                f"products take every registered parameter once; missing: {missing}, not "
-                f"registered: {extra}."
-            )
+        given = by_parameter(vecs_and_vars, self._collection.registered_variables)
         blocks = self._collection.fisher_blocks
         pairs = [
             (block, given[key] if isinstance(key, str) else tuple(given[name] for name in key))

@@ -92,12 +92,12 @@ class Objective:
         total: float = sum(parts)
         return total
 
-    def cotangents(self, values: Values) -> dict[str, Array]:
-        """Gradient of ``value`` with respect to each loss input."""
+    def cotangents(self, values: Values, times: float = 1.0) -> dict[str, Array]:
+        """Gradient of ``value`` with respect to each loss input, times a number."""
         total: dict[str, Array] = {}
         for loss in self.losses:
             for tower in loss.towers:
-                weight = loss.coefficient * self._gradient_weight(tower, values)
+                weight = times * loss.coefficient * self._gradient_weight(tower, values)
                 for name, gradient in tower.gradient(values).items():
                     part = weight * gradient
                     total[name] = total[name] + part if name in total else part
@@ -111,6 +111,22 @@ class Objective:
             for tower in loss.towers
             for name in tower.inputs
         }
+
+    def fisher_ratio(self, values: Values) -> float | None:
+        """What the gradient of ``value`` is multiplied by to be the source of mode ``empirical``.
+
+        Args:
+            values: The loss inputs of the batch by name.
+
+        Returns:
+            The one number for all losses; None where losses differ in it.
+        """
+        ratios = {
+            sqrt(self._fisher_weight(tower, values)) / self._gradient_weight(tower, values)
+            for loss in self.losses
+            for tower in loss.towers
+        }
+        return ratios.pop() if len(ratios) == 1 else None
 
     def _gradient_weight(self, loss: LossFunction, values: Values) -> float:
         n, predictions = self.examples(values), _predictions(loss, values)

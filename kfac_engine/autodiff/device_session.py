@@ -83,27 +83,24 @@ class DeviceSession:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
             MemoryLimitError: The device has not enough memory left.
         """
-        binding = self._bound(feeds)
-        for name in outputs:
-            seat = self._seat(name)
-            binding.bind_output(name, seat.kind, seat.index)
-        self._evaluate(binding, outputs)
-        found = dict(zip(outputs, binding.get_outputs(), strict=True))
-        for name, value in found.items():
-            if not value.has_value():
-                raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
-        return {
-            name: self._seat(name).adopt(value, self.output_dtypes[name])
-            for name, value in found.items()
-        }
+        return self.run_into({}, feeds, outputs)
 
-    def run_into(self, results: Mapping[str, Array], feeds: Mapping[str, Array]) -> None:
+    def run_into(
+        self,
+        results: Mapping[str, Array],
+        feeds: Mapping[str, Array],
+        others: Sequence[str] = (),
+    ) -> dict[str, Array]:
         """Evaluate outputs into arrays of the caller's own: no copy follows.
 
         Args:
             results: Name of a graph output to an array that the place made, of its shape and
                 element type.
             feeds: One array for each graph input, at the place or on the host.
+            others: Further outputs.
+
+        Returns:
+            For ``others``, name to an array at the place; on the host for small integers.
 
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
@@ -112,7 +109,18 @@ class DeviceSession:
         binding = self._bound(feeds)
         for name, array in results.items():
             binding.bind_output(name, *self._where(array))
-        self._evaluate(binding, results)
+        for name in others:
+            seat = self._seat(name)
+            binding.bind_output(name, seat.kind, seat.index)
+        self._evaluate(binding, (*results, *others))
+        found = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
+        for name, value in found.items():
+            if not value.has_value():
+                raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
+        return {
+            name: self._seat(name).adopt(value, self.output_dtypes[name])
+            for name, value in found.items()
+        }
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -107,12 +107,21 @@ class Session:
                 f"ONNX Runtime failed in {self._what}: {reason(failure)}"
             ) from failure
 
-    def run_into(self, results: Mapping[str, Array], feeds: Mapping[str, Array]) -> None:
+    def run_into(
+        self,
+        results: Mapping[str, Array],
+        feeds: Mapping[str, Array],
+        others: Sequence[str] = (),
+    ) -> dict[str, Array]:
         """Evaluate outputs into arrays of the caller's own: no copy follows.
 
         Args:
             results: Name of a graph output to a contiguous array of its shape and element type.
             feeds: One array for each graph input, of numbers or truth values.
+            others: Further outputs.
+
+        Returns:
+            Name to a read-only array, for ``others``.
 
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
@@ -122,12 +131,16 @@ class Session:
             binding.bind_ortvalue_input(name, value)
         for name, value in host_values(results).items():
             binding.bind_ortvalue_output(name, value)
+        for name in others:
+            binding.bind_output(name)
         try:
             self._session.run_with_iobinding(binding)
         except RuntimeError as failure:  # all that bound runs raise
             raise BackendError(
                 f"ONNX Runtime failed in {self._what}: {reason(failure)}"
             ) from failure
+        found = binding.get_outputs()[len(results) :] if others else []
+        return {name: self._view(name, value) for name, value in zip(others, found, strict=True)}
 
     @property
     def _session(self) -> ort.InferenceSession:
@@ -135,14 +148,14 @@ class Session:
 
     def _run_in_place(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
         results = self._session.run_with_ort_values(outputs, host_values(feeds) | self._fed)
-        for name, value in zip(outputs, results, strict=True):
-            if not value.has_value():
-                raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
+        return [self._view(name, value) for name, value in zip(outputs, results, strict=True)]
+
+    def _view(self, name: str, value: ort.OrtValue) -> Array:
+        """An output where it lies; the array keeps it alive."""
+        if not value.has_value():
+            raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
         # DLPack shows truth values as bytes: the view gives them their type back.
-        return [
-            np.from_dlpack(value).view(self.output_dtypes[name])
-            for name, value in zip(outputs, results, strict=True)
-        ]
+        return np.from_dlpack(value).view(self.output_dtypes[name])
 
     def _run_on_copies(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
         results: list[Array] = self._session.run(outputs, {**feeds, **self._fed})

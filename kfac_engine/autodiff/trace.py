@@ -99,26 +99,50 @@ class Trace(Mapping[str, Array]):
             UnsupportedOpError: An operator in between has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
-        backward = self._model.backward(tuple(cotangents), wrt)
+        return self.joint_vjp(cotangents, wrt, ())[0]
+
+    def joint_vjp(
+        self, cotangents: Mapping[str, Array], own: Sequence[str], others: Sequence[str]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """``own_vjp`` of some values and ``vjp`` of others by one backward pass.
+
+        Args:
+            cotangents: Value name to an array of that value's shape.
+            own: Names of values whose gradients are to be the caller's own.
+            others: Names of values.
+
+        Returns:
+            Name to gradient, of ``own`` and of ``others``; none of ``own`` shares memory.
+
+        Raises:
+            UnknownNameError: A name is not a value of the graph.
+            UnsupportedOpError: An operator in between has no derivative rule.
+            ShapeError: A cotangent has another shape than its value.
+        """
+        backward = self._model.backward(tuple(cotangents), tuple(dict.fromkeys((*own, *others))))
+        gradients = backward.gradients
         feeds = self._saved(backward) | self._cotangents(backward, cotangents)
-        values = {gradient: self[name] for name, gradient in backward.gradients.items()}
         made = {
-            gradient: self._model.place.empty(value.shape, value.dtype)
-            for gradient, value in values.items()
-            if gradient not in feeds
+            gradients[name]: self._model.place.empty(self[name].shape, self[name].dtype)
+            for name in own
+            if name in gradients and gradients[name] not in feeds
         }
-        if made:
-            self._model.backward_session(backward).run_into(made, feeds)
-        own: dict[str, Array] = {}
-        for name in wrt:
-            gradient = backward.gradients.get(name)
+        read = dict.fromkeys(gradients[name] for name in others if name in gradients)
+        rest = tuple(gradient for gradient in read if gradient not in feeds | made)
+        if made or rest:
+            feeds |= self._model.backward_session(backward).run_into(made, feeds, rest) | made
+        shared = {name: feeds[gradients[name]] for name in others if name in gradients}
+        found: dict[str, Array] = {}
+        for name in own:
+            gradient = gradients.get(name)
             if gradient is None:
-                own[name] = np.zeros_like(self[name])
-            elif gradient in made:
-                own[name] = feeds[gradient] = made.pop(gradient)
+                found[name] = np.zeros_like(self[name])
+            elif gradient in made and gradient not in read:
+                found[name] = made.pop(gradient)
             else:  # it was fed, or another name has it as well
-                own[name] = feeds[gradient].copy()
-        return own
+                found[name] = feeds[gradient].copy()
+        zeros = {name: np.zeros_like(self[name]) for name in others if name not in gradients}
+        return found, shared | zeros
 
     def jvp(
         self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool = False

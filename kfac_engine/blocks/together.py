@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from kfac_engine._types import Vector
+from kfac_engine._types import Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.tasks import Task
-from kfac_engine.blocks.base import FisherBlock
+from kfac_engine.blocks.base import FisherBlock, parts, uses
+from kfac_engine.errors import InputError, ShapeError
 
+# Vectors over the parameters of a collection.
+Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
 Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
 
 
@@ -35,3 +38,36 @@ def multiply_all(
 
     backend.share([Task(pair[0].work, partial(do, i, *pair)) for i, pair in enumerate(pairs)])
     return [found[index] for index in range(len(pairs))]
+
+
+def by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:
+    """Vectors over all parameters, one by one.
+
+    Args:
+        vecs_and_vars: Pairs of an array and its parameter, or of several of each.
+        registered: All parameters.
+
+    Returns:
+        Parameter to array, or to rows of an embedding.
+
+    Raises:
+        ShapeError: A pair has another number of arrays than parameters.
+        InputError: A parameter is missing, comes twice or is not registered.
+    """
+    given: dict[str, Any] = {}
+    for vector, key in vecs_and_vars:
+        names = uses(key)
+        arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
+        if len(arrays) != len(names):
+            raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
+        if given.keys() & set(names):
+            raise InputError(f"products take every parameter once; {key} comes again.")
+        given.update(zip(names, arrays, strict=True))
+    if set(given) != set(registered):
+        missing = sorted(set(registered) - set(given))
+        extra = sorted(set(given) - set(registered))
+        raise InputError(
+            f"products take every registered parameter once; missing: {missing}, not registered: "
+            f"{extra}."
+        )
+    return given

@@ -1,0 +1,58 @@
+"""The backward pass of a batch: gradients of parameters, and with them what statistics read.
+
+In mode ``empirical`` statistics read the gradient of the reported loss, times one number. Then one
+backward pass serves both. It carries the gradients as statistics read them, which are the many;
+those of parameters are divided by the number in place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.trace import Trace
+from kfac_engine.objective import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Propagated:
+    """What a backward pass brings.
+
+    Attributes:
+        loss: The reduced loss.
+        gradients: Parameter to gradient of the loss, the caller's own.
+        outputs: Value to the gradient that statistics of mode ``empirical`` read; None where that
+            takes a backward pass of its own.
+    """
+
+    loss: float
+    gradients: dict[str, Array]
+    outputs: dict[str, Array] | None = None
+
+
+def propagate(
+    trace: Trace,
+    objective: Objective,
+    parameters: Sequence[str],
+    outputs: Sequence[str] | None = None,
+) -> Propagated:
+    """Differentiate the loss of a batch.
+
+    Args:
+        trace: The batch.
+        objective: The loss.
+        parameters: Names.
+        outputs: Values whose gradients statistics of mode ``empirical`` read; None in other modes,
+            and where no statistics are due.
+
+    Returns:
+        Gradients of the parameters; those of the outputs too if one number relates them.
+    """
+    loss = objective.value(trace)
+    ratio = None if outputs is None else objective.fisher_ratio(trace)
+    if outputs is None or ratio is None:
+        return Propagated(loss, trace.own_vjp(objective.cotangents(trace), parameters))
+    cotangents = objective.cotangents(trace, times=ratio)
+    gradients, found = trace.joint_vjp(cotangents, parameters, outputs)
+    for gradient in gradients.values():
+        gradient *= 1 / ratio
+    return Propagated(loss, gradients, found)
