@@ -1,21 +1,27 @@
-"""A chart for each suite: the time of every contender beside ours."""
+"""A chart for each suite: times of all contenders case by case, or growth along each axis."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from kfac_engine.bench.contenders import OURS
+from kfac_engine.bench.contenders import CONTENDERS, OURS
 from kfac_engine.bench.measure import Row
+from kfac_engine.bench.scaling import Point
 from kfac_engine.errors import BackendError
 
-_INCHES_A_BAR, _WIDTH = 0.22, 9.0
+_INCHES_A_BAR, _INCHES_A_CASE, _WIDTH, _PANEL = 0.16, 0.14, 9.0, 3.6
+_DOTS_AN_INCH = 120
+# The same in every chart.
+_COLOURS = {who: f"C{i}" for i, who in enumerate(CONTENDERS)}
 
 
-def draw(folder: Path, suites: Mapping[str, Sequence[Row]]) -> None:
-    """Write ``<suite>.png`` for each suite.
+def draw(folder: Path, contests: Mapping[str, Sequence[Row]], growth: Sequence[Point] = ()) -> None:
+    """Write ``<suite>.png`` for each suite, and ``scaling.png``.
 
     Args:
         folder: Made if it is not there.
-        suites: Name to rows.
+        contests: Name of a suite to rows.
+        growth: Points of the suite ``scaling``.
 
     Raises:
         BackendError: matplotlib is not installed.
@@ -27,20 +33,75 @@ def draw(folder: Path, suites: Mapping[str, Sequence[Row]]) -> None:
             "charts need matplotlib: pip install 'kfac-engine[plot]', or leave out --plot."
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in suites.items():
-        figure = Figure(figsize=(_WIDTH, 1.5 + _INCHES_A_BAR * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        colours = {who: f"C{i}" for i, who in enumerate(dict.fromkeys(r.contender for r in rows))}
-        labels = [f"{row.case} · {row.contender}" for row in rows]
+    for name, rows in contests.items():
+        height = 1.2 + _INCHES_A_BAR * len(rows) + _INCHES_A_CASE * len(_by_case(rows))
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        _draw_contest(figure.subplots(), name, rows)
+        figure.savefig(folder / f"{name}.png", dpi=_DOTS_AN_INCH)
+    if growth:
+        figure = Figure(figsize=(_WIDTH, _PANEL), layout="constrained")
+        times, memory = figure.subplots(1, 2)
+        _draw_growth(times, memory, growth)
+        figure.savefig(folder / "scaling.png", dpi=_DOTS_AN_INCH)
+
+
+def _draw_contest(axes: Any, name: str, rows: Sequence[Row]) -> None:
+    """A group of bars for each case, a colour for each contender, quartiles as whiskers."""
+    cases = _by_case(rows)
+    places, ticks, top = {}, [], 0.0
+    for found in cases.values():
+        for row in found:
+            places[row.case, row.contender] = top
+            top += 1
+        ticks.append(top - (len(found) + 1) / 2)
+        top += _INCHES_A_CASE / _INCHES_A_BAR
+    for who in (who for who in CONTENDERS if any(row.contender == who for row in rows)):
+        own = [row for row in rows if row.contender == who]
+        middle = [1e3 * row.seconds.median for row in own]
+        # A mean may lie outside the quartiles.
+        below = [max(0.0, m - 1e3 * r.seconds.low) for m, r in zip(middle, own, strict=True)]
+        above = [max(0.0, 1e3 * r.seconds.high - m) for m, r in zip(middle, own, strict=True)]
         axes.barh(
-            labels,
-            [1e3 * row.seconds.median for row in rows],
-            color=[colours[row.contender] for row in rows],
+            [places[row.case, who] for row in own], middle, height=0.9, label=who,
+            xerr=(below, above), error_kw={"elinewidth": 0.8}, color=_COLOURS[who],
             # The bars of ours stand out in print, too.
-            hatch=["//" if row.contender == OURS else "" for row in rows],
-        )
-        axes.invert_yaxis()
-        axes.set_xscale("log")
-        axes.set_xlabel("milliseconds (median, logarithmic)")
-        axes.set_title(f"Suite {name}", loc="left")
-        figure.savefig(folder / f"{name}.png", dpi=120)
+            hatch="//" if who == OURS else "",
+        )  # fmt: skip
+    axes.set_yticks(ticks, list(cases))
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("milliseconds, logarithmic (median; whiskers: quartiles)")
+    axes.set_title(f"Suite {name}: shorter is faster", loc="left")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_growth(times: Any, memory: Any, points: Sequence[Point]) -> None:
+    """Lines from the smallest size of each axis, both relative to it."""
+    for axis in dict.fromkeys(point.axis for point in points):
+        own = [point for point in points if point.axis == axis]
+        sizes = [point.size / own[0].size for point in own]
+        medians = [point.seconds.median / own[0].seconds.median for point in own]
+        peaks = [point.peak_bytes / max(1, own[0].peak_bytes) for point in own]
+        times.plot(sizes, medians, marker="o", label=f"{axis}: size^{own[0].exponent:.2f}")
+        memory.plot(sizes, peaks, marker="o", label=f"{axis}: size^{own[0].memory_exponent:.2f}")
+    for panel, title in ((times, "Time of a step"), (memory, "Peak memory")):
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.set_xlabel("size ÷ smallest size")
+        panel.set_ylabel("÷ that of the smallest size")
+        panel.set_title(title, loc="left")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
+
+
+def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, []).append(row)
+    return cases

@@ -3,14 +3,17 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kfac_engine.bench.measure import Row
+from kfac_engine.bench.timing import Spread
 from kfac_engine.errors import InputError
+
+Kind = TypeVar("Kind")
 
 _HEADS = (
     "ms", "quartiles", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
@@ -118,3 +121,8 @@ def read_suites(path: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
             )
     suites: dict[str, Any] = report["suites"]
     return suites
+
+
+def restored(kind: type[Kind], rows: Sequence[Mapping[str, Any]]) -> list[Kind]:
+    """Rows as a file has them, as the dataclass that they were: one with ``seconds``."""
+    return [kind(**{**row, "seconds": Spread(**row["seconds"])}) for row in rows]

@@ -18,8 +18,8 @@ from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, chosen, measure
 from kfac_engine.bench.memory import run_memory
-from kfac_engine.bench.report import print_suite, read_suites, write_json
-from kfac_engine.bench.scaling import run_scaling
+from kfac_engine.bench.report import print_suite, read_suites, restored, write_json
+from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.registry import Registry
 
@@ -111,7 +111,6 @@ def run_suites(
     found["ceilings"] = [asdict(limit) for limit in limits]
     _print_ceilings(console, limits)
     setting = Setting(console, contenders, limits[-1], threads, options.repeats, options.profile)
-    contests: dict[str, Sequence[Row]] = {}
     for name, run in todo.items():
         if name in report["suites"]:
             console.print(f"{name}: kept as {path} has it")
@@ -120,12 +119,14 @@ def run_suites(
         rows = run(setting, name)
         console.print(f"{name} took {perf_counter() - start:.0f} s\n")
         report["suites"][name] = [asdict(row) for row in rows]
-        if name in SUITES:
-            contests[name] = rows
         if path is not None:
             write_json(path, report)
     if options.plot is not None:
-        draw(Path(options.plot), contests)
+        suites_found = report["suites"]
+        contests = {
+            name: restored(Row, suites_found[name]) for name in SUITES if name in suites_found
+        }
+        draw(Path(options.plot), contests, restored(Point, suites_found.get("scaling", ())))
 
 
 def _print_ceilings(console: Console, limits: Sequence[Ceiling]) -> None:
