@@ -131,7 +131,8 @@ AXES: Mapping[str, Axis] = Registry(
             lambda n: Shape(batch=8, width=32, side=round(n**0.5)), 1, 1,
         ),
         "layers": Axis((4, 8, 16, 32), lambda n: Shape(layers=n), 1, 1),
-        "classes": Axis((64, 256, 1024), _classes, 1, 0),
+        # As many ways back as classes, each through a last layer with as many columns.
+        "classes": Axis((64, 256, 1024), _classes, 2, 0),
         "width, statistics": Axis(
             (512, 1024, 2048), lambda n: Shape(width=n, batch=1024, layers=1), 2, 2
         ),
