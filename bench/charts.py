@@ -9,7 +9,7 @@ from kfac_engine.bench.measure import Row
 from kfac_engine.bench.scaling import Point
 from kfac_engine.errors import BackendError
 
-_INCHES_A_BAR, _INCHES_A_CASE, _WIDTH, _PANEL = 0.16, 0.14, 9.0, 3.6
+_INCHES_A_BAR, _INCHES_A_CASE, _WIDTH, _PANEL = 0.16, 0.14, 9.0, 4.6
 _DOTS_AN_INCH = 120
 # The same in every chart.
 _COLOURS = {who: f"C{i}" for i, who in enumerate(CONTENDERS)}
@@ -97,7 +97,7 @@ def _draw_growth(times: Any, memory: Any, points: Sequence[Point]) -> None:
         panel.set_ylabel("÷ that of the smallest size")
         panel.set_title(title, loc="left")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
 
 
 def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
