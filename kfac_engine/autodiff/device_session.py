@@ -5,6 +5,7 @@ the host: operators read them there, and ONNX Runtime would bring each back by i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ class DeviceSession:
         copied = runtime.host_values(model.copied)
         options.add_external_initializers(list(copied), list(copied.values()))
         provider = _PROVIDERS[place.kind]
+        if place.kind == "cuda":
+            _load_libraries()
         # Without the second one ONNX Runtime would fall back to the CPU as well.
         providers = [(provider, _provider_options(place)), *{"CPUExecutionProvider"} - {provider}]
         try:
@@ -185,6 +188,12 @@ class DeviceSession:
                 f"batch."
             )
         return BackendError(f"ONNX Runtime failed in {self._what}: {why}")
+
+
+@cache
+def _load_libraries() -> None:
+    """Load CUDA's libraries from the packages that brought them, where no linker looks."""
+    ort.preload_dlls()
 
 
 def _provider_options(place: Place) -> dict[str, str]:
