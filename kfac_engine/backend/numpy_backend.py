@@ -1,6 +1,7 @@
 """The NumPy backend: the definition of each primitive."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -18,7 +19,7 @@ from kfac_engine.backend import (
     patch_sums,
 )
 from kfac_engine.backend.namespace import as_array
-from kfac_engine.backend.tasks import WORTH_WAKING, Task, share
+from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
@@ -223,7 +224,14 @@ class NumpyBackend:
         return bool(np.isfinite(total))
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        return [self.all_finite(array) for array in arrays]
+        found: dict[int, bool] = {}
+
+        def judge(index: int, array: Array) -> None:
+            found[index] = self.all_finite(array)
+
+        tasks = [Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)]
+        self.share(tasks)
+        return [found[index] for index in range(len(arrays))]
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

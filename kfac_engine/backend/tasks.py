@@ -13,6 +13,8 @@ from kfac_engine.backend.threads import Workers
 # Waking a thread and waiting for it takes 0.2 ms; in a millisecond a core does so many
 # multiplications of matrices.
 WORTH_WAKING = 8e7
+# Multiplications in the time that it takes to read a number from memory.
+TO_READ = 40.0
 # Smaller tasks are Python for the most part, and side by side threads would wait for it in turn.
 _TINY = 4e6
 # Parts of a task that was divided in equal ones differ by rounding: none of them outweighs.

@@ -1,11 +1,17 @@
 """A batch into many factors: all of them move or none does, and values go once they were read."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+from threading import Lock
 from typing import TypeAlias
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.tasks import Task
 from kfac_engine.errors import InputError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.values import extents, outlines
@@ -44,12 +50,20 @@ class Intake:
             KfacError: The batch does not fit a factor; none has moved.
         """
         self._check(values)
-        for factor, unread in zip(self.factors, self._last_read(), strict=True):
+        readers, lock = self._readers(), Lock()
+
+        def measure(factor: FisherFactor) -> None:
             factor.update(values, decay)
-            for name in unread:
-                del values[name]
-            if let_go is not None:
-                let_go(unread)
+            names = tuple(dict.fromkeys(factor.statistic.names()))
+            with lock:
+                readers.subtract(names)
+                unread = [name for name in names if not readers[name]]
+                for name in unread:
+                    del values[name]
+                if let_go is not None:
+                    let_go(unread)
+
+        self._with_all(measure, self.factors, values)
 
     def average_sum(self, sources: Iterator[dict[str, Array]], decay: float) -> None:
         """Average the sum of the sources of a batch in; one is held at a time.
@@ -63,7 +77,12 @@ class Intake:
         """
         values = next(sources)
         self._check(values)
-        sums = {id(factor): factor.accumulate(None, values) for factor in self.factors}
+        sums: dict[int, Array] = {}
+
+        def add(factor: FisherFactor) -> None:
+            sums[id(factor)] = factor.accumulate(sums.get(id(factor)), values)
+
+        self._with_all(add, self.factors, values)
         shapes = outlines(values, self.backend)
         values.clear()
         moving = [f for f in self.factors if not set(f.statistic.names()).isdisjoint(self.moving)]
@@ -71,7 +90,7 @@ class Intake:
             known = extents([factor.statistic for factor in moving], values, self.backend)
             for factor in moving:
                 factor.check(values, known)
-                sums[id(factor)] = factor.accumulate(sums[id(factor)], values)
+            self._with_all(add, moving, values)
             values.clear()
         for factor in self.factors:
             factor.commit(sums.pop(id(factor)), shapes, decay)
@@ -90,13 +109,26 @@ class Intake:
                     f"{whose}."
                 )
 
-    def _last_read(self) -> list[frozenset[str]]:
-        """For each factor, the values that none after it reads."""
+    def _readers(self) -> "Counter[str]":
+        """How many factors read each value; one more where a length is asked for as well."""
         # Factors that are parts of others read a length that those do not name.
-        kept = {name for factor in self.factors for name in factor.statistic.lengths()}
-        found: list[frozenset[str]] = []
-        for factor in reversed(self.factors):
-            unread = frozenset(factor.statistic.names()) - kept
-            kept |= unread
-            found.append(unread)
-        return found[::-1]
+        lengths = {name for factor in self.factors for name in factor.statistic.lengths()}
+        read = (dict.fromkeys(factor.statistic.names()) for factor in self.factors)
+        return Counter(chain(lengths, *read))
+
+    def _with_all(
+        self, do: Callable[[FisherFactor], None], factors: Sequence[FisherFactor], values: Values
+    ) -> None:
+        """Do the same with all factors, side by side, what takes long first."""
+        for factor in factors:
+            factor.settle()  # what it was waiting for may be another's as well
+        self.backend.share([Task(_work(factor, values), partial(do, factor)) for factor in factors])
+
+
+def _work(factor: FisherFactor, values: Values) -> float:
+    """Multiplications of a measurement, about: half of all products of two features of a row."""
+    statistic = factor.statistic
+    shape = statistic.shape(values)
+    if len(shape) < 2:
+        return float(sum(values[name].size for name in statistic.names()))
+    return statistic.repeats(values) * statistic.batch_size(values) * prod(shape) / 2

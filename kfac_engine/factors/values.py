@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.tasks import TO_READ, Task
 from kfac_engine.errors import UnknownNameError
 from kfac_engine.factors.statistics import Statistic
 from kfac_engine.losses.checks import Named
@@ -72,5 +74,11 @@ def extents(statistics: Sequence[Statistic], values: Values, backend: Backend) -
     finite = dict(zip(names, backend.finite([values[name] for name in names]), strict=True))
     pairs = (pair for found in statistics for pair in found.products())
     multiplied = [n for n in dict.fromkeys(n for pair in pairs for n in pair) if values[n].size]
-    largest = backend.download([abs(values[name]).max() for name in multiplied])
+    found: dict[str, Array] = {}
+
+    def measure(name: str) -> None:
+        found[name] = abs(values[name]).max()
+
+    backend.share([Task(TO_READ * values[n].size, partial(measure, n)) for n in multiplied])
+    largest = backend.download([found[name] for name in multiplied])
     return Extents(finite, {n: float(x) for n, x in zip(multiplied, largest, strict=True)})
