@@ -11,7 +11,7 @@ data: along memory, without patches. Sums over positions are products with matri
 zeros, one axis at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
@@ -21,10 +21,10 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.grouped import check_group_sides, scale, split_features
 from kfac_engine.backend.numpy_patches import patch_second_moment
-from kfac_engine.backend.numpy_rank_k import threads_for
+from kfac_engine.backend.numpy_rank_k import share, threads_for
 from kfac_engine.backend.numpy_shift import distances
 from kfac_engine.backend.patch_sums import patch_sums
-from kfac_engine.backend.threads import Workers, blas_alone
+from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
 # Nanoseconds that things take, measured on 32 images of one core in float32: a pixel for each
@@ -47,7 +47,7 @@ _PIXEL_COST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class _Means:
     """What each of some threads may take.
 
     Attributes:
@@ -120,12 +120,12 @@ def grouped_second_moment(  # noqa: PLR0913 (the primitive's, and what it may ta
             partial(moment, images, window, own, scratch_bytes=spare, workers=workers)
             for images, own in zip(by_group.swapaxes(0, 1), out, strict=True)
         ]
-        _share(tasks, threads if groups >= threads else 1, workers)
+        share(tasks, threads if groups >= threads else 1, workers)
         return
     scale(out, beta)
     d = out.shape[1] - homogeneous
     chunk = min(_CHUNK_BYTES, spare // 4) // out.itemsize
-    _add_pixels(by_group, out[:, :d, :d], plan, alpha, Share(threads, chunk, workers))
+    _add_pixels(by_group, out[:, :d, :d], plan, alpha, _Means(threads, chunk, workers))
     if homogeneous:
         sums = patch_sums(x, window, out.dtype, np)[None, None]
         out[:, d, :d] += alpha * split_features(sums, groups, window.taps)[0, :, 0]
@@ -135,20 +135,10 @@ def grouped_second_moment(  # noqa: PLR0913 (the primitive's, and what it may ta
 def _pixels_are_quicker(x: Array, plan: _Plan, window: Window) -> bool:
     """Whether to multiply pixel by pixel rather than to take every group alone."""
     alone = _TAP * window.taps * x.size + _GROUP * x.shape[1]
-    return _PIXEL * len(plan.shifts) * x.size <= alone
+    return bool(_PIXEL * len(plan.shifts) * x.size <= alone)
 
 
-def _share(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:
-    """Do the tasks in threads of their own, or one by one where they have threads themselves."""
-    if threads > 1:
-        workers.run(tasks)
-        return
-    with blas_alone():
-        for task in tasks:
-            task()
-
-
-def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, share: Share) -> None:
+def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, means: _Means) -> None:
     """Add the moments of small groups.
 
     Args:
@@ -156,17 +146,17 @@ def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, share: Share) -
         out: ``(groups, d, d)``; matrices and rows may lie apart.
         plan: For these sides.
         alpha: Scale of the moments.
-        share: Threads, and how many numbers each multiplies at a time.
+        means: Threads, and how many numbers each multiplies at a time.
     """
     n, groups = x.shape[:2]
     image = prod(x.shape[2:])
-    count = max(1, min(n, _SUM_IMAGES, share.numbers // image))
-    step = max(1, min(share.numbers // (count * image), -(-groups // share.threads)))
+    count = max(1, min(n, _SUM_IMAGES, means.numbers // image))
+    step = max(1, min(means.numbers // (count * image), -(-groups // means.threads)))
     tasks = [
         partial(_add_groups, x[:, g : g + step], out[g : g + step], plan, alpha, count)
         for g in range(0, groups, step)
     ]
-    _share(tasks, share.threads, share.workers)
+    share(tasks, means.threads, means.workers)
 
 
 def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> None:
@@ -175,19 +165,19 @@ def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> 
     # Without channels in a group, all groups are one line: products across them are not summed.
     lines = groups if size > 1 else 1
     room = np.zeros((lines, groups // lines * size * prod(sides)), out.dtype)
-    total = 0.0
+    total = np.zeros((groups, len(plan.rows)))
     for start in range(0, len(x), count):
         images = x[start : start + count]
         if images.dtype != out.dtype:
             images = images.astype(out.dtype, order="C")
         flat = images.reshape(len(images), *room.shape)
-        found = [np.zeros((groups, 0))]
+        found = []
         for shift, seen in zip(plan.shifts, plan.seen, strict=True):
             pixels = room.shape[1] - shift
             behind, here = flat[:, :, shift:], flat[:, :, :pixels]
             np.einsum("nlq,nlq->lq", behind, here, out=room[:, :pixels])
             found.append(_summed(room.reshape(groups, size, *sides), seen))
-        total = total + np.concatenate(found, axis=1)
+        total += np.concatenate(found, axis=1)
     out[:, plan.rows, plan.columns] += alpha * total
 
 

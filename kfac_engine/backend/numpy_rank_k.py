@@ -5,7 +5,7 @@ bands of equal area. With many rows each takes part of them and a matrix of its 
 matrices are added up. The second way keeps products large, the first needs no memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from math import sqrt
@@ -14,7 +14,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend import blas
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import Workers, blas_alone
 
 # Multiplications that take about a millisecond; a second thread costs a tenth of one.
 WORTH_A_THREAD = 1e8
@@ -39,6 +39,22 @@ def threads_for(multiplications: float, workers: Workers) -> int:
     """
     free = len(workers.bands(workers.count))
     return max(1, min(free, int(multiplications / WORTH_A_THREAD)))
+
+
+def share(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:
+    """Do tasks side by side, if more than one thread is worth having; BLAS runs on one.
+
+    Args:
+        tasks: As for ``Workers.run``.
+        threads: Worth having.
+        workers: Threads there are.
+    """
+    if threads > 1:
+        workers.run(tasks)
+        return
+    with blas_alone():
+        for task in tasks:
+            task()
 
 
 def parts_for(rows: int, side: int, workers: Workers, spare: int) -> int:

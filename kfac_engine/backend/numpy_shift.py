@@ -23,7 +23,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend import blas
 from kfac_engine.backend.frame import Slab, frame
 from kfac_engine.backend.numpy_im2col import patch_matrices
-from kfac_engine.backend.numpy_rank_k import scale, threads_for
+from kfac_engine.backend.numpy_rank_k import accumulate, scale, share, threads_for
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
@@ -62,7 +62,7 @@ def add_shifted(
     moments = _moments(x, window, out.dtype, alpha, means)
     _write_blocks(moments, window.kernel, x.shape[1], out, beta, means.workers)
     for slab in frame(window, x.shape[2:]):
-        _subtract(slab, window.kernel, x, out, alpha, means.chunk_bytes)
+        _subtract(slab, window.kernel, x, out, alpha, means)
 
 
 def distances(window: Window) -> list[Distance]:
@@ -174,16 +174,29 @@ def _overlap(step: Distance, window: Window, sides: tuple[int, ...]) -> bool:
 
 
 def _subtract(
-    slab: Slab, kernel: tuple[int, ...], x: Array, out: Array, alpha: float, chunk_bytes: int
+    slab: Slab, kernel: tuple[int, ...], x: Array, out: Array, alpha: float, means: Means
 ) -> None:
     """Take the patches of a slab of the frame off the rows and columns of its taps, in place."""
     # Its features are runs of adjacent ones, one for each combination of taps of the axes before.
     tap = x.shape[1] * prod(kernel[slab.axis + 1 :])
     starts = range(0, len(out), tap * kernel[slab.axis])
     runs = [slice(f + slab.taps.start * tap, f + slab.taps.stop * tap) for f in starts]
-    for piece in patch_matrices(x, slab.window, out.dtype, chunk_bytes):
+    for piece in patch_matrices(x, slab.window, out.dtype, means.chunk_bytes):
+        if len(runs) == 1:
+            accumulate([[piece]], out[runs[0], runs[0]], -alpha, 1.0, means.workers)
+            continue
         parts = np.split(piece, len(runs))
-        for i, rows in enumerate(runs):
-            blas.syrk(parts[i], out[rows, rows], alpha=-alpha, beta=1.0)
-            for j, columns in enumerate(runs[:i]):
-                blas.gemm(parts[i], parts[j], out[rows, columns], alpha=-alpha, beta=1.0)
+        pairs = [(i, j) for i in range(len(runs)) for j in range(i + 1)]
+        tasks = [
+            partial(_add_pair, parts[i], parts[j], out[runs[i], runs[j]], -alpha) for i, j in pairs
+        ]
+        threads = threads_for(piece.size * len(piece) / 2, means.workers)
+        share(tasks, threads, means.workers)
+
+
+def _add_pair(x: Array, y: Array, out: Array, alpha: float) -> None:
+    """``out ← out + alpha·x yᵀ``, half of it where both are the same."""
+    if x is y:
+        blas.syrk(x, out, alpha=alpha, beta=1.0)
+    else:
+        blas.gemm(x, y, out, alpha=alpha, beta=1.0)

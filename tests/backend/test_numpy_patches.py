@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.backend.numpy_patches import shift_is_cheaper
+from kfac_engine.backend.numpy_forms import Images, quickest
+from kfac_engine.backend.numpy_lines import add_lines, line_numbers
+from kfac_engine.backend.numpy_patches import FORMS
 from kfac_engine.backend.numpy_shift import Means, add_shifted, scratch_numbers
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
@@ -25,6 +27,8 @@ ALL = [*CORNERS, *EVERY]
 UNIT_STRIDES = [case for case in [*CORNERS, *STRIDE_ONE] if set(case.window.strides) == {1}]
 
 MEANS = Means(Workers(), 4 << 20, 1 << 22)
+ADDING = [add_shifted, add_lines]
+SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
 
 MEMORY_ORDERS = {
     "channels_first": lambda x: x,
@@ -56,6 +60,10 @@ def second_moment(x, window, out, *, scratch_bytes=64 << 20, **options):
     backend = NumpyBackend(scratch_bytes=scratch_bytes)
     backend.patch_second_moment(x, window, out, **options)
     backend.mirror(out)
+
+
+def seen(case):
+    return Images(case.n, case.channels, case.sides)
 
 
 def assert_close(found, expected, tolerance=ROUNDING):
@@ -92,7 +100,8 @@ def test_moment_is_added_to_the_scaled_old_one(i, case, scratch_bytes):
 
 @pytest.mark.parametrize("case", UNIT_STRIDES, ids=str)
 @pytest.mark.parametrize("chunk_bytes", [4 << 20, 200], ids=["roomy", "one_patch_at_a_time"])
-def test_shifted_images_give_the_same_moment_in_every_geometry(case, chunk_bytes):
+@pytest.mark.parametrize("add", ADDING)
+def test_forms_for_unit_strides_give_the_same_moment_in_every_geometry(add, case, chunk_bytes):
     x = case.images()
     new = moment(x, case.window)
     whole = symmetric(len(new) + 1)
@@ -100,17 +109,18 @@ def test_shifted_images_give_the_same_moment_in_every_geometry(case, chunk_bytes
     expected = 0.7 * out + 0.3 * new
     border = whole[-1].copy()
 
-    add_shifted(x, case.window, out, 0.3, 0.7, Means(Workers(), chunk_bytes, 1 << 22))
+    add(x, case.window, out, 0.3, 0.7, Means(Workers(), chunk_bytes, 1 << 22))
 
     assert_close(np.tril(out), np.tril(expected))
     np.testing.assert_array_equal(whole[-1], border)
 
 
 @pytest.mark.parametrize("case", UNIT_STRIDES[::5], ids=str)
-def test_shifted_images_overwrite_nan_with_zero_beta(case):
+@pytest.mark.parametrize("add", ADDING)
+def test_forms_for_unit_strides_overwrite_nan_with_zero_beta(add, case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
-    add_shifted(case.images(), case.window, out, 1.0, 0.0, MEANS)
+    add(case.images(), case.window, out, 1.0, 0.0, MEANS)
     assert_close(np.tril(out), np.tril(new))
 
 
@@ -125,29 +135,48 @@ def test_zero_beta_overwrites_nan(case, homogeneous):
 
 # Large enough that the rule takes the form named, as the test checks.
 LARGER = {
-    "shifted_same": (True, Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23))),
-    "shifted_valid": (True, Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (40, 36))),
+    "shifted_same": (
+        "shifted",
+        Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23)),
+    ),
+    "shifted_valid": (
+        "shifted",
+        Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (40, 36)),
+    ),
     "shifted_dilated": (
-        True,
+        "shifted",
         Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 4, 24, (30, 30)),
     ),
-    "shifted_line": (True, Case(Window((5,), (1,), (1,), (2,), (1,)), 2, 40, (2000,))),
+    "shifted_line": ("shifted", Case(Window((5,), (1,), (1,), (2,), (1,)), 2, 40, (2000,))),
     "shifted_volume": (
-        True,
+        "shifted",
         Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 3, 9, (14,) * 3),
     ),
+    "lines_same": ("lines", Case(SAME, 20, 40, (7, 8))),
+    "lines_of_many_images": ("lines", Case(SAME, 150, 32, (8, 8))),
+    "lines_dilated": (
+        "lines",
+        Case(Window((3, 3), (1, 1), (1, 2), (1, 2), (1, 2)), 40, 40, (7, 9)),
+    ),
+    "lines_volume": (
+        "lines",
+        Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 50, 40, (4,) * 3),
+    ),
     "plain_few_channels": (
-        False,
+        "plain",
         Case(Window((5, 5), (1, 1), (1, 1), (2, 2), (2, 2)), 4, 1, (20, 20)),
     ),
-    "plain_strided": (False, Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23))),
+    "plain_strided": (
+        "plain",
+        Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23)),
+    ),
     "plain_cropped": (
-        False,
+        "plain",
         Case(Window((3, 3), (1, 1), (1, 1), (-8, -8), (-8, -8)), 4, 20, (24, 23)),
     ),
-    "pixels": (False, Case(Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (24, 23))),
+    "pixels": ("plain", Case(Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (24, 23))),
     "pixels_cropped": (
-        False,
+        "plain",
         Case(Window((1, 1), (2, 1), (1, 1), (1, -2), (-1, 0)), 4, 20, (24, 23)),
     ),
 }
@@ -155,9 +184,9 @@ LARGER = {
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("order", ["channels_first", "channels_last"])
-@pytest.mark.parametrize(("shifted", "case"), LARGER.values(), ids=LARGER)
-def test_moment_of_larger_images_in_both_precisions(shifted, case, order, dtype):
-    assert shift_is_cheaper(case.window, case.n, case.channels, case.sides, 1 << 22) == shifted
+@pytest.mark.parametrize(("form", "case"), LARGER.values(), ids=LARGER)
+def test_moment_of_larger_images_in_both_precisions(form, case, order, dtype):
+    assert quickest(case.window, seen(case), 1 << 22, 2) == form
     x = case.images().astype(dtype)
     new = moment(x, case.window, homogeneous=True)
     old = symmetric(len(new)).astype(dtype)
@@ -169,9 +198,9 @@ def test_moment_of_larger_images_in_both_precisions(shifted, case, order, dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize(("shifted", "case"), LARGER.values(), ids=LARGER)
-def test_half_precision_images_are_accumulated_in_single(shifted, case, dtype):
-    del shifted
+@pytest.mark.parametrize(("form", "case"), LARGER.values(), ids=LARGER)
+def test_half_precision_images_are_accumulated_in_single(form, case, dtype):
+    del form
     x = case.images().astype(dtype)
     expected = moment(x, case.window, homogeneous=True)
     out = np.zeros(expected.shape, np.float32)
@@ -198,38 +227,44 @@ def test_scratch_bytes_bound_the_working_memory(name):
     case, scratch_bytes = LARGER[name][1], 300_000
     x, side = case.images(), case.window.taps * case.channels + 1
     out = np.zeros((side, side))
+    backend = NumpyBackend(scratch_bytes=scratch_bytes)
     tracemalloc.start()
-    second_moment(x, case.window, out, scratch_bytes=scratch_bytes, homogeneous=True)
+    backend.patch_second_moment(x, case.window, out, homogeneous=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    backend.mirror(out)
     # Sums of patches and small objects come on top.
     assert peak <= scratch_bytes + 3 * x[0].nbytes + 100_000
     assert_close(out, moment(x, case.window, homogeneous=True))
 
 
-SHIFTED = {name: case for name, (shifted, case) in LARGER.items() if shifted}
+NEEDED = {
+    "shifted": lambda w, n, channels, sides: scratch_numbers(w, channels, sides),
+    "lines": lambda w, *images: line_numbers(w, *images, 2),
+}
+FITTING = {name: item for name, item in LARGER.items() if item[0] in NEEDED}
 
 
-@pytest.mark.parametrize("case", SHIFTED.values(), ids=SHIFTED)
-def test_shifted_images_are_taken_only_where_their_memory_fits(case):
-    geometry = case.window, case.n, case.channels, case.sides
-    numbers = scratch_numbers(case.window, case.channels, case.sides)
-    assert shift_is_cheaper(*geometry, numbers)
-    assert not shift_is_cheaper(*geometry, numbers - 1)
+@pytest.mark.parametrize(("form", "case"), FITTING.values(), ids=FITTING)
+def test_a_form_is_taken_only_where_its_memory_fits(form, case):
+    numbers = NEEDED[form](case.window, *seen(case))
+    assert quickest(case.window, seen(case), numbers, 2) == form
+    assert quickest(case.window, seen(case), numbers - 1, 2) != form
 
 
-@pytest.mark.parametrize("case", SHIFTED.values(), ids=SHIFTED)
-def test_shifted_images_need_the_memory_announced(case):
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("form", "case"), FITTING.values(), ids=FITTING)
+def test_a_form_needs_the_memory_announced(form, case, threads):
     x, side, chunk_bytes = case.images(), case.window.taps * case.channels, 50_000
     out = np.zeros((side, side))
-    numbers = scratch_numbers(case.window, case.channels, case.sides)
-    means = Means(Workers(4), chunk_bytes, numbers)
+    numbers = NEEDED[form](case.window, *seen(case))
+    means = Means(Workers(threads), chunk_bytes, numbers)
     tracemalloc.start()
-    add_shifted(x, case.window, out, 1.0, 0.0, means)
+    FORMS[form](x, case.window, out, 1.0, 0.0, means)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # Small objects come on top: arguments of a product for each distance.
-    assert peak <= numbers * x.itemsize + chunk_bytes + 100_000
+    # Small objects come on top: arguments of a product for each distance, rows being summed.
+    assert peak <= numbers * x.itemsize + chunk_bytes + 200_000
 
 
 WRONG = {
