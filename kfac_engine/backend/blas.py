@@ -8,6 +8,7 @@ and strides, without the interpreter lock. What a pointer cannot say is asserted
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from scipy.linalg import cython_blas
@@ -67,14 +68,14 @@ def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
     _SYRK[out.dtype.char](
         b"U",
         b"T" if by_row else b"N",
-        _integer(side),
-        _integer(depth),
+        integer(side),
+        integer(depth),
         ctypes.byref(real(alpha)),
         x.ctypes.data,
-        _integer(leading),
+        integer(leading),
         ctypes.byref(real(beta)),
         out.ctypes.data,
-        _integer(_written(out)),
+        integer(written(out)),
     )
 
 
@@ -109,17 +110,48 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> C
         _GEMM[out.dtype.char],
         b"T" if y_by_row else b"N",
         b"N" if x_by_row else b"T",
-        _integer(n),
-        _integer(m),
-        _integer(depth),
+        integer(n),
+        integer(m),
+        integer(depth),
         ctypes.byref(real(alpha)),
         y.ctypes.data,
-        _integer(y_leading),
+        integer(y_leading),
         x.ctypes.data,
-        _integer(x_leading),
+        integer(x_leading),
         ctypes.byref(real(beta)),
         out.ctypes.data,
-        _integer(_written(out)),
+        integer(written(out)),
+    )
+
+
+def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: float) -> None:
+    """``out ← alpha·L out``, or ``alpha·out L`` from the right, in place.
+
+    Args:
+        lower: ``L``, ``(k, k)``, float64, with adjacent elements in each row; what stands above
+            the diagonal is not read.
+        out: ``(k, n)``, or ``(m, k)`` from the right, likewise.
+        right: On which side of ``out`` the triangle stands.
+        transposed: Whether ``Lᵀ`` stands there.
+        alpha: Scale of the product.
+    """
+    side = len(lower)
+    assert lower.shape == (side, side), f"a triangle of shape {lower.shape} is not square"
+    assert out.shape[1 if right else 0] == side, f"{lower.shape} and {out.shape} do not match"
+    assert lower.dtype == out.dtype == "d", f"{lower.dtype} and {out.dtype} are not float64"
+    # Column by column, L is an upper triangle Lᵀ, and stands on the other side of outᵀ.
+    _TRMM(
+        b"L" if right else b"R",
+        b"U",
+        b"T" if transposed else b"N",
+        b"N",
+        integer(out.shape[1]),
+        integer(len(out)),
+        ctypes.byref(ctypes.c_double(alpha)),
+        lower.ctypes.data,
+        integer(written(lower)),
+        out.ctypes.data,
+        integer(written(out)),
     )
 
 
@@ -132,7 +164,7 @@ def _read(x: Array, out: Array) -> Layout:
     return found
 
 
-def _written(out: Array) -> int:
+def written(out: Array) -> int:
     """Leading dimension of a result."""
     found = layout(out)
     assert found is not None, f"strides {out.strides} of a result are not BLAS's"
@@ -141,15 +173,15 @@ def _written(out: Array) -> int:
     return found.leading
 
 
-def _integer(value: int) -> Any:
+def integer(value: int) -> Any:
     """The address of a number, as BLAS takes every scalar."""
     assert value <= _LARGEST, f"{value} is more than BLAS counts to"
     return ctypes.byref(_INTEGER(value))
 
 
-def _capsule(name: str) -> tuple[bytes, int]:
+def _capsule(module: ModuleType, name: str) -> tuple[bytes, int]:
     """C signature and address of a routine that SciPy exports to Cython."""
-    capsule = cython_blas.__pyx_capi__[name]
+    capsule = module.__pyx_capi__[name]
     get_name = ctypes.pythonapi.PyCapsule_GetName
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -158,13 +190,24 @@ def _capsule(name: str) -> tuple[bytes, int]:
     return signature, get_pointer(capsule, signature)
 
 
-def _routine(name: str, arguments: int) -> Callable[..., None]:
+def routine(module: ModuleType, name: str, arguments: int) -> Callable[..., None]:
+    """A routine that takes everything by address.
+
+    Args:
+        module: SciPy's ``cython_blas`` or ``cython_lapack``.
+        name: As there.
+        arguments: How many.
+
+    Returns:
+        The function; it lets go of the interpreter lock.
+    """
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)
-    return prototype(_capsule(name)[1])
+    return prototype(_capsule(module, name)[1])
 
 
 # A SciPy built for 64-bit BLAS says so in the signatures.
-_INTEGER = ctypes.c_int if b" int *" in _capsule("ssyrk")[0] else ctypes.c_int64
-_SYRK = {"f": _routine("ssyrk", 10), "d": _routine("dsyrk", 10)}
-_GEMM = {"f": _routine("sgemm", 13), "d": _routine("dgemm", 13)}
+_INTEGER = ctypes.c_int if b" int *" in _capsule(cython_blas, "ssyrk")[0] else ctypes.c_int64
+_SYRK = {"f": routine(cython_blas, "ssyrk", 10), "d": routine(cython_blas, "dsyrk", 10)}
+_GEMM = {"f": routine(cython_blas, "sgemm", 13), "d": routine(cython_blas, "dgemm", 13)}
+_TRMM = routine(cython_blas, "dtrmm", 11)
 _REAL = {"f": ctypes.c_float, "d": ctypes.c_double}

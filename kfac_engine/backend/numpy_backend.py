@@ -13,6 +13,7 @@ from kfac_engine.backend import (
     numpy_grouped,
     numpy_im2col,
     numpy_inverse,
+    numpy_many,
     numpy_matmul,
     numpy_moments,
     numpy_patches,
@@ -179,7 +180,7 @@ class NumpyBackend:
         grouped.add_scaled(out, measured, alpha, beta)
 
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
-        return numpy_inverse.damped_inverse(matrix, damping)
+        return numpy_inverse.damped_inverse(matrix, damping, self.workers)
 
     def damped_cholesky(self, matrix: Array, damping: float) -> Array:
         return numpy_inverse.damped_cholesky(matrix, damping)
@@ -191,7 +192,7 @@ class NumpyBackend:
         return numpy_inverse.eigh(matrix)
 
     def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return [self.damped_inverse(m, d) for m, d in zip(matrices, dampings, strict=True)]
+        return numpy_many.damped_inverses(matrices, dampings, self.workers, self.scratch_bytes)
 
     def begin_damped_inverses(
         self, matrices: Sequence[Array], dampings: Sequence[float]
@@ -200,13 +201,13 @@ class NumpyBackend:
         return lambda: found
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return [self.damped_cholesky(m, d) for m, d in zip(matrices, dampings, strict=True)]
+        return numpy_many.damped_choleskys(matrices, dampings, self.workers, self.scratch_bytes)
 
     def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
-        return [self.triangular_inverse(lower) for lower in lowers]
+        return numpy_many.triangular_inverses(lowers, self.workers, self.scratch_bytes)
 
     def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
-        return [numpy_inverse.eigh_stack(m) if m.ndim > 2 else self.eigh(m) for m in matrices]
+        return numpy_many.eighs(matrices, self.workers, self.scratch_bytes)
 
     def inverse_roots(
         self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]

@@ -1,8 +1,8 @@
-"""Inverses and factors of damped symmetric matrices, in float64, by LAPACK.
+"""Inverses and factors of damped symmetric matrices, in float64, by LAPACK and by products.
 
 A factor kept in float32 is known only to within its rounding: small eigenvalues may come out
 negative. Working in float64 adds no second error (a float32 Cholesky inverse is wrong by about
-``7e-9 · condition``) and costs less than twice the time.
+``7e-9 · condition``).
 """
 
 import logging
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 from scipy import linalg
-from scipy.linalg import lapack
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.numpy_moments import mirror
+from kfac_engine.backend import lapack, numpy_halves, numpy_triangle
+from kfac_engine.backend.threads import Workers, blas_alone
 from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
 
 _LOG = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 # Dampings tried before the eigenvalues are clamped: each ten times the one before.
 _LADDER = (1, 10, 100, 1000)
 
-# Below this, squares of float64 numbers lose digits.
+# Below this, squares of float64 numbers may lose digits.
 _SMALLEST_NORM = 1e-140
 
 
@@ -38,22 +38,47 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
     Returns:
         A positive number, in the units of the matrix.
     """
-    limits = np.finfo(dtype)
     with np.errstate(over="ignore"):
         norm = float(np.linalg.norm(matrix))
     if not _SMALLEST_NORM < norm < np.inf:
         # Squares overflowed or vanished, so the norm is taken relative to the largest entry.
-        largest = max(float(np.abs(matrix).max()), float(limits.tiny))
+        largest = max(float(np.abs(matrix).max()), float(np.finfo(dtype).tiny))
         norm = largest * float(np.linalg.norm(matrix / largest))
-    return max(float(limits.eps) * norm, float(limits.tiny))
+    return _floor(norm, dtype)
 
 
-def damped_inverse(matrix: Array, damping: float) -> Array:
+def least_dampings(lower: Array, dampings: Array, dtype: DType) -> Array | None:
+    """For each matrix of a stack the larger of its damping and the floor.
+
+    Args:
+        lower: ``(n, d, d)``, float64, lower triangles with zeros above.
+        dampings: ``(n,)``.
+        dtype: That the matrices are kept in.
+
+    Returns:
+        ``(n,)``; None if a damping or a matrix is impossible, or its norm needs care.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = 2.0 * np.einsum("nij,nij->n", lower, lower) - np.einsum(
+            "nii,nii->n", lower, lower
+        )
+    fit = (
+        (dampings >= 0.0) & (dampings < np.inf) & (squares > _SMALLEST_NORM**2) & (squares < np.inf)
+    )
+    if not fit.all():
+        return None
+    floors = np.finfo(dtype).eps * np.sqrt(squares)
+    least: Array = np.maximum(dampings, np.maximum(floors, np.finfo(dtype).tiny))
+    return least
+
+
+def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
     """``(matrix + damping·I)⁻¹``, symmetric, in the dtype of ``matrix``.
 
     Args:
         matrix: ``(d, d)``, symmetric; its lower triangle is read.
         damping: Added to the diagonal; at least ``damping_floor`` is.
+        workers: Share the work where the matrix is large.
 
     Returns:
         A new matrix ``(d, d)``. Where Cholesky's factorisation fails at ten, a hundred and a
@@ -65,14 +90,20 @@ def damped_inverse(matrix: Array, damping: float) -> Array:
         NonFiniteError: It holds NaN or infinity.
         InputError: The damping is negative or not finite, or there is nothing to invert.
     """
-    for work in _damped(matrix, damping):
-        upper, info = lapack.dpotrf(work.T, lower=0, clean=0, overwrite_a=1)
-        if info == 0:
-            inverse, info = lapack.dpotri(upper, lower=0, overwrite_c=1)
-        if info == 0:
-            return _symmetric(inverse.T, matrix)
-    values, vectors = _clamped(matrix, damping)
-    return _symmetric((vectors / values) @ vectors.T, matrix)
+    check_shape(matrix)
+    work = numpy_triangle.room(len(matrix))
+    least = _loaded(matrix, damping, work, workers)
+    for damped in _damped(matrix, least, work, workers):
+        try:
+            if matrix.dtype == np.float64:
+                _invert_by_solving(damped)
+            else:
+                numpy_halves.invert(damped, workers)
+        except np.linalg.LinAlgError:
+            continue
+        return numpy_triangle.store(damped, matrix.dtype, workers)
+    values, vectors = _clamped(matrix, least)
+    return numpy_triangle.store((vectors / values) @ vectors.T, matrix.dtype, workers)
 
 
 def damped_cholesky(matrix: Array, damping: float) -> Array:
@@ -90,14 +121,17 @@ def damped_cholesky(matrix: Array, damping: float) -> Array:
         NonFiniteError: It holds NaN or infinity.
         InputError: The damping is negative or not finite, or there is nothing to factor.
     """
-    for work in _damped(matrix, damping):
-        upper, info = lapack.dpotrf(work.T, lower=0, clean=1, overwrite_a=1)
-        if info == 0:
-            return _as_lower(upper, matrix)
-    values, vectors = _clamped(matrix, damping)
+    check_shape(matrix)
+    work, alone = numpy_triangle.room(len(matrix)), Workers(1)
+    least = _loaded(matrix, damping, work, alone)
+    for damped in _damped(matrix, least, work, alone):
+        if lapack.potrf(damped) == 0:
+            return np.tril(damped).astype(matrix.dtype)
+    values, vectors = _clamped(matrix, least)
     # With M = QΛQᵀ and √Λ Qᵀ = Q'R: M = Rᵀ R, a triangular root that cannot fail.
     R: Array = np.linalg.qr(np.sqrt(values)[:, None] * vectors.T).R
-    return _as_lower(R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None], matrix)
+    lower: Array = (R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
+    return lower.astype(matrix.dtype, order="C")
 
 
 def triangular_inverse(lower: Array) -> Array:
@@ -115,13 +149,11 @@ def triangular_inverse(lower: Array) -> Array:
         InputError: An entry of the diagonal is zero.
     """
     check_square(lower)
-    inverse, info = lapack.dtrtri(np.tril(lower).astype(np.float64).T, lower=0, overwrite_c=1)
-    if info > 0:
-        raise InputError(
-            f"a triangular matrix with zero at [{info - 1}, {info - 1}] has no inverse."
-        )
-    result: Array = inverse.T.astype(lower.dtype)
-    return result
+    work = np.tril(lower).astype(np.float64)
+    place = lapack.trtri(work) - 1
+    if place >= 0:
+        raise InputError(f"a triangular matrix with zero at [{place}, {place}] has no inverse.")
+    return work.astype(lower.dtype)
 
 
 def eigh(matrix: Array) -> tuple[Array, Array]:
@@ -140,9 +172,10 @@ def eigh(matrix: Array) -> tuple[Array, Array]:
     """
     check_square(matrix)
     try:
-        values, vectors = linalg.eigh(
-            matrix.astype(np.float64), driver="evd", overwrite_a=True, check_finite=False
-        )
+        with blas_alone():
+            values, vectors = linalg.eigh(
+                matrix.astype(np.float64), driver="evd", overwrite_a=True, check_finite=False
+            )
     except np.linalg.LinAlgError as error:
         raise BackendError(
             f"the eigenvalues of a {matrix.shape} matrix did not converge ({error}); an inverse "
@@ -188,8 +221,7 @@ def check_square(matrix: Array) -> None:
         ShapeError: It is not square.
         NonFiniteError: It holds NaN or infinity.
     """
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
+    check_shape(matrix)
     if not np.isfinite(matrix).all():
         bad = tuple(int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
         raise NonFiniteError(
@@ -198,9 +230,34 @@ def check_square(matrix: Array) -> None:
         )
 
 
-def _damped(matrix: Array, damping: float) -> Iterator[Array]:
-    """Float64 copies with more and more on the diagonal, as long as they are asked for."""
-    least = _least_damping(matrix, damping)
+def check_shape(matrix: Array) -> None:
+    """Refuse what is no square matrix.
+
+    Args:
+        matrix: To be one.
+
+    Raises:
+        ShapeError: It is not.
+    """
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
+
+
+def _loaded(matrix: Array, damping: float, work: Array, workers: Workers) -> float:
+    """The damping to start with, once the matrix is copied to ``work`` and fit for LAPACK."""
+    squares = numpy_triangle.load(matrix, work, workers)
+    if not 0.0 <= damping < np.inf:
+        raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
+    if _SMALLEST_NORM**2 < squares < np.inf:
+        return max(damping, _floor(squares**0.5, matrix.dtype))
+    check_square(matrix)
+    if damping == 0.0 and not matrix.any():
+        raise InputError(f"a zero matrix {matrix.shape} needs a positive damping to be inverted.")
+    return max(damping, damping_floor(matrix.astype(np.float64), matrix.dtype))
+
+
+def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Iterator[Array]:
+    """The loaded matrix with more and more on its diagonal, as long as it is asked for."""
     for factor in _LADDER:
         if factor > 1:
             _LOG.warning(
@@ -209,34 +266,32 @@ def _damped(matrix: Array, damping: float) -> Iterator[Array]:
                 least * factor / 10,
                 least * factor,
             )
-        work = matrix.astype(np.float64, order="C")
-        work.reshape(-1)[:: len(work) + 1] += least * factor
+            numpy_triangle.load(matrix, work, workers)
+        diagonal = np.einsum("ii->i", work)
+        diagonal += least * factor
         yield work
 
 
-def _clamped(matrix: Array, damping: float) -> tuple[Array, Array]:
+def _invert_by_solving(work: Array) -> None:
+    """``A⁻¹`` in place of ``A``, to the last digit that float64 matrices are known to.
+
+    Raises:
+        LinAlgError: NumPy's; the matrix is not positive definite.
+    """
+    order = lapack.potrf(work)
+    if order:
+        raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
+    lapack.trtri(work)
+    lapack.lauum(work)
+
+
+def _clamped(matrix: Array, least: float) -> tuple[Array, Array]:
     """Damped eigenvalues with the negative ones taken as zero, and their vectors."""
     _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", matrix.shape)
     values, vectors = eigh(matrix)
-    return np.maximum(values, 0.0) + _least_damping(matrix, damping), vectors
+    return np.maximum(values, 0.0) + least, vectors
 
 
-def _least_damping(matrix: Array, damping: float) -> float:
-    """The damping to start with, once the matrix is known to be fit for LAPACK."""
-    check_square(matrix)
-    if not 0.0 <= damping < np.inf:
-        raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
-    if damping == 0.0 and not matrix.any():
-        raise InputError(f"a zero matrix {matrix.shape} needs a positive damping to be inverted.")
-    return max(damping, damping_floor(matrix.astype(np.float64), matrix.dtype))
-
-
-def _symmetric(result: Array, like: Array) -> Array:
-    found: Array = result.astype(like.dtype)
-    mirror(found)
-    return found
-
-
-def _as_lower(upper: Array, like: Array) -> Array:
-    found: Array = upper.T.astype(like.dtype, order="C")
-    return found
+def _floor(norm: float, dtype: DType) -> float:
+    limits = np.finfo(dtype)
+    return max(float(limits.eps) * norm, float(limits.tiny))

@@ -23,17 +23,17 @@ class Counting(NumpyBackend):
         super().__init__()
         self.calls = {"eigh": 0, "damped_inverse": 0, "damped_cholesky": 0}
 
-    def eigh(self, matrix):
-        self.calls["eigh"] += 1
-        return super().eigh(matrix)
+    def eighs(self, matrices):
+        self.calls["eigh"] += len(matrices)
+        return super().eighs(matrices)
 
-    def damped_inverse(self, matrix, damping):
-        self.calls["damped_inverse"] += 1
-        return super().damped_inverse(matrix, damping)
+    def damped_inverses(self, matrices, dampings):
+        self.calls["damped_inverse"] += len(matrices)
+        return super().damped_inverses(matrices, dampings)
 
-    def damped_cholesky(self, matrix, damping):
-        self.calls["damped_cholesky"] += 1
-        return super().damped_cholesky(matrix, damping)
+    def damped_choleskys(self, matrices, dampings):
+        self.calls["damped_cholesky"] += len(matrices)
+        return super().damped_choleskys(matrices, dampings)
 
 
 def constant(damping):
