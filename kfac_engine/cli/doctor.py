@@ -17,8 +17,8 @@ from kfac_engine.cli.display import print_json, print_table
 from kfac_engine.cli.options import debug_option, json_option
 
 _PACKAGES = (
-    "numpy", "scipy", "onnx", "onnx-ir", "onnxruntime", "safetensors", "threadpoolctl",
-    "cupy-cuda12x", "cupy-cuda13x", "matplotlib",
+    "numpy", "scipy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "safetensors",
+    "threadpoolctl", "cupy-cuda12x", "cupy-cuda13x", "matplotlib",
 )  # fmt: skip
 
 # BLAS library to the variables that make it take another kernel than the one for this processor.
@@ -118,15 +118,23 @@ def _gpus() -> dict[str, object]:
 
 
 def _backend() -> dict[str, str]:
-    from kfac_engine.backend.select import choice_reason, select
+    from kfac_engine.autodiff.placement import placed
+    from kfac_engine.backend.select import choice_reason, place_of, select
 
-    return {"auto": select("auto").name, "reason": choice_reason("auto")}
+    found = select("auto")
+    model = placed(place_of(found)).name
+    return {"auto": found.name, "reason": choice_reason("auto"), "model": model}
 
 
 def _warnings(report: Mapping[str, Any]) -> list[str]:
     environment, usable = report["environment"], report["cores"]["usable"] or 1
     has_avx2 = "avx2" in _processor_flags()
     warnings = []
+    if all(report["packages"].get(name) for name in ("onnxruntime", "onnxruntime-gpu")):
+        warnings.append(
+            "onnxruntime and onnxruntime-gpu are both installed and own the same files: uninstall "
+            "both, then install one of them."
+        )
     for library in report["blas"]:
         name = Path(library["path"]).name
         warnings += [
@@ -169,6 +177,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
         *((f"${name}", setting) for name, setting in report["environment"].items()),
         ("GPU", "; ".join(gpu["devices"]) or f"none ({gpu['reason']})"),
         ("backend", f"auto picks {backend['reason']}"),
+        ("model", f"runs on {backend['model']}"),
     ]
     print_table("kfac_engine doctor", ("what", "found"), rows)
     for warning in report["warnings"]:

@@ -32,6 +32,7 @@ def test_every_blas_library_is_named_with_its_kernel(report):
 def test_auto_names_its_backend_and_the_reason(report):
     assert report["backend"]["auto"] == "numpy"
     assert "numpy" in report["backend"]["reason"]
+    assert report["backend"]["model"] == "the CPU"
 
 
 def test_thread_counts_are_those_of_the_moment():
@@ -58,10 +59,19 @@ WARNINGS = {
 @pytest.mark.parametrize(("environment", "blas", "expected"), WARNINGS.values(), ids=WARNINGS)
 def test_what_is_slow_is_warned_of(environment, blas, expected, monkeypatch):
     monkeypatch.setattr(doctor, "_processor_flags", lambda: frozenset({"avx2"}))
-    report = {"environment": environment, "blas": [blas], "cores": {"usable": 2}}
+    report = {"environment": environment, "blas": [blas], "cores": {"usable": 2}, "packages": {}}
     warnings = doctor._warnings(report)
     assert len(warnings) == (expected is not None)
     assert all(expected in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("gpu", ["1.31.1", None])
+def test_two_packages_of_one_library_are_warned_of(gpu):
+    packages = {"onnxruntime": "1.31.1", "onnxruntime-gpu": gpu}
+    report = {"environment": {}, "blas": [], "cores": {"usable": 2}, "packages": packages}
+    warnings = doctor._warnings(report)
+    assert len(warnings) == (gpu is not None)
+    assert all("uninstall both" in warning for warning in warnings)
 
 
 def test_a_gpu_is_reported_as_nvidia_smi_tells(monkeypatch, tmp_path):
