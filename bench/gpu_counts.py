@@ -108,6 +108,8 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
                           x + 2 * _FLOAT * 81 * channels),
         "squares": Counted(f"squared gradients, {told}", float(rows * d * channels),
                            2 * x + 2 * _FLOAT * d * channels),
+        "channels": Counted(f"squared gradients of each channel, {told}", 9.0 * rows * channels,
+                            2 * x + 2 * _FLOAT * d),
         "diagonal": Counted(f"squares of patches, {told}", 0.0, x + 2 * _FLOAT * d),
         "patches": Counted(f"patches written out, {told}", 0.0, 10 * x),
         "sums": Counted(f"sums of examples, {told}", 0.0, 2 * x + 2 * _FLOAT * n * channels),

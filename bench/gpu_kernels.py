@@ -94,6 +94,7 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
     yield _Case("moment", moment, (x, _zeros(d + 1, d + 1)), symmetric=True)
     yield _Case("groups", groups, (x, _zeros(channels, 9, 9)), symmetric=True)
     yield _Case("squares", squares, (x, ds, _zeros(1, d, channels)))
+    yield _Case("channels", squares, (x, ds, _zeros(channels, 9, 1)))
     yield _Case("diagonal", diagonal, (x, _zeros(d)))
     yield _Case("patches", lambda b, x: b.patches(x, _WINDOW), (x,))
     yield _Case("sums", lambda b, x, ds: b.example_sums(x, ds, (2, 3)), (x, ds))

@@ -1,4 +1,5 @@
-// Moving averages of plain arrays, and counts of ids. Grid-stride loops, blocks of 256.
+// Moving averages of plain arrays and of what pieces of work found, and counts of ids. Grid-stride
+// loops, blocks of 256.
 
 // average <- beta average + alpha measured, of any type of images; beta = 0 overwrites, whatever was
 // there.
@@ -17,4 +18,21 @@ count_ids(const long long* __restrict__ ids, int* __restrict__ counts, long long
   const long long step = (long long)gridDim.x * blockDim.x;
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < numbers; i += step)
     if (ids[i] >= 0 && ids[i] < rows) atomicAdd(&counts[ids[i]], 1);
+}
+
+// out (groups, rows, columns) <- beta out + alpha (sum of pieces, in their order); if `mirrored`, the
+// triangle above the diagonal is the one below. beta = 0 overwrites.
+extern "C" __global__ void __launch_bounds__(256)
+add_parts(float* __restrict__ out, const float* __restrict__ parts, int pieces, Work work,
+          int mirrored, float alpha, float beta) {
+  const long long each = (long long)work.rows * work.columns, numbers = work.groups * each;
+  const long long step = (long long)gridDim.x * blockDim.x;
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < numbers; i += step) {
+    const int row = (int)(i % each / work.columns), column = (int)(i % work.columns);
+    long long from = i;
+    if (mirrored && column > row) from = i / each * each + (long long)column * work.columns + row;
+    float sum = 0.0f;
+    for (int piece = 0; piece < pieces; ++piece) sum += parts[piece * numbers + from];
+    out[i] = alpha * sum + (beta == 0.0f ? 0.0f : beta * out[i]);
+  }
 }

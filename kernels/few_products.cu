@@ -1,23 +1,36 @@
-// Second moments of groups of few features, as of depthwise filters: a thread keeps all products of a
-// row in its registers.
+// Products of rows of few features, group by group, as of depthwise filters: a thread keeps all sums of
+// a group in its registers.
 //
 //   x       images (n, groups * channels, *sides) of any strides; a row has the features
 //           tap * channels + channel of its group and, with `ones`, a one after them
-//   parts   (pieces, groups, rows, rows): lower triangles of what each piece of the work finds;
-//           add_parts of group_products.cu adds them up
+//   parts   (pieces, groups, rows, columns): what each piece of the work finds; add_parts of
+//           averages.cu adds them up
 //   ROWS    at least the length of a row
 //
-// A block of 256 threads does one group and one piece, a run of positions counted image by image: grid
-// (groups, pieces). A thread does every 256th position, so that neighbours read neighbouring pixels.
-// No atomics: sums of threads are added in a fixed order.
+// A block of 256 threads does one group and one piece: grid (groups, pieces). Neighbours in a warp read
+// neighbouring pixels. No atomics: sums of threads are added in a fixed order.
 #ifndef ROWS
 #define ROWS 10
 #endif
 #define PAIRS (ROWS * (ROWS + 1) / 2)
 
+// The row of one group at a position.
+__device__ __forceinline__ void read_row(const scalar* __restrict__ own, const Feature* seen_by,
+                                         const Position& here, const Images& g, int features,
+                                         float* z) {
+  #pragma unroll
+  for (int f = 0; f < ROWS; ++f) {
+    const long long from = seen(seen_by[f], here, g);
+    z[f] = from < 0 ? 0.0f : read(own + from);
+    if (f == features) z[f] = 1.0f;
+  }
+}
+
+// Second moments, columns are rows; only lower triangles are written. A piece is a run of positions,
+// counted image by image.
 extern "C" __global__ void __launch_bounds__(256)
-few_products(const scalar* __restrict__ x, float* __restrict__ parts, Images g, Taps t, Grid grid,
-             Work work) {
+few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __restrict__ parts,
+             Images g, Images, Taps t, Taps, Grid grid, Work work) {
   __shared__ float warps[8][PAIRS];
   const int group = blockIdx.x, features = work.rows - work.ones;
   const scalar* own = x + (long long)group * g.channels * g.channel_stride;
@@ -30,12 +43,7 @@ few_products(const scalar* __restrict__ x, float* __restrict__ parts, Images g, 
   for (long long p = begin + threadIdx.x; p < end; p += 256) {
     const Position here = position_at((int)p, (int)end, g, t, grid);
     float z[ROWS];
-    #pragma unroll
-    for (int f = 0; f < ROWS; ++f) {
-      const long long from = seen(seen_by[f], here, g);
-      z[f] = from < 0 ? 0.0f : read(own + from);
-      if (f == features) z[f] = 1.0f;
-    }
+    read_row(own, seen_by, here, g, features, z);
     #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       #pragma unroll
@@ -54,4 +62,46 @@ few_products(const scalar* __restrict__ x, float* __restrict__ parts, Images g, 
       for (int warp = 0; warp < 8; ++warp) sum += warps[warp][row * (row + 1) / 2 + column];
       part[row * work.rows + column] = sum;
     }
+}
+
+// Squared gradients of examples where each group has one output, y (n, groups, *outputs): the sum over
+// images of (sum over positions of z y)^2. A piece is a run of images; a warp does every eighth.
+extern "C" __global__ void __launch_bounds__(256)
+few_squares(const scalar* __restrict__ x, const scalar* __restrict__ y, float* __restrict__ parts,
+            Images g, Images h, Taps t, Taps plain, Grid grid, Work work) {
+  __shared__ float warps[8][ROWS];
+  const int group = blockIdx.x, features = work.rows - work.ones, lane = threadIdx.x % 32;
+  const int positions = grid.outputs[0] * grid.outputs[1] * grid.outputs[2];
+  const long long begin = blockIdx.y * work.length;
+  const long long end = begin + work.length < work.units ? begin + work.length : work.units;
+  const Feature output = feature_at(0, h, plain, Grid{{0, 0, 0}, {1, 1, 1}});
+  Feature seen_by[ROWS];
+  #pragma unroll
+  for (int f = 0; f < ROWS; ++f) seen_by[f] = feature_at(f, g, t, grid);
+  float totals[ROWS] = {};
+  for (long long image = begin + threadIdx.x / 32; image < end; image += 8) {
+    const scalar* own = x + image * g.image_stride + (long long)group * g.channels * g.channel_stride;
+    const scalar* gradient = y + image * h.image_stride + group * h.channel_stride;
+    float sums[ROWS] = {};
+    for (int p = lane; p < positions; p += 32) {
+      float z[ROWS];
+      read_row(own, seen_by, position_at(p, positions, g, t, grid), g, features, z);
+      const float found = read(gradient + seen(output, position_at(p, positions, h, plain, grid), h));
+      #pragma unroll
+      for (int f = 0; f < ROWS; ++f) sums[f] += z[f] * found;
+    }
+    #pragma unroll
+    for (int f = 0; f < ROWS; ++f) {
+      const float sum = warp_sum(sums[f]);  // of the first lane, whose totals count
+      totals[f] += sum * sum;
+    }
+  }
+  #pragma unroll
+  for (int f = 0; f < ROWS; ++f)
+    if (lane == 0) warps[threadIdx.x / 32][f] = totals[f];
+  __syncthreads();
+  if ((int)threadIdx.x >= work.rows) return;
+  float sum = 0.0f;
+  for (int warp = 0; warp < 8; ++warp) sum += warps[warp][threadIdx.x];
+  parts[(blockIdx.y * (long long)work.groups + group) * work.rows + threadIdx.x] = sum;
 }

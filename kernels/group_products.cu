@@ -14,7 +14,7 @@
 // A block of 256 threads computes one tile of one group for one piece: grid (groups * tiles, pieces).
 // A thread loads one position of several features, then multiplies a part of the tile. Positions past
 // the last, pixels outside the image and features past the last count as zeros. No atomics: add_parts
-// adds the pieces up in a fixed order.
+// of averages.cu adds the pieces up in a fixed order.
 #ifndef SQUARE
 #define SQUARE 0
 #endif
@@ -136,23 +136,4 @@ group_products(const scalar* __restrict__ x, const scalar* __restrict__ y, float
       const int c = column * SIDE + threadIdx.x % 16 + 16 * j;
       if (r < work.rows && c < work.columns) part[(long long)r * work.columns + c] = totals[i][j];
     }
-}
-
-// out (groups, rows, columns) <- beta out + alpha (sum of pieces); without SQUARE the triangle above
-// the diagonal is the one below. One number a thread, grid-stride loop; beta = 0 overwrites.
-extern "C" __global__ void __launch_bounds__(256)
-add_parts(float* __restrict__ out, const float* __restrict__ parts, int pieces, Work work,
-          float alpha, float beta) {
-  const long long each = (long long)work.rows * work.columns, numbers = work.groups * each;
-  const long long step = (long long)gridDim.x * blockDim.x;
-  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < numbers; i += step) {
-    long long from = i;
-#if !SQUARE
-    const int row = (int)(i % each / work.columns), column = (int)(i % work.columns);
-    if (column > row) from = i / each * each + (long long)column * work.columns + row;
-#endif
-    float sum = 0.0f;
-    for (int piece = 0; piece < pieces; ++piece) sum += parts[piece * numbers + from];
-    out[i] = alpha * sum + (beta == 0.0f ? 0.0f : beta * out[i]);
-  }
 }

@@ -1,5 +1,6 @@
 """Products of rows by groups of channels, and sums over positions; see the sources named below."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,12 @@ _SMALL, _LARGE = 16, 64
 # least, for the sums of threads must be added up.
 _FITTING = (5, 10)
 _FEW_LEAST = 4096
+_WARPS = 8  # of a block
+_SOURCES = {
+    "few_products": "few_products",
+    "few_squares": "few_products",
+    "group_products": "group_products",
+}
 _SUM_BLOCK = (32, 8)
 
 
@@ -54,13 +61,17 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How the source is compiled and launched: a piece has so many blocks, and units at least.
+    """How products are found.
 
-    A side below that of the small tile is the length of a row in registers.
+    Attributes:
+        kernel: Which finds them.
+        macros: Of its source, but for the type of images.
+        blocks: Of one piece.
+        least: Images, or positions, of a piece.
     """
 
-    square: int
-    side: int
+    kernel: str
+    macros: Mapping[str, int]
     blocks: int
     least: int
 
@@ -79,17 +90,16 @@ def add_group_moments(
         images: Of ``x`` and the window; fewer than 2³¹ positions.
         groups: Their sizes.
     """
-    fitting = [rows for rows in _FITTING if groups.rows <= rows]
-    if fitting:
-        form = _Form(0, fitting[0], groups.count, _FEW_LEAST)
-        _multiply(device, (x, x), out, (images, images), groups, form)
-        return
-    side = _SMALL if groups.rows <= _FEW else _LARGE
-    tiles = -(-groups.rows // side)
-    blocks = groups.count * tiles * (tiles + 1) // 2
-    # A piece shorter than this costs more to start and to add up than it takes.
-    least = 8 * _LARGE
-    _multiply(device, (x, x), out, (images, images), groups, _Form(0, side, blocks, least))
+    row = _in_registers(groups)
+    if row:
+        form = _Form("few_products", {"ROWS": row}, groups.count, _FEW_LEAST)
+    else:
+        side = _SMALL if groups.rows <= _FEW else _LARGE
+        tiles = -(-groups.rows // side)
+        blocks = groups.count * tiles * (tiles + 1) // 2
+        # A piece shorter than this costs more to start and to add up than it takes.
+        form = _Form("group_products", {"SQUARE": 0, "SIDE": side}, blocks, 8 * _LARGE)
+    _multiply(device, (x, x), out, (images, images), groups, form)
 
 
 def add_squares(
@@ -100,7 +110,7 @@ def add_squares(
     images: Geometry,
     groups: Groups,
 ) -> None:
-    """``out ← beta·out + alpha·Σ_n (Σ_t z_nt y_ntᵀ)²`` of each group; see ``group_products.cu``.
+    """``out ← beta·out + alpha·Σ_n (Σ_t z_nt y_ntᵀ)²`` of each group; sources as for moments.
 
     Args:
         device: Where to.
@@ -110,10 +120,20 @@ def add_squares(
         images: Of ``x`` and the window.
         groups: Their sizes.
     """
-    side = _SMALL if min(groups.rows, groups.columns) <= _FEW else _LARGE
-    blocks = groups.count * -(-groups.rows // side) * -(-groups.columns // side)
+    row = _in_registers(groups)
+    if row and groups.columns == 1:
+        form = _Form("few_squares", {"ROWS": row}, groups.count, _WARPS)
+    else:
+        side = _SMALL if min(groups.rows, groups.columns) <= _FEW else _LARGE
+        blocks = groups.count * -(-groups.rows // side) * -(-groups.columns // side)
+        form = _Form("group_products", {"SQUARE": 1, "SIDE": side}, blocks, 1)
     outputs = one_to_one(y.shape, _strides(y))
-    _multiply(device, (x, y), out, (images, outputs), groups, _Form(1, side, blocks, 1))
+    _multiply(device, (x, y), out, (images, outputs), groups, form)
+
+
+def _in_registers(groups: Groups) -> int:
+    """The length of a row that is kept in registers; zero where it does not fit."""
+    return next((rows for rows in _FITTING if groups.rows <= rows), 0)
 
 
 def _multiply(
@@ -126,30 +146,24 @@ def _multiply(
 ) -> None:
     """All pieces, then their sum."""
     first, second = images
-    units = first.count if form.square else first.count * first.positions
+    squared = first is not second
+    units = first.count if squared else first.count * first.positions
     room = max(1, groups.scratch_bytes // (4 * out.size))
     pieces = min(-(-_BLOCKS_EACH * device.processors // form.blocks), room, -(-units // form.least))
     length = -(-units // max(1, pieces))
     # Positions of a piece begin at a multiple of what a block takes at a time.
-    length = length if form.square else -(-length // _LARGE) * _LARGE
+    length = length if squared else -(-length // _LARGE) * _LARGE
     pieces = -(-units // length) if units else 0
     sizes = units, length, groups.count, groups.rows, groups.columns, int(groups.ones)
     work = np.array([sizes], WORK)
-    side = max(form.side, _SMALL)
-    macros = options(SQUARE=form.square, SIDE=side, INPUT=INPUTS[operands[0].dtype.name])
     parts = device.empty((max(1, pieces), *out.shape), np.float32)
-    structs = _of_groups(first, second, groups.count)
-    if pieces and form.side < _SMALL:
-        few = options(ROWS=form.side, INPUT=INPUTS[operands[0].dtype.name])
-        kernel = device.function(source("few_products"), "few_products", few)
-        given = operands[0], parts, structs[0], first.taps, first.grid, work
-        kernel((form.blocks, pieces), (BLOCK,), given)
-    elif pieces:
-        kernel = device.function(source("group_products"), "group_products", macros)
-        windows = first.taps, second.taps, first.grid
-        kernel((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, *windows, work))
-    add = device.function(source("group_products"), "add_parts", macros)
-    scales = float32(groups.alpha), float32(groups.beta)
+    if pieces:
+        macros = options(**form.macros, INPUT=INPUTS[operands[0].dtype.name])
+        kernel = device.function(source(_SOURCES[form.kernel]), form.kernel, macros)
+        structs = (*_of_groups(first, second, groups.count), first.taps, second.taps, first.grid)
+        kernel((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, work))
+    add = device.function(source("averages"), "add_parts", options(INPUT=0))
+    scales = int32(not squared), float32(groups.alpha), float32(groups.beta)
     add((blocks_for(out.size, device),), (BLOCK,), (out, parts, int32(pieces), work, *scales))
 
 

@@ -36,6 +36,7 @@ _KERNELS: Mapping[str, Expected] = {
     "moment": Expected(35, 55, "as all factors; the border reads the images once more"),
     "groups": Expected(15, 30, "some 200 instructions to find the nine pixels of 45 products"),
     "squares": Expected(25, 45, "products from shared memory in FP32 units, four by four a thread"),
+    "channels": Expected(20, 40, "as many instructions to find pixels"),
     "diagonal": Expected(50, 80, "two launches"),
     "patches": Expected(20, 40, "divisions for each number"),
     "sums": Expected(40, 70, "a warp an entry: tails of 32"),

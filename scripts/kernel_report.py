@@ -43,11 +43,11 @@ head what a block and a thread do.
 | `patch_products.cu`, `moment.cu` | second moments of patches, read from images | patches written out, and a product |
 | `patch_sums.cu` | sums of patches and of their squares: the bias's row of a moment, the diagonal of one | patches written out, and sums |
 | `symmetric.cu` | from a factor to a damped float64 matrix, its trace and whether it is finite; and back | a dozen passes over float64 matrices |
-| `few_products.cu` | second moments of depthwise filters, in registers | a product for each channel |
+| `few_products.cu` | second moments and squared per-example gradients of depthwise filters, in registers | products of each channel |
 | `group_products.cu` | second moments and squared per-example gradients, group by group | stacks of patches, products of each example |
 | `example_sums.cu` | what a scale and a shift take of each example | a product as large as the data, and two sums |
 | `classes.cu` | classes drawn from given uniforms | exponentials, running sums and comparisons as large as the logits |
-| `averages.cu` | moving averages in one pass; counts of identifiers | three passes; rows of zeros and ones |
+| `averages.cu` | moving averages, and sums of pieces, in one pass; counts of identifiers | three passes; rows of zeros and ones |
 | `patches.cu` | patches written out, for what needs them | |
 
 No kernel adds floating-point numbers atomically: results are the same run by run. Offsets have 64 bits.
@@ -118,6 +118,7 @@ def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
     for kernel in ((2, 3), (3, 3)):
         case = f"2×6×9², {kernel[0]}×{kernel[1]}"
         yield "`few_products`", case, lambda order, kernel=kernel: _few_error(kernel, order)
+        yield "`few_squares`", case, lambda order, kernel=kernel: _few_square_error(kernel, order)
     for side in (33, 100):
         yield "`widen`, `damp`", f"2×{side}²", lambda order, side=side: _damped_error(side, order)
     for shape in ((4, 30, 50), (4, 50, 3)):
@@ -184,15 +185,31 @@ def _diagonal_error(case: str, order: str) -> float:
     return _worst(out, (z**2).sum(axis=(0, 1)))
 
 
-def _few_error(kernel: tuple[int, int], order: str) -> float:
+def _few(kernel: tuple[int, int]) -> tuple[np.ndarray, Window, np.ndarray]:
+    """Images of six channels, and the patches of each, ``(6, n, t, taps)``."""
     x = np.random.default_rng(0).standard_normal((2, 6, 9, 9), np.float32)
     w = Window(kernel, (1, 1), (1, 1), (1, 1), (1, 1))
     z = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
-    z = np.moveaxis(z.reshape(*z.shape[:2], w.taps, 6), 3, 0)
-    out = np.full((6, w.taps, w.taps), np.nan, np.float32)
+    return x, w, np.moveaxis(z.reshape(*z.shape[:2], w.taps, 6), 3, 0)
+
+
+def _few_error(kernel: tuple[int, int], order: str) -> float:
+    x, window, z = _few(kernel)
+    out = np.full((6, window.taps, window.taps), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)
-    products.add_moments(x, w, out, homogeneous=False, alpha=1, beta=0)
+    products.add_moments(x, window, out, homogeneous=False, alpha=1, beta=0)
     return _worst(out, np.einsum("gnti,gntj->gij", z, z))
+
+
+def _few_square_error(kernel: tuple[int, int], order: str) -> float:
+    x, window, z = _few(kernel)
+    sides = window.output_sides(x.shape[2:])
+    ds = np.random.default_rng(1).standard_normal((2, 6, *sides), np.float32)
+    out = np.full((6, window.taps, 1), np.nan, np.float32)
+    products = GroupProducts(ShimDevice(order), _SCRATCH)
+    products.add_squares(x, window, ds, out, homogeneous=False, alpha=1, beta=0)
+    g = ds.astype(np.float64).reshape(2, 6, -1)
+    return _worst(out[..., 0], (np.einsum("gnti,ngt->gni", z, g) ** 2).sum(axis=1))
 
 
 def _damped_error(side: int, order: str) -> float:

@@ -79,6 +79,17 @@ def grouped(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return out, np.einsum("gnti,gntj->gij", z, z)
 
 
+def group_squares(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """A channel and an output for each group."""
+    out = np.full((3, 3, 1), np.nan, np.float32)
+    window = Window((3,), (1,), (1,), (1,), (1,))
+    scales = {"homogeneous": False, "alpha": 1.0, "beta": 0.0}
+    GroupProducts(device, 1 << 20).add_squares(IMAGES, window, IMAGES, out, **scales)
+    z = np.stack([patches(x, (3,), (1,), (1,), (1,), (1,)) for x in np.split(IMAGES, 3, axis=1)])
+    y = IMAGES.astype(np.float64).swapaxes(0, 1)
+    return out, (np.einsum("gnti,gnt->gni", z, y) ** 2).sum(axis=1)[..., None]
+
+
 def replaced(old: str, new: str) -> Callable[[str], str]:
     def change(code: str) -> str:
         assert old in code
@@ -117,6 +128,12 @@ MISTAKES = {
     ),
     "matrices on the way back, no barrier": ("symmetric", barrier(6), narrowed),
     "few features, no barrier": ("few_products", barrier(2), grouped),
+    "few features, squares, no barrier": ("few_products", barrier(3), group_squares),
+    "few features, squares of each lane": (
+        "few_products",
+        replaced("warp_sum(sums[f])", "sums[f]"),
+        group_squares,
+    ),
     "few features, each group the first": (
         "few_products",
         replaced("(long long)group * g.channels", "0LL * g.channels"),

@@ -94,7 +94,7 @@ def check_squares(
     beta: float = BETA,
     processors: int = 2,
     scratch: int = SCRATCH,
-) -> None:
+) -> ShimDevice:
     x = grouped(case, groups, dtype)
     z = rows(x, case.window, groups, ones=ones)
     outputs = case.window.output_sides(case.sides)
@@ -105,10 +105,12 @@ def check_squares(
     out = start(wanted, symmetric=False, beta=beta)
     if beta:
         wanted += beta * out
-    GroupProducts(ShimDevice(order, processors), scratch).add_squares(
+    device = ShimDevice(order, processors)
+    GroupProducts(device, scratch).add_squares(
         x, case.window, y, out, homogeneous=ones, alpha=ALPHA, beta=beta
     )
     np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+    return device
 
 
 @each_order
@@ -152,6 +154,35 @@ def test_many_positions_are_cut_in_pieces_that_fit_the_scratch_memory(scratch: i
     case = Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 5, 1, (20, 20))
     check_moment(case, 2, scratch=scratch, processors=3)
     check_squares(case, 2, scratch=scratch, processors=3)
+
+
+# Rows that fit the registers of a thread: of three and of ten, and of each of many images.
+FEW = [
+    (Case(Window((3,), (1,), (1,), (1,), (1,)), 3, 1, (40,)), 4),
+    (Case(Window((3, 3), (2, 1), (1, 2), (1, 1), (0, 1)), 20, 1, (7, 6)), 3),
+    (Case(Window((1, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 9, 4, (3, 4)), 2),
+]
+
+
+@each_order
+@pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
+def test_rows_in_registers_do_not_depend_on_the_order_of_threads(
+    case: Case, groups: int, order: str
+) -> None:
+    assert "few_products" in check_moment(case, groups, order=order).launched
+    assert "few_squares" in check_squares(case, groups, 1, order=order).launched
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("ones", [True, False])
+@pytest.mark.parametrize("beta", [0, BETA])
+@pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
+def test_rows_in_registers_are_of_any_type(
+    case: Case, groups: int, beta: float, ones: bool, dtype: type
+) -> None:
+    given = {"beta": beta, "ones": ones, "dtype": dtype, "processors": 5}
+    check_moment(case, groups, **given)
+    check_squares(case, groups, 1, **given)
 
 
 def test_columns_beyond_a_tile_are_computed() -> None:
