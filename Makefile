@@ -18,6 +18,8 @@ EXPORTERS_READY := $(EXPORTERS)/.ready
 GPU := .venv-gpu
 GPU_READY := $(GPU)/.ready
 GPU_EXTRA ?= cuda13
+GPU_RUNTIME_cuda13 := onnxruntime-gpu[cuda,cudnn]>=1.28
+GPU_RUNTIME_cuda12 := onnxruntime-gpu[cuda,cudnn]==1.26.*
 # Where to find the CPU build of torch, if the package index has only that for CUDA.
 TORCH_INDEX ?=
 
@@ -70,6 +72,8 @@ $(GPU_READY): pyproject.toml
 	rm -rf $(GPU)
 	$(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --editable '.[dev,$(GPU_EXTRA)]'
+	$(GPU)/bin/python -m pip uninstall --quiet --yes onnxruntime
+	$(GPU)/bin/python -m pip install --quiet '$(GPU_RUNTIME_$(GPU_EXTRA))'
 	touch $@
 
 test-gpu: $(GPU_READY)

@@ -36,7 +36,11 @@ def placed(wanted: Place) -> Place:
         _say(logging.INFO, f"the model runs in ONNX Runtime on {wanted.name}")
         return wanted
     level = logging.WARNING if has_provider(wanted.kind) else logging.INFO
-    _say(level, f"the model runs in ONNX Runtime on the CPU: {reason}")
+    _say(
+        level,
+        f"the model runs in ONNX Runtime on the CPU, what its curvature reads is sent to the GPU "
+        f"through pinned memory: {reason}",
+    )
     return HOST
 
 
@@ -53,7 +57,7 @@ def open_session(
 def _obstacle(place: Place) -> str | None:
     """Why ONNX Runtime cannot compute at a place; None if it can, as a small model shows."""
     if not has_provider(place.kind):
-        return "the one that is installed was built without CUDA, see docs/gpu.md"
+        return "the one that is installed was built without CUDA (docs/gpu.md has another)"
     nodes = (Node("MatMul", ("x", "x"), ("xx",)), Node("Conv", ("xx", "w"), ("y",)))
     inputs = [Input("x", _FLOAT, (1, 1, None, 2)), Input("w", _FLOAT, (1, 1, 1, 1))]
     model = compact_model(nodes, inputs, ("y",), {}, 18, name="trial")

@@ -210,7 +210,8 @@ def test_without_a_provider_the_cpu_is_taken_and_said(caplog: pytest.LogCaptureF
         assert placed(Cuda()) is HOST
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert "on the CPU: the one that is installed was built without CUDA" in record.message
+    assert "runs in ONNX Runtime on the CPU" in record.message
+    assert "pinned memory: the one that is installed was built without CUDA" in record.message
 
 
 def broken(*_: object, **__: object) -> DeviceSession:
