@@ -33,6 +33,21 @@ def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
     return _by_taps(total, window, xp)
 
 
+def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
+    """Sum of the patches of each image.
+
+    Args:
+        x: As for ``patch_sums``.
+        window: Geometry.
+        dtype: In which they are summed.
+        xp: The array library.
+
+    Returns:
+        ``(n, taps·channels)``, tap-major, in ``dtype``.
+    """
+    return _by_taps(x.astype(dtype, copy=False), window, xp)
+
+
 def add_patch_squares(
     x: Array, window: Window, out: Array, xp: ModuleType, *, alpha: float, beta: float
 ) -> None:
@@ -78,11 +93,15 @@ def check_line(x: Array, window: Window, out: Array) -> None:
 
 
 def _by_taps(total: Array, window: Window, xp: ModuleType) -> Array:
-    """What each tap sees of one image ``(channels, *sides)``, summed: ``(taps·channels,)``."""
-    sides = total.shape[1:]
+    """What each tap sees of images ``(…, channels, *sides)``, summed: ``(…, taps·channels)``."""
+    axes = len(window.kernel)
+    sides, channels = total.shape[total.ndim - axes :], total.ndim - axes - 1
+    everywhere = (slice(None),) * (channels + 1)
     for axis, taps in enumerate(window.kernel):
         # The axes before this one have left their place and follow, as taps, behind the last.
         seen = (window.seen(axis, tap, sides)[1] for tap in range(taps))
-        total = xp.stack([total[:, pixels].sum(axis=1) for pixels in seen], axis=-1)
-    sums: Array = xp.moveaxis(total, 0, -1).reshape(-1)
-    return sums
+        sums = [total[(*everywhere, pixels)].sum(axis=channels + 1) for pixels in seen]
+        total = xp.stack(sums, axis=-1)
+    last = xp.moveaxis(total, channels, -1)
+    found: Array = last.reshape(*total.shape[:channels], -1)
+    return found

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kfac_engine._types import Array, Values
+from kfac_engine._types import Array, DType, Values
+from kfac_engine.backend.patch_sums import row_sums
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.factors.statistics import KroneckerMoment
@@ -38,15 +39,23 @@ class ReducedMoment(KroneckerMoment):
         for towers, uses in self._towers():
             for x in self._arrays(uses, values, backend):
                 scale = alpha / (len(x) * towers)
-                numbers = self.view.count(x.shape) // len(x) * self.view.width(x.shape)
-                # Some examples at a time: patches are as large as the kernel, times the images.
-                step = max(1, backend.scratch_bytes // (numbers * out.itemsize))
-                for start in range(0, len(x), step):
-                    rows = self.view.rows(x[start : start + step], backend)
-                    reduced = rows.sum(axis=1, dtype=out.dtype)
-                    if self.mean:
-                        reduced /= rows.shape[1]
-                    backend.second_moment(
-                        reduced, out, homogeneous=self.homogeneous, alpha=scale, beta=beta
-                    )
-                    beta = 1.0
+                rows = self._reduced(x, out.dtype, backend)
+                backend.second_moment(
+                    rows, out, homogeneous=self.homogeneous, alpha=scale, beta=beta
+                )
+                beta = 1.0
+
+    def _reduced(self, x: Array, dtype: DType, backend: Backend) -> Array:
+        """One row for each example, ``(n, d)``."""
+        positions = self.view.count(x.shape) // max(len(x), 1)
+        numbers = positions * self.view.width(x.shape)
+        # Some examples at a time: the rows of a view may be written out.
+        step = max(1, backend.scratch_bytes // (numbers * dtype.itemsize))
+        parts = []
+        for start in range(0, len(x), step):
+            images, window = self.view.images(x[start : start + step], backend)
+            parts.append(row_sums(images, window, dtype, backend.xp))
+        rows: Array = backend.xp.concatenate(parts)
+        if self.mean:
+            rows /= positions
+        return rows

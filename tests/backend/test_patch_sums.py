@@ -1,0 +1,46 @@
+"""Sums over patches that are never made, against patches read pixel by pixel."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kfac_engine.backend.patch_sums import add_patch_squares, patch_sums, row_sums
+from kfac_engine.backend.window import pointwise
+from tests.backend.geometries import CORNERS, STRIDE_ONE, STRIDED, Case
+from tests.backend.truths import patches
+
+EXACT = 1e-12  # float64 sums of some hundred numbers, in another order
+DOUBLE = np.dtype(np.float64)
+
+
+def rows(case: Case, x: np.ndarray) -> np.ndarray:
+    w = case.window
+    return patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+
+
+@pytest.mark.parametrize("case", [*STRIDED[::2], *STRIDE_ONE[::3], *CORNERS], ids=str)
+def test_sums_of_patches_are_those_of_patches_written_out(case: Case) -> None:
+    x = case.images()
+    z = rows(case, x)
+    close = {"rtol": 0, "atol": EXACT * max(1.0, np.abs(z).sum())}
+    np.testing.assert_allclose(patch_sums(x, case.window, DOUBLE, np), z.sum(axis=(0, 1)), **close)
+    np.testing.assert_allclose(row_sums(x, case.window, DOUBLE, np), z.sum(axis=1), **close)
+    squares = np.ones(z.shape[2])
+    add_patch_squares(x, case.window, squares, np, alpha=0.5, beta=2.0)
+    np.testing.assert_allclose(squares, 0.5 * (z**2).sum(axis=(0, 1)) + 2, **close)
+
+
+def test_many_images_are_summed_some_at_a_time() -> None:
+    case = Case(CORNERS[1].window, 200, 2, (2, 1))
+    x = case.images().astype(ml_dtypes.bfloat16)
+    found = np.full(case.window.taps * 2, np.nan, np.float32)
+    add_patch_squares(x, case.window, found, np, alpha=1.0, beta=0.0)
+    wanted = (rows(case, x.astype(np.float64)) ** 2).sum(axis=(0, 1))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)  # float32 sums of 64 squares
+
+
+def test_rows_without_positions_are_themselves() -> None:
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    found = row_sums(x, pointwise(0), DOUBLE, np)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, x)
