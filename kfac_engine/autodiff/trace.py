@@ -32,7 +32,9 @@ class Trace(Mapping[str, Array]):
         self._feeds = feeds
         self._values: dict[str, Array] = {**model.graph.constants, **feeds, **extra}
         self._known = dict.fromkeys((*model.graph.values(), *model.defined))
-        self._values |= model.fetch(feeds)
+        found = model.fetch(feeds)
+        self._values |= found
+        self._forgettable = found.keys() - set(model.draws)
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._values:
@@ -54,7 +56,7 @@ class Trace(Mapping[str, Array]):
 
     def let_go(self, names: Collection[str]) -> None:
         """Forget computed values; one that is read after all is computed again."""
-        for name in self._model.fetched().difference(self._model.draws).intersection(names):
+        for name in self._forgettable.intersection(names):
             self._values.pop(name, None)
 
     def vjp(

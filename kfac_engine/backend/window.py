@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -58,20 +59,7 @@ class Window:
             ShapeError: The padded image is smaller than the (dilated) kernel, or has another number
                 of axes.
         """
-        if len(sides) != len(self.kernel):
-            raise ShapeError(f"an image of {sides} pixels has not the axes of the window {self}.")
-        found = tuple(
-            (begin + side + end - reach - 1) // stride + 1
-            for begin, side, end, reach, stride in zip(
-                self.begins, sides, self.ends, self.reaches, self.strides, strict=True
-            )
-        )
-        if min(found, default=1) < 1:
-            raise ShapeError(
-                f"an image of {sides} pixels is smaller than the window {self}; "
-                f"check kernel, dilations and padding."
-            )
-        return found
+        return _output_sides(self, sides)
 
     def seen(self, axis: int, tap: int, sides: tuple[int, ...]) -> tuple[slice, slice]:
         """Which output positions see the image through one tap, and the pixels they see.
@@ -84,13 +72,7 @@ class Window:
         Returns:
             Two slices of equal length, possibly empty: of the output positions and of the pixels.
         """
-        step = self.strides[axis]
-        first = tap * self.dilations[axis] - self.begins[axis]  # the pixel under output zero
-        low = max(0, -(first // step))
-        stop = min(self.output_sides(sides)[axis], (sides[axis] - 1 - first) // step + 1)
-        high = max(low, stop)
-        pixel = first + low * step
-        return slice(low, high), slice(pixel, pixel + (high - low) * step, step)
+        return _seen(self, axis, tap, sides)
 
     def restricted(
         self, axis: int, sides: tuple[int, ...], outputs: range, taps: slice | None = None
@@ -153,3 +135,37 @@ def pointwise(axes: int) -> Window:
 
 def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
+
+
+# Steps ask the same of every batch, for each tap of each layer: in small networks that takes as
+# long as the arithmetic.
+_REMEMBERED = 4096
+
+
+@lru_cache(_REMEMBERED)
+def _output_sides(window: Window, sides: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sides) != len(window.kernel):
+        raise ShapeError(f"an image of {sides} pixels has not the axes of the window {window}.")
+    found = tuple(
+        (begin + side + end - reach - 1) // stride + 1
+        for begin, side, end, reach, stride in zip(
+            window.begins, sides, window.ends, window.reaches, window.strides, strict=True
+        )
+    )
+    if min(found, default=1) < 1:
+        raise ShapeError(
+            f"an image of {sides} pixels is smaller than the window {window}; "
+            f"check kernel, dilations and padding."
+        )
+    return found
+
+
+@lru_cache(_REMEMBERED)
+def _seen(window: Window, axis: int, tap: int, sides: tuple[int, ...]) -> tuple[slice, slice]:
+    step = window.strides[axis]
+    first = tap * window.dilations[axis] - window.begins[axis]  # the pixel under output zero
+    low = max(0, -(first // step))
+    stop = min(window.output_sides(sides)[axis], (sides[axis] - 1 - first) // step + 1)
+    high = max(low, stop)
+    pixel = first + low * step
+    return slice(low, high), slice(pixel, pixel + (high - low) * step, step)
