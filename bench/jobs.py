@@ -17,9 +17,10 @@ DAMPING = 1e-3
 
 _FLOAT = 4  # bytes of a float32
 # What a step results in. Gradients have gone through a whole network in single precision; natural
-# ones through inverses besides, which magnify what lies along directions of little curvature.
+# ones through inverses besides, which magnify what lies along directions of little curvature. One
+# ReLU whose input rounds to the other side of zero is felt in the third digit.
 GRADIENT, NATURAL = "gradient", "natural gradient"
-_STEP_TOLERANCES = {GRADIENT: 1e-3, NATURAL: 1e-2}
+_STEP_TOLERANCES = {GRADIENT: 5e-3, NATURAL: 2e-2}
 
 # Factor sides of the 54 layers of a ResNet-50 as (d_in, d_out, how many layers).
 RESNET50 = (
@@ -110,8 +111,8 @@ def precondition(name: str, layers: tuple[tuple[int, int, int], ...]) -> Job:
     work = sum(k * (a * float(g) * (a + g)) for a, g, k in layers)
     # Factors are read, gradients read and written.
     traffic = _FLOAT * sum(k * (a**2 + g**2 + 2.0 * a * g) for a, g, k in layers)
-    # Inverses, in single precision, of factors with a condition of about 100.
-    return Job("precondition", name, {"layers": layers}, work, traffic, tolerance=1e-4)
+    # Inverses of averages in single precision, whose rank is far below their side.
+    return Job("precondition", name, {"layers": layers}, work, traffic, tolerance=5e-4)
 
 
 def step(network: str, batch: int, kind: str, cycle: int) -> Job:

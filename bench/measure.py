@@ -43,7 +43,8 @@ class Row:
         rate: Multiplications of the definition a second; 0 if nobody counts them.
         fraction: Of the machine's ceiling that this is, that of products or of copies, whichever is
             nearer; more than 1 for who needs fewer multiplications. 0 if nobody counts them.
-        peak_bytes: Memory that a run takes beyond what it starts with.
+        peak_bytes: Memory that a run takes at most beyond what it starts with: mostly the first,
+            which may compile, and may keep what later ones need.
         others: CPU time of other processes while this ran, as a share of the wall time.
         switches: How often a run had to yield a core.
         runs: How many were timed.
@@ -94,7 +95,10 @@ def measure(
     timed = {n: p for n, p in known.items() if CONTENDERS[n].can_do(job)}
     usages = _in_turn(job, timed, repeats)
     times = {name: _times(job, found) for name, found in usages.items()}
-    return [_row(job, name, times, errors[name], usages[name], ceiling) for name in timed]
+    peaks = {n: max(u.peak_bytes for u in (first[n][1], *usages[n])) for n in timed}
+    return [
+        _row(job, name, times, errors[name], usages[name], ceiling, peaks[name]) for name in timed
+    ]
 
 
 def _errors(job: Job, results: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, float]]:
@@ -159,6 +163,7 @@ def _row(
     errors: Mapping[str, float],
     usages: Sequence[Usage],
     ceiling: Ceiling,
+    peak_bytes: int,
 ) -> Row:
     runs, wall = sum(len(u.times) for u in usages), sum(sum(u.times) for u in usages)
     seconds = times[name]
@@ -171,7 +176,7 @@ def _row(
         errors=errors,
         rate=job.multiplications / seconds.median,
         fraction=ceiling.least_seconds(job.multiplications, job.traffic) / seconds.median,
-        peak_bytes=max(usage.peak_bytes for usage in usages),
+        peak_bytes=peak_bytes,
         others=max(0.0, sum(usage.others_seconds for usage in usages)) / wall,
         switches=sum(usage.switches for usage in usages) / runs / job.cycle,
         runs=runs,

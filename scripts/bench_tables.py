@@ -1,8 +1,8 @@
-"""Writes the tables of measurements: one beside each JSON file of ``bench``, one into the README.
+"""Writes the tables of measurements: beside each JSON file, into the README and into the docs.
 
     python -m scripts.bench_tables
 
-Reads ``bench/results/*.json``; the README shows the newest ``*-cpu.json``.
+Reads ``bench/results/*.json``; README and ``docs/performance.md`` show the newest ``*-cpu.json``.
 """
 
 import json
@@ -12,9 +12,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from scripts import bench_goals
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
 OURS = "ours"
 # The README's choice: suite to a part of the names of its cases.
@@ -23,7 +26,7 @@ SHOWN = {
     "conv": "stride 1",
     "inverse": "1024 × 1024",
     "precondition": "ResNet-50",
-    "step": "factors 1",
+    "step": "factors 1,",
 }
 # As bench marks it: other processes took more than this share of the wall time.
 DISTURBING_SHARE = 0.1
@@ -33,7 +36,9 @@ def main() -> None:
     """Write all tables."""
     for path in sorted(RESULTS.glob("*.json")):
         path.with_suffix(".md").write_text(page(load(path)), encoding="utf-8")
-    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page_with_table, renewed in ((README, readme), (PERFORMANCE, performance)):
+        text = page_with_table.read_text(encoding="utf-8")
+        page_with_table.write_text(renewed(text), encoding="utf-8")
 
 
 def load(path: Path) -> Mapping[str, Any]:
@@ -44,22 +49,34 @@ def load(path: Path) -> Mapping[str, Any]:
 
 def readme(text: str) -> str:
     """The README with the newest measurements between its marks."""
-    newest = max(RESULTS.glob("*-cpu.json"))
+    newest = _newest()
     report = load(newest)
     lines = [
-        BEGIN,
-        "",
         "| job | ours, ms | times as fast as |",
         "|---|---|---|",
         *(line for suite in SHOWN for line in _summary(suite, report)),
         "",
         _machine_line(report),
         f"All of it: [bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
-        END,
     ]
-    return re.sub(
-        f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: "\n".join(lines), text, flags=re.S
-    )
+    return _between_marks(text, lines)
+
+
+def performance(text: str) -> str:
+    """``docs/performance.md`` with the newest measurements beside the goals between its marks."""
+    newest = _newest()
+    report = load(newest)
+    source = f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_machine_line(report)}"
+    return _between_marks(text, [*bench_goals.table(report["suites"]), "", source])
+
+
+def _newest() -> Path:
+    return max(RESULTS.glob("*-cpu.json"))
+
+
+def _between_marks(text: str, lines: Sequence[str]) -> str:
+    marked = "\n".join([BEGIN, "", *lines, END])
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: marked, text, flags=re.S)
 
 
 def page(report: Mapping[str, Any]) -> str:

@@ -47,6 +47,10 @@ def test_every_operation_has_a_small_job():
     assert contested == {job.operation for job in SMALL.values()} | {"step"}
 
 
+# Later runs find in place what the first one allocates.
+FIRST = Usage((1.0,), 1.0, 0.0, 0, 3000)
+
+
 class Fake:
     """A contender that takes a second for each run and gives what it is told to."""
 
@@ -54,7 +58,7 @@ class Fake:
         self.name, self.result, self.order = name, result, order
 
     def prepare(self, job):
-        return {"result": np.array(self.result)}, self.used(1)
+        return {"result": np.array(self.result)}, FIRST
 
     def run(self, runs, *, warm, settle):
         self.order.append(self.name)
@@ -86,7 +90,7 @@ def test_contenders_take_turns_and_what_disturbs_them_is_marked():
     assert order == [DEFINITION, OURS] * 5
     # The definition always finds the clock ahead, ours behind.
     assert [(row.others, row.disturbed) for row in rows] == [(0.0, False), (1.5, True)]
-    assert [row.peak_bytes for row in rows] == [1000, 1000]
+    assert [row.peak_bytes for row in rows] == [3000, 3000]
     assert [row.cpu_seconds for row in rows] == [1.0, 1.0]
     assert [row.runs for row in rows] == [4, 4]
 
@@ -106,7 +110,8 @@ def test_rates_and_fractions_are_those_of_the_ceiling_that_is_nearer():
 def step_fakes():
     contenders, order = fakes([1.0], [1.0])
     for fake in contenders.values():
-        fake.prepare = lambda job: ({"gradient": np.ones(2), "natural gradient": np.ones(2)}, None)
+        parts = {"gradient": np.ones(2), "natural gradient": np.ones(2)}
+        fake.prepare = lambda job, parts=parts: (parts, FIRST)
     return contenders, order
 
 
@@ -137,9 +142,9 @@ def test_steps_are_timed_until_everything_was_due_once():
 @pytest.mark.parametrize("part", ["gradient", "natural gradient"])
 def test_a_step_with_a_wrong_part_is_not_timed(part):
     contenders, order = step_fakes()
-    wrong = {"gradient": np.ones(2), "natural gradient": np.ones(2), part: np.array([1.0, 1.02])}
-    contenders[OURS].prepare = lambda job: (wrong, None)
-    with pytest.raises(BackendError, match=f"the {part} of 'mlp, batch 2, .*' is off by 2.0e-02"):
+    wrong = {"gradient": np.ones(2), "natural gradient": np.ones(2), part: np.array([1.0, 1.03])}
+    contenders[OURS].prepare = lambda job: (wrong, FIRST)
+    with pytest.raises(BackendError, match=f"the {part} of 'mlp, batch 2, .*' is off by 3.0e-02"):
         measure(jobs.step("mlp", 2, "factors 1, inverses 10", 10), contenders, CEILING)
     assert not order
 
