@@ -86,6 +86,8 @@ class DeviceSession:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
             MemoryLimitError: The device has not enough memory left.
         """
+        if any(array.dtype.kind not in "biuf" for array in feeds.values()):
+            return self._run_on_copies(outputs, feeds)
         return self.run_into({}, feeds, outputs)
 
     def run_into(
@@ -109,13 +111,15 @@ class DeviceSession:
             BackendError: An operator failed, or a result has another shape than its array.
             MemoryLimitError: The device has not enough memory left.
         """
-        binding = self._bound(feeds)
-        for name, array in results.items():
-            binding.bind_output(name, *self._where(array))
-        for name in others:
-            seat = self._seat(name)
-            binding.bind_output(name, seat.kind, seat.index)
-        self._evaluate(binding, (*results, *others))
+        # Feeds of the host are copied when they are bound: into memory that may still be read.
+        with self._place.ordered():
+            binding = self._bound(feeds)
+            for name, array in results.items():
+                binding.bind_output(name, *self._where(array))
+            for name in others:
+                seat = self._seat(name)
+                binding.bind_output(name, seat.kind, seat.index)
+            self._evaluate(binding, (*results, *others))
         found = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
         for name, value in found.items():
             if not value.has_value():
@@ -161,16 +165,28 @@ class DeviceSession:
             raise self._failed(failure) from failure
         return binding
 
+    def _run_on_copies(
+        self, outputs: Sequence[str], feeds: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Text cannot be bound."""
+        given = {name: self._place.on_host(array) for name, array in {**feeds, **self._fed}.items()}
+        try:
+            results = self._session.run(list(outputs), given)
+        except runtime.FAILURES as failure:
+            raise self._failed(failure) from failure
+        return {
+            name: self._seat(name).take(array) for name, array in zip(outputs, results, strict=True)
+        }
+
     def _evaluate(self, binding: Any, outputs: Iterable[str]) -> None:
         options = ort.RunOptions()
         if self._hosted.isdisjoint(outputs):
             # What follows is ordered on the device: the host need not wait.
             options.add_run_config_entry(_NO_WAITING, "1")
-        with self._place.ordered():
-            try:
-                self._attempt(binding, options)
-            except RuntimeError as failure:  # all that bound runs raise
-                raise self._failed(failure) from failure
+        try:
+            self._attempt(binding, options)
+        except RuntimeError as failure:  # all that bound runs raise
+            raise self._failed(failure) from failure
 
     def _attempt(self, binding: Any, options: ort.RunOptions) -> None:
         try:

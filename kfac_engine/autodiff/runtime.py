@@ -33,6 +33,7 @@ _DTYPES = {
     },
 }
 FAILURES = (
+    ort_errors.EPFail,
     ort_errors.Fail,
     ort_errors.InvalidArgument,
     ort_errors.InvalidGraph,

@@ -75,8 +75,10 @@ class CupyPlace:
     def ordered(self) -> Iterator[None]:
         current = self._cuda.get_current_stream()
         self._stream.wait_event(current.record())
-        yield
-        current.wait_event(self._stream.record())
+        try:
+            yield
+        finally:  # what failed may have begun work
+            current.wait_event(self._stream.record())
 
     def release(self) -> bool:
         self._backend.xp.get_default_memory_pool().free_all_blocks()

@@ -101,6 +101,23 @@ def test_empty_arrays_have_no_address_and_need_none(gpu: CupyPlace) -> None:
     assert found["y"].shape == (0, 5)
 
 
+def test_text_is_copied(gpu: CupyPlace) -> None:
+    """``size(words) · x``."""
+    nodes = (
+        Node("Size", ("words",), ("count",)),
+        Node("CastLike", ("count", "x"), ("factor",)),
+        Node("Mul", ("factor", "x"), ("y",)),
+    )
+    inputs = [Input("words", np.dtype(object), (None,)), INPUTS[0]]
+    model = compact_model(nodes, inputs, ("y", "count"), {}, 18)
+    made = DeviceSession(model, threads=1, what="a test", place=gpu)
+    words, x = np.array(["a", "b", "c"], object), gpu.take(X)
+    found = made.run(("y", "count"), {"words": gpu.take(words), "x": x})
+    assert type(found["y"]) is type(x)
+    assert found["count"] == 3
+    np.testing.assert_array_equal(gpu.on_host(found["y"]), 3 * X)
+
+
 def test_an_array_of_another_shape_is_refused(gpu: CupyPlace) -> None:
     with pytest.raises(BackendError, match="ONNX Runtime failed in a test"):
         session(gpu).run(("y",), {"x": gpu.take(X[:, :3]), "w": gpu.take(W)})
