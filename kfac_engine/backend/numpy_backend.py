@@ -89,7 +89,7 @@ class NumpyBackend:
         beta: float = 0.0,
     ) -> None:
         numpy_moments.second_moment(
-            np.moveaxis(x, feature_axis, -1),
+            x if feature_axis == -1 else np.moveaxis(x, feature_axis, -1),
             out,
             homogeneous=homogeneous,
             alpha=alpha,

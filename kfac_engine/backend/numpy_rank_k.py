@@ -16,8 +16,9 @@ from kfac_engine._types import Array
 from kfac_engine.backend import blas
 from kfac_engine.backend.threads import Workers, blas_alone
 
-# Multiplications that take about a millisecond; a second thread costs a tenth of one.
-WORTH_A_THREAD = 1e8
+# Multiplications that take half a millisecond; those that another thread could do before it wakes.
+_WORTH_A_THREAD = 3e7
+_WAKING = 5e6
 # Below, adding up one more matrix takes too long beside the products it saves: 4096 rows of 1024
 # take 17.8 ms in parts and 19.0 ms in bands, 256 rows 2.0 ms and 1.3 ms.
 _ROWS_OF_A_PART = 512
@@ -37,8 +38,8 @@ def threads_for(multiplications: float, workers: Workers) -> int:
     Returns:
         At least one; one alone inside a task.
     """
-    free = len(workers.bands(workers.count))
-    return max(1, min(free, int(multiplications / WORTH_A_THREAD)))
+    worth = int(multiplications / _WORTH_A_THREAD)
+    return len(workers.bands(min(worth, workers.count))) if worth > 1 else 1
 
 
 def share(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:
@@ -99,7 +100,7 @@ def accumulate(
         for pieces, room in zip(others, rooms, strict=True)
     ]
     workers.run(tasks)
-    bands = _bands(len(out), workers.count)
+    bands = _bands(len(out), len(parts), 0.0)
     workers.run([partial(_add_rooms, rooms, out, band) for band in bands])
 
 
@@ -115,22 +116,23 @@ def _add_pieces(
     pieces: Iterable[Array], out: Array, alpha: float, beta: float, workers: Workers
 ) -> None:
     for piece in pieces:
-        threads = threads_for(piece.size * len(piece) / 2, workers)
-        bands = _bands(len(piece), threads)
-        if len(bands) == 1:
+        work = piece.size * len(piece) / 2
+        threads = threads_for(work, workers)
+        if threads == 1:
             blas.syrk(piece, out, alpha=alpha, beta=beta)
         else:
+            bands = _bands(len(piece), threads, _WAKING / work)
             workers.run([partial(_add_band, piece, out, band, alpha, beta) for band in bands])
         beta = 1.0
     scale(out, beta)
 
 
-def _bands(side: int, count: int) -> list[slice]:
-    """Rows of a lower triangle in bands of about equal area."""
-    cuts = {_ALIGNED * round(side * sqrt(i / count) / _ALIGNED) for i in range(1, count)}
-    return [
-        slice(a, b) for a, b in pairwise(sorted({0, *(cut for cut in cuts if cut < side), side}))
-    ]
+def _bands(side: int, count: int, ahead: float) -> list[slice]:
+    """Rows of a lower triangle in bands of about equal area, the first larger by some of all."""
+    each = (1.0 - ahead) / count
+    areas = (ahead + each * i for i in range(1, count))
+    cuts = {_ALIGNED * round(side * sqrt(area) / _ALIGNED) for area in areas}
+    return [slice(a, b) for a, b in pairwise(sorted({0, *cuts, side})) if b <= side]
 
 
 def _add_band(piece: Array, out: Array, band: slice, alpha: float, beta: float) -> None:
