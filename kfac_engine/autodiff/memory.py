@@ -10,6 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.autodiff.feeds import SampleRun, measured_facts, sample_batch
+from kfac_engine.autodiff.fused import fused_products
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.graph.structure import Fact, Graph, Node
@@ -94,7 +95,7 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
     # Those of parameters are written into the caller's own arrays, which are counted as gradients.
     own = {gradient for name, gradient in backward.gradients.items() if name in model.parameters}
     sizes = {**sizes, **dict.fromkeys(own, 0.0)}
-    return max(forward, kept + _peak(backward.nodes, sizes, handed))
+    return max(forward, kept + _peak(fused_products(backward), sizes, handed))
 
 
 def _joint(model: OnnxModel, backward: Backward) -> Graph:

@@ -18,6 +18,7 @@ from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
 from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
+from kfac_engine.autodiff.fused import fused_products
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
@@ -360,7 +361,7 @@ class OnnxModel:
         inputs += [Input(name, self._dtype(name, dtypes), None) for name in fed]
         made = {name for node in backward.nodes for name in node.outputs}
         model = compact_model(
-            backward.nodes,
+            fused_products(backward),
             inputs,
             tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
             read_by(backward.nodes, {**self.graph.constants, **backward.constants}, excluded=fed),
@@ -368,8 +369,7 @@ class OnnxModel:
             name=f"{self.graph.name}_backward",
             domains=self.graph.domains,
         )
-        what = f"the backward graph of '{self.graph.name}'"
-        small = len(backward.nodes) <= _MOST_OPTIMIZED
+        what, small = f"the backward graph of '{self.graph.name}'", len(made) <= _MOST_OPTIMIZED
         return open_session(
             model, threads=self.threads, optimize=small, what=what, place=self.place
         )

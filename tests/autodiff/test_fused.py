@@ -1,0 +1,50 @@
+"""Backward graphs as they are run: transposes within products, and the order of nodes."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.autodiff.fused import fused_products
+from tests import models
+
+# Products of float32 numbers against the same in float64, relative to the largest entry.
+SINGLE = 1e-6
+
+
+def attention(dtype):
+    """``softmax(x xᵀ) x`` of several heads: operands of products come turned on the way back."""
+    net = models.Net(dtype=dtype)
+    x = net.op("MatMul", "input", net.weight("weight", 4, 4), to="x")
+    turned = net.op("Transpose", x, to="turned", perm=[0, 1, 3, 2])
+    p = net.op("Softmax", net.op("MatMul", x, turned, to="scores"), to="p", axis=-1)
+    net.op("MatMul", p, x, to="output")
+    return net.model({"input": ["batch", 2, 3, 4]}, {"output": ["batch", 2, 3, 4]})
+
+
+def gradients(dtype):
+    proto = attention(dtype)
+    model = ke.load_model(proto)
+    x, c = np.random.default_rng(0).standard_normal((2, 5, 2, 3, 4)).astype(dtype)
+    names = ["weight", "input"]
+    found = model.run({"input": x}).vjp({"output": c}, names)
+    return model.backwards()[0], [found[name] for name in names]
+
+
+def test_fused_products_give_the_gradients_of_plain_ones():
+    (backward, single), (plain, double) = gradients("float32"), gradients("float64")
+    ops = [node.op for node in fused_products(backward)]
+    # What is left turns the gradient of the transpose of the forward pass.
+    assert ops.count("FusedMatMul") > 2 and ops.count("Transpose") == 1
+    assert fused_products(plain) == plain.nodes
+    for found, expected in zip(single, double, strict=True):
+        np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["mlp", "token_mlp", "layer_norm", "cnn"])
+def test_nodes_keep_their_order_and_their_results(name):
+    model = ke.load_model(models.MODELS[name]())
+    backward = model.backward(["output"], list(model.parameters))
+    kept = [node.outputs for node in fused_products(backward)]
+    assert kept == [node.outputs for node in backward.nodes if node.outputs in kept]
+    dropped = {node.op for node in backward.nodes if node.outputs not in kept}
+    assert dropped <= {"Transpose"}
