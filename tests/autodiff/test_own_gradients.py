@@ -65,6 +65,22 @@ def test_gradients_that_are_one_value_of_the_graph_share_no_memory():
         assert not np.shares_memory(one, other)
 
 
+def test_gradients_that_others_read_as_well_can_be_written():
+    model = ke.load_model(sums())
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    trace = model.run({"input": x})
+    own, others = trace.joint_vjp(
+        {"output": x + 1}, ["a", "scale", "shift"], ["a", "product", "output", "unread"]
+    )
+    scale = model.parameters["scale"]
+    for array in own.values():
+        array *= np.nan
+    expected = {"a": (x + 1) * scale, "product": x + 1, "output": x + 1, "unread": np.zeros(3)}
+    assert others.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(others[name], array, rtol=1e-6)
+
+
 def test_failure_in_a_run_into_memory_of_ones_own_is_named():
     model = ke.load_model(models.linear())
     trace = model.run(models.random_inputs(models.linear(), batch=3))
