@@ -1,7 +1,7 @@
 """The suites in order: what is asked for is run, printed, and written down."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from rich.console import Console
 from kfac_engine.bench.build import run_build
 from kfac_engine.bench.ceiling import Ceiling, ceilings
 from kfac_engine.bench.charts import draw
-from kfac_engine.bench.contenders import running
+from kfac_engine.bench.contenders import CONTENDERS, running
 from kfac_engine.bench.environment import checked_threads
 from kfac_engine.bench.gpu import run_gpu
 from kfac_engine.bench.jobs import SUITES
@@ -21,6 +21,7 @@ from kfac_engine.bench.memory import run_memory
 from kfac_engine.bench.report import print_suite, read_suites, restored, write_json
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
+from kfac_engine.errors import BackendError
 from kfac_engine.registry import Registry
 
 # Of output that does not go to a terminal: wide enough for a table.
@@ -62,6 +63,7 @@ class Setting:
         threads: Of each contender.
         repeats: Rounds of each job; None for as many as fit.
         profile: Whether steps are taken apart.
+        failures: Jobs without measurements, so far.
     """
 
     console: Console
@@ -70,6 +72,7 @@ class Setting:
     threads: int
     repeats: int | None = None
     profile: bool = False
+    failures: list[str] = field(default_factory=list)
 
 
 # Measures a suite, prints its table and returns its rows, which are dataclasses.
@@ -91,7 +94,8 @@ def run_suites(
 
     Raises:
         UnknownNameError: No suite or peer has this name.
-        BackendError: A result is not that of its definition, or a peer is not installed.
+        BackendError: A peer is not installed; or, when all else is done, a result is not that of
+            its definition.
         InputError: The number of threads is wrong, or the file cannot be resumed.
     """
     suites = known_suites()
@@ -122,11 +126,17 @@ def run_suites(
         if path is not None:
             write_json(path, report)
     if options.plot is not None:
-        suites_found = report["suites"]
-        contests = {
-            name: restored(Row, suites_found[name]) for name in SUITES if name in suites_found
-        }
-        draw(Path(options.plot), contests, restored(Point, suites_found.get("scaling", ())))
+        _draw_all(Path(options.plot), report["suites"])
+    if setting.failures:
+        raise BackendError(
+            f"not measured: {'; '.join(setting.failures)}. What went wrong is printed above; all "
+            "else is measured and written."
+        )
+
+
+def _draw_all(folder: Path, suites: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    contests = {name: restored(Row, suites[name]) for name in SUITES if suites.get(name)}
+    draw(folder, contests, restored(Point, suites.get("scaling", ())))
 
 
 def _print_ceilings(console: Console, limits: Sequence[Ceiling]) -> None:
@@ -147,10 +157,17 @@ def known_suites() -> Registry[Suite]:
 
 
 def _run_contests(setting: Setting, name: str) -> list[Row]:
+    """A job that fails is told of, and the others go on."""
     rows: list[Row] = []
-    with running(setting.contenders, setting.threads) as processes:
-        for job in SUITES[name]:
-            rows += measure(job, processes, setting.ceiling, setting.repeats)
+    for job in SUITES[name]:
+        able = [who for who in setting.contenders if CONTENDERS[who].can_check(job)]
+        try:
+            # Anew for each job: no memory is at hand from the one before.
+            with running(able, setting.threads) as processes:
+                rows += measure(job, processes, setting.ceiling, setting.repeats)
+        except BackendError as error:
+            setting.failures.append(f"{name}: {job.name}")
+            setting.console.print(f"error: {error}")
     print_suite(setting.console, name, rows)
     if setting.profile and name == "step":
         run_stages(setting.console, setting.threads)

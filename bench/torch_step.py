@@ -5,6 +5,7 @@ are unfolded, moments are products of whole matrices, inverses come of Cholesky 
 the given ones, as everywhere in this suite. Normalizations and embeddings keep plain gradients.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -16,6 +17,9 @@ from torch.nn.functional import cross_entropy, unfold
 from kfac_engine.bench.jobs import DAMPING, DECAY, GRADIENT, STEPS, Run
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.torch_networks import turned, with_weights
+
+# The first layer's input needs no gradient: its hook may well fire.
+warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
 # Averages the inputs of a module, the last argument, into a factor.
 Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], None]

@@ -183,7 +183,7 @@ def small_run(monkeypatch):
 
     @contextmanager
     def pretended(names, threads):
-        served.append(threads)
+        served.append(tuple(names))
         yield fakes([1.0, 2.0], [1.0, 2.0])[0]
 
     monkeypatch.setattr(run, "running", pretended)
@@ -220,6 +220,28 @@ def test_a_run_that_was_interrupted_is_resumed(small_run, tmp_path, capsys, monk
     suites = json.loads(path.read_text())["suites"]
     assert suites["small"] == before
     assert set(suites) == {"small", "other"}
+
+
+def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
+    results = iter([[1.0, 2.5], [1.0, 2.0]])
+
+    @contextmanager
+    def pretended(names, threads):
+        yield fakes([1.0, 2.0], next(results))[0]
+
+    monkeypatch.setattr(run, "running", pretended)
+    path = tmp_path / "times.json"
+    with pytest.raises(BackendError, match="not measured: small: 7 × 7"):
+        run.run_suites(["small", "other"], path, options=run.Options(threads=1))
+    assert "error: the result of '7 × 7' is off by" in capsys.readouterr().out
+    suites = json.loads(path.read_text())["suites"]
+    assert [len(rows) for rows in (suites["small"], suites["other"])] == [0, 2]
+
+
+def test_only_contenders_that_can_do_a_job_are_started(small_run, monkeypatch):
+    monkeypatch.setattr(run, "chosen", lambda compare: [DEFINITION, OURS, "kfac-jax"])
+    run.run_suites(["small"], options=run.Options(threads=1))
+    assert small_run == [(DEFINITION, OURS)]
 
 
 def test_measurements_of_other_machines_are_not_mixed(small_run, tmp_path, monkeypatch):
