@@ -41,6 +41,9 @@ class Device(Protocol):
     def upload(self, host: npt.NDArray[Any]) -> Array:
         """A copy of a host array on the device."""
 
+    def address(self, array: Array) -> int:
+        """Where an array begins in the device's memory."""
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         """An array with arbitrary content."""
 

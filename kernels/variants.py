@@ -14,6 +14,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "moment": {"TILE": (64, 128)},
     "patch_sums": {"SQUARED": (0, 1), "ACROSS": (0, 1), "INPUT": (0, 1, 2)},
     "patches": {"INPUT": (0, 1, 2, 3)},
+    "finite": {"INPUT": (0, 3)},
     "symmetric": {"INPUT": (0, 3)},
     "averages": {"INPUT": (0, 1, 2)},
     "group_products": {"SQUARE": (0, 1), "SIDE": (16, 64), "INPUT": (0, 1, 2)},

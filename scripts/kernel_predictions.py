@@ -42,6 +42,7 @@ _KERNELS: Mapping[str, Expected] = {
     "sums": Expected(40, 70, "a warp an entry: tails of 32"),
     "classes": Expected(10, 25, "the exponential in float64, twice"),
     "ids": Expected(20, 50, "counts in the second-level cache"),
+    "finite": _STREAM,
     "average": _STREAM,
     "mirror": _STREAM,
     "widen": _STREAM,

@@ -47,6 +47,7 @@ head what a block and a thread do.
 | `group_products.cu` | second moments and squared per-example gradients, group by group | stacks of patches, products of each example |
 | `example_sums.cu` | what a scale and a shift take of each example | a product as large as the data, and two sums |
 | `classes.cu` | classes drawn from given uniforms | exponentials, running sums and comparisons as large as the logits |
+| `finite.cu` | whether many arrays are finite, in one launch | comparisons as large as the arrays |
 | `averages.cu` | moving averages, and sums of pieces, in one pass; counts of identifiers | three passes; rows of zeros and ones |
 | `patches.cu` | patches written out, for what needs them | |
 

@@ -22,6 +22,7 @@ from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average
+from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
@@ -94,13 +95,19 @@ class CupyBackend:
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        flat = [array.reshape(-1).astype(np.float64) for array in arrays]
-        host = self.device.download(self.xp.concatenate(flat))
-        ends = np.cumsum([array.size for array in arrays])
-        return [
-            part.reshape(array.shape)
-            for part, array in zip(np.split(host, ends[:-1]), arrays, strict=True)
+        # Widened type by type: an array alone would be a launch of its own.
+        kinds: dict[str, list[int]] = {}
+        for i, array in enumerate(arrays):
+            kinds.setdefault(array.dtype.name, []).append(i)
+        order = [i for which in kinds.values() for i in which]
+        wide = [
+            self.xp.concatenate([arrays[i].reshape(-1) for i in which]).astype(np.float64)
+            for which in kinds.values()
         ]
+        host = self.device.download(self.xp.concatenate(wide))
+        ends = np.cumsum([arrays[i].size for i in order])
+        parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
+        return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
 
     def share(self, tasks: Sequence[Task]) -> None:
         for task in tasks:  # each is begun on the device while those before still run there
@@ -298,6 +305,20 @@ class CupyBackend:
         sums = [self._squared_norm(array) for array in real.values()]
         found = dict(zip(real, self.download(sums), strict=True))
         return [i not in found or bool(np.isfinite(found[i])) for i in range(len(arrays))]
+
+    def are_finite(self, arrays: Sequence[Array]) -> Array:
+        flags: Array = self.xp.ones(len(arrays), np.int32)
+        launched: dict[str, list[int]] = {"float32": [], "float64": []}
+        for i, array in enumerate(arrays):
+            if array.dtype.name in launched and array.flags.c_contiguous:
+                launched[array.dtype.name].append(i)
+            else:
+                flags[i] = self.xp.isfinite(array).all()
+        for which in filter(None, launched.values()):
+            own = self.xp.ones(len(which), np.int32)
+            find_infinite(self.device, [arrays[i] for i in which], own)
+            flags[self.device.upload(np.array(which))] = own
+        return flags
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

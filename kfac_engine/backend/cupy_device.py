@@ -78,6 +78,11 @@ class CupyDevice:
         array: Array = self.xp.asarray(host)
         return array
 
+    def address(self, array: Array) -> int:
+        """Where an array begins in the device's memory."""
+        place: int = array.data.ptr  # type: ignore[attr-defined] # CuPy's
+        return place
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         """An array with arbitrary content."""
         array: Array = self.xp.empty(tuple(shape), dtype)

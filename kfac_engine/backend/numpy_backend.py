@@ -234,5 +234,8 @@ class NumpyBackend:
         self.share(tasks)
         return [found[index] for index in range(len(arrays))]
 
+    def are_finite(self, arrays: Sequence[Array]) -> Array:
+        return np.array([np.isfinite(array).all() for array in arrays], bool)
+
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

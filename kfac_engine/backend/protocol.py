@@ -267,5 +267,8 @@ class Backend(Protocol):
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
         """``all_finite`` of each; a device is read once for all of them."""
 
+    def are_finite(self, arrays: Sequence[Array]) -> Array:
+        """Whether each holds finite numbers only: ``(len(arrays),)``, of this library, not read."""
+
     def rng(self, seed: int) -> np.random.Generator:
         """A generator for this library's random draws."""

@@ -137,12 +137,12 @@ def _measured(due: Sequence["FisherFactor"], backend: Backend) -> Iterator[None]
     averages = {name: array for factor in due for name, array in factor.averages().items()}
     dampings = (damping for factor in due for damping in factor.dampings())
     sides = list({id(side): side for d in dampings for side in getattr(d, "sides", ())}.values())
-    finite = [backend.xp.isfinite(array).all() for array in averages.values()]
-    found = backend.download([*finite, *(side.measured_traces() for side in sides)])
-    for name, is_finite in zip(averages, found, strict=False):
+    asked = [side.measured_traces() for side in sides]
+    finite, *found = backend.download([backend.are_finite(list(averages.values())), *asked])
+    for name, is_finite in zip(averages, finite, strict=True):
         if not is_finite:
             raise NonFiniteError(f"the average of {name} holds NaN or infinity.")
-    for side, traces in zip(sides, found[len(finite) :], strict=True):
+    for side, traces in zip(sides, found, strict=True):
         side.known_traces = traces
     try:
         yield

@@ -193,6 +193,18 @@ def test_scaled_arrays_are_added(backend: Backend, beta: float, dtype: type) -> 
     close(backend, out, 30.0 * measured.astype(np.float64) + 2 * beta, kept)
 
 
+def test_numbers_that_are_not_finite_are_found_in_many_arrays(backend: Backend) -> None:
+    wide = np.ones((40, 30), np.float32)
+    bad = wide.copy()
+    bad[39, 29] = -np.inf
+    hosts = [wide, bad, np.full(3, 3e38, np.float32), np.array([1, np.nan]), np.arange(4.0)]
+    hosts += [np.array([[np.inf]], np.float16), np.zeros((0, 2)), bad.T, np.arange(3)]
+    flags = backend.are_finite([backend.asarray(host) for host in hosts])
+    found = backend.to_numpy(flags).astype(bool).tolist()
+    assert found == [np.isfinite(host).all() for host in hosts]
+    assert backend.to_numpy(backend.are_finite([])).shape == (0,)
+
+
 def test_what_is_finite_is_read_for_all_at_once(backend: Backend) -> None:
     arrays = [np.ones(3, np.float32), np.array([1, np.nan]), np.arange(4), np.zeros((0, 2))]
     cupy_standin.COUNTS.clear()

@@ -42,6 +42,9 @@ class ShimDevice:
     def upload(self, host: npt.NDArray) -> npt.NDArray:
         return host.copy()
 
+    def address(self, array: npt.NDArray) -> int:
+        return int(array.ctypes.data)
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray:
         """Poisoned, so that reading what was not written shows."""
         poison = np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).min

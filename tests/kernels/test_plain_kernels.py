@@ -7,6 +7,7 @@ import pytest
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
+from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from tests.backend import truths
@@ -35,6 +36,18 @@ def test_an_average_is_blended(order: str, beta: float, numbers: int, dtype: typ
         average[...] = np.nan
     update_average(ShimDevice(order), average, measured, 0.3, beta)
     np.testing.assert_allclose(average, wanted, rtol=0, atol=1e-6)  # three float32 roundings
+
+
+@each_order
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_arrays_that_are_not_finite_are_found(dtype: type, bad: float, order: str) -> None:
+    largest = np.finfo(dtype).max
+    arrays = [np.full(size, largest, dtype) for size in (1, 600, 0, 2000)]
+    arrays[3][1999] = bad
+    flags = np.ones(4, np.int32)
+    find_infinite(ShimDevice(order), arrays, flags)
+    assert flags.tolist() == [1, 1, 1, 0]
 
 
 @each_order
