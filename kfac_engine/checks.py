@@ -58,7 +58,11 @@ def check_mode(estimation_mode: str, heads: Sequence[Head], batch: Batch) -> Non
 
 
 def check_options(
-    damping: float, ema_decay: float, exps: Sequence[float], threads: int | None
+    damping: float,
+    ema_decay: float,
+    exps: Sequence[float],
+    threads: int | None,
+    scratch_bytes: int | None,
 ) -> None:
     """Refuse options outside their range.
 
@@ -67,6 +71,7 @@ def check_options(
         ema_decay: Must lie in [0, 1).
         exps: One or more numbers.
         threads: At least one, if given.
+        scratch_bytes: At least one, if given.
 
     Raises:
         InputError: One is not.
@@ -79,6 +84,8 @@ def check_options(
         raise InputError(f"exps must be one or more numbers, got {exps}.")
     if threads is not None and threads < 1:
         raise InputError(f"threads must be at least 1, got {threads}.")
+    if scratch_bytes is not None and scratch_bytes < 1:
+        raise InputError(f"scratch_bytes must be at least 1, got {scratch_bytes}.")
 
 
 def checked_gradients(

@@ -97,6 +97,7 @@ class Engine:
         approximations: Mapping[str, str] | None = None,
         schedule: Schedule | None = None,
         threads: int | None = None,
+        scratch_bytes: int | None = None,
         backend: str = "auto",
         seed: int = 0,
         sample_inputs: Mapping[str, Array] | None = None,
@@ -124,6 +125,8 @@ class Engine:
             schedule: When statistics and inverses move.
             threads: That compute at a time, inside ONNX Runtime and outside; by default as many as
                 BLAS was given, which is one a core unless the environment says otherwise.
+            scratch_bytes: Bound of the working memory of a statistic; by default 64 MiB, 256 MiB on
+                a GPU. Less makes it slower, once a few images' patches do not fit.
             backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
             seed: Of sampled targets.
             sample_inputs: A batch to find shapes with, where none can be made up.
@@ -140,7 +143,7 @@ class Engine:
             UnknownNameError: A name goes by nothing.
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
         """
-        check_options(damping, ema_decay, exps, threads)
+        check_options(damping, ema_decay, exps, threads, scratch_bytes)
         check_reduction(reduction)
         threads = threads or default_count()
         onnx_model = OnnxModel(
@@ -158,7 +161,7 @@ class Engine:
             inputs=sample_inputs,
             estimation_mode=estimation_mode,
             approximations=approximations or {},
-            backend=select(backend, threads=threads),
+            backend=select(backend, threads=threads, scratch_bytes=scratch_bytes),
         )
         estimator = FisherEstimator(
             assembly.collection.registered_variables,

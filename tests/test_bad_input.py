@@ -119,6 +119,7 @@ OPTIONS = {
     "no such parameter": ({"trainable": ["head.*"]}, "head"),
     "no power": ({"exps": ()}, "exps"),
     "no thread": ({"threads": 0}, "threads"),
+    "no scratch memory": ({"scratch_bytes": 0}, "scratch_bytes"),
 }
 
 

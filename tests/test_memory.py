@@ -113,3 +113,20 @@ def test_memory_of_runs_goes_back_when_a_model_is_gone():
     del model
     gc.collect()
     assert resident_bytes() - before < 0.5 * values
+
+
+def test_scratch_memory_is_bounded_by_the_argument_and_changes_no_number():
+    model = images()
+    x = np.random.default_rng(0).standard_normal((64, 3, 32, 32)).astype(np.float32)
+    y = np.zeros(64, np.int64)
+    found = []
+    for bound in (2 << 20, 64 << 20):
+        engine = ke.Engine.from_onnx(
+            model, loss="categorical", estimation_mode="empirical", backend="numpy",
+            scratch_bytes=bound,
+        )  # fmt: skip
+        # Patches of the second layer, 288 numbers each: all of them fit the larger bound.
+        assert engine.memory(64).scratch == min(bound, 64 * 16 * 16 * 288 * 4)
+        found.append(engine.step({"input": x}, y).natural_gradients)
+    for name, gradient in found[0].items():
+        np.testing.assert_allclose(gradient, found[1][name], rtol=2e-3, atol=1e-6)

@@ -98,6 +98,7 @@ class EngineOptions:
     approx: Mapping[str, str]
     backend: str
     threads: int | None
+    scratch: int | None
     seed: int
 
     def engine(
@@ -139,6 +140,7 @@ class EngineOptions:
             approximations=self.approx or None,
             backend=self.backend,
             threads=self.threads,
+            scratch_bytes=None if self.scratch is None else self.scratch * 1_000_000,
             seed=self.seed,
             sample_inputs=sample_inputs,
         )
@@ -197,6 +199,12 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--threads", type=click.IntRange(min=1), help="Threads; the processor's cores by default."
+    ),
+    click.option(
+        "--scratch",
+        type=click.IntRange(min=1),
+        metavar="MB",
+        help="Bound of working memory, in MB; 64 on a CPU by default.",
     ),
     click.option("--seed", default=0, show_default=True, help="Of sampled targets."),
 )
