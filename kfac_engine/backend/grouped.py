@@ -1,7 +1,7 @@
 """What primitives on groups of channels mean, in plain array code: NumPy's form, and any library's.
 
-The NumPy backend is these functions; the CuPy backend takes them for double precision, which its
-kernels do not compute.
+The CuPy backend takes them for double precision, which its kernels do not compute; the NumPy
+backend has another way to moments (``numpy_grouped``) and takes the others.
 """
 
 from math import prod

@@ -20,6 +20,7 @@ from kfac_engine.backend import (
     patch_sums,
 )
 from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.numpy_rank_k import threads_for
 from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
@@ -94,7 +95,7 @@ class NumpyBackend:
             homogeneous=homogeneous,
             alpha=alpha,
             beta=beta,
-            scratch_bytes=self.scratch_bytes,
+            scratch_bytes=self._scratch(),
             workers=self.workers,
         )
 
@@ -118,7 +119,7 @@ class NumpyBackend:
             homogeneous=homogeneous,
             alpha=alpha,
             beta=beta,
-            scratch_bytes=self.scratch_bytes,
+            scratch_bytes=self._scratch(),
             workers=self.workers,
         )
 
@@ -147,7 +148,7 @@ class NumpyBackend:
             homogeneous=homogeneous,
             alpha=alpha,
             beta=beta,
-            scratch_bytes=self.scratch_bytes,
+            scratch_bytes=self._scratch(),
             workers=self.workers,
         )
 
@@ -162,9 +163,16 @@ class NumpyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        grouped.squared_gradients(
-            self, x, window, ds, out, homogeneous=homogeneous, alpha=alpha, beta=beta
-        )
+        scratch, size = self._scratch(), out.size * out.itemsize
+        threads = threads_for(ds.size * out.shape[1], self.workers)
+        parts = max(1, min(threads, len(ds), scratch // max(2 * size, 1)))
+        alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
+
+        def add(part: slice, room: Array, beta: float) -> None:
+            options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+            grouped.squared_gradients(alone, x[part], window, ds[part], room, **options)
+
+        numpy_grouped.squared_gradients(add, len(ds), out, beta, parts, self.workers)
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
         return grouped.example_sums(self, x, ds, axes)
@@ -239,3 +247,8 @@ class NumpyBackend:
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)
+
+    def _scratch(self) -> int:
+        """Working memory of one primitive: of those side by side in tasks, each has a share."""
+        free = len(self.workers.bands(self.workers.count))
+        return self.scratch_bytes * free // self.workers.count

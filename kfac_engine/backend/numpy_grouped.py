@@ -11,9 +11,10 @@ data: along memory, without patches. Sums over positions are products with matri
 zeros, one axis at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -130,6 +131,33 @@ def grouped_second_moment(  # noqa: PLR0913 (the primitive's, and what it may ta
         sums = patch_sums(x, window, out.dtype, np)[None, None]
         out[:, d, :d] += alpha * split_features(sums, groups, window.taps)[0, :, 0]
         out[:, d, d] += alpha * positions
+
+
+def squared_gradients(
+    add: Callable[[slice, Array, float], None],
+    examples: int,
+    out: Array,
+    beta: float,
+    parts: int,
+    workers: Workers,
+) -> None:
+    """``out ← beta·out`` and what each of some parts of the examples adds, side by side.
+
+    Args:
+        add: Adds the squares of some examples to ``beta`` times a result.
+        examples: How many.
+        out: The result.
+        beta: Scale of the old one; zero overwrites.
+        parts: Each but the first takes as much working memory as the result.
+        workers: Threads.
+    """
+    edges = [examples * i // parts for i in range(parts + 1)]
+    first, *others = (slice(a, b) for a, b in pairwise(edges))
+    rooms = [np.empty(out.shape, out.dtype) for _ in others]
+    tasks = [partial(add, part, room, 0.0) for part, room in zip(others, rooms, strict=True)]
+    share([partial(add, first, out, beta), *tasks], parts, workers)
+    for room in rooms:
+        out += room
 
 
 def _pixels_are_quicker(x: Array, plan: _Plan, window: Window) -> bool:

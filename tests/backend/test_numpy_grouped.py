@@ -10,7 +10,7 @@ from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.window import Window, pointwise
 from tests.backend import truths
 from tests.backend.geometries import CORNERS, EVERY, Case
-from tests.backend.test_numpy_patches import ORDERS, ROUNDING, SINGLE_ROUNDING, moment
+from tests.backend.test_numpy_patches import ORDERS, ROUNDING, SINGLE_ROUNDING, moment, patches
 
 ALL = [*CORNERS, *EVERY]
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
@@ -109,3 +109,19 @@ def test_scratch_bytes_bound_the_working_memory(scratch_bytes):
     # Small objects come on top: a plan, and tasks.
     assert peak <= scratch_bytes + 200_000
     assert_close(out, expected)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("scratch_bytes", [64 << 20, 30_000], ids=["roomy", "one_thread"])
+def test_threads_share_the_squared_gradients_of_examples(scratch_bytes, beta, homogeneous):
+    rng = np.random.default_rng(0)
+    x, ds = rng.standard_normal((2, 70, 32, 12, 12))
+    z = patches(x, SAME)
+    z = np.concatenate([z, np.ones((*z.shape[:2], 1))], axis=2) if homogeneous else z
+    gradients = np.einsum("ntd,not->ndo", z, ds.reshape(70, 32, -1), optimize=True)
+    new = (gradients**2).sum(axis=0)[None]
+    out = np.full(new.shape, np.nan if beta == 0 else 2.0)
+    backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=3)
+    backend.squared_gradients(x, SAME, ds, out, homogeneous=homogeneous, alpha=0.3, beta=beta)
+    assert_close(out, 2.0 * beta + 0.3 * new)

@@ -1,6 +1,7 @@
 """Second moments of rows equal the definition, for every way rows lie in memory."""
 
 import tracemalloc
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -155,6 +156,20 @@ def test_scratch_bytes_bound_the_copies(dtype):
     # The float32 ones that sum a block of rows, and small objects, come on top.
     assert peak < 300_000
     np.testing.assert_array_equal(out, 40 * 10 * 20)
+
+
+def test_scratch_bytes_bound_the_copies_of_tasks_side_by_side():
+    backend = NumpyBackend(scratch_bytes=400_000, threads=2)
+    x = np.ones((40, 20, 20, 50), np.float16)[:, ::2, :, ::2]
+    outs = [np.zeros((26, 26)) for _ in range(8)]
+    tracemalloc.start()
+    backend.workers.run([partial(backend.second_moment, x, out, homogeneous=True) for out in outs])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # The ones of each, which sum a block of rows, and small objects come on top.
+    assert peak < 550_000
+    for out in outs:
+        np.testing.assert_array_equal(np.tril(out), np.tril(np.full(out.shape, 40 * 10 * 20)))
 
 
 @pytest.mark.parametrize("side", [1, 2, 255, 256, 257, 600])
