@@ -169,8 +169,8 @@ class NumpyBackend:
         alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
 
         def add(part: slice, room: Array, beta: float) -> None:
-            options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
-            grouped.squared_gradients(alone, x[part], window, ds[part], room, **options)
+            own = alone, x[part], window, ds[part], room
+            grouped.squared_gradients(*own, homogeneous=homogeneous, alpha=alpha, beta=beta)
 
         numpy_grouped.squared_gradients(add, len(ds), out, beta, parts, self.workers)
 
