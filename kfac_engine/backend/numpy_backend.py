@@ -21,6 +21,7 @@ from kfac_engine.backend import (
 )
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.backend.numpy_rank_k import threads_for
+from kfac_engine.backend.place import between_infinities
 from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
@@ -191,13 +192,13 @@ class NumpyBackend:
         return numpy_inverse.damped_inverse(matrix, damping, self.workers)
 
     def damped_cholesky(self, matrix: Array, damping: float) -> Array:
-        return numpy_inverse.damped_cholesky(matrix, damping)
+        return numpy_inverse.damped_cholesky(matrix, damping, self.workers)
 
     def triangular_inverse(self, lower: Array) -> Array:
-        return numpy_inverse.triangular_inverse(lower)
+        return numpy_inverse.triangular_inverse(lower, self.workers)
 
     def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        return numpy_inverse.eigh(matrix)
+        return numpy_inverse.eigh(matrix, self.workers)
 
     def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         return numpy_many.damped_inverses(matrices, dampings, self.workers, self.scratch_bytes)
@@ -243,7 +244,7 @@ class NumpyBackend:
         return [found[index] for index in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        return np.array([np.isfinite(array).all() for array in arrays], bool)
+        return np.array([between_infinities(array) for array in arrays], bool)
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

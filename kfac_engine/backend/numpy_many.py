@@ -10,8 +10,11 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend import numpy_inverse
 from kfac_engine.backend.threads import Workers
 
-# Sides up to which a stack is quicker than its matrices one by one.
+# Sides up to which a stack is quicker than its matrices one by one: 64 inverses took, in ms, 6.7
+# one by one and 0.3 stacked at side 8, 6.7 and 0.8 at 16, 7.0 and 3.0 at 32, 11 and 16 at 48.
 _STACKED = 32
+# Float64 stacks alive while one is factored and inverted.
+_COPIES = 4
 # Float64 matrices that one may take alone: damped and its inverse; eigenvectors and LAPACK's work.
 _INVERTED = 2
 _DECOMPOSED = 5
@@ -54,7 +57,7 @@ def damped_choleskys(
     """The ``damped_cholesky`` of each matrix; arguments as for ``damped_inverses``."""
 
     def alone(i: int) -> Array:
-        return numpy_inverse.damped_cholesky(matrices[i], dampings[i])
+        return numpy_inverse.damped_cholesky(matrices[i], dampings[i], workers)
 
     stacked = partial(_factors, matrices, dampings)
     return _each(matrices, stacked, alone, workers, _room(matrices, _INVERTED, scratch_bytes))
@@ -71,7 +74,7 @@ def triangular_inverses(
         return np.tril(np.linalg.inv(stack)) if regular else None
 
     def alone(i: int) -> Array:
-        return numpy_inverse.triangular_inverse(lowers[i])
+        return numpy_inverse.triangular_inverse(lowers[i], workers)
 
     return _each(lowers, stacked, alone, workers, _room(lowers, _INVERTED, scratch_bytes))
 
@@ -83,7 +86,7 @@ def eighs(
     pairs: dict[int, tuple[Array, Array]] = {}
 
     def decompose(i: int) -> None:
-        pairs[i] = numpy_inverse.eigh(matrices[i])
+        pairs[i] = numpy_inverse.eigh(matrices[i], workers)
 
     for i, stack in enumerate(matrices):
         if stack.ndim > 2:
@@ -122,10 +125,12 @@ def _each(
     for i, matrix in enumerate(matrices):
         if matrix.ndim == 2 and 0 < matrix.shape[0] == matrix.shape[1] <= _STACKED:
             groups[len(matrix), matrix.dtype].append(i)
-    for (_, dtype), which in groups.items():
-        found = stacked(which) if len(which) > 1 else None
-        if found is not None:
-            results |= zip(which, found.astype(dtype), strict=True)
+    for (_, dtype), group in groups.items():
+        many = max(room // (_COPIES * _float64_bytes(matrices[group[0]])), 1)
+        for which in (group[i : i + many] for i in range(0, len(group), many)):
+            found = stacked(which) if len(which) > 1 else None
+            if found is not None:
+                results |= zip(which, found.astype(dtype), strict=True)
 
     def keep(i: int) -> None:
         results[i] = alone(i)
