@@ -92,16 +92,16 @@ def accumulate(
     if not others:
         _add_pieces(first, out, alpha, beta, workers)
         return
-    # Zeros, for some of what is above the diagonal is added along.
-    rooms = [np.zeros(out.shape, out.dtype) for _ in others]
+    rooms = [_room(out) for _ in others]
     tasks = [partial(_add_pieces, first, out, alpha, beta, workers)]
     tasks += [
         partial(_add_pieces, pieces, room, alpha, 0.0, workers)
         for pieces, room in zip(others, rooms, strict=True)
     ]
     workers.run(tasks)
-    bands = _bands(len(out), len(parts), 0.0)
-    workers.run([partial(_add_rooms, rooms, out, band) for band in bands])
+    step = _ADDED_ROWS * len(parts)
+    starts = [range(i, len(out), step) for i in range(0, step, _ADDED_ROWS)]
+    workers.run([partial(_add_rooms, rooms, out, some) for some in starts])
 
 
 def scale(out: Array, beta: float) -> None:
@@ -142,8 +142,17 @@ def _add_band(piece: Array, out: Array, band: slice, alpha: float, beta: float) 
     blas.syrk(rows, out[band, band], alpha=alpha, beta=beta)
 
 
-def _add_rooms(rooms: Iterable[Array], out: Array, band: slice) -> None:
-    for start in range(band.start, band.stop, _ADDED_ROWS):
-        stop = min(start + _ADDED_ROWS, band.stop)
+def _room(like: Array) -> Array:
+    """An uninitialised matrix, but for zeros where ``_add_rooms`` reads above the diagonal."""
+    room: Array = np.empty(like.shape, like.dtype)
+    for start in range(0, len(room), _ADDED_ROWS):
+        some = slice(start, start + _ADDED_ROWS)
+        room[some, some] = 0.0
+    return room
+
+
+def _add_rooms(rooms: Iterable[Array], out: Array, starts: range) -> None:
+    for start in starts:
+        stop = min(start + _ADDED_ROWS, len(out))
         for room in rooms:
             out[start:stop, :stop] += room[start:stop, :stop]

@@ -117,6 +117,32 @@ def test_single_precision_rows_fit_a_double_result_exactly():
     assert_close(out, truths.moment(x, False))
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((300, 700), -1),
+        ((3000, 300), -1),
+        ((9000, 128), -1),
+        ((9, 300, 16, 16), 1),
+        ((1, 128, 9999), 1),
+    ],
+    ids=["bands_of_features", "parts_of_rows", "parts_of_many_rows", "images", "one_line"],
+)
+def test_threads_share_large_moments(shape, axis, threads):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    rows = np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
+    rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
+    expected = np.float64(0.5) + rows.T @ rows
+    out = np.full(expected.shape, 1.0, np.float32)
+    backend = NumpyBackend(threads=threads)
+    # Memory that is used again holds what must not be read.
+    np.full(expected.shape, np.nan, np.float32)
+    backend.second_moment(x, out, feature_axis=axis, homogeneous=True, beta=0.5)
+    backend.mirror(out)
+    assert_close(out, expected, SINGLE_ROUNDING)
+
+
 def test_sums_of_many_positive_rows_keep_single_precision():
     x = np.random.default_rng(0).random((200_000, 2)).astype(np.float32)
     out = np.zeros((3, 3), np.float32)
