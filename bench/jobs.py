@@ -44,8 +44,10 @@ class Job:
         tolerance: Largest difference from the definition relative to its largest entry.
         tolerances: Parts of the result that have another one.
         cycle: How many equal parts one run has; times are those of one.
-        period: How many runs it takes until everything that happens now and then has happened once:
-            the time is the mean of so many.
+        period: How many runs it takes until everything that happens now and then has happened: in
+            the last of them.
+        rarity: How many runs that would be in use: the last of a period counts once, the others for
+            all the rest.
     """
 
     operation: str
@@ -57,6 +59,7 @@ class Job:
     tolerances: Mapping[str, float] = field(default_factory=dict, repr=False)
     cycle: int = 1
     period: int = 1
+    rarity: int = 1
 
 
 def dense(rows: int, d: int) -> Job:
@@ -118,19 +121,23 @@ def precondition(name: str, layers: tuple[tuple[int, int, int], ...]) -> Job:
 def step(network: str, batch: int, kind: str, cycle: int) -> Job:
     """Steps of training; the kinds are those of ``STEPS``."""
     sizes = {"network": network, "batch": batch, "kind": kind, "cycle": cycle}
-    every = max(STEPS[kind] or (1,))
+    rare = kind == SELDOM
     return Job(
         "step", f"{network}, batch {batch}, {kind}", sizes, tolerances=_STEP_TOLERANCES,
-        cycle=cycle, period=max(1, every // cycle),
+        cycle=cycle, period=_MEASURED_PERIOD // cycle if rare else 1,
+        rarity=_USED_PERIOD // cycle if rare else 1,
     )  # fmt: skip
 
 
+# Steps between inverses where they are rare: as they are measured, and as they count. So many steps
+# of every contender would take most of an hour.
+_MEASURED_PERIOD, _USED_PERIOD = 30, 100
+PLAIN, SELDOM = "gradient", f"factors 10, inverses {_USED_PERIOD}"
 # Kind of step to how often factors and inverses move; None for gradients alone.
-PLAIN = "gradient"
 STEPS: Mapping[str, tuple[int, int] | None] = {
     PLAIN: None,
     "factors 1, inverses 10": (1, 10),
-    "factors 10, inverses 100": (10, 100),
+    SELDOM: (10, _MEASURED_PERIOD),
 }
 
 SUITES: Mapping[str, tuple[Job, ...]] = Registry(

@@ -15,11 +15,11 @@ from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
 
-# Rounds follow from the slowest contender's time: enough for a median, not for an afternoon.
-_SECONDS, _FEWEST, _MOST = 2.0, 3, 7
+# Rounds follow from the time that one takes: enough for a median, not for an afternoon.
+_SECONDS, _FEWEST, _MOST = 8.0, 3, 7
 # A round runs quick jobs so often that the clock which tells what others ran, in hundredths of a
 # second, has something to say; slow ones need no run that warms the caches.
-_BLOCK, _MOST_RUNS, _SLOW, _VERY_SLOW = 0.05, 100, 1.0, 5.0
+_BLOCK, _MOST_RUNS, _SLOW, _VERY_SLOW = 0.05, 100, 0.25, 5.0
 # Threads of the contender that came before spin while they wait for work, for up to a quarter of a
 # second.
 _SETTLING = 0.3
@@ -134,7 +134,8 @@ def _in_turn(
     # What is slow the first time is not so for want of caches: it counts, as do all of a period.
     counted = {name: job.period > 1 or seconds[name] > _SLOW for name in pilots}
     usages = {name: [pilot] if counted[name] else [] for name, pilot in pilots.items()}
-    for number in range(repeats or _fitting(job, max(seconds.values()))):
+    rounds = repeats or _fitting(list(seconds.values()))
+    for number in range(rounds if job.period == 1 else job.period):
         for name, process in processes.items():
             if len(usages[name]) > number:
                 continue
@@ -143,17 +144,21 @@ def _in_turn(
     return usages
 
 
-def _fitting(job: Job, slowest: float) -> int:
-    """Rounds, from the slowest contender's time."""
-    fitting = min(max(int(_SECONDS / slowest), 2 if slowest > _VERY_SLOW else _FEWEST), _MOST)
-    return fitting if job.period == 1 else int(job.period)
+def _fitting(seconds: Sequence[float]) -> int:
+    """Rounds, from the time that one takes."""
+    one = sum(_SETTLING + max(_BLOCK, s if s > _SLOW else 2 * s) for s in seconds)
+    fewest = 2 if max(seconds) > _VERY_SLOW else _FEWEST
+    return min(max(int(_SECONDS / one), fewest), _MOST)
 
 
 def _times(job: Job, usages: Sequence[Usage]) -> Spread:
-    """Of one part of a cycle."""
+    """Of one part of a cycle; what is rare counts as rarely as it is."""
     runs = [seconds / job.cycle for usage in usages for seconds in usage.times]
     times = spread(runs)
-    return times if job.period == 1 else replace(times, median=mean(runs))
+    if job.period == 1:
+        return times
+    *others, rare = runs
+    return replace(times, median=(rare + (job.rarity - 1) * mean(others)) / job.rarity)
 
 
 def _row(

@@ -10,7 +10,7 @@ class Spread:
     """Wall times of one contender, in seconds.
 
     Attributes:
-        median: Half of the runs were faster; the mean where something happens in few of them only.
+        median: Half of the runs were faster; a mean where something happens in few of them only.
         low: A quarter of the runs were faster.
         high: A quarter of the runs were slower.
     """
