@@ -119,7 +119,8 @@ def checked_gradients(
             raise ShapeError(
                 f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
             )
-    for name, finite in zip(checked, backend.finite(list(checked.values())), strict=True):
+    found = backend.download([backend.are_finite(list(checked.values()))])[0]
+    for name, finite in zip(checked, found, strict=True):
         if not finite:
             raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
     return checked

@@ -269,6 +269,19 @@ def test_two_losses_on_two_outputs_add_up():
         np.testing.assert_allclose(gradient, sum(g[name] for _, g in parts), atol=1e-8)
 
 
+def test_gradients_whose_squares_overflow_are_preconditioned(case):
+    model, inputs, targets = case
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    result = engine.step(inputs, targets)
+    large = {name: array * np.float32(1e24) for name, array in result.gradients.items()}
+    for name, found in engine.precondition(large).items():
+        expected = result.natural_gradients[name].astype(np.float64) * 1e24
+        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    large[name] = np.full_like(large[name], np.nan)
+    with pytest.raises(ke.NonFiniteError, match=name):
+        engine.precondition(large)
+
+
 def test_memory_is_announced_and_grows_with_the_batch(case):
     model, _, _ = case
     engine = ke.Engine.from_onnx(model, loss="categorical")

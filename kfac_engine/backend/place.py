@@ -108,7 +108,14 @@ def _is_finite(flat: Array) -> bool:
     # One pass without a temporary array; squares of large numbers overflow, which is no error.
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.dot(flat, flat)
-    return bool(np.isfinite(squares) or np.isfinite(flat).all())
+    return bool(np.isfinite(squares)) or between_infinities(flat)
+
+
+def between_infinities(array: Array) -> bool:
+    """Whether an array of NumPy's, in any strides, holds numbers alone; nothing is copied."""
+    with np.errstate(invalid="ignore"):
+        # NaN is both the least and the greatest.
+        return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 HOST: Final[Place] = Host()

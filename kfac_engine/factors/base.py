@@ -161,7 +161,7 @@ class FisherFactor(ABC):
 
     def _check_large(self, name: str, x: Array) -> None:
         """Tell numbers with a large square, which float64 can hold, from those that are none."""
-        if not bool(self.backend.xp.isfinite(x).all()):
+        if not self.backend.download([self.backend.are_finite([x])])[0].all():
             raise NonFiniteError(
                 f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
                 f"Lower the learning rate or check the data."

@@ -1,12 +1,14 @@
 """What of the NumPy backend is not linear algebra: arrays in and out, finiteness, random draws."""
 
 import inspect
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.place import HOST
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError
 
@@ -96,6 +98,26 @@ SQUARES = {
 @pytest.mark.parametrize(("x", "finite"), SQUARES.values(), ids=SQUARES)
 def test_what_overflows_when_squared_is_not_finite(x, finite):
     assert BACKEND.all_finite(x) == finite
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("bad", [1.0, np.nan, np.inf, -np.inf])
+def test_the_largest_numbers_are_numbers_and_others_are_found(view, bad, dtype):
+    x = np.full((4, 6, 9), ml_dtypes.finfo(dtype).max, dtype)
+    x[1, 3, 5] *= -1
+    x[2, 4, 6] = bad
+    assert BACKEND.are_finite([view(x)]).tolist() == [bool(np.isfinite(bad))]
+
+
+def test_finite_numbers_are_told_without_a_copy():
+    x = np.full(1_000_000, 3e38, np.float32)
+    tracemalloc.start()
+    assert BACKEND.are_finite([x, x[::2]]).all()
+    assert HOST.finite([x]) == [True]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < x.nbytes / 10
 
 
 def test_a_seed_decides_all_draws():
