@@ -88,9 +88,10 @@ def _in_type(name: str, array: Array, dtype: DType | None) -> Array:
         result = array.astype(dtype)
     lost = np.isinf(result) & np.isfinite(array)
     if lost.any():
+        largest = float(abs(array[lost]).max())
         raise NonFiniteError(
-            f"the values for '{name}' reach {np.abs(array[lost]).max():.3g}, which {dtype} cannot "
-            f"hold; ask for float32 with gradient_dtype='float32', or scale the loss down."
+            f"the values for '{name}' reach {largest:.3g}, which {dtype} cannot hold; ask for "
+            f"float32 with gradient_dtype='float32', or scale the loss down."
         )
     return result
 

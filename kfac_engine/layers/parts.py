@@ -8,10 +8,12 @@ the entries: so each value knows where its entries lie in the file's parameter.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.graph.subgraph import of_data
@@ -21,6 +23,8 @@ from kfac_engine.graph.subgraph import of_data
 _Move: TypeAlias = Callable[
     [Array, Node, Mapping[str, Array], Sequence[tuple[int, ...]]], Sequence[Array]
 ]
+
+_ON_DEVICE: "WeakKeyDictionary[Part, Array]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +55,7 @@ class Held:
         return self.index.ndim == 2 and np.array_equal(self.index.T, other.index)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Part:
     """Entries of a parameter that form a parameter of a block.
 
@@ -114,7 +118,7 @@ def split(parts: Mapping[str, Sequence[Part]], arrays: Mapping[str, Array]) -> d
         Part to array.
     """
     return {
-        part.name: array if part.index is None else array.reshape(-1)[part.index]
+        part.name: array if part.index is None else array.reshape(-1)[_places(part, array)]
         for name, array in arrays.items()
         for part in parts[name]
     }
@@ -136,8 +140,18 @@ def join(parts: Sequence[Part], arrays: Mapping[str, Array], like: Array, rest: 
         return arrays[parts[0].name]
     joined: Array = (like * rest).astype(like.dtype).reshape(-1)
     for part in parts:
-        joined[... if part.index is None else part.index] = arrays[part.name]
+        joined[... if part.index is None else _places(part, joined)] = arrays[part.name]
     return joined.reshape(like.shape)
+
+
+def _places(part: Part, array: Array) -> Array:
+    """The index of a part, where an array lies; a device is sent it once."""
+    assert part.index is not None, "callers take all entries without an index"
+    if isinstance(array, np.ndarray):
+        return part.index
+    if part not in _ON_DEVICE:
+        _ON_DEVICE[part] = array_module(array).asarray(part.index)
+    return _ON_DEVICE[part]
 
 
 def describe(index: Array, shape: tuple[int, ...]) -> str:
