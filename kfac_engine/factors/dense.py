@@ -94,17 +94,17 @@ class DenseSquareMatrixFactor(FisherFactor):
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=0)
         if exp == 1:
-            fresh: Array = self._matrix() @ x + damping_func() * x
+            fresh: Array = self.backend.matmul(self._matrix(), x) + damping_func() * x
             return fresh
-        product: Array = self._read(float(exp), damping_func) @ x
+        product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
         return product
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=-1)
         if exp == 1:
-            fresh: Array = x @ self._matrix() + damping_func() * x
+            fresh: Array = self.backend.matmul(x, self._matrix()) + damping_func() * x
             return fresh
-        product: Array = x @ self._read(float(exp), damping_func)
+        product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
         return product
 
     def left_multiply_cholesky(
@@ -112,7 +112,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     ) -> Array:
         self._check_operand(x, axis=0)
         L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = (L.T if transpose else L) @ x
+        product: Array = self.backend.matmul(L.T if transpose else L, x)
         return product
 
     def right_multiply_cholesky(
@@ -120,7 +120,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     ) -> Array:
         self._check_operand(x, axis=-1)
         L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = x @ (L.T if transpose else L)
+        product: Array = self.backend.matmul(x, L.T if transpose else L)
         return product
 
     @property

@@ -35,15 +35,13 @@ class Bases:
     input: Array
     output: Array
 
-    def into(self, V: Array) -> Array:
+    def into(self, V: Array, backend: Backend) -> Array:
         """``U_Aᵀ V U_G``: packed gradients ``(…, d_in, d_out)`` in the basis."""
-        rotated: Array = self.input.T @ V @ self.output
-        return rotated
+        return backend.matmul(backend.matmul(self.input.T, V), self.output)
 
-    def back(self, V: Array) -> Array:
+    def back(self, V: Array, backend: Backend) -> Array:
         """``U_A V U_Gᵀ``: the inverse of ``into``."""
-        rotated: Array = self.input @ V @ self.output.T
-        return rotated
+        return backend.matmul(backend.matmul(self.input, V), self.output.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +64,10 @@ class RotatedSquare(LayerSquare):
         for start in range(0, len(ds), step):
             rows = self.input_view.rows(a[start : start + step], backend)
             weights = rows.shape[2]  # without the one that a bias adds
-            x = rows @ u_in[:weights]
+            x = backend.matmul(rows, u_in[:weights])
             if self.homogeneous:
                 x += u_in[-1]
-            g = self.output_view.rows(ds[start : start + step], backend) @ u_out
+            g = backend.matmul(self.output_view.rows(ds[start : start + step], backend), u_out)
             backend.squared_gradients(
                 *written_out(x), g.swapaxes(1, 2), out[None], alpha=scale, beta=1.0
             )
@@ -141,8 +139,10 @@ class EigenbasisFactor(DiagonalFactor):
         new = self._turned(averages, pairs)
         if old is not None and value is not None:
             # diag(Uᵀ (W diag(s) Wᵀ) U) = (Uᵀ W)² s, and U, W are Kronecker products themselves.
-            left, right = (new.input.T @ old.input) ** 2, (new.output.T @ old.output) ** 2
-            self.average.value = (left @ value @ right.T).astype(value.dtype)
+            matmul = self.backend.matmul
+            left = matmul(new.input.T, old.input) ** 2
+            right = matmul(new.output.T, old.output) ** 2
+            self.average.value = matmul(matmul(left, value), right.T).astype(value.dtype)
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         shape = self.average.read(self.name).shape
@@ -202,7 +202,7 @@ class EigenbasisFactor(DiagonalFactor):
     def _multiplied(self, V: Array, exp: float, damping_func: Damping) -> Array:
         bases = self._basis()
         power = self._power(self.average.read(self.name), exp, damping_func)
-        return bases.back(power * bases.into(V))
+        return bases.back(power * bases.into(V, self.backend), self.backend)
 
     def _matrices(self, x: Array, axis: int) -> Array:
         """Vectors as the columns or rows of a matrix."""

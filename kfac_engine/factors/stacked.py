@@ -110,17 +110,17 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_stack(x, axis=1)
         if exp == 1:
-            fresh: Array = self._matrix() @ x + self._levels(damping_func) * x
+            fresh: Array = self.backend.matmul(self._matrix(), x) + self._levels(damping_func) * x
             return fresh
-        product: Array = self._read(float(exp), damping_func) @ x
+        product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
         return product
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_stack(x, axis=2)
         if exp == 1:
-            fresh: Array = x @ self._matrix() + self._levels(damping_func) * x
+            fresh: Array = self.backend.matmul(x, self._matrix()) + self._levels(damping_func) * x
             return fresh
-        product: Array = x @ self._read(float(exp), damping_func)
+        product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
         return product
 
     def left_multiply_cholesky(
@@ -128,7 +128,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
     ) -> Array:
         self._check_stack(x, axis=1)
         L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = (L.swapaxes(1, 2) if transpose else L) @ x
+        product: Array = self.backend.matmul(L.swapaxes(1, 2) if transpose else L, x)
         return product
 
     def right_multiply_cholesky(
@@ -136,7 +136,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
     ) -> Array:
         self._check_stack(x, axis=2)
         L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = x @ (L.swapaxes(1, 2) if transpose else L)
+        product: Array = self.backend.matmul(x, L.swapaxes(1, 2) if transpose else L)
         return product
 
     def _identity(self, like: Array) -> Array:
