@@ -24,6 +24,7 @@ from tests.cuda_on_cpu.module import compiler
 from tests.test_buffers import normalised
 from tests.test_engine import LOSSES
 from tests.test_engine_on_gpu import TOLERANCE, chain, host, trained
+from tests.test_recurrent_engine import batch, classifier
 
 CACHES = (
     select._gpu, select._gpu_place, cupy_device._cupy, placement._obstacle, placement._say,
@@ -99,7 +100,7 @@ def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
     counts.clear()
     engine.step(inputs, targets)
     assert counts["uploads"] == 3
-    assert counts["reads"] + counts["downloads"] <= 8
+    assert counts["reads"] + counts["downloads"] <= 9
     counts.clear()
     engine.set_parameters({name: value + 1 for name, value in engine.parameters.items()})
     assert counts["uploads"] == 0
@@ -209,6 +210,17 @@ def test_tied_weights_stay_equal_on_the_gpu(gpu: str) -> None:
     result = engine.step(inputs, targets)
     engine.set_parameters({n: v - result.gradients[n] for n, v in engine.parameters.items()})
     assert engine.ties == ke.Engine.from_onnx(model, loss="categorical", tie_weights=True).ties
+
+
+def test_recurrent_layers_are_those_of_the_cpu(gpu: str) -> None:
+    """Their matrices are slices of an array, whose entries are told by number."""
+    model, (x, t) = classifier("LSTM"), batch()
+    found, wanted = (
+        ke.precondition(model, {"x": x}, t, "categorical", backend=backend, damping=1e-2)
+        for backend in ("cupy", "numpy")
+    )
+    for name, natural in wanted.natural_gradients.items():
+        same(found.natural_gradients[name], natural, name)
 
 
 def test_wrong_targets_are_named(gpu: str) -> None:
