@@ -4,7 +4,9 @@ The CuPy backend takes them for double precision, which its kernels do not compu
 backend has another way to moments (``numpy_grouped``) and takes the others.
 """
 
+from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,11 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
+
+# Up to these, a pass over images for each tap beats patches and products: of 32 images of 96
+# channels, 56 × 56, 3 × 3, depthwise, 61 ms against 414; with four channels a group of 64, 28 × 28,
+# 43 against 108.
+_FEW_CHANNELS, _FEW_OUTPUTS = 8, 4
 
 
 def grouped_second_moment(
@@ -54,6 +61,9 @@ def squared_gradients(  # noqa: PLR0913 (the primitive's, and the backend)
     """``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, some examples at a time."""
     check_group_sides(x, window, out, ds.shape[1] // len(out), homogeneous=homogeneous)
     scale(out, beta)
+    if _is_thin(x, ds, len(out)):
+        _add_thin_squares(backend, x, window, ds, out, homogeneous=homogeneous, alpha=alpha)
+        return
     # Per-example gradients are as large as the layer, times the batch.
     step = min(
         _examples(backend, x, window, out.itemsize),
@@ -140,6 +150,44 @@ def check_group_sides(
             f"result of shape {(groups, rows, columns)}, got {out.shape}, strides {out.strides}."
         )
     return rows
+
+
+def _is_thin(x: Array, ds: Array, groups: int) -> bool:
+    """Whether a group has so few channels and outputs that passes over images beat patches."""
+    few = x.shape[1] <= _FEW_CHANNELS * groups and ds.shape[1] <= _FEW_OUTPUTS * groups
+    return few and prod(ds.shape[2:]) > 1
+
+
+def _add_thin_squares(
+    backend: Backend,
+    x: Array,
+    window: Window,
+    ds: Array,
+    out: Array,
+    *,
+    homogeneous: bool,
+    alpha: float,
+) -> None:
+    """``out += alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²``: a pass for each tap, channel, output of a group."""
+    groups, sides = len(out), x.shape[2:]
+    ds = ds.reshape(*ds.shape[:2], *window.output_sides(sides))
+    numbers = (x.size + ds.size) // max(len(x), 1)
+    step = max(1, backend.scratch_bytes // max(numbers * out.itemsize, 1))
+    axes = list(range(2 + len(sides)))
+    taps = list(product(*(range(side) for side in window.kernel)))
+    for start in range(0, len(x), step):
+        some = (array[start : start + step].astype(out.dtype, copy=False) for array in (x, ds))
+        z, g = (a.reshape(len(a), groups, -1, *a.shape[2:]) for a in some)
+        for (place, tap), c in product(enumerate(taps), range(z.shape[2])):
+            seen = [window.seen(axis, u, sides) for axis, u in enumerate(tap)]
+            here: tuple[Any, ...] = (..., *(outputs for outputs, _ in seen))
+            there: tuple[Any, ...] = (..., *(pixels for _, pixels in seen))
+            for j in range(g.shape[2]):
+                sums = backend.xp.einsum(z[:, :, c][there], axes, g[:, :, j][here], axes, [0, 1])
+                out[:, place * z.shape[2] + c, j] += alpha * (sums * sums).sum(axis=0)
+        if homogeneous:
+            total = g.sum(axis=tuple(axis + 1 for axis in axes[2:]))
+            out[:, -1] += alpha * (total * total).sum(axis=0)
 
 
 def _rows(backend: Backend, x: Array, window: Window) -> Array:

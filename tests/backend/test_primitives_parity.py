@@ -122,6 +122,32 @@ def test_squares_of_other_sides_are_refused(backend: Backend) -> None:
         backend.patch_squares(x, WINDOW, backend.asarray(np.zeros(48, np.float32))[::2])
 
 
+# Of a group: one channel with one output, with four, with five, and eight channels.
+@pytest.mark.parametrize(("channels", "outputs"), [(1, 1), (1, 4), (2, 5), (8, 2), (9, 1)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_squares_of_small_groups(
+    backend: Backend, channels: int, outputs: int, dtype: type
+) -> None:
+    rng, w = np.random.default_rng(0), WINDOW
+    x = rng.normal(size=(5, 3 * channels, 6, 5)).astype(dtype)
+    sides = w.output_sides((6, 5))
+    ds = rng.normal(size=(5, 3 * outputs, *sides)).astype(dtype)
+    z = np.stack(
+        [
+            patches(part, w.kernel, w.strides, w.dilations, w.begins, w.ends)
+            for part in np.split(x, 3, axis=1)
+        ]
+    )
+    z = np.concatenate([z, np.ones((*z.shape[:3], 1))], axis=3)
+    g = ds.astype(np.float64).reshape(5, 3, outputs, -1)
+    wanted = 0.3 * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1) + 0.5
+    kept = np.float64 if dtype == np.float64 else np.float32
+    out = backend.asarray(np.ones(wanted.shape, kept))
+    given = backend.asarray(x), WINDOW, backend.asarray(ds)
+    backend.squared_gradients(*given, out, homogeneous=True, alpha=0.3, beta=0.5)
+    close(backend, out, wanted, kept)
+
+
 def test_squares_of_examples_of_a_single_row(backend: Backend) -> None:
     rng = np.random.default_rng(0)
     x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))

@@ -9,6 +9,7 @@ import pytest
 from kfac_engine.backend.cupy_groups import GroupProducts
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.window import Window
+from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import mirror
@@ -90,6 +91,15 @@ def group_squares(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return out, (np.einsum("gnti,gnt->gni", z, y) ** 2).sum(axis=1)[..., None]
 
 
+def judged(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """The last number of the last array is not finite."""
+    arrays = [np.ones(size) for size in (5, 700)]
+    arrays[1][-1] = np.inf
+    flags = np.ones(2, np.int32)
+    find_infinite(device, arrays, flags)
+    return flags, np.array([1, 0])
+
+
 def replaced(old: str, new: str) -> Callable[[str], str]:
     def change(code: str) -> str:
         assert old in code
@@ -127,6 +137,16 @@ MISTAKES = {
         widened,
     ),
     "matrices on the way back, no barrier": ("symmetric", barrier(6), narrowed),
+    "finite, all but the last number": (
+        "finite",
+        replaced("i < span.numbers", "i + 1 < span.numbers"),
+        judged,
+    ),
+    "finite, infinity passed over": (
+        "finite",
+        replaced("!(own[i] * (scalar)0 == (scalar)0)", "own[i] != own[i]"),
+        judged,
+    ),
     "few features, no barrier": ("few_products", barrier(2), grouped),
     "few features, squares, no barrier": ("few_products", barrier(3), group_squares),
     "few features, squares of each lane": (
