@@ -12,13 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.examples import says_batch
 from kfac_engine.autodiff.feeds import SampleRun, sample_batch
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.graph.subgraph import of_data
-
-# Symbols that exporters and people write for the batch.
-_BATCH_SYMBOLS = frozenset({"n", "b", "bs", "batchsize"})
 
 # A changed example moves the others by rounding at most, relative to the largest entry.
 _ROUNDING = 1e-5
@@ -193,9 +191,9 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[tuple[bool, _Ax
 
     ordered = sorted(
         groups,
-        key=lambda key: (not _says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
+        key=lambda key: (not says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
     )
-    found: list[tuple[bool, _Axes]] = [(_says_batch(key), groups[key]) for key in ordered]
+    found: list[tuple[bool, _Axes]] = [(says_batch(key), groups[key]) for key in ordered]
     # Exporters give the batch of each input a symbol of its own where they do not see that they are
     # one: then all open first axes have to grow together.
     firsts = {
@@ -209,11 +207,6 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[tuple[bool, _Ax
     if together and not any(named for named, _ in found):
         found.insert(0, (False, firsts))
     return found
-
-
-def _says_batch(key: object) -> bool:
-    symbol = key.lower().replace("_", "") if isinstance(key, str) else ""
-    return symbol in _BATCH_SYMBOLS or symbol.startswith("batch")
 
 
 def _declared(graph: Graph, axes: _Axes) -> str:

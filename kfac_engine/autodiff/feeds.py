@@ -6,6 +6,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.examples import first_examples
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.backend.place import HOST, Place
@@ -154,8 +155,9 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
 
     Args:
         graph: The model.
-        inputs: A real batch to run on. An open axis of size one is doubled, to keep it apart from
-            axes that are always one. Inputs are made up from their declared shapes when left out.
+        inputs: A real batch to run on, or its first examples where the declaration tells them. An
+            open axis of size one is doubled, to keep it apart from axes that are always one.
+            Inputs are made up from their declared shapes when left out.
 
     Returns:
         Value name to fact; sequences and optional values have none.
@@ -247,6 +249,8 @@ def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[
             yield {entry.name: _made_up(entry, first, other, symbols) for entry in graph.inputs}
     else:
         given = check_inputs(graph, inputs)
+        few = first_examples(graph.inputs, given)
+        yield {entry.name: _doubled(entry, few[entry.name]) for entry in graph.inputs}
         yield {entry.name: _doubled(entry, given[entry.name]) for entry in graph.inputs}
         yield given
 
