@@ -5,7 +5,9 @@ of like size are better done side by side, where nothing waits; one that outweig
 better divided. Both follow from sizes alone, so that the same work gives the same bits every time.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kfac_engine.backend.threads import Workers
@@ -43,14 +45,19 @@ def share(tasks: Sequence[Task], workers: Workers) -> None:
     Raises:
         Exception: What a task raised; others may have been left out.
     """
-    ordered = sorted(tasks, key=lambda task: -task.work)
-    left = sum(task.work for task in ordered)
+    left = sum(task.work for task in tasks)
+    if left < WORTH_WAKING:
+        _all(tasks)
+        return
+    ordered = deque(sorted(tasks, key=lambda task: -task.work))
     while ordered and (left < WORTH_WAKING or workers.count * ordered[0].work > _MORE * left):
-        first = ordered.pop(0)
+        first = ordered.popleft()
         left -= first.work
         first.do()
-    tiny = [task for task in ordered if task.work < _TINY]
-    workers.run([*(task.do for task in ordered[: len(ordered) - len(tiny)]), lambda: _all(tiny)])
+    if ordered:
+        tiny = [task for task in ordered if task.work < _TINY]
+        large = [task.do for task in ordered if task.work >= _TINY]
+        workers.run([*large, partial(_all, tiny)])
 
 
 def _all(tasks: Sequence[Task]) -> None:

@@ -78,13 +78,12 @@ def multiply_parts(
             f"{(d_in, d_out)}."
         )
     work = float(d_in) * d_out * (d_in + d_out)
+    multiply = partial(_multiply_rows, A, G, V, out, backend, scale)
     bands = backend.bands(d_in, work)
-    backend.share(
-        [
-            Task(work / len(bands), partial(_multiply_rows, A, G, V, out, backend, scale, band))
-            for band in bands
-        ]
-    )
+    if len(bands) == 1:
+        multiply(bands[0])
+    else:
+        backend.share([Task(work / len(bands), partial(multiply, band)) for band in bands])
 
 
 def _multiply_rows(
