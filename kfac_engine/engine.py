@@ -146,6 +146,9 @@ class Engine:
         check_options(damping, ema_decay, exps, threads, scratch_bytes)
         check_reduction(reduction)
         threads = threads or default_count()
+        library = select(backend, threads=threads, scratch_bytes=scratch_bytes)
+        if isinstance(sample_inputs, Mapping):
+            sample_inputs = on_host(sample_inputs, library)
         onnx_model = OnnxModel(
             load_model(model),
             trainable=trainable,
@@ -161,7 +164,7 @@ class Engine:
             inputs=sample_inputs,
             estimation_mode=estimation_mode,
             approximations=approximations or {},
-            backend=select(backend, threads=threads, scratch_bytes=scratch_bytes),
+            backend=library,
         )
         estimator = FisherEstimator(
             assembly.collection.registered_variables,
@@ -172,7 +175,7 @@ class Engine:
             estimation_mode=estimation_mode,
             seed=seed,
         )
-        onnx_model.move(placed(place_of(assembly.collection.backend)))
+        onnx_model.move(placed(place_of(library)))
         assembly.prepare(estimator)
         return cls(assembly, estimator, schedule or Schedule(), exps)
 
@@ -340,9 +343,8 @@ class Engine:
 
     def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of any library, for the model: where it runs, or on the host."""
-        backend = self.collection.backend
-        hosted = self._model.place is HOST
-        return on_host(values, backend) if hosted else in_library(values, backend)
+        read = on_host if self._model.place is HOST else in_library
+        return read(values, self.collection.backend)
 
     @property
     def _held(self) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -142,6 +142,18 @@ def test_a_batch_may_lie_on_the_gpu(gpu: str) -> None:
         np.testing.assert_array_equal(host(found.gradients[name]), host(gradient))
 
 
+def test_one_call_takes_a_batch_on_the_gpu(gpu: str) -> None:
+    model = models.mlp()
+    inputs, targets = models.random_inputs(model, batch=6), np.arange(6) % 3
+    asarray = select.select("cupy").asarray
+    given = {name: asarray(array) for name, array in inputs.items()}
+    found, wanted = (
+        ke.precondition(model, batch, targets, "categorical", backend="cupy")
+        for batch in (given, inputs)
+    )
+    assert found.loss == wanted.loss
+
+
 def test_a_batch_on_the_gpu_that_is_not_finite_is_refused(gpu: str) -> None:
     engine, inputs, targets = begun(models.mlp())
     (name,) = inputs
