@@ -4,7 +4,7 @@ No row is ever extended by its one: the moment with a homogeneous coordinate is 
 of the rows and their number.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,8 +24,6 @@ _MIRROR_BLOCK = 256
 # Sides below which one thread copies a triangle in less than a millisecond.
 _SHARED_MIRROR = 1024
 _ABOVE = np.triu(np.ones((_MIRROR_BLOCK, _MIRROR_BLOCK), bool), 1)
-# Float32 sums run over so many rows before they are added up in float64.
-_SUM_BLOCK = 4096
 # Images of fewer pixels are copied and joined: a SYRK on so few rows mostly reads and writes its
 # result. On 784 rows of 64 to 2048 channels views save 3 to 10 %, on 196 they lose up to 40 %.
 _FEW_ROWS = 512
@@ -75,10 +73,8 @@ def second_moment(
     chunk_bytes = min(CHUNK_BYTES, scratch_bytes) // len(parts)
     sums = [np.zeros(d) for _ in parts]
     pieces = [matrices(part, out.dtype, chunk_bytes) for part in parts]
-    if homogeneous:
-        pieces = [_summing(some, total) for some, total in zip(pieces, sums, strict=True)]
     with blas_alone():
-        accumulate(pieces, out[:d, :d], alpha, beta, workers)
+        accumulate(pieces, out[:d, :d], alpha, beta, workers, sums if homogeneous else ())
     if homogeneous:
         write_border(out, Border(sum(sums[1:], sums[0]), rows), alpha, beta)
 
@@ -213,12 +209,3 @@ def _copies(x: Array, room: Array) -> Iterator[Array]:
         copy = room[: chunk.size].reshape(chunk.shape)
         copy[...] = chunk
         yield copy.reshape(-1, x.shape[-1]).T if innermost else copy.reshape(x.shape[-1], -1)
-
-
-def _summing(pieces: Iterable[Array], sums: Array) -> Iterator[Array]:
-    """The pieces, each added to ``sums`` while it is in the cache."""
-    for piece in pieces:
-        for start in range(0, piece.shape[1], _SUM_BLOCK):
-            block = piece[:, start : start + _SUM_BLOCK]
-            sums += block @ np.ones(block.shape[1], block.dtype)
-        yield piece
