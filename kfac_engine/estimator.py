@@ -336,6 +336,8 @@ class FisherEstimator:
                 share = found[name] / (self._batch_size or 1)
                 stats[name] = stats[name] + share if name in stats else share
             values = forward | {name: found[value] for name, value in wanted.items()}
+            if self._mode.one_source:
+                forward.clear()
             del found, source, cotangents
             yield values
 
@@ -344,7 +346,8 @@ class FisherEstimator:
         forward, wanted = self._forward(self.factors, trace)
         found = take(propagated, wanted.values(), self._collection.backend)
         propagated.clear()
-        yield forward | {name: found.pop(value) for name, value in wanted.items()}
+        forward.update((name, found.pop(value)) for name, value in wanted.items())
+        yield forward
 
     def _forward(
         self, factors: Sequence[FisherFactor], trace: Trace
