@@ -54,6 +54,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": {"machine": os.cpu_count(), "usable": _usable_cores()},
+        "threads": _threads(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "blas": _blas_libraries(),
         "environment": {
@@ -72,6 +73,13 @@ def _usable_cores() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
+
+
+def _threads() -> int:
+    """What an engine computes with unless it is told otherwise."""
+    from kfac_engine.backend.threads import default_count
+
+    return default_count()
 
 
 def _version(package: str) -> str | None:
@@ -165,6 +173,10 @@ def _print_report(report: Mapping[str, Any]) -> None:
         ("kfac_engine", report["kfac_engine"]),
         ("Python", f"{report['python']} on {report['platform']}"),
         ("cores", f"{cores['usable']} usable of {cores['machine']}"),
+        (
+            "threads",
+            f"{report['threads']} by default, in ONNX Runtime and outside, BLAS on one in each",
+        ),
         *((name, found or "not installed") for name, found in report["packages"].items()),
         *(
             (

@@ -8,6 +8,7 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kfac_engine.__main__ import main
+from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.cli import doctor
 
 
@@ -38,6 +39,12 @@ def test_auto_names_its_backend_and_the_reason(report):
 def test_thread_counts_are_those_of_the_moment():
     with threadpool_limits(1):
         assert {library["threads"] for library in doctor.examine()["blas"]} == {1}
+
+
+def test_threads_are_those_of_an_engine(report):
+    assert report["threads"] == NumpyBackend().workers.count
+    with threadpool_limits(1):
+        assert doctor.examine()["threads"] == 1
 
 
 def library(**changes):
