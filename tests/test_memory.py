@@ -12,9 +12,9 @@ from kfac_engine.profiling import resident_bytes
 from tests import models
 from tests.test_engine import random_targets
 
-# ONNX Runtime's arena grows by powers of two and its convolutions unfold their operands: neither
-# is announced. The other way, a bound of scratch memory is announced that small layers do not use.
-FACTOR = 2.5
+# What an operator needs by itself is not announced. The other way, a bound of scratch memory is that
+# small layers do not use, and what libraries take, which is there before the step is measured.
+MOST, LEAST = 1.1, 0.4
 
 # Peak of resident memory above what the process had when everything was built, and the report.
 STEP = """
@@ -59,12 +59,12 @@ def images():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 @pytest.mark.parametrize(("name", "batch"), [("dense", 4096), ("images", 64), ("images", 256)])
-def test_announced_peak_is_that_of_a_step_within_the_factor(name, batch):
+def test_step_stays_below_its_announced_peak_but_not_far(name, batch):
     found = subprocess.run(
         [sys.executable, "-c", STEP, name, str(batch)], capture_output=True, text=True, check=True
     )
     measured, announced = map(int, found.stdout.split())
-    assert announced / FACTOR < measured < announced * FACTOR
+    assert LEAST * announced < measured < MOST * announced
 
 
 STORED = {
