@@ -12,8 +12,8 @@ from kfac_engine.profiling import resident_bytes
 from tests import models
 from tests.test_engine import random_targets
 
-# What an operator needs by itself is not announced. The other way, a bound of scratch memory is that
-# small layers do not use, and what libraries take, which is there before the step is measured.
+# What an operator needs by itself is not announced. A bound of scratch memory is, which small
+# layers do not use, and what libraries take, which is there before the step is measured.
 MOST, LEAST = 1.1, 0.4
 
 # Peak of resident memory above what the process had when everything was built, and the report.
