@@ -14,6 +14,11 @@ def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
+def zeros(*shape: int) -> Array:
+    """Zeros whose memory is taken at once, so that it does not count as that of the first run."""
+    return np.full(shape, 0.0, np.float32)
+
+
 def factor(d: int, seed: int = 0) -> Array:
     """A second moment of full rank: the mean of ``2d`` outer products, with condition near 30."""
     rows = normal(2 * d, d, seed=seed)

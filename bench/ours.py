@@ -44,7 +44,7 @@ class _Moment:
 
 
 def _dense(rows: int, d: int) -> Run:
-    x, average = made.normal(rows, d), np.zeros((d + 1, d + 1), np.float32)
+    x, average = made.normal(rows, d), made.zeros(d + 1, d + 1)
 
     def run() -> _Moment:
         NumpyBackend().second_moment(
@@ -57,7 +57,7 @@ def _dense(rows: int, d: int) -> Run:
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, d, window = made.normal(*shape), shape[1] * kernel**2, square_window(kernel, stride, pad)
-    average = np.zeros((d, d), np.float32)
+    average = made.zeros(d, d)
     alpha = (1 - DECAY) / patch_count(tuple(shape), kernel, stride, pad)
 
     def run() -> _Moment:
@@ -69,7 +69,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, channels = made.normal(*shape), shape[1]
-    average = np.zeros((channels, kernel**2, kernel**2), np.float32)
+    average = made.zeros(channels, kernel**2, kernel**2)
     square = (kernel,) * 2, (stride,) * 2, (1, 1)
     view = Patches(*square, ((pad, pad),) * 2, channels_first=True)
     statistic = GroupedMoment(((("x",),),), view, groups=channels, taps=kernel**2)

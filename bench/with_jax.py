@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench import made
@@ -19,7 +18,7 @@ def _dense(rows: int, d: int) -> Run:
         product = jax.lax.dot_general(with_one, with_one, (((0,), (0,)), ((), ())))
         return DECAY * average + (1 - DECAY) / rows * product
 
-    return _averaged(update, np.zeros((d + 1, d + 1), np.float32), made.normal(rows, d))
+    return _averaged(update, made.zeros(d + 1, d + 1), made.normal(rows, d))
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
@@ -29,7 +28,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
         z = _seen(x, kernel, stride, pad).transpose(0, 2, 1, 3, 4).reshape(d, -1)
         return DECAY * average + (1 - DECAY) / z.shape[1] * (z @ z.T)
 
-    return _averaged(update, np.zeros((d, d), np.float32), made.normal(*shape))
+    return _averaged(update, made.zeros(d, d), made.normal(*shape))
 
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
@@ -40,7 +39,7 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
         product = jnp.einsum("cip,cjp->cij", z, z)
         return DECAY * average + (1 - DECAY) / z.shape[2] * product
 
-    return _averaged(update, np.zeros((channels, taps, taps), np.float32), made.normal(*shape))
+    return _averaged(update, made.zeros(channels, taps, taps), made.normal(*shape))
 
 
 def _seen(x: Any, kernel: int, stride: int, pad: int) -> Any:

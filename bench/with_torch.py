@@ -13,7 +13,7 @@ from kfac_engine.bench.torch_step import step
 
 
 def _dense(rows: int, d: int) -> Run:
-    x, average = torch.from_numpy(made.normal(rows, d)), torch.zeros(d + 1, d + 1)
+    x, average = torch.from_numpy(made.normal(rows, d)), torch.from_numpy(made.zeros(d + 1, d + 1))
     inner, alpha = average[:d, :d], (1 - DECAY) / rows
 
     def run() -> Array:
@@ -30,7 +30,7 @@ def _dense(rows: int, d: int) -> Run:
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
     d = channels * taps
-    average = torch.zeros(d, d)
+    average = torch.from_numpy(made.zeros(d, d))
 
     def run() -> Array:
         z = unfold(x, kernel, padding=pad, stride=stride).transpose(0, 1).reshape(d, -1)
@@ -42,7 +42,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
-    average = torch.zeros(channels, taps, taps)
+    average = torch.from_numpy(made.zeros(channels, taps, taps))
 
     def run() -> Array:
         # Products of each example and channel, then their sum: quicker than to bring the patches of

@@ -19,7 +19,7 @@ from kfac_engine.bench.with_torch import in_our_order
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
-    average = torch.zeros(channels * taps, channels * taps)
+    average = torch.from_numpy(made.zeros(channels * taps, channels * taps))
 
     def run() -> Array:
         whole = kernel == stride == 1 and not pad
