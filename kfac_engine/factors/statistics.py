@@ -22,6 +22,11 @@ Uses: TypeAlias = tuple[str, ...]
 Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
 
 
+# A moment of so few bytes takes less time than its call, a tenth of a millisecond: 400 uses of 16
+# examples and 32 features were 243 ms a step.
+_SMALL_BYTES = 1 << 18
+_JOINED_BYTES = 1 << 22
+
 Name = TypeVar("Name", str, Uses)
 Measure = TypeVar("Measure", int, tuple[int, ...])
 
@@ -136,7 +141,7 @@ class KroneckerMoment:
             # ÷ rows: a mean over examples and positions, the same on both sides of a block. The
             # block multiplies by the number of positions once. ÷ towers: their mean.
             scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * tower)
-            for x in arrays:
+            for x in side_by_side(arrays, backend):
                 self.view.second_moment(
                     at_least(out.dtype, x),
                     out,
@@ -347,6 +352,24 @@ def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
 def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
     """Names of the towers of a layer used once."""
     return tuple((name,) for name in names)
+
+
+def side_by_side(arrays: Sequence[Array], backend: Backend) -> Iterator[Array]:
+    """Tensors joined along the axis of the examples, where each alone is too little for a call.
+
+    Args:
+        arrays: Uses of a layer.
+        backend: Their array library.
+
+    Yields:
+        The same examples in fewer tensors; a large tensor as it is.
+    """
+    alike = len({(x.shape[1:], x.dtype) for x in arrays}) == 1
+    largest = max(x.nbytes for x in arrays)
+    step = max(1, _JOINED_BYTES // max(largest, 1)) if alike and largest < _SMALL_BYTES else 1
+    for start in range(0, len(arrays), step):
+        few = arrays[start : start + step]
+        yield few[0] if len(few) == 1 else backend.xp.concatenate(few)
 
 
 def at_least(dtype: DType, x: Array) -> Array:

@@ -36,6 +36,15 @@ def measured(statistic, values, *, dtype=np.float64, alpha=1.0, old=None, beta=0
     return out
 
 
+@pytest.mark.parametrize("sizes", [[3] * 60, [3, 4, 5] * 20, [3, 20_000, 3]], ids=str)
+def test_many_small_uses_are_measured_like_each_alone(sizes):
+    values = {f"x{i}": draw(size, 4, 2, seed=i) for i, size in enumerate(sizes)}
+    found = measured(KroneckerMoment(((tuple(values),),), Rows(1), True), values)
+    rows = np.concatenate([np.moveaxis(x, 1, -1).reshape(-1, 4) for x in values.values()])
+    expected = mean_outer(list(rows), homogeneous=True)
+    np.testing.assert_allclose(found, expected, atol=EXACT)
+
+
 def features(x, axis):
     """Every row of features of a tensor, one by one."""
     moved = np.moveaxis(x, axis, -1)
