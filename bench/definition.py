@@ -14,7 +14,7 @@ from kfac_engine.bench.reference_step import step
 
 def _dense(rows: int, d: int) -> Run:
     x = made.normal(rows, d)
-    average = made.zeros(d + 1, d + 1)
+    average: Array = made.zeros(d + 1, d + 1)
 
     def run() -> Array:
         with_one = np.concatenate([x, np.ones((rows, 1), np.float32)], axis=1)
@@ -26,7 +26,7 @@ def _dense(rows: int, d: int) -> Run:
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, d = made.normal(*shape), shape[1] * kernel**2
-    average = made.zeros(d, d)
+    average: Array = made.zeros(d, d)
 
     def run() -> Array:
         z = _seen(x, kernel, stride, pad).transpose(4, 5, 1, 0, 2, 3).reshape(d, -1)
@@ -38,7 +38,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, d = made.normal(*shape), kernel**2
-    average = made.zeros(shape[1], d, d)
+    average: Array = made.zeros(shape[1], d, d)
 
     def run() -> Array:
         z = _seen(x, kernel, stride, pad).transpose(1, 4, 5, 0, 2, 3).reshape(shape[1], d, -1)

@@ -64,7 +64,8 @@ def _compared(backend: CupyBackend, case: _Case, counted: Counted) -> Work:
         found = backend.to_numpy(case.run(backend, *given))
         wide = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in case.arrays]
         wanted = case.run(NumpyBackend(), *wide)
-        return difference(*map(np.tril, (found, wanted)) if case.symmetric else (found, wanted))
+        pair = map(np.tril, (found, wanted)) if case.symmetric else (found, wanted)
+        return float(difference(*pair))
 
     run = lambda: case.run(backend, *arrays)  # noqa: E731 (the work)
     return Work(counted, run, check=check, tolerance=_TOLERANCE)
@@ -127,13 +128,16 @@ def _of_matrices(
 
     def mirrored() -> Array:
         mirror(backend.device, stack[0])
-        return stack[0]
+        first: Array = stack[0]
+        return first
 
     def widened() -> Array:
-        return widen(backend.device, stack, asked, Floor(0.0, 0.0))[0][0]
+        found: Array = widen(backend.device, stack, asked, Floor(0.0, 0.0))[0][0]
+        return found
 
     def narrowed() -> Array:
-        return narrow(backend.device, wide, np.float32)[0]
+        single: Array = narrow(backend.device, wide, np.float32)[0]
+        return single
 
     yield "mirror", mirrored, whole
     yield "widen", widened, damped

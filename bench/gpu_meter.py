@@ -61,7 +61,9 @@ class GpuRates:
 
     def floor(self, counted: Counted, kind: str) -> float:
         """Least seconds of some work with products of a kind."""
-        return max(counted.products / self.products[kind], counted.moved / self.copied_bytes)
+        multiplied: float = counted.products / self.products[kind]
+        moved: float = counted.moved / self.copied_bytes
+        return max(multiplied, moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ _SPECTRA = (256, 256, 256, 256, 1024)
 
 def window(layer: Layer) -> Window:
     """The window of a layer."""
-    return square_window(layer.kernel, layer.stride, layer.pad)
+    found: Window = square_window(layer.kernel, layer.stride, layer.pad)
+    return found
 
 
 def factor_works(
@@ -108,8 +109,10 @@ def refresh_works(
 
 def _input_factor(backend: CupyBackend, layer: Layer, x: Array) -> Callable[[], None]:
     data, out = backend.asarray(x), backend.asarray(_zeros(layer.d_in))
-    options = {"homogeneous": layer.homogeneous, "beta": _DECAY}
-    return lambda: backend.patch_second_moment(data, window(layer), out, **options)  # type: ignore[arg-type] # by name
+    homogeneous = bool(layer.homogeneous)
+    return lambda: backend.patch_second_moment(
+        data, window(layer), out, homogeneous=homogeneous, beta=_DECAY
+    )
 
 
 def _output_factor(backend: CupyBackend, ds: Array) -> Callable[[], None]:
@@ -126,20 +129,20 @@ def _input_error(backend: CupyBackend, layer: Layer, x: Array) -> float:
     z = NumpyBackend().patches(x, window(layer))[0].astype(np.float64)
     if layer.homogeneous:
         z = np.concatenate([z, np.ones((len(z), 1))], axis=1)
-    return difference(backend.to_numpy(out), z.T @ z)
+    return float(difference(backend.to_numpy(out), z.T @ z))
 
 
 def _output_error(backend: CupyBackend, ds: Array) -> float:
     out = backend.asarray(_zeros(ds.shape[1]))
     backend.second_moment(backend.asarray(ds), out, feature_axis=1)
     rows = ds[0].reshape(ds.shape[1], -1).astype(np.float64)
-    return difference(backend.to_numpy(out), rows @ rows.T)
+    return float(difference(backend.to_numpy(out), rows @ rows.T))
 
 
 def _inverse_error(backend: CupyBackend, host: Array) -> float:
     found = backend.damped_inverses([backend.asarray(host)], [DAMPING])[0]
     wanted = np.linalg.inv(host.astype(np.float64) + DAMPING * np.eye(len(host)))
-    return difference(backend.to_numpy(found), wanted)
+    return float(difference(backend.to_numpy(found), wanted))
 
 
 def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual | None) -> Work:
@@ -154,7 +157,7 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual
         found = {layer: A @ V @ G for layer, (A, V, G) in zip(layers, triples, strict=True)}
         wide = {layer: [a.astype(np.float64) for a in three] for layer, three in distinct.items()}
         return max(
-            difference(backend.to_numpy(found[layer]), A @ V @ G)
+            float(difference(backend.to_numpy(found[layer]), A @ V @ G))
             for layer, (A, V, G) in wide.items()
         )
 
@@ -176,7 +179,7 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], usual: Usual | None) ->
 
     def rebuilt() -> float:
         return max(
-            difference((Q * w) @ Q.T, host)
+            float(difference((Q * w) @ Q.T, host))
             for (w, Q), host in zip(
                 (map(backend.to_numpy, pair) for pair in backend.eighs(matrices)),
                 hosts,
@@ -194,8 +197,9 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], usual: Usual | None) ->
         return backend.inverse_roots(matrices, dampings, degrees)
 
     def error() -> float:
-        found = [backend.to_numpy(root) for root in roots()]
-        return max(difference(a, _fourth_root(b)) for a, b in zip(found, hosts, strict=True))
+        found = [backend.to_numpy(root) for root in roots() if root is not None]
+        pairs = zip(found, hosts, strict=True)
+        return max(float(difference(a, _fourth_root(b))) for a, b in pairs)
 
     if all(root is not None for root in roots()):
         counted = gpu_counts.Counted(f"inverse fourth roots of {told}, by products", 0.0, moved)

@@ -20,7 +20,8 @@ from kfac_engine.cli.options import (
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine.graph.ties import Tie
-    from kfac_engine.inspection import LayerReport, LossReport, MemoryReport
+    from kfac_engine.inspection import LayerReport, LossReport
+    from kfac_engine.memory import MemoryReport
 
     # Name, shape and reason.
     Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
