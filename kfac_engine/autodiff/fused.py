@@ -5,7 +5,7 @@ can run: for hundreds of results at a time, memory that a backward pass in its o
 a few. With nothing left to fuse, nodes keep their order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,14 +25,35 @@ def fused_products(backward: Backward) -> tuple[Node, ...]:
     Returns:
         Nodes with the same results, for ONNX Runtime alone, in the same order.
     """
+    nodes = _without_round_trips(backward.nodes)
     if set(backward.dtypes.values()) != {np.dtype(np.float32)}:
-        return backward.nodes
-    turned = {node.outputs[0]: node.inputs[0] for node in backward.nodes if _swaps_last(node)}
-    fused = [_fused(node, turned) if node.op == "MatMul" else node for node in backward.nodes]
+        return nodes
+    turned = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
+    fused = [_fused(node, turned) if node.op == "MatMul" else node for node in nodes]
     read = {name for node in fused for name in (*node.inputs, *node.captures)}
     read.update(backward.gradients.values())
     unread = turned.keys() - read
     return tuple(node for node in fused if node.outputs[0] not in unread)
+
+
+def _without_round_trips(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes; a Transpose that undoes another one hands on what that one reads."""
+    # ONNX Runtime drops both, even where the second makes a result of the graph, and fails.
+    turns = {node.outputs[0]: node for node in nodes if node.op == "Transpose"}
+
+    def handed_on(node: Node) -> Node:
+        first = turns.get(node.inputs[0]) if node.op == "Transpose" else None
+        if first is None or not _undoes(node.attributes.get("perm"), first.attributes.get("perm")):
+            return node
+        return Node("Identity", first.inputs, node.outputs, {}, node.name)
+
+    return tuple(map(handed_on, nodes))
+
+
+def _undoes(perm: object, first: object) -> bool:
+    if not (isinstance(perm, tuple | list) and isinstance(first, tuple | list)):
+        return perm is None and first is None  # both turn all axes around
+    return [first[axis] for axis in perm] == [*range(len(perm))]
 
 
 def _swaps_last(node: Node) -> bool:

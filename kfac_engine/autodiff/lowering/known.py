@@ -33,6 +33,7 @@ class KnownValues:
     def __init__(self, pen: Pen) -> None:
         self._pen = pen
         self.checks: dict[str, Array] = {}
+        self._zeros: dict[str, str] = {}
 
     def get(self, name: str) -> Array | None:
         """A value of the graph; None if it depends on data or chance."""
@@ -44,15 +45,32 @@ class KnownValues:
             self.checks[name] = found
         return found
 
+    def zeros(self, node: Node) -> list[str]:
+        """0-d integer zeros that can only be computed where all checks hold.
 
-def gated(pen: Pen, node: Node, value: str, checks: Mapping[str, Array], to: str = "") -> str:
+        Each is written once, where it is first asked for: ask before anything that would fail on
+        another batch too, and say less.
+
+        Args:
+            node: What is rewritten, for messages.
+
+        Returns:
+            One for each check.
+        """
+        for name, array in self.checks.items():
+            if name not in self._zeros:
+                self._zeros[name] = _zero_if_same(self._pen, node, name, array)
+        return [self._zeros[name] for name in self.checks]
+
+
+def gated(pen: Pen, node: Node, value: str, known: KnownValues, to: str = "") -> str:
     """Hand a value on, unless something is not as it was in the sample run.
 
     Args:
         pen: Writes the nodes.
         node: What is rewritten, for messages.
         value: A tensor, sequence or optional value.
-        checks: Names to what they have to be, for tensors.
+        known: What has to be, for tensors.
         to: A value of the graph, with the type of ``value``; left out where that is in the graph.
 
     Returns:
@@ -60,30 +78,29 @@ def gated(pen: Pen, node: Node, value: str, checks: Mapping[str, Array], to: str
     """
     fact = pen.facts.get(to or value)
     if fact is not None:
-        for name, array in checks.items():
-            zero = _zero_if_same(pen, node, name, array)
+        for zero in known.zeros(node):
             join = "Or" if fact.dtype.kind == "b" else "Add"
             value = pen.op(join, value, pen.cast(zero, fact.dtype.name))
     return pen.op("Identity", value, to=to)
 
 
-def gated_reads(pen: Pen, node: Node, checks: Mapping[str, Array]) -> dict[str, str]:
+def gated_reads(pen: Pen, node: Node, known: KnownValues) -> dict[str, str]:
     """Names for what a node with bodies reads, checked where its results cannot be.
 
     Args:
         pen: Writes the nodes.
         node: Has bodies.
-        checks: Names to what they have to be.
+        known: What has to be.
 
     Returns:
         Name of each floating-point value that is not constant to its new name; nothing where all
         results are tensors, or nothing is to be checked.
     """
-    if not checks or all(to in pen.facts for to in node.outputs if to):
+    if not known.checks or all(to in pen.facts for to in node.outputs if to):
         return {}
     reads = dict.fromkeys((*node.inputs, *node.captures))
     return {
-        name: gated(pen, node, name, checks)
+        name: gated(pen, node, name, known)
         for name in reads
         if name not in pen.graph.constants
         and name in pen.facts

@@ -27,11 +27,11 @@ def if_(pen: Pen, node: Node) -> None:
     if condition is None:
         raise pen.refuse(node, "its condition depends on data, so its branches are no one function")
     body = body_of(node, "then_branch" if condition.all() else "else_branch", pen.graph.opset)
-    reads = gated_reads(pen, node, known.checks)
+    reads = gated_reads(pen, node, known)
     results = write_body(pen, body, reads | constants_of(pen, body))
     for value, to in zip(results, node.outputs, strict=True):
         if to:
-            gated(pen, node, value, known.checks, to)
+            gated(pen, node, value, known, to)
 
 
 @lowering("Loop")
@@ -40,7 +40,8 @@ def loop(pen: Pen, node: Node) -> None:
     body = body_of(node, "body", pen.graph.opset)
     known = KnownValues(pen)
     count = trip_count(pen, node, body, known)
-    outer = gated_reads(pen, node, known.checks) | constants_of(pen, body)
+    known.zeros(node)
+    outer = gated_reads(pen, node, known) | constants_of(pen, body)
     states, carried = [outer.get(name, name) for name in node.inputs[2:]], len(node.inputs) - 2
     outer[body.inputs[1]] = pen.constant(np.asarray(True))
     rows: list[Sequence[str]] = []
@@ -52,13 +53,13 @@ def loop(pen: Pen, node: Node) -> None:
         rows.append(scanned)
     for value, to in zip(states, node.outputs[:carried], strict=True):
         if to:
-            gated(pen, node, value, known.checks, to)
+            gated(pen, node, value, known, to)
     for index, to in enumerate(node.outputs[carried:]):
         if to and not rows:
             raise pen.refuse(node, f"it stacks '{to}' from no iteration")
         if to:
             joined = stacked(pen, [row[index] for row in rows], axis=0)
-            gated(pen, node, joined, known.checks, to)
+            gated(pen, node, joined, known, to)
 
 
 @lowering("Scan")
@@ -83,7 +84,7 @@ def scan(pen: Pen, node: Node) -> None:
         rows.append(scanned)
     for value, to in zip(states, node.outputs[:carried], strict=True):
         if to:
-            gated(pen, node, value, {}, to)
+            gated(pen, node, value, KnownValues(pen), to)
     axes = _listed(node, "scan_output_axes", len(node.outputs) - carried)
     signs = _signs(node, "scan_output_directions", len(node.outputs) - carried)
     for index, to in enumerate(node.outputs[carried:]):

@@ -97,7 +97,7 @@ def sequence_at(pen: Pen, node: Node) -> None:
     known = KnownValues(pen)
     found = elements(pen, node, node.inputs[0], known)
     at = _position(pen, node, 1, known, len(found) - 1)
-    gated(pen, node, found[at], known.checks, node.outputs[0])
+    gated(pen, node, found[at], known, node.outputs[0])
 
 
 @lowering("ConcatFromSequence")
@@ -111,7 +111,7 @@ def concat_from_sequence(pen: Pen, node: Node) -> None:
         joined = stacked(pen, found, axis % len(pen.facts[to].shape))
     else:
         joined = pen.op("Concat", *found, axis=axis)
-    gated(pen, node, joined, known.checks, to)
+    gated(pen, node, joined, known, to)
 
 
 @lowering("SequenceLength")
@@ -119,7 +119,7 @@ def sequence_length(pen: Pen, node: Node) -> None:
     """A constant, where constants and sizes decide what lies in the sequence; else refused."""
     known = KnownValues(pen)
     found = elements(pen, node, node.inputs[0], known)
-    gated(pen, node, pen.constant(len(found)), known.checks, node.outputs[0])
+    gated(pen, node, pen.constant(len(found)), known, node.outputs[0])
 
 
 @lowering("OptionalGetElement")
