@@ -21,6 +21,8 @@ from kfac_engine.errors import BackendError
 _SIDE = 2048
 _BYTES = 256 << 20
 _ROUNDS = 5
+# Below this share of the best rate, times are not those of the machine at its best.
+_SLOWED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,45 @@ class Ceiling:
         # Every copied byte is read and written.
         return max(multiplications / self.multiplications, traffic / (2 * self.copied_bytes))
 
+    def __str__(self) -> str:
+        """As it is told to people."""
+        return (
+            f"{2e-9 * self.multiplications:.0f} GFLOP/s (sgemm), "
+            f"{1e-9 * self.copied_bytes:.1f} GB/s (copy)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a suite went: hosts of virtual machines give more at one time than at another.
+
+    Attributes:
+        seconds: It took.
+        before: Ceiling when it began.
+        after: Ceiling when it ended.
+        best: Of all ceilings until then.
+    """
+
+    seconds: float
+    before: Ceiling
+    after: Ceiling
+    best: Ceiling
+
+    @property
+    def slowed(self) -> bool:
+        """Whether the machine multiplied more slowly at one end than it has before."""
+        least = min(self.before.multiplications, self.after.multiplications)
+        return least < _SLOWED * self.best.multiplications
+
+
+def higher(one: Ceiling, other: Ceiling) -> Ceiling:
+    """The better rates of two measurements of the same threads."""
+    return Ceiling(
+        one.threads,
+        max(one.multiplications, other.multiplications),
+        max(one.copied_bytes, other.copied_bytes),
+    )
+
 
 def ceilings(threads: int) -> list[Ceiling]:
     """Ceilings of one thread, two, four, …, in processes of their own.
@@ -59,20 +100,30 @@ def ceilings(threads: int) -> list[Ceiling]:
 
     Returns:
         One for each count.
+    """
+    counts = [*(2**k for k in range(threads.bit_length()) if 2**k < threads), threads]
+    return [ceiling(count) for count in counts]
+
+
+def ceiling(threads: int) -> Ceiling:
+    """The ceiling of so many threads, in a process of its own.
+
+    Args:
+        threads: How many.
+
+    Returns:
+        The rates.
 
     Raises:
-        BackendError: A process failed.
+        BackendError: The process failed.
     """
-    found = []
-    for count in [*(2**k for k in range(threads.bit_length()) if 2**k < threads), threads]:
-        command = [sys.executable, "-m", "kfac_engine.bench.ceiling", str(count)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment(count)
-        )
-        if done.returncode:
-            raise BackendError(f"measuring the machine's ceiling failed: {done.stderr.strip()}")
-        found.append(Ceiling(**json.loads(done.stdout)))
-    return found
+    command = [sys.executable, "-m", "kfac_engine.bench.ceiling", str(threads)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(threads)
+    )
+    if done.returncode:
+        raise BackendError(f"measuring the machine's ceiling failed: {done.stderr.strip()}")
+    return Ceiling(**json.loads(done.stdout))
 
 
 def measure_ceiling(threads: int, side: int = _SIDE, nbytes: int = _BYTES) -> Ceiling:

@@ -58,7 +58,7 @@ def _draw_contest(axes: Any, name: str, rows: Sequence[Row]) -> None:
     for who in (who for who in CONTENDERS if any(row.contender == who for row in rows)):
         own = [row for row in rows if row.contender == who]
         middle = [1e3 * row.seconds.median for row in own]
-        # A mean may lie outside the quartiles.
+        # Equal times may differ by rounding once they are weighted.
         below = [max(0.0, m - 1e3 * r.seconds.low) for m, r in zip(middle, own, strict=True)]
         above = [max(0.0, 1e3 * r.seconds.high - m) for m, r in zip(middle, own, strict=True)]
         axes.barh(

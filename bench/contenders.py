@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench.environment import environment
-from kfac_engine.bench.jobs import PLAIN, Job
+from kfac_engine.bench.jobs import PLAIN, SELDOM, STEPS, Job
 from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
 from kfac_engine.registry import Registry
@@ -31,7 +31,7 @@ class Contender:
         checks: What it computes as the truth for others, but too slowly to be timed.
         needs: Packages that must be installed.
         networks: Whose steps it can make; empty for all.
-        plain: Whether its plain gradients are its own, not those of another contender.
+        kinds: Of steps that it makes; empty for all.
     """
 
     module: str
@@ -39,7 +39,7 @@ class Contender:
     checks: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     networks: frozenset[str] = frozenset()
-    plain: bool = True
+    kinds: frozenset[str] = frozenset()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -48,10 +48,10 @@ class Contender:
 
     def can_do(self, job: Job) -> bool:
         """Whether it takes part in the job."""
-        network = job.sizes.get("network")
+        network, kind = job.sizes.get("network"), job.sizes.get("kind")
         known = not self.networks or network is None or network in self.networks
-        own = self.plain or job.sizes.get("kind") != PLAIN
-        return known and own and job.operation in self.operations
+        made = not self.kinds or kind is None or kind in self.kinds
+        return known and made and job.operation in self.operations
 
     def can_check(self, job: Job) -> bool:
         """Whether it has a result of the job."""
@@ -60,19 +60,23 @@ class Contender:
 
 _PRIMITIVES = frozenset({"dense", "patches", "depthwise", "inverse", "power", "precondition"})
 _STEP = frozenset({"step"})
-DEFINITION, OURS = "definition", "ours"
+# Steps whose plain gradients are those of another contender.
+_CURVATURE = frozenset(STEPS) - {PLAIN}
+DEFINITION, OURS, OURS_PLAIN = "definition", "ours", "ours-gradient"
 CONTENDERS: Mapping[str, Contender] = Registry(
     "contender",
     {
         DEFINITION: Contender("kfac_engine.bench.definition", _PRIMITIVES, checks=_STEP),
         OURS: Contender("kfac_engine.bench.ours", _PRIMITIVES | _STEP),
+        # Beside ours where curvature is to cost little more.
+        OURS_PLAIN: Contender("kfac_engine.bench.ours_gradient", _STEP, kinds=frozenset({SELDOM})),
         "torch": Contender("kfac_engine.bench.with_torch", _PRIMITIVES | _STEP, needs=("torch",)),
         "torch-by-example": Contender(
             "kfac_engine.bench.with_torch_by_example",
             frozenset({"patches", "step"}),
             needs=("torch",),
             networks=frozenset({"resnet20"}),
-            plain=False,
+            kinds=_CURVATURE,
         ),
         "jax": Contender("kfac_engine.bench.with_jax", _PRIMITIVES, needs=("jax",)),
         "kfac-jax": Contender(
@@ -81,11 +85,15 @@ CONTENDERS: Mapping[str, Contender] = Registry(
             needs=("jax", "kfac_jax"),
         ),
         "curvlinops": Contender(
-            "kfac_engine.bench.with_curvlinops", _STEP, needs=("torch", "curvlinops"), plain=False
+            "kfac_engine.bench.with_curvlinops",
+            _STEP,
+            needs=("torch", "curvlinops"),
+            kinds=_CURVATURE,
         ),
     },
 )
-PEERS = tuple(name for name in CONTENDERS if name not in {DEFINITION, OURS})
+ALWAYS = (DEFINITION, OURS, OURS_PLAIN)
+PEERS = tuple(name for name in CONTENDERS if name not in ALWAYS)
 
 
 @dataclass(slots=True)
@@ -119,12 +127,12 @@ class Process:
         path.unlink()
         return result, usage
 
-    def run(self, runs: int, *, warm: bool, settle: float) -> Usage:
+    def run(self, runs: int, *, warm: int, settle: float) -> Usage:
         """Run the job and say what that used.
 
         Args:
             runs: How often.
-            warm: Whether a run before them warms the caches.
+            warm: How many runs before them warm the caches.
             settle: Seconds to wait before them.
 
         Returns:

@@ -16,6 +16,8 @@ DECAY = 0.95
 DAMPING = 1e-3
 
 _FLOAT = 4  # bytes of a float32
+# What runs have to do that are all alike.
+_ALL = "all"
 # What a step results in. Gradients have gone through a whole network in single precision; natural
 # ones through inverses besides, which magnify what lies along directions of little curvature. One
 # ReLU whose input rounds to the other side of zero is felt in the third digit.
@@ -43,11 +45,9 @@ class Job:
         traffic: Bytes that are read or written at least once, whoever does it.
         tolerance: Largest difference from the definition relative to its largest entry.
         tolerances: Parts of the result that have another one.
-        cycle: How many equal parts one run has; times are those of one.
-        period: How many runs it takes until everything that happens now and then has happened: in
-            the last of them.
-        rarity: How many runs that would be in use: the last of a period counts once, the others for
-            all the rest.
+        turn: What each run of a contender's turn has to do, from the second run of all on: the
+            first is only checked.
+        shares: How often each of these comes in use, as a share of all runs.
     """
 
     operation: str
@@ -57,9 +57,8 @@ class Job:
     traffic: float = 0.0
     tolerance: float = 2e-5
     tolerances: Mapping[str, float] = field(default_factory=dict, repr=False)
-    cycle: int = 1
-    period: int = 1
-    rarity: int = 1
+    turn: tuple[str, ...] = (_ALL,)
+    shares: Mapping[str, float] = field(default_factory=lambda: {_ALL: 1.0}, repr=False)
 
 
 def dense(rows: int, d: int) -> Job:
@@ -118,26 +117,59 @@ def precondition(name: str, layers: tuple[tuple[int, int, int], ...]) -> Job:
     return Job("precondition", name, {"layers": layers}, work, traffic, tolerance=5e-4)
 
 
-def step(network: str, batch: int, kind: str, cycle: int) -> Job:
+def step(network: str, batch: int, kind: str) -> Job:
     """Steps of training; the kinds are those of ``STEPS``."""
-    sizes = {"network": network, "batch": batch, "kind": kind, "cycle": cycle}
-    rare = kind == SELDOM
+    sizes = {"network": network, "batch": batch, "kind": kind}
+    name, periods = f"{network}, batch {batch}, {kind}", STEPS[kind]
+    if periods is None:
+        return Job("step", name, sizes, tolerances=_STEP_TOLERANCES)
     return Job(
-        "step", f"{network}, batch {batch}, {kind}", sizes, tolerances=_STEP_TOLERANCES,
-        cycle=cycle, period=_MEASURED_PERIOD // cycle if rare else 1,
-        rarity=_USED_PERIOD // cycle if rare else 1,
-    )  # fmt: skip
+        "step", name, sizes, tolerances=_STEP_TOLERANCES, turn=periods.turn, shares=periods.shares
+    )
 
 
-# Steps between inverses where they are rare: as they are measured, and as they count. So many steps
-# of every contender would take most of an hour.
-_MEASURED_PERIOD, _USED_PERIOD = 30, 100
-PLAIN, SELDOM = "gradient", f"factors 10, inverses {_USED_PERIOD}"
-# Kind of step to how often factors and inverses move; None for gradients alone.
-STEPS: Mapping[str, tuple[int, int] | None] = {
+@dataclass(frozen=True, slots=True)
+class Periods:
+    """How often factors and inverses move.
+
+    A step has inverses to make, or factors alone, or neither. A hundred steps of every contender
+    would take an hour: each sort is timed in a shorter period, and counts as often as in use.
+
+    Attributes:
+        measured: Steps between factors, and between inverses, as they are timed.
+        used: The same as it is in use.
+    """
+
+    measured: tuple[int, int]
+    used: tuple[int, int]
+
+    @property
+    def turn(self) -> tuple[str, ...]:
+        """What is due in each step of a period, of which step 0 comes last."""
+        factors, inverses = self.measured
+        sorts = (
+            "inverses" if step == inverses else "gradient" if step % factors else "factors"
+            for step in range(1, inverses + 1)
+        )
+        return tuple(sorts)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """How often each sort of step comes in use."""
+        factors, inverses = self.used
+        return {
+            "inverses": 1 / inverses,
+            "factors": 1 / factors - 1 / inverses,
+            "gradient": 1 - 1 / factors,
+        }
+
+
+PLAIN, SELDOM = "gradient", "factors 10, inverses 100"
+# Kind of step to its periods; None for gradients alone.
+STEPS: Mapping[str, Periods | None] = {
     PLAIN: None,
-    "factors 1, inverses 10": (1, 10),
-    SELDOM: (10, _MEASURED_PERIOD),
+    "factors 1, inverses 10": Periods(measured=(1, 3), used=(1, 10)),
+    SELDOM: Periods(measured=(3, 6), used=(10, 100)),
 }
 
 SUITES: Mapping[str, tuple[Job, ...]] = Registry(
@@ -168,7 +200,7 @@ SUITES: Mapping[str, tuple[Job, ...]] = Registry(
             precondition("64 layers 64 × 64", ((64, 64, 64),)),
         ),
         "step": tuple(
-            step(network, batch, kind, 10)
+            step(network, batch, kind)
             for network, batch in (("mlp", 512), ("resnet20", 128), ("transformer", 32))
             for kind in STEPS
         ),

@@ -1,7 +1,7 @@
 """One job: every contender's result is checked, then they are timed in turn."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from statistics import mean
 
@@ -9,14 +9,15 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench.ceiling import Ceiling
-from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS, Process
+from kfac_engine.bench.contenders import ALWAYS, CONTENDERS, DEFINITION, OURS, Process
 from kfac_engine.bench.jobs import Job
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
 
-# Rounds follow from the time that one takes: enough for a median, not for an afternoon.
-_SECONDS, _FEWEST, _MOST = 8.0, 3, 7
+# Rounds follow from the time that one takes: enough for a median, not for an afternoon. Who needs
+# half a minute for a turn has one.
+_SECONDS, _FEWEST, _MOST, _ENDLESS = 8.0, 3, 7, 30.0
 # A round runs quick jobs so often that the clock which tells what others ran, in hundredths of a
 # second, has something to say; slow ones need no run that warms the caches.
 _BLOCK, _MOST_RUNS, _SLOW, _VERY_SLOW = 0.05, 100, 0.25, 5.0
@@ -34,7 +35,7 @@ class Row:
     Attributes:
         case: Name of the job.
         contender: Who.
-        seconds: Wall times.
+        seconds: Wall times; of steps, those of each sort, weighted as they come in use.
         cpu_seconds: Mean time on processors, all threads together: what remains fair where other
             processes ran, for one thread; several wait by spinning, which counts.
         ratio: The median of ours divided by this contender's: below 1 where ours is faster.
@@ -129,36 +130,50 @@ def _in_turn(
     job: Job, processes: Mapping[str, Process], repeats: int | None
 ) -> dict[str, list[Usage]]:
     """Rounds of contenders that take turns, so that a busy moment hits all of them."""
-    pilots = {n: p.run(1, warm=False, settle=_SETTLING) for n, p in processes.items()}
-    seconds = {name: usage.times[0] for name, usage in pilots.items()}
-    # What is slow the first time is not so for want of caches: it counts, as do all of a period.
-    counted = {name: job.period > 1 or seconds[name] > _SLOW for name in pilots}
+    turn = len(job.turn)
+    pilots = {n: p.run(turn, warm=0, settle=_SETTLING) for n, p in processes.items()}
+    seconds = {name: sum(usage.times) for name, usage in pilots.items()}
+    # What is slow the first time is not so for want of caches: it counts.
+    counted = {name: seconds[name] > _SLOW for name in pilots}
     usages = {name: [pilot] if counted[name] else [] for name, pilot in pilots.items()}
-    rounds = repeats or _fitting(list(seconds.values()))
-    for number in range(rounds if job.period == 1 else job.period):
+    fitting = _fitting([s for s in seconds.values() if s <= _ENDLESS])
+    rounds = {n: repeats or (fitting if s <= _ENDLESS else 1) for n, s in seconds.items()}
+    for number in range(max(rounds.values())):
         for name, process in processes.items():
-            if len(usages[name]) > number:
+            if not len(usages[name]) <= number < rounds[name]:
                 continue
-            runs = 1 if counted[name] else min(ceil(_BLOCK / seconds[name]), _MOST_RUNS)
-            usages[name].append(process.run(runs, warm=not counted[name], settle=_SETTLING))
+            turns = 1 if counted[name] else min(ceil(_BLOCK / seconds[name]), _MOST_RUNS)
+            warm = 0 if counted[name] else turn
+            usages[name].append(process.run(turns * turn, warm=warm, settle=_SETTLING))
     return usages
 
 
 def _fitting(seconds: Sequence[float]) -> int:
-    """Rounds, from the time that one takes."""
+    """Rounds, from the time that each contender's turn takes."""
+    if not seconds:
+        return 1
     one = sum(_SETTLING + max(_BLOCK, s if s > _SLOW else 2 * s) for s in seconds)
     fewest = 2 if max(seconds) > _VERY_SLOW else _FEWEST
     return min(max(int(_SECONDS / one), fewest), _MOST)
 
 
 def _times(job: Job, usages: Sequence[Usage]) -> Spread:
-    """Of one part of a cycle; what is rare counts as rarely as it is."""
-    runs = [seconds / job.cycle for usage in usages for seconds in usage.times]
-    times = spread(runs)
-    if job.period == 1:
-        return times
-    *others, rare = runs
-    return replace(times, median=(rare + (job.rarity - 1) * mean(others)) / job.rarity)
+    """Of a run as it is on average in use."""
+    spreads = {s: spread(times) for s, times in _sorted(job, [u.times for u in usages]).items()}
+    return Spread(
+        median=sum(job.shares[sort] * found.median for sort, found in spreads.items()),
+        low=sum(job.shares[sort] * found.low for sort, found in spreads.items()),
+        high=sum(job.shares[sort] * found.high for sort, found in spreads.items()),
+    )
+
+
+def _sorted(job: Job, turns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """What some turns took, by what each run had to do."""
+    found: dict[str, list[float]] = {}
+    for times in turns:
+        for number, time in enumerate(times):
+            found.setdefault(job.turn[number % len(job.turn)], []).append(time)
+    return found
 
 
 def _row(
@@ -171,25 +186,25 @@ def _row(
     peak_bytes: int,
 ) -> Row:
     runs, wall = sum(len(u.times) for u in usages), sum(sum(u.times) for u in usages)
-    seconds = times[name]
+    seconds, cpu = times[name], _sorted(job, [u.cpu_times for u in usages])
     return Row(
         case=job.name,
         contender=name,
         seconds=seconds,
-        cpu_seconds=sum(usage.cpu_seconds for usage in usages) / runs / job.cycle,
+        cpu_seconds=sum(job.shares[sort] * mean(found) for sort, found in cpu.items()),
         ratio=times[OURS].median / seconds.median,
         errors=errors,
         rate=job.multiplications / seconds.median,
         fraction=ceiling.least_seconds(job.multiplications, job.traffic) / seconds.median,
         peak_bytes=peak_bytes,
         others=max(0.0, sum(usage.others_seconds for usage in usages)) / wall,
-        switches=sum(usage.switches for usage in usages) / runs / job.cycle,
+        switches=sum(usage.switches for usage in usages) / runs,
         runs=runs,
     )
 
 
 def chosen(compare: Sequence[str]) -> list[str]:
-    """Names of contenders: the definition, ours, and peers that are installed.
+    """Names of contenders: those that always take part, and peers that are installed.
 
     Args:
         compare: Names of peers.
@@ -206,4 +221,4 @@ def chosen(compare: Sequence[str]) -> list[str]:
                 f"cannot compare with {name}: {', '.join(contender.missing)} is not "
                 "installed here; install it, or leave it out of --compare."
             )
-    return [DEFINITION, OURS, *dict.fromkeys(compare)]
+    return list(dict.fromkeys([*ALWAYS, *compare]))

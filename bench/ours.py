@@ -10,7 +10,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.assembly import multiplied
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.threads import blas_alone
-from kfac_engine.bench import made
+from kfac_engine.bench import made, ours_gradient
 from kfac_engine.bench.jobs import (
     DAMPING,
     DECAY,
@@ -124,23 +124,24 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
     return run
 
 
-def _step(network: str, batch: int, kind: str, cycle: int) -> Run:
-    """``cycle`` steps; the result is that of the last one."""
-    net, periods = NETWORKS[network](), STEPS[kind]
+def _step(network: str, batch: int, kind: str) -> Run:
+    """One step, or one gradient alone."""
+    periods = STEPS[kind]
+    if periods is None:
+        return ours_gradient.step(network, batch, kind)
+    net = NETWORKS[network]()
     inputs, targets = net.inputs(batch), net.targets(batch)
-    schedule = Schedule(*periods) if periods else Schedule()
     engine = Engine.from_onnx(
-        net.data, loss="categorical", estimation_mode="empirical", schedule=schedule,
-        damping=DAMPING, ema_decay=DECAY,
+        net.data, loss="categorical", estimation_mode="empirical", damping=DAMPING,
+        ema_decay=DECAY, schedule=Schedule(*periods.measured),
     )  # fmt: skip
-    one = engine.gradients if periods is None else engine.step
 
     def run() -> dict[str, list[Array]]:
-        for _ in range(cycle):
-            result = one(inputs, targets)
-        natural = [result.natural_gradients[name] for name in net.preconditioned if periods]
-        gradients = [result.gradients[name] for name in net.compared]
-        return {GRADIENT: gradients, **({NATURAL: natural} if natural else {})}
+        result = engine.step(inputs, targets)
+        return {
+            GRADIENT: [result.gradients[name] for name in net.compared],
+            NATURAL: [result.natural_gradients[name] for name in net.preconditioned],
+        }
 
     return run
 

@@ -16,19 +16,17 @@ from kfac_engine.bench.step_networks import NETWORKS, Network
 from kfac_engine.graph.structure import Node
 
 
-def step(network: str, batch: int, kind: str, cycle: int) -> Run:
+def step(network: str, batch: int, kind: str) -> Run:
     """The gradient, and the natural gradient of dense layers and convolutions.
 
     Args:
         network: Name.
         batch: Examples.
         kind: Of ``STEPS``.
-        cycle: Steps; as parameters and batch stay, all of them are alike.
 
     Returns:
         The run.
     """
-    del cycle
     net = NETWORKS[network]()
 
     def run() -> dict[str, list[Array]]:

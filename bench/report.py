@@ -87,7 +87,8 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
     Args:
         path: The file.
-        report: ``machine``, and ``suites``: name to rows, which are mappings.
+        report: ``machine``; ``course`` and ``suites``: name of a suite to how it went, and to its
+            rows, which are mappings.
     """
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     # An interrupted run leaves the file as it was.
@@ -96,31 +97,54 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     whole.replace(path)
 
 
-def read_suites(path: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Suites that an earlier run on the same machine has written.
+def writable(path: Path) -> Path:
+    """The path of a file that can be written: better to know before anything is measured.
+
+    Args:
+        path: The file; it may not exist yet.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: It lies in no folder, or is one.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: name a file in a folder that exists.")
+    return path
+
+
+def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an earlier run on the same machine has written.
 
     Args:
         path: A file of ``write_json``, or none yet.
         machine: What this machine is.
 
     Returns:
-        Name to rows.
+        ``course`` and ``suites`` as ``write_json`` has them.
 
     Raises:
-        InputError: The file comes of other hardware, libraries or threads.
+        InputError: The file comes of other hardware, libraries or threads, or is no report.
     """
     if not path.is_file():
         return {}
-    report = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        before = report["machine"]
+        kept = {part: report[part] for part in ("course", "suites")}
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path} is no report of bench --json: name another file, or leave out --resume."
+        ) from error
     now = json.loads(json.dumps(machine))
     for fact in _SAME:
-        if report["machine"].get(fact) != now.get(fact):
+        if before.get(fact) != now.get(fact):
             raise InputError(
-                f"{path} was measured with {fact} {report['machine'].get(fact)}, here it is "
+                f"{path} was measured with {fact} {before.get(fact)}, here it is "
                 f"{now.get(fact)}: name another file, or leave out --resume."
             )
-    suites: dict[str, Any] = report["suites"]
-    return suites
+    return kept
 
 
 def restored(kind: type[Kind], rows: Sequence[Mapping[str, Any]]) -> list[Kind]:

@@ -1,7 +1,7 @@
 """The suites in order: what is asked for is run, printed, and written down."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from kfac_engine.bench.build import run_build
-from kfac_engine.bench.ceiling import Ceiling, ceilings
+from kfac_engine.bench.ceiling import Ceiling, Course, ceiling, ceilings, higher
 from kfac_engine.bench.charts import draw
 from kfac_engine.bench.contenders import CONTENDERS, running
 from kfac_engine.bench.environment import checked_threads
@@ -18,7 +18,7 @@ from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, chosen, measure
 from kfac_engine.bench.memory import run_memory
-from kfac_engine.bench.report import print_suite, read_suites, restored, write_json
+from kfac_engine.bench.report import print_suite, read_report, restored, writable, write_json
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.errors import BackendError
@@ -59,7 +59,8 @@ class Setting:
     Attributes:
         console: Where to print.
         contenders: Names.
-        ceiling: Of the machine.
+        ceiling: Of the machine, the highest found so far.
+        latest: The one found last.
         threads: Of each contender.
         repeats: Rounds of each job; None for as many as fit.
         profile: Whether steps are taken apart.
@@ -69,6 +70,7 @@ class Setting:
     console: Console
     contenders: Sequence[str]
     ceiling: Ceiling
+    latest: Ceiling
     threads: int
     repeats: int | None = None
     profile: bool = False
@@ -102,26 +104,22 @@ def run_suites(
     # Where there is a GPU is for the user to say: without one that suite only raises.
     todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
     contenders, threads = chosen(options.compare), checked_threads(options.threads)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_WIDTH)
     found = machine(threads)
-    path = None if json_path is None else Path(json_path)
-    report: dict[str, dict[str, Any]] = {"machine": found, "suites": {}}
+    path = None if json_path is None else writable(Path(json_path))
+    report: dict[str, dict[str, Any]] = {"machine": found, "course": {}, "suites": {}}
     if options.resume and path is not None:
-        report["suites"] = read_suites(path, found)
-    print_machine(console, found)
-    limits = ceilings(threads)
-    found["ceilings"] = [asdict(limit) for limit in limits]
-    _print_ceilings(console, limits)
-    setting = Setting(console, contenders, limits[-1], threads, options.repeats, options.profile)
+        report.update(read_report(path, found))
+    setting = _prepared(found, contenders, options)
     for name, run in todo.items():
         if name in report["suites"]:
-            console.print(f"{name}: kept as {path} has it")
+            setting.console.print(f"{name}: kept as {path} has it")
             continue
         start = perf_counter()
         rows = run(setting, name)
-        console.print(f"{name} took {perf_counter() - start:.0f} s\n")
+        course = _course(setting, perf_counter() - start)
+        _print_course(setting.console, name, course)
+        setting = replace(setting, ceiling=course.best, latest=course.after)
+        report["course"][name] = asdict(course)
         report["suites"][name] = [asdict(row) for row in rows]
         if path is not None:
             write_json(path, report)
@@ -134,18 +132,45 @@ def run_suites(
         )
 
 
+def _prepared(found: dict[str, Any], contenders: Sequence[str], options: Options) -> Setting:
+    """Tell what machine it is, and find its ceilings, which join the facts."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_FILE_WIDTH)
+    print_machine(console, found)
+    limits = ceilings(found["threads"])
+    found["ceilings"] = [asdict(limit) for limit in limits]
+    for limit in limits:
+        plural = "s" if limit.threads > 1 else ""
+        console.print(f"ceiling with {limit.threads} thread{plural}: {limit}")
+    best = limits[-1]
+    return Setting(
+        console, contenders, best, best, found["threads"], options.repeats, options.profile
+    )
+
+
+def _course(setting: Setting, seconds: float) -> Course:
+    """How a suite of so many seconds went that has just ended."""
+    after = ceiling(setting.threads)
+    return Course(seconds, setting.latest, after, higher(setting.ceiling, after))
+
+
 def _draw_all(folder: Path, suites: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     contests = {name: restored(Row, suites[name]) for name in SUITES if suites.get(name)}
     draw(folder, contests, restored(Point, suites.get("scaling", ())))
 
 
-def _print_ceilings(console: Console, limits: Sequence[Ceiling]) -> None:
-    for limit in limits:
+def _print_course(console: Console, name: str, course: Course) -> None:
+    console.print(
+        f"{name} took {course.seconds:.0f} s; ceiling before it: {course.before}; after it: "
+        f"{course.after}"
+    )
+    if course.slowed:
         console.print(
-            f"ceiling with {limit.threads} thread{'s' if limit.threads > 1 else ''}: "
-            f"{2e-9 * limit.multiplications:.0f} GFLOP/s (sgemm), "
-            f"{1e-9 * limit.copied_bytes:.1f} GB/s (copy)"
+            f"! the machine was slower than at its best, {course.best}: ratios of contenders "
+            "remain fair, their times are too long"
         )
+    console.print()
 
 
 def known_suites() -> Registry[Suite]:

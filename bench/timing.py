@@ -10,7 +10,7 @@ class Spread:
     """Wall times of one contender, in seconds.
 
     Attributes:
-        median: Half of the runs were faster; a mean where something happens in few of them only.
+        median: Half of the runs were faster.
         low: A quarter of the runs were faster.
         high: A quarter of the runs were slower.
     """
@@ -21,6 +21,6 @@ class Spread:
 
 
 def spread(times: Sequence[float]) -> Spread:
-    """Median and quartiles of at least two times."""
-    low, _, high = quantiles(times, n=4, method="inclusive")
+    """Median and quartiles; of a single time, that time."""
+    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     return Spread(median(times), low, high)

@@ -25,40 +25,38 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing")
 Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
-def step(network: str, batch: int, kind: str, cycle: int) -> Run:
-    """``cycle`` steps; the result is the gradient of the last one.
+def step(network: str, batch: int, kind: str) -> Run:
+    """One step; the result is its gradient.
 
     Args:
         network: Name.
         batch: Examples.
         kind: Of ``STEPS``.
-        cycle: Steps in one run.
 
     Returns:
         The run.
     """
-    return _run(network, batch, kind, cycle, add_rows)
+    return _run(network, batch, kind, add_rows)
 
 
-def step_by_example(network: str, batch: int, kind: str, cycle: int) -> Run:
+def step_by_example(network: str, batch: int, kind: str) -> Run:
     """As ``step``, with products of patches for each example."""
-    return _run(network, batch, kind, cycle, add_examples)
+    return _run(network, batch, kind, add_examples)
 
 
-def _run(network: str, batch: int, kind: str, cycle: int, add: Add) -> Run:
+def _run(network: str, batch: int, kind: str, add: Add) -> Run:
     net = NETWORKS[network]()
     module, periods = with_weights(network, net.weights), STEPS[kind]
     x = torch.from_numpy(net.inputs(batch)["x"])
     y = torch.from_numpy(net.targets(batch))
-    kfac = Preconditioner(module, periods, add) if periods else None
+    kfac = Preconditioner(module, periods.measured, add) if periods else None
 
     def run() -> Any:
-        for _ in range(cycle):
-            module.zero_grad(set_to_none=True)
-            logits = module(x)
-            cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1)).backward()
-            if kfac is not None:
-                kfac.step()
+        module.zero_grad(set_to_none=True)
+        logits = module(x)
+        cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1)).backward()
+        if kfac is not None:
+            kfac.step()
         found = dict(module.named_parameters())
         return {GRADIENT: [turned(name, found[name].grad).numpy() for name in net.compared]}
 

@@ -20,7 +20,7 @@ class Usage:
 
     Attributes:
         times: Wall time of each run, in seconds.
-        cpu_seconds: Of this process, all threads and all runs.
+        cpu_times: Time on processors of each run, all threads of this process together.
         others_seconds: CPU time of everything else on the machine; 0 where nobody tells. The system
             counts in hundredths of a second: it may fall below 0, so add up before you judge.
         switches: How often this process had to yield a core.
@@ -28,7 +28,7 @@ class Usage:
     """
 
     times: tuple[float, ...]
-    cpu_seconds: float
+    cpu_times: tuple[float, ...]
     others_seconds: float
     switches: int
     peak_bytes: int
@@ -44,18 +44,19 @@ def used(run: Callable[[], object], runs: int = 1) -> Usage:
     Returns:
         What all of the runs took.
     """
-    resident, times = resident_bytes(), []
+    resident, times, cpu = resident_bytes(), [], []
     forget_peak()
-    busy, switches, cpu = _busy_seconds(), _switches(), process_time()
+    busy, switches, cpu_start = _busy_seconds(), _switches(), process_time()
     for _ in range(runs):
-        start = perf_counter()
+        start, cpu_before = perf_counter(), process_time()
         run()
         times.append(perf_counter() - start)
-    cpu = process_time() - cpu
-    others = _busy_seconds() - busy - cpu if _STAT.is_file() else 0.0
+        cpu.append(process_time() - cpu_before)
+    own = process_time() - cpu_start
+    others = _busy_seconds() - busy - own if _STAT.is_file() else 0.0
     return Usage(
         times=tuple(times),
-        cpu_seconds=cpu,
+        cpu_times=tuple(cpu),
         others_seconds=others,
         switches=_switches() - switches,
         peak_bytes=max(0, peak_bytes() - resident),

@@ -13,22 +13,21 @@ from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.torch_networks import turned, with_weights
 
 
-def _step(network: str, batch: int, kind: str, cycle: int) -> Run:
-    """``cycle`` steps; the result is the gradient of the last one."""
+def _step(network: str, batch: int, kind: str) -> Run:
+    """One step; the result is its gradient."""
     net, periods = NETWORKS[network](), STEPS[kind]
     module = with_weights(network, net.weights)
     data = torch.from_numpy(net.inputs(batch)["x"]), torch.from_numpy(net.targets(batch))
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     params = [parameter for layer in layers for parameter in layer.parameters()]
-    natural = _Natural(module, params, data, *periods) if periods else None
+    natural = _Natural(module, params, data, *periods.measured) if periods else None
 
     def run() -> Any:
-        for _ in range(cycle):
-            module.zero_grad(set_to_none=True)
-            logits = module(data[0])
-            cross_entropy(logits.reshape(-1, logits.shape[-1]), data[1].reshape(-1)).backward()
-            if natural is not None:
-                natural.step()
+        module.zero_grad(set_to_none=True)
+        logits = module(data[0])
+        cross_entropy(logits.reshape(-1, logits.shape[-1]), data[1].reshape(-1)).backward()
+        if natural is not None:
+            natural.step()
         found = dict(module.named_parameters())
         return {GRADIENT: [turned(name, found[name].grad).numpy() for name in net.compared]}
 

@@ -2,8 +2,8 @@
 
 Orders are ``{"setup": operation, "sizes": {…}, "result": path}``, which prepares a job, writes the
 result of its first run and answers what that took, and ``{"runs": n, "warm": …, "settle": …}``,
-which after so many seconds of pause runs it so often and answers what that used; a run before them,
-which does not count, warms the caches if asked to.
+which after so many seconds of pause runs it so often and answers what that used; ``warm`` runs
+before them, which do not count, warm the caches.
 """
 
 import gc
@@ -56,9 +56,9 @@ def _first(run: Callable[[], Any], path: str) -> dict[str, Any]:
     return asdict(usage)
 
 
-def _timed(run: Callable[[], Any], runs: int, warm: bool, settle: float) -> dict[str, Any]:
+def _timed(run: Callable[[], Any], runs: int, warm: int, settle: float) -> dict[str, Any]:
     sleep(settle)
-    if warm:
+    for _ in range(warm):
         run()
     gc.disable()
     answer = asdict(used(run, runs))

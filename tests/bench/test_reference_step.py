@@ -62,8 +62,8 @@ def test_natural_gradients_solve_the_damped_kronecker_system():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_our_steps_are_those_of_the_definition(name):
     batch = BATCHES[name]
-    expected = reference.step(name, batch, KFAC, 1)()
-    found = ours.OPERATIONS["step"](name, batch, KFAC, 1)()
+    expected = reference.step(name, batch, KFAC)()
+    found = ours.OPERATIONS["step"](name, batch, KFAC)()
     assert set(found) == set(expected) == {jobs.GRADIENT, jobs.NATURAL}
     for part, arrays in expected.items():
         truth, mine = (np.concatenate([a.ravel() for a in one]) for one in (arrays, found[part]))

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from kfac_engine.bench import jobs, run
-from kfac_engine.bench.ceiling import Ceiling, measure_ceiling
-from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS, PEERS, running
+from kfac_engine.bench.ceiling import Ceiling, Course, higher, measure_ceiling
+from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS, OURS_PLAIN, PEERS, running
 from kfac_engine.bench.measure import chosen, measure
 from kfac_engine.bench.usage import Usage
+from kfac_engine.config import Schedule
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
+from kfac_engine.scheduler import Work, plan
 
 CEILING = Ceiling(threads=1, multiplications=1e9, copied_bytes=1e9)
+SLOW = Ceiling(threads=1, multiplications=7e8, copied_bytes=2e9)
 # One small job of every operation that has a definition.
 SMALL = {
     "dense": jobs.dense(9, 5),
@@ -48,7 +51,7 @@ def test_every_operation_has_a_small_job():
 
 
 # Later runs find in place what the first one allocates.
-FIRST = Usage((1.0,), 1.0, 0.0, 0, 3000)
+FIRST = Usage((1.0,), (1.0,), 0.0, 0, 3000)
 
 
 class Fake:
@@ -67,7 +70,7 @@ class Fake:
     def used(self, runs):
         # Two clocks that count others coarsely: the sum is right, single ones are not.
         others = [1.5, -0.5][len(self.order) % 2]
-        return Usage((1.0,) * runs, 1.0 * runs, others * runs, 2 * runs, 1000)
+        return Usage((1.0,) * runs, (1.0,) * runs, others * runs, 2 * runs, 1000)
 
 
 def fakes(definition, ours):
@@ -116,39 +119,65 @@ def step_fakes():
     return contenders, order
 
 
-def test_the_truth_of_steps_is_not_timed_and_times_are_those_of_one_step():
+def test_the_truth_of_steps_is_not_timed():
     contenders, order = step_fakes()
-    rows = measure(jobs.step("mlp", 2, "gradient", 10), contenders, CEILING)
-    assert [(row.contender, row.seconds.median) for row in rows] == [(OURS, 0.1)]
+    rows = measure(jobs.step("mlp", 2, "gradient"), contenders, CEILING)
+    assert [(row.contender, row.seconds.median) for row in rows] == [(OURS, 1.0)]
     assert rows[0].errors == {"gradient": 0.0, "natural gradient": 0.0}
     assert set(order) == {OURS}
 
 
-def test_steps_are_timed_until_everything_was_due_once():
-    job = jobs.step("mlp", 2, "factors 10, inverses 100", 10)
-    contenders, _ = step_fakes()
+def timed(contender, seconds):
+    """Has each run of a contender take what its number, from the first turn on, says."""
     count = iter(range(10**6))
 
     def run(runs, *, warm, settle):
-        # One in three runs has inverses to make and takes two seconds more; in use, one in ten.
-        times = [1.0 + 2.0 * (next(count) % 3 == 2) for _ in range(runs)]
-        return Usage(tuple(times), 0.0, 0.0, 0, 0)
+        assert not warm
+        times = tuple(seconds(next(count)) for _ in range(runs))
+        return Usage(times, tuple(2 * time for time in times), 0.0, 0, 0)
 
-    contenders[OURS].run = run
+    contender.run = run
+
+
+# Every sort of step takes another time; inverses are made in a step in which factors move, too.
+SECONDS = {"gradient": 1.0, "factors": 2.0, "inverses": 5.0}
+# Of a hundred steps in use.
+IN_USE = {
+    "factors 1, inverses 10": {"factors": 90, "inverses": 10},
+    jobs.SELDOM: {"gradient": 90, "factors": 9, "inverses": 1},
+}
+
+
+@pytest.mark.parametrize("kind", IN_USE)
+def test_each_sort_of_step_counts_as_often_as_it_comes_in_use(kind):
+    job = jobs.step("mlp", 2, kind)
+    contenders, _ = step_fakes()
+    timed(contenders[OURS], lambda number: SECONDS[job.turn[number % len(job.turn)]])
     (row,) = measure(job, contenders, CEILING)
-    assert row.runs == next(count) == 3
-    assert row.seconds.median == pytest.approx((9 * 1.0 + 3.0) / 100)
+    expected = sum(SECONDS[sort] * count for sort, count in IN_USE[kind].items()) / 100
+    assert row.seconds.median == pytest.approx(expected)
+    assert row.seconds.low == row.seconds.high == row.seconds.median
+    assert row.cpu_seconds == pytest.approx(2 * expected)
+    assert row.runs % len(job.turn) == 0
 
 
-def test_rare_inverses_are_due_in_the_last_run_of_a_period():
-    """The first run, which is only checked, begins with step 0, in which everything is due."""
-    job = jobs.step("mlp", 2, jobs.SELDOM, 10)
-    _, every = jobs.STEPS[jobs.SELDOM]
-    due = [
-        any(step % every == 0 for step in range(run * job.cycle, (run + 1) * job.cycle))
-        for run in range(1 + 2 * job.period)
-    ]
-    assert due[1:] == ([False] * (job.period - 1) + [True]) * 2
+@pytest.mark.parametrize("kind", IN_USE)
+def test_what_a_step_has_to_do_is_what_the_scheduler_finds_due(kind):
+    """The first step, which is only checked, is step 0: everything is due."""
+    job, periods = jobs.step("mlp", 2, kind), jobs.STEPS[kind]
+    schedule, works = Schedule(*periods.measured), [Work("A", 1.0)]
+    for number, sort in enumerate(job.turn * 2, start=1):
+        due = plan(number, works, schedule)
+        assert due.update_covariances == (sort != "gradient")
+        assert bool(due.refresh) == (sort == "inverses")
+
+
+def test_who_is_slow_beyond_measure_has_one_round_while_others_go_on():
+    contenders, _ = fakes([1.0], [1.0])
+    timed(contenders[DEFINITION], lambda number: 100.0)
+    rows = measure(SMALL["inverse"], contenders, CEILING)
+    assert [row.runs for row in rows] == [1, 6]
+    assert rows[0].seconds.low == rows[0].seconds.median == 100.0
 
 
 @pytest.mark.parametrize("part", ["gradient", "natural gradient"])
@@ -157,7 +186,7 @@ def test_a_step_with_a_wrong_part_is_not_timed(part):
     wrong = {"gradient": np.ones(2), "natural gradient": np.ones(2), part: np.array([1.0, 1.03])}
     contenders[OURS].prepare = lambda job: (wrong, FIRST)
     with pytest.raises(BackendError, match=f"the {part} of 'mlp, batch 2, .*' is off by 3.0e-02"):
-        measure(jobs.step("mlp", 2, "factors 1, inverses 10", 10), contenders, CEILING)
+        measure(jobs.step("mlp", 2, "factors 1, inverses 10"), contenders, CEILING)
     assert not order
 
 
@@ -170,7 +199,7 @@ def test_a_contender_that_fails_is_named():
 
 
 def test_a_peer_that_is_not_installed_is_refused_by_name(monkeypatch):
-    assert chosen([]) == [DEFINITION, OURS]
+    assert chosen([]) == chosen([OURS]) == [DEFINITION, OURS, OURS_PLAIN]
     monkeypatch.setattr("kfac_engine.bench.contenders.find_spec", lambda name: None)
     with pytest.raises(BackendError, match="cannot compare with torch: torch is not installed"):
         chosen(["torch"])
@@ -191,6 +220,7 @@ def small_run(monkeypatch):
     suites = {"small": [SMALL["inverse"]], "other": [SMALL["dense"]]}
     monkeypatch.setattr(run, "SUITES", suites)
     monkeypatch.setattr(run, "ceilings", lambda threads: [CEILING])
+    monkeypatch.setattr(run, "ceiling", lambda threads: SLOW)
     served = []
 
     @contextmanager
@@ -218,6 +248,10 @@ def test_a_run_prints_tables_and_writes_json_and_charts(small_run, tmp_path, cap
     assert report["machine"]["threads"] == 1
     assert "kernel" in report["machine"]["blas"][0]
     assert report["machine"]["ceilings"][0]["multiplications"] == 1e9
+    assert report["course"]["small"]["before"]["multiplications"] == 1e9
+    assert report["course"]["small"]["after"]["multiplications"] == 7e8
+    assert "before it: 2 GFLOP/s (sgemm), 1.0 GB/s (copy); after it: 1 GFLOP/s (sgemm)" in printed
+    assert "the machine was slower than at its best, 2 GFLOP/s (sgemm), 2.0 GB/s (copy)" in printed
     assert (tmp_path / "charts" / "small.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -264,6 +298,31 @@ def test_measurements_of_other_machines_are_not_mixed(small_run, tmp_path, monke
     path.write_text(json.dumps(report))
     with pytest.raises(InputError, match="was measured with processor abacus"):
         run.run_suites(["other"], path, options=run.Options(threads=1, resume=True))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"suites": {}}'], ids=["empty", "list", "no machine"])
+def test_files_that_are_no_reports_are_not_resumed(small_run, tmp_path, text):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="is no report of bench --json"):
+        run.run_suites(["other"], path, options=run.Options(threads=1, resume=True))
+    assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(small_run, tmp_path):
+    for path in (tmp_path / "nowhere" / "times.json", tmp_path):
+        with pytest.raises(InputError, match="name a file in a folder that exists"):
+            run.run_suites(["small"], path, options=run.Options(threads=1))
+    assert not small_run
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "slowed"),
+    [(CEILING, CEILING, False), (CEILING, SLOW, True), (SLOW, CEILING, True)],
+    ids=["steady", "slower at the end", "slower at the beginning"],
+)
+def test_a_suite_is_slowed_if_the_machine_multiplies_below_its_best(before, after, slowed):
+    assert Course(1.0, before, after, higher(before, after)).slowed == slowed
 
 
 def test_more_threads_than_cores_are_refused():

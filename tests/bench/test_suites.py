@@ -80,12 +80,15 @@ def test_every_axis_has_shapes_that_differ():
 def test_the_spread_is_that_of_the_times():
     found = spread([5, 1, 3, 2, 4])
     assert (found.low, found.median, found.high) == (2, 3, 4)
+    alone = spread([7])
+    assert (alone.low, alone.median, alone.high) == (7, 7, 7)
 
 
 def test_usage_counts_this_process_apart_from_others():
     found = used(lambda: sum(i * i for i in range(300_000)), runs=3)
     assert len(found.times) == 3
-    assert 0 < found.cpu_seconds <= sum(found.times) * 1.5
+    assert len(found.cpu_times) == 3
+    assert 0 < sum(found.cpu_times) <= sum(found.times) * 1.5
     assert min(found.switches, found.peak_bytes) >= 0
 
 
