@@ -9,19 +9,23 @@ the work (it lets go of the interpreter), and threads without work sleep.
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from threading import Lock
-from typing import Any
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeAlias
 
 import scipy.linalg  # noqa: F401  # loaded so that its BLAS is found beside NumPy's
 from threadpoolctl import ThreadpoolController
 
 _INSIDE: ContextVar[bool] = ContextVar("inside a task", default=False)
-_MOST_THREADS = 256
+
+# Tasks that nobody has begun.
+_Tasks: TypeAlias = "deque[Callable[[], object]]"
+# What threads have ended with: a failure, or nothing to tell.
+_Ends: TypeAlias = SimpleQueue[BaseException | None]
 
 
 class Workers:
@@ -53,13 +57,10 @@ class Workers:
         queue = deque(tasks)
         helpers = 0 if _INSIDE.get() else min(self.count, len(queue)) - 1
         with blas_alone():
-            futures = [_pool().submit(copy_context().run, _work, queue) for _ in range(helpers)]
-            try:
+            if helpers > 0:
+                _work_together(queue, helpers)
+            else:
                 _work(queue)
-            finally:
-                wait(futures)
-        for future in futures:
-            future.result()
 
     def bands(self, length: int, *, least: int = 1) -> list[slice]:
         """``range(length)`` in one part a thread, of equal lengths but for rounding.
@@ -119,7 +120,73 @@ def blas_alone() -> Iterator[None]:
                 _HOLDERS.limit.restore_original_limits()
 
 
-def _work(queue: "deque[Callable[[], object]]") -> None:
+def _work_together(queue: _Tasks, count: int) -> None:
+    """Do tasks with so many threads beside this one; who wakes too late is not waited for."""
+    helpers = [_idle() for _ in range(count)]
+    tickets, ends = deque(helpers), _Ends()
+    for helper in helpers:
+        helper.calls.put(partial(copy_context().run, _help, queue, tickets, ends))
+    try:
+        _work(queue)
+    finally:
+        begun = count
+        while tickets:
+            with suppress(IndexError):  # a helper was quicker
+                tickets.pop()
+                begun -= 1
+        failures = [ends.get() for _ in range(begun)]
+        _IDLE.extend(helpers)
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def _help(queue: _Tasks, tickets: "deque[_Helper]", ends: _Ends) -> None:
+    """Do tasks, and say how it ended, unless whoever asked has finished already."""
+    try:
+        tickets.pop()
+    except IndexError:
+        return
+    try:
+        _work(queue)
+    except BaseException as failure:  # it is raised in the thread that waits
+        ends.put(failure)
+    else:
+        ends.put(None)
+
+
+class _Helper:
+    """A thread that sleeps until it is given a call, and again after it.
+
+    A thread of a pool takes twice as long to meet: its futures and queues wake it by locks.
+
+    Attributes:
+        calls: What it does, one after the other; none raises.
+    """
+
+    def __init__(self) -> None:
+        self.calls = SimpleQueue[Callable[[], None]]()
+        # Nobody waits for it at exit: whoever gave it something has waited already.
+        Thread(target=_serve, args=(self.calls,), name="kfac_engine", daemon=True).start()
+
+
+def _serve(calls: "SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        calls.get()()
+
+
+# Threads that nobody uses. Of one process: after a fork they are gone.
+_IDLE: "deque[_Helper]" = deque()
+
+
+def _idle() -> _Helper:
+    try:
+        return _IDLE.pop()
+    except IndexError:
+        return _Helper()
+
+
+def _work(queue: _Tasks) -> None:
     """Do tasks until none is left; after a failure nobody begins another."""
     token = _INSIDE.set(True)
     try:
@@ -146,17 +213,11 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController().select(user_api="blas")
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads of this process; it starts no more than are ever needed at once."""
-    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kfac_engine")
-
-
 def _forget() -> None:
     """In the child of a fork no thread of the parent lives on."""
     global _HOLDERS  # its lock may be held by a thread that is gone
     _HOLDERS = _Holders()
-    _pool.cache_clear()
+    _IDLE.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,7 +1,11 @@
 """Tasks are each done once, failures come back, and BLAS is left as it was found."""
 
+import gc
 import os
-from threading import Barrier, get_ident
+import subprocess
+import sys
+from threading import Barrier, Thread, active_count, get_ident
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -46,6 +50,55 @@ def test_a_failure_comes_back_and_nothing_more_is_begun(threads):
     with pytest.raises(ValueError, match="seven"):
         Workers(threads).run([fail] * 50)
     assert len(begun) <= threads
+
+
+def test_a_failure_of_another_thread_comes_back():
+    meeting, caller = Barrier(2), get_ident()
+
+    def fail_elsewhere():
+        meeting.wait(SECONDS)
+        if get_ident() != caller:
+            raise ValueError("elsewhere")
+
+    with pytest.raises(ValueError, match="elsewhere"):
+        Workers(2).run([fail_elsewhere] * 2)
+
+
+def test_calls_from_several_threads_do_not_meet():
+    workers, done = Workers(3), []
+
+    def call(name):
+        for i in range(200):
+            workers.run([lambda key=(name, i, j): done.append(key) for j in range(3)])
+
+    callers = [Thread(target=call, args=(name,)) for name in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(SECONDS)
+    assert sorted(done) == sorted((n, i, j) for n in range(4) for i in range(200) for j in range(3))
+
+
+def test_threads_are_used_again_and_keep_nothing_of_what_they_did():
+    class Kept:
+        pass
+
+    workers, before = Workers(2), active_count()
+    for _ in range(50):
+        kept = Kept()
+        workers.run([lambda kept=kept: kept] * 4)
+        alive = ref(kept)
+        del kept
+        gc.collect()
+        assert alive() is None
+    assert active_count() <= before + 1
+
+
+def test_an_interpreter_with_idle_threads_ends():
+    code = "from kfac_engine.backend.threads import Workers; Workers(3).run([lambda: None] * 9)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
+    )
 
 
 def test_a_task_does_its_own_tasks_alone():
