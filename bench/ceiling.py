@@ -69,12 +69,14 @@ class Course:
         before: Ceiling when it began.
         after: Ceiling when it ended.
         best: Of all ceilings until then.
+        missing: What could not be measured.
     """
 
     seconds: float
     before: Ceiling
     after: Ceiling
     best: Ceiling
+    missing: tuple[str, ...] = ()
 
     @property
     def slowed(self) -> bool:

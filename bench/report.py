@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kfac_engine.bench.measure import Row
-from kfac_engine.bench.timing import Spread
+from kfac_engine.bench.timing import Spread, milliseconds
 from kfac_engine.errors import InputError
 
 Kind = TypeVar("Kind")
 
 _HEADS = (
-    "ms", "quartiles", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
+    "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
     "others",
 )  # fmt: skip
 # What must be alike for measurements to stand side by side.
@@ -33,10 +33,13 @@ def print_suite(console: Console, name: str, rows: Sequence[Row]) -> None:
         name: Of the suite.
         rows: Of its jobs, those of one job side by side.
     """
-    table = new_table(name, ("case", "contender"), _HEADS)
+    columns = zip(_HEADS, *map(cells, rows), strict=True)
+    # Nobody counts the multiplications of some suites.
+    told = [column for column in columns if any(column[1:])]
+    table = new_table(name, ("case", "contender"), [head for head, *_ in told])
     last = ""
-    for row in rows:
-        table.add_row(row.case if row.case != last else "", row.contender, *cells(row))
+    for row, *own in zip(rows, *(column[1:] for column in told), strict=True):
+        table.add_row(row.case if row.case != last else "", row.contender, *own)
         last = row.case
     console.print(table)
     parts = next((tuple(row.errors) for row in rows if len(row.errors) > 1), ())
@@ -59,9 +62,9 @@ def new_table(name: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     """
     table = Table(title=f"Suite {name}", title_justify="left", box=box.SIMPLE_HEAD)
     for head in texts:
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for head in numbers:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     return table
 
 
@@ -70,9 +73,10 @@ def cells(row: Row) -> tuple[str, ...]:
     times = row.seconds
     counted = row.rate > 0
     return (
-        f"{1e3 * times.median:.2f}",
-        f"{1e3 * times.low:.2f} – {1e3 * times.high:.2f}",
-        f"{1e3 * row.cpu_seconds:.2f}",
+        milliseconds(times.median),
+        f"{milliseconds(times.low)} – {milliseconds(times.high)}",
+        str(row.runs),
+        milliseconds(row.cpu_seconds),
         f"{row.ratio:.2f}",
         f"{2e-9 * row.rate:.0f}" if counted else "",
         f"{row.fraction:.0%}" if counted else "",
@@ -115,7 +119,7 @@ def writable(path: Path) -> Path:
 
 
 def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an earlier run on the same machine has written.
+    """What an earlier run on the same machine has written, suites with gaps left out.
 
     Args:
         path: A file of ``write_json``, or none yet.
@@ -132,7 +136,8 @@ def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, A
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         before = report["machine"]
-        kept = {part: report[part] for part in ("course", "suites")}
+        whole = [name for name, course in report["course"].items() if not course["missing"]]
+        kept = {part: {n: report[part][n] for n in whole} for part in ("course", "suites")}
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{path} is no report of bench --json: name another file, or leave out --resume."

@@ -25,7 +25,7 @@ from kfac_engine.errors import BackendError
 from kfac_engine.registry import Registry
 
 # Of output that does not go to a terminal: wide enough for a table.
-_FILE_WIDTH = 140
+_FILE_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Setting:
         threads: Of each contender.
         repeats: Rounds of each job; None for as many as fit.
         profile: Whether steps are taken apart.
-        failures: Jobs without measurements, so far.
+        failures: Jobs and suites without measurements, so far.
     """
 
     console: Console
@@ -97,7 +97,7 @@ def run_suites(
     Raises:
         UnknownNameError: No suite or peer has this name.
         BackendError: A peer is not installed; or, when all else is done, a result is not that of
-            its definition.
+            its definition, or a suite needs what is not here.
         InputError: The number of threads is wrong, or the file cannot be resumed.
     """
     suites = known_suites()
@@ -114,9 +114,7 @@ def run_suites(
         if name in report["suites"]:
             setting.console.print(f"{name}: kept as {path} has it")
             continue
-        start = perf_counter()
-        rows = run(setting, name)
-        course = _course(setting, perf_counter() - start)
+        rows, course = _taken(setting, name, run)
         _print_course(setting.console, name, course)
         setting = replace(setting, ceiling=course.best, latest=course.after)
         report["course"][name] = asdict(course)
@@ -149,10 +147,19 @@ def _prepared(found: dict[str, Any], contenders: Sequence[str], options: Options
     )
 
 
-def _course(setting: Setting, seconds: float) -> Course:
-    """How a suite of so many seconds went that has just ended."""
-    after = ceiling(setting.threads)
-    return Course(seconds, setting.latest, after, higher(setting.ceiling, after))
+def _taken(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], Course]:
+    """The rows of a suite, and how it went; one that fails is told of, and the others go on."""
+    start, failed, rows = perf_counter(), len(setting.failures), list[Any]()
+    try:
+        rows.extend(run(setting, name))
+    except BackendError as error:
+        setting.failures.append(name)
+        setting.console.print(f"error: {error}")
+    seconds, after = perf_counter() - start, ceiling(setting.threads)
+    return rows, Course(
+        seconds, setting.latest, after, higher(setting.ceiling, after),
+        missing=tuple(setting.failures[failed:]),
+    )  # fmt: skip
 
 
 def _draw_all(folder: Path, suites: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -24,3 +24,9 @@ def spread(times: Sequence[float]) -> Spread:
     """Median and quartiles; of a single time, that time."""
     low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     return Spread(median(times), low, high)
+
+
+def milliseconds(seconds: float) -> str:
+    """Milliseconds with three digits or all that come before the point."""
+    found = 1e3 * seconds
+    return f"{found:.{0 if found >= 100 else 1 if found >= 10 else 2}f}"

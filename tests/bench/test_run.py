@@ -269,7 +269,7 @@ def test_a_run_that_was_interrupted_is_resumed(small_run, tmp_path, capsys, monk
 
 
 def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
-    results = iter([[1.0, 2.5], [1.0, 2.0]])
+    results = iter([[1.0, 2.5], [1.0, 2.0], [1.0, 2.0]])
 
     @contextmanager
     def pretended(names, threads):
@@ -282,6 +282,24 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     assert "error: the result of '7 × 7' is off by" in capsys.readouterr().out
     suites = json.loads(path.read_text())["suites"]
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [0, 2]
+    # Resumed, what has gaps is measured again.
+    run.run_suites(["small", "other"], path, options=run.Options(threads=1, resume=True))
+    assert "other: kept" in capsys.readouterr().out
+    suites = json.loads(path.read_text())["suites"]
+    assert [len(rows) for rows in (suites["small"], suites["other"])] == [2, 2]
+
+
+def test_a_suite_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
+    def failing(setting, name):
+        raise BackendError("the process fell over")
+
+    monkeypatch.setattr(run, "_ALONE", {"memory": failing})
+    path = tmp_path / "times.json"
+    with pytest.raises(BackendError, match="not measured: memory"):
+        run.run_suites(["memory", "other"], path, options=run.Options(threads=1))
+    assert "error: the process fell over" in capsys.readouterr().out
+    assert json.loads(path.read_text())["course"]["memory"]["missing"] == ["memory"]
+    assert len(json.loads(path.read_text())["suites"]["other"]) == 2
 
 
 def test_only_contenders_that_can_do_a_job_are_started(small_run, monkeypatch):

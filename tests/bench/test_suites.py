@@ -8,7 +8,7 @@ from kfac_engine.bench import jobs, scaling
 from kfac_engine.bench.memory import in_new_process
 from kfac_engine.bench.stages import take_apart
 from kfac_engine.bench.step_networks import NETWORKS, classifier
-from kfac_engine.bench.timing import spread
+from kfac_engine.bench.timing import milliseconds, spread
 from kfac_engine.bench.usage import used
 
 PARAMETERS = {
@@ -82,6 +82,13 @@ def test_the_spread_is_that_of_the_times():
     assert (found.low, found.median, found.high) == (2, 3, 4)
     alone = spread([7])
     assert (alone.low, alone.median, alone.high) == (7, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.00012345, "0.12"), (0.012345, "12.3"), (1.2345, "1234")]
+)
+def test_milliseconds_have_three_digits_or_all_before_the_point(seconds, told):
+    assert milliseconds(seconds) == told
 
 
 def test_usage_counts_this_process_apart_from_others():
