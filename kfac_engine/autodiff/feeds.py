@@ -9,6 +9,7 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.examples import first_examples
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.numpy_sums import all_finite
 from kfac_engine.backend.place import HOST, Place
 from kfac_engine.errors import (
     BackendError,
@@ -314,10 +315,16 @@ def _check_array(entry: Input, value: Array) -> Array:
         )
     if array.shape[:1] == (0,):
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")
-    if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+    if np.issubdtype(array.dtype, np.floating) and not _finite(array):
         bad = tuple(int(i) for i in array_module(array).argwhere(~np.isfinite(array))[0])
         raise NonFiniteError(f"input '{entry.name}' holds NaN or infinity, first at index {bad}.")
     return array
+
+
+def _finite(array: Array) -> bool:
+    if isinstance(array, np.ndarray):
+        return all_finite(array)
+    return bool(np.isfinite(array).all())
 
 
 def _check_symbols(entry: Input, shape: Sequence[int], symbols: dict[str, tuple[int, str]]) -> None:

@@ -18,6 +18,7 @@ from kfac_engine.backend.cupy_groups import GroupProducts, entries_first, few_ax
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.cupy_roots import MOST_COPIES, inverse_roots
+from kfac_engine.backend.numpy_sums import summed_in
 from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
@@ -297,14 +298,9 @@ class CupyBackend:
     ) -> list[Array | None]:
         return inverse_roots(self.device, self._inverses, matrices, dampings, degrees)
 
-    def all_finite(self, x: Array) -> bool:
-        return self.finite([x])[0]
-
-    def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        real = {i: array for i, array in enumerate(arrays) if array.dtype.kind not in "biu"}
-        sums = [self._squared_norm(array) for array in real.values()]
-        found = dict(zip(real, self.download(sums), strict=True))
-        return [i not in found or bool(np.isfinite(found[i])) for i in range(len(arrays))]
+    def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
+        sums = [self._squared_norm(array) for array in arrays]
+        return [float(total) for total in self.download(sums)]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
         flags: Array = self.xp.ones(len(arrays), np.int32)
@@ -334,8 +330,7 @@ class CupyBackend:
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = given
 
     def _squared_norm(self, x: Array) -> Array:
-        wide = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
-        flat = wide.reshape(-1)
+        flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)
         total: Array = flat @ flat
         return total
 

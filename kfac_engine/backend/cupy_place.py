@@ -6,6 +6,7 @@ Events order the two both ways on the device; the host does not wait.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,9 +66,9 @@ class CupyPlace:
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
         # Squares of large numbers overflow: those few arrays are looked at again, by themselves.
-        found = self._backend.finite(arrays)
+        found = self._backend.squared_norms(arrays)
         return [
-            squares or bool(self._backend.xp.isfinite(array).all())
+            isfinite(squares) or bool(self._backend.xp.isfinite(array).all())
             for squares, array in zip(found, arrays, strict=True)
         ]
 

@@ -17,11 +17,11 @@ from kfac_engine.backend import (
     numpy_matmul,
     numpy_moments,
     numpy_patches,
+    numpy_sums,
     patch_sums,
 )
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.backend.numpy_rank_k import threads_for
-from kfac_engine.backend.place import between_infinities
 from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
@@ -224,27 +224,18 @@ class NumpyBackend:
         del dampings, degrees  # products of whole matrices take longer than eigenvectors
         return [None] * len(matrices)
 
-    def all_finite(self, x: Array) -> bool:
-        if x.dtype.kind in "biu":
-            return True
-        # einsum walks any strides without a copy; half precision is squared in single.
-        wide, axes = np.promote_types(x.dtype, np.float32), list(range(x.ndim))
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = np.einsum(x, axes, x, axes, [], dtype=wide)
-        return bool(np.isfinite(total))
+    def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
+        found: dict[int, float] = {}
 
-    def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        found: dict[int, bool] = {}
+        def measure(index: int, array: Array) -> None:
+            found[index] = numpy_sums.squared_norm(array)
 
-        def judge(index: int, array: Array) -> None:
-            found[index] = self.all_finite(array)
-
-        tasks = [Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)]
+        tasks = [Task(TO_READ * x.size, partial(measure, i, x)) for i, x in enumerate(arrays)]
         self.share(tasks)
         return [found[index] for index in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        return np.array([between_infinities(array) for array in arrays], bool)
+        return np.array([numpy_sums.between_infinities(array) for array in arrays], bool)
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

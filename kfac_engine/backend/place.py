@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.numpy_sums import all_finite
 
 
 class Place(Protocol):
@@ -95,27 +96,13 @@ class Host:
         return array
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        return [_is_finite(array.reshape(-1)) for array in arrays]
+        return [all_finite(array) for array in arrays]
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def release(self) -> bool:
         return False
-
-
-def _is_finite(flat: Array) -> bool:
-    # One pass without a temporary array; squares of large numbers overflow, which is no error.
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.dot(flat, flat)
-    return bool(np.isfinite(squares)) or between_infinities(flat)
-
-
-def between_infinities(array: Array) -> bool:
-    """Whether an array of NumPy's, in any strides, holds numbers alone; nothing is copied."""
-    with np.errstate(invalid="ignore"):
-        # NaN is both the least and the greatest.
-        return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 HOST: Final[Place] = Host()

@@ -261,11 +261,12 @@ class Backend(Protocol):
         eigenvalues that rounding left are damped, not cut off.
         """
 
-    def all_finite(self, x: Array) -> bool:
-        """Whether the sum of squares of ``x`` is finite, so that its second moment will be."""
+    def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
+        """The sum of squares of each, in its own type; of half precision in single, else in double.
 
-    def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        """``all_finite`` of each; a device is read once for all of them."""
+        Not finite where a number is not, or where squares overflow: where it is finite, a second
+        moment will be. A device is read once for all of them.
+        """
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
         """Whether each holds finite numbers only: ``(len(arrays),)``, of this library, not read."""

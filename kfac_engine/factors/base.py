@@ -7,6 +7,7 @@ read. The estimator drives the same steps through ``update`` and ``refresh``.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -99,7 +100,7 @@ class FisherFactor(ABC):
         """
         known = known or extents([self.statistic], values, self.backend)
         for name in self.statistic.names():
-            if not known.finite[name]:
+            if not known.is_finite(name):
                 self._check_large(name, values[name])
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
@@ -107,7 +108,7 @@ class FisherFactor(ABC):
         if not self.statistic.batch_size(values):
             raise InputError(f"the batch for {self.name} holds no example.")
         for pair in self.statistic.products():
-            self._check_product(pair, values, known.largest)
+            self._check_product(pair, values, known)
 
     def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
         """Average one batch in, all its sources at once, in place.
@@ -173,16 +174,11 @@ class FisherFactor(ABC):
             )
         self._narrowest = _WIDE
 
-    def _check_product(
-        self, pair: tuple[str, str], values: Values, largest: Mapping[str, float]
-    ) -> None:
+    def _check_product(self, pair: tuple[str, str], values: Values, known: Extents) -> None:
         """Numbers in range may have products whose squares are not: widen, or refuse."""
-        bound = 1.0
-        for name in pair:
-            x = values[name]
-            # An example's sum of products is at most the product of its norms (Cauchy-Schwarz).
-            bound *= max(largest.get(name, 0.0), 1.0) * (x.size / len(x)) ** 0.5
-        bound *= len(x) ** 0.5  # squares are summed over the examples
+        # An example's sum of products is at most the product of its norms (Cauchy-Schwarz), and the
+        # squares of these add up to no more than the product over all examples.
+        bound = prod(known.norm_bound(name, values[name]) for name in pair)
         kept = np.result_type(self._narrowest, *(values[n].dtype for n in pair if _real(values[n])))
         if bound < float(np.finfo(kept).max) ** 0.5:
             return

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from math import isfinite, sqrt
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.tasks import TO_READ, Task
 from kfac_engine.errors import UnknownNameError
 from kfac_engine.factors.statistics import Statistic
 from kfac_engine.losses.checks import Named
@@ -51,12 +50,20 @@ class Extents:
     """How large the numbers of a batch are, read from a device once for all factors.
 
     Attributes:
-        finite: Whether the sum of squares of a value is finite.
-        largest: Largest absolute number of a value that is multiplied before it is squared.
+        squared_norms: Sum of squares of each value; not finite where that overflows its type.
     """
 
-    finite: Mapping[str, bool]
-    largest: Mapping[str, float]
+    squared_norms: Mapping[str, float]
+
+    def is_finite(self, name: str) -> bool:
+        """Whether the sum of squares of a value is finite."""
+        return isfinite(self.squared_norms[name])
+
+    def norm_bound(self, name: str, x: Array) -> float:
+        """What the norm of a value ``x`` is at most, with a one beside each of its numbers."""
+        if self.is_finite(name):
+            return sqrt(self.squared_norms[name] + x.size)
+        return (float(abs(x).max()) + 1.0) * sqrt(x.size)
 
 
 def extents(statistics: Sequence[Statistic], values: Values, backend: Backend) -> Extents:
@@ -71,14 +78,5 @@ def extents(statistics: Sequence[Statistic], values: Values, backend: Backend) -
         The extents of every value that the statistics read.
     """
     names = list(dict.fromkeys(name for found in statistics for name in found.names()))
-    finite = dict(zip(names, backend.finite([values[name] for name in names]), strict=True))
-    pairs = (pair for found in statistics for pair in found.products())
-    multiplied = [n for n in dict.fromkeys(n for pair in pairs for n in pair) if values[n].size]
-    found: dict[str, Array] = {}
-
-    def measure(name: str) -> None:
-        found[name] = abs(values[name]).max()
-
-    backend.share([Task(TO_READ * values[n].size, partial(measure, n)) for n in multiplied])
-    largest = backend.download([found[name] for name in multiplied])
-    return Extents(finite, {n: float(x) for n, x in zip(multiplied, largest, strict=True)})
+    norms = backend.squared_norms([values[name] for name in names])
+    return Extents(dict(zip(names, norms, strict=True)))

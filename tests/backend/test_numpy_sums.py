@@ -1,0 +1,51 @@
+"""Sums of squares are those of float64, whatever the strides; what is not finite is found."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.numpy_sums import all_finite, between_infinities, squared_norm
+
+# A float32 sum of a thousand squares, in any order.
+ROUNDING = 1e-5
+
+LAYOUTS = {
+    "rows": lambda x: x,
+    "columns": lambda x: np.asfortranarray(x),
+    "axes_turned": lambda x: x.transpose(2, 0, 1),
+    "with_gaps": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "backwards": lambda x: x[::-1, :, ::-1],
+    "repeated": lambda x: np.broadcast_to(x[:1], x.shape),
+    "a_number": lambda x: x[0, 0, 0],
+    "nothing": lambda x: x[:0],
+}
+
+
+def numbers(dtype=np.float32):
+    return (np.random.default_rng(3).standard_normal((6, 9, 20)) * 5).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int8, np.int64, bool])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_squares_are_summed_in_any_layout(layout, dtype):
+    x = np.asarray(layout(numbers(dtype)))
+    expected = (x.astype(np.float64) ** 2).sum()
+    np.testing.assert_allclose(squared_norm(x), expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", ["rows", "columns", "with_gaps"])
+def test_one_entry_that_is_no_number_is_found(layout, bad, dtype):
+    x = numbers(dtype)
+    x[3, 4, 6] = bad
+    x = LAYOUTS[layout](x)
+    assert not np.isfinite(squared_norm(x))
+    assert not all_finite(x)
+    assert not between_infinities(x)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_numbers_are_finite_though_their_squares_are_not(dtype):
+    x = np.array([np.finfo(dtype).max, -np.finfo(dtype).max])
+    assert squared_norm(x) == np.inf
+    assert all_finite(x)
