@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 from rich.console import Console
 
 from kfac_engine.bench.environment import environment, keep_to_cores
+from kfac_engine.bench.growth import fitted, growth
 from kfac_engine.bench.report import new_table
 from kfac_engine.bench.step_networks import Network, classifier, filters
 from kfac_engine.bench.timing import Spread, spread
@@ -27,8 +27,6 @@ from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.registry import Registry
 
 _ROUNDS = 5
-# What exponents may exceed the expected ones by before they are marked: fits over a few sizes.
-_MARGIN, _MARK = 0.15, " !"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +176,6 @@ def run_scaling(
     return points
 
 
-def growth(found: float, expected: float) -> str:
-    """An exponent beside the expected one, marked if it is larger."""
-    return f"size^{found:.2f}, at most {expected:g}{_MARK * (found > expected + _MARGIN)}"
-
-
 def along(axis: str, threads: int, rounds: int) -> list[Point]:
     """The points of one axis."""
     varied = AXES[axis]
@@ -197,11 +190,6 @@ def along(axis: str, threads: int, rounds: int) -> list[Point]:
         Point(axis, size, time, peak, exponent, memory, varied.time, varied.memory)
         for size, time, peak in zip(sizes, times, peaks, strict=True)
     ]
-
-
-def fitted(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of the line through the logarithms."""
-    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def _in_new_process(shape: Shape, threads: int, rounds: int) -> Steps:

@@ -3,15 +3,21 @@
 ``bench_tables`` puts the table into ``docs/performance.md``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-OURS, DEFINITION = "ours", "definition"
+from kfac_engine.bench.contenders import ALWAYS, DEFINITION, OURS, OURS_PLAIN
+from kfac_engine.bench.growth import MARGIN
+from kfac_engine.bench.jobs import SELDOM
+
 # Not a contender's name: the quickest of all that are not ours.
 BEST = "the best peer"
-_PLAIN = "gradient"
 _MEGABYTE = 1e6
+
+# Rows of a suite as JSON has them, and all suites by name.
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Suites: TypeAlias = Mapping[str, Rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,53 +55,103 @@ GOALS = (
     Goal("step", "mlp, batch 512, factors 1,", BEST, 0.80),
     Goal("step", "resnet20, batch 128, factors 1,", BEST, 0.35),
     Goal("step", "transformer, batch 32, factors 1,", BEST, 0.70),
+    # The same engine without curvature, beside it in the same rounds.
+    Goal("step", SELDOM, OURS_PLAIN, 1.30),
 )
-# A step with factors every tenth and inverses every hundredth time, divided by a plain gradient.
-SELDOM, SELDOM_BOUND = "factors 10, inverses 100", 1.30
 # Scratch memory of the patches in ``_SHORTEST``.
 SCRATCH_BOUND = 32 * _MEGABYTE
 
 
-def table(suites: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """Lines of Markdown: every goal that was measured.
+class Finding(NamedTuple):
+    """A goal and what was found."""
+
+    case: str
+    beside: str
+    bound: float
+    found: float
+
+
+def table(suites: Suites, older: Suites | None = None) -> Iterator[str]:
+    """Lines of Markdown: how many goals are reached, and each that was measured.
 
     Args:
         suites: Of a report of ``bench --json``.
+        older: Of one with an older kernel of BLAS, for a column of its own.
 
     Yields:
-        Head, rule and rows; a goal that is missed is bold.
+        A sentence, head, rule and rows; a goal that is missed is bold.
     """
-    yield "| case | beside | at most | found |"
-    yield "|---|---|---|---|"
-    for case, beside, bound, found in _measured(suites):
-        told = f"{found:.2f}" if found <= bound else f"**{found:.2f}**"
-        yield f"| {case} | {beside} | {bound:.2f} | {told} |"
+    findings = list(measured(suites))
+    others = {finding[:2]: finding for finding in measured(older or {})}
+    reached = sum(finding.found <= finding.bound for finding in findings)
+    yield f"{reached} of {len(findings)} are reached."
+    yield ""
+    columns = ("case", "beside", "at most", "found", *(("older kernel",) if older else ()))
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for finding in findings:
+        beside = others.get(finding[:2])
+        cells = (
+            finding.case, finding.beside, f"{finding.bound:.2f}", _told(finding),
+            *([_told(beside) if beside else ""] if older else []),
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
 
 
-def _measured(
-    suites: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> Iterator[tuple[str, str, float, float]]:
+def measured(suites: Suites) -> Iterator[Finding]:
+    """All goals about what was measured.
+
+    Args:
+        suites: Of a report.
+
+    Yields:
+        Those of contests in the order of ``GOALS``, then those of memory and growth.
+    """
     for goal in GOALS:
         for case, seconds in _times(suites.get(goal.suite, ()), goal.case).items():
-            peers = {who: time for who, time in seconds.items() if who not in {OURS, DEFINITION}}
-            best = {BEST: min(peers.values())} if peers else {}
-            found = {**seconds, **best}
-            if goal.other in found:
-                quotient = seconds[OURS] / found[goal.other]
-                yield f"{goal.suite}: {case}", goal.other, goal.bound, quotient
-    steps = _times(suites.get("step", ()), "")
-    for case, seconds in steps.items():
-        plain = case.replace(SELDOM, _PLAIN)
-        if SELDOM in case and plain in steps:
-            quotient = seconds[OURS] / steps[plain][OURS]
-            yield f"step: {case}", "its plain gradient", SELDOM_BOUND, quotient
-    for row in suites.get("conv", ()):
-        if row["contender"] == OURS and any(case in row["case"] for case in _SHORTEST):
-            megabytes = row["peak_bytes"] / _MEGABYTE
-            yield f"conv: {row['case']}", "MB of scratch", SCRATCH_BOUND / _MEGABYTE, megabytes
+            peers = [time for who, time in seconds.items() if who not in ALWAYS]
+            found = {**seconds, **({BEST: min(peers)} if peers else {})}
+            if OURS in found and goal.other in found:
+                quotient = found[OURS] / found[goal.other]
+                yield Finding(f"{goal.suite}: {case}", goal.other, goal.bound, quotient)
+    for suite, findings in _OTHERS.items():
+        # Points of one axis say the same.
+        yield from dict.fromkeys(found for row in suites.get(suite, ()) for found in findings(row))
 
 
-def _times(rows: Sequence[Mapping[str, Any]], part: str) -> dict[str, dict[str, float]]:
+def _scratch(row: Mapping[str, Any]) -> Iterator[Finding]:
+    if row["contender"] == OURS and any(case in row["case"] for case in _SHORTEST):
+        bound, found = SCRATCH_BOUND / _MEGABYTE, row["peak_bytes"] / _MEGABYTE
+        yield Finding(f"conv: {row['case']}", "MB of scratch", bound, found)
+
+
+def _peak(row: Mapping[str, Any]) -> Iterator[Finding]:
+    found = row["measured"] / row["announced"]
+    yield Finding(f"memory: {row['case']}", "what was announced", 1.0, found)
+
+
+def _growth(row: Mapping[str, Any]) -> Iterator[Finding]:
+    for what, of in (("time", ""), ("memory", "memory_")):
+        yield Finding(
+            f"scaling: {row['axis']}", f"exponent of {what}", row[f"{of}expected"] + MARGIN,
+            row[f"{of}exponent"],
+        )  # fmt: skip
+
+
+# Suite to what its rows say of goals that are no quotients of times.
+_OTHERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
+    "conv": _scratch,
+    "memory": _peak,
+    "scaling": _growth,
+}
+
+
+def _told(finding: Finding) -> str:
+    found = f"{finding.found:.2f}"
+    return found if finding.found <= finding.bound else f"**{found}**"
+
+
+def _times(rows: Rows, part: str) -> dict[str, dict[str, float]]:
     """Case to contender to seconds."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:

@@ -2,7 +2,8 @@
 
     python -m scripts.bench_tables
 
-Reads ``bench/results/*.json``; README and ``docs/performance.md`` show the newest ``*-cpu.json``.
+Reads ``bench/results/*.json``; README and ``docs/performance.md`` show the newest ``*-cpu.json``,
+the latter beside the newest ``*-cpu-haswell.json``.
 """
 
 import json
@@ -12,6 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from kfac_engine.bench.ceiling import Ceiling, Course
+from kfac_engine.bench.contenders import DEFINITION, OURS, OURS_PLAIN
+from kfac_engine.bench.growth import growth
+from kfac_engine.bench.measure import DISTURBING_SHARE
+from kfac_engine.bench.timing import milliseconds
 from scripts import bench_goals
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,17 +25,27 @@ RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
-OURS = "ours"
-# The README's choice: suite to a part of the names of its cases.
-SHOWN = {
-    "dense": "4096 rows of 1024",
-    "conv": "stride 1",
-    "inverse": "1024 × 1024",
-    "precondition": "ResNet-50",
-    "step": "factors 1,",
+NEWEST, OLDER_KERNEL = "*-cpu.json", "*-cpu-haswell.json"
+
+# The README's choice: a line's words, the suite, and a part of the name of its case.
+SHOWN = (
+    ("step: MLP 784-1024-512-256-10, batch 512", "step", "mlp, batch 512, factors 1,"),
+    ("step: ResNet-20, batch 128", "step", "resnet20, batch 128, factors 1,"),
+    ("step: transformer, 4 layers of 256, batch 32", "step", "transformer, batch 32, factors 1,"),
+    ("statistics of 3×3 patches, 32×64×56×56", "conv", "32×64×56×56, 3×3, stride 1"),
+    ("statistics of 3×3 patches, 32×512×7×7", "conv", "32×512×7×7, 3×3, stride 1"),
+    ("statistics of 1×1 patches, 32×1024×14×14", "conv", "32×1024×14×14, 1×1"),
+    ("statistics of depthwise 3×3 patches, 32×96×56×56", "conv", "depthwise"),
+    ("statistics of a dense layer, 4096 rows of 1024", "dense", "4096 rows of 1024"),
+    ("damped inverse, 1024 × 1024", "inverse", "1024 × 1024"),
+    ("preconditioning of 54 layers of a ResNet-50", "precondition", "ResNet-50"),
+)
+# Its columns: the quickest of some contenders.
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "NumPy": (DEFINITION,),
+    "PyTorch": ("torch", "torch-by-example", "curvlinops"),
+    "JAX": ("jax", "kfac-jax"),
 }
-# As bench marks it: other processes took more than this share of the wall time.
-DISTURBING_SHARE = 0.1
 
 
 def main() -> None:
@@ -49,29 +65,44 @@ def load(path: Path) -> Mapping[str, Any]:
 
 def readme(text: str) -> str:
     """The README with the newest measurements between its marks."""
-    newest = _newest()
+    newest = _newest(NEWEST)
+    assert newest is not None, "no measurements"
     report = load(newest)
+    suites = {name: list(_cases(rows)) for name, rows in report["suites"].items()}
+    chosen = [
+        (words, times)
+        for words, suite, part in SHOWN
+        for case, times in suites.get(suite, ())
+        if part in case
+    ]
+    told = [f"| {words} | {' | '.join(_beside_columns(times))} |" for words, times in chosen]
     lines = [
-        "| job | ours, ms | times as fast as |",
-        "|---|---|---|",
-        *(line for suite in SHOWN for line in _summary(suite, report)),
+        f"| job | ours, ms | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * (1 + len(COLUMNS))}",
+        *told,
         "",
-        _machine_line(report),
-        f"All of it: [bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
+        f"How many times as long the quickest way in each library takes. {_extremes(suites)}",
+        "",
+        f"{_machine_line(report)} All of it: "
+        f"[bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
     ]
     return _between_marks(text, lines)
 
 
 def performance(text: str) -> str:
     """``docs/performance.md`` with the newest measurements beside the goals between its marks."""
-    newest = _newest()
+    newest, older = _newest(NEWEST), _newest(OLDER_KERNEL)
+    assert newest is not None, "no measurements"
     report = load(newest)
     source = f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_machine_line(report)}"
-    return _between_marks(text, [*bench_goals.table(report["suites"]), "", source])
+    if older is not None:
+        source += f" Older kernel: [{older.stem}](../bench/results/{older.stem}.md)."
+    other = load(older)["suites"] if older else None
+    return _between_marks(text, [*bench_goals.table(report["suites"], other), "", source])
 
 
-def _newest() -> Path:
-    return max(RESULTS.glob("*-cpu.json"))
+def _newest(pattern: str) -> Path | None:
+    return max(RESULTS.glob(pattern), default=None)
 
 
 def _between_marks(text: str, lines: Sequence[str]) -> str:
@@ -83,37 +114,76 @@ def page(report: Mapping[str, Any]) -> str:
     """Every row of a report as Markdown."""
     machine = report["machine"]
     facts = [f"- {name}: {_told(value)}" for name, value in machine.items() if value]
-    tables = [line for name, rows in report["suites"].items() for line in _table(name, rows)]
+    courses = report.get("course", {})
+    tables = [
+        line
+        for name, rows in report["suites"].items()
+        for line in (f"## {name}\n", *_course(courses.get(name)), *_table(rows), "")
+    ]
     return "\n".join(["# Measurements", "", *facts, "", *tables]).rstrip() + "\n"
 
 
-def _summary(suite: str, report: Mapping[str, Any]) -> Iterator[str]:
-    for case, rows in _cases(report["suites"].get(suite, ())):
-        if SHOWN[suite] not in case:
-            continue
-        disturbed = any(row["others"] > DISTURBING_SHARE for row in rows)
-        # Wall times of a busy machine say little; what processors spent says more.
-        times = [row["cpu_seconds"] if disturbed else row["seconds"]["median"] for row in rows]
-        taken = dict(zip([row["contender"] for row in rows], times, strict=True))
-        own = taken.pop(OURS)
-        others = ", ".join(f"{name} {seconds / own:.1f}" for name, seconds in taken.items())
-        yield f"| {suite}: {case} | {1e3 * own:.1f}{' !' if disturbed else ''} | {others} |"
+def _course(course: Mapping[str, Any] | None) -> Iterator[str]:
+    """A sentence about how a suite went."""
+    if course is not None:
+        found = _restored(course)
+        gaps = f" Not measured: {'; '.join(found.missing)}." if found.missing else ""
+        yield (
+            f"Took {found.seconds:.0f} s. Ceiling before it {found.before}, after it "
+            f"{found.after}, at best {found.best}.{gaps}\n"
+        )
 
 
-def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield f"## {name}\n"
+def _restored(course: Mapping[str, Any]) -> Course:
+    ceilings = {when: Ceiling(**course[when]) for when in ("before", "after", "best")}
+    return Course(seconds=course["seconds"], missing=tuple(course["missing"]), **ceilings)
+
+
+def _beside_columns(times: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Time of ours, and by what the quickest of each column exceeds it."""
+    disturbed = any(row["others"] > DISTURBING_SHARE for row in times.values())
+    seconds = {who: row["seconds"]["median"] for who, row in times.items()}
+    own = seconds[OURS]
+    yield f"{milliseconds(own)}{' !' if disturbed else ''}"
+    for group in COLUMNS.values():
+        found = [seconds[who] for who in group if who in seconds]
+        yield f"{min(found) / own:.1f} ×" if found else ""
+
+
+def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]]]) -> str:
+    """A sentence about all cases, the best and the worst of them."""
+    found = []
+    for suite, cases in suites.items():
+        for case, times in cases:
+            seconds = {
+                who: row["seconds"]["median"] for who, row in times.items() if who != OURS_PLAIN
+            }
+            own = seconds.pop(OURS, None)
+            if own is not None and seconds:
+                other = min(seconds, key=lambda who: seconds[who])
+                found.append((seconds[other] / own, f"{suite}, {case}: *{other}*"))
+    (worst, where), (best, there) = min(found), max(found)
+    ahead = sum(quotient > 1 for quotient, _ in found)
+    return (
+        f"Ahead of the quickest of all others: {ahead} of {len(found)} cases, from {worst:.2f} × "
+        f"({where}) to {best:.1f} × ({there})."
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     known = (form for mark, form in FORMS.items() if rows and mark in rows[0])
     heads, cells = next(known, (list(rows[0]) if rows else [], _any))
+    if not rows:
+        return
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"
     for row in rows:
         yield f"| {' | '.join(cells(row))} |"
-    yield ""
 
 
 CONTEST = [
-    "case", "contender", "ms", "quartiles", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling",
-    "peak MB", "error", "others",
+    "case", "contender", "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s",
+    "of ceiling", "peak MB", "error", "others",
 ]  # fmt: skip
 
 
@@ -121,9 +191,8 @@ def _contest(row: Mapping[str, Any]) -> list[str]:
     times = row["seconds"]
     rate = row["rate"]
     return [
-        row["case"], row["contender"], f"{1e3 * times['median']:.2f}",
-        f"{1e3 * times['low']:.2f} – {1e3 * times['high']:.2f}",
-        f"{1e3 * row['cpu_seconds']:.2f}", f"{row['ratio']:.2f}",
+        row["case"], row["contender"], *_times(times), str(row["runs"]),
+        milliseconds(row["cpu_seconds"]), f"{row['ratio']:.2f}",
         f"{2e-9 * rate:.0f}" if rate else "", f"{row['fraction']:.0%}" if rate else "",
         f"{row['peak_bytes'] / 1e6:.0f}",
         " / ".join(f"{error:.0e}" for error in row["errors"].values()),
@@ -148,10 +217,45 @@ def _gpu(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+MEMORY = ["case", "announced MB", "measured MB", "measured ÷ announced"]
+
+
+def _memory(row: Mapping[str, Any]) -> list[str]:
+    announced, measured = row["announced"] / 1e6, row["measured"] / 1e6
+    return [row["case"], f"{announced:.0f}", f"{measured:.0f}", f"{measured / announced:.2f}"]
+
+
+GROWTH = ["axis", "size", "ms", "quartiles", "peak MB", "time grows as", "memory as"]
+
+
+def _growth(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["axis"], str(row["size"]), *_times(row["seconds"]), f"{row['peak_bytes'] / 1e6:.0f}",
+        growth(row["exponent"], row["expected"]),
+        growth(row["memory_exponent"], row["memory_expected"]),
+    ]  # fmt: skip
+
+
+BUILD = ["network", "stage", "ms", "quartiles"]
+
+
+def _build(row: Mapping[str, Any]) -> list[str]:
+    return [row["network"], row["stage"], *_times(row["seconds"])]
+
+
+def _times(seconds: Mapping[str, float]) -> tuple[str, str]:
+    """Median and quartiles in milliseconds."""
+    median, low, high = (milliseconds(seconds[which]) for which in ("median", "low", "high"))
+    return median, f"{low} – {high}"
+
+
 # A field that only rows of one kind have: their heads and cells.
 FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] = {
     "cpu_seconds": (CONTEST, _contest),
     "floor": (GPU, _gpu),
+    "announced": (MEMORY, _memory),
+    "exponent": (GROWTH, _growth),
+    "stage": (BUILD, _build),
 }
 
 
@@ -169,9 +273,13 @@ def _told(value: Any) -> str:
     return told.get(type(value), lambda: str(value))()
 
 
-def _cases(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    for case, found in groupby(rows, key=lambda row: row["case"]):
-        yield case, list(found)
+def _cases(
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, dict[str, Mapping[str, Any]]]]:
+    """Case to contender to row, of a contest."""
+    contest = [row for row in rows if "contender" in row]
+    for case, found in groupby(contest, key=lambda row: row["case"]):
+        yield case, {row["contender"]: row for row in found}
 
 
 def _machine_line(report: Mapping[str, Any]) -> str:
@@ -183,7 +291,11 @@ def _machine_line(report: Mapping[str, Any]) -> str:
         for rows in report["suites"].values()
         for row in rows
     )
-    mark = " `!`: other processes ran; these are times on processors." if disturbed else ""
+    mark = " `!`: other processes ran, and the times are too long." if disturbed else ""
+    courses = report.get("course", {})
+    slow = [name for name, course in courses.items() if _restored(course).slowed]
+    if slow:
+        mark += f" The host slowed the machine down during {', '.join(slow)}: all times are longer."
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads for each "
         f"contender, BLAS kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each "

@@ -3,9 +3,9 @@
     python -m scripts.full_bench                      bench/results/<date>-cpu.json and .md
     python -m scripts.full_bench --kernel Haswell     bench/results/<date>-cpu-haswell.json and .md
 
-Every peer that this Python has takes part. Each suite is written when it is done: after an
-interruption the same command with ``--resume`` goes on with the next one. Takes about 25 minutes;
-let nothing else run meanwhile.
+Every peer that this Python has takes part; an older kernel is measured in suites with contenders
+only. Each suite is written when it is done: after an interruption the same command with
+``--resume`` goes on with the next one. Takes 20 minutes; let nothing else run meanwhile.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from datetime import date
 
 from kfac_engine.bench.contenders import CONTENDERS, PEERS
+from kfac_engine.bench.jobs import SUITES
 from scripts import bench_tables
 
 # What OpenBLAS takes in place of the kernel for this processor.
@@ -47,7 +48,7 @@ def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
 
     Args:
         kernel: Of OpenBLAS; empty for the processor's own.
-        suites: Which; empty for all.
+        suites: Which; empty for all, or for those with contenders where a kernel is chosen.
         resume: Whether suites in the file are kept.
 
     Returns:
@@ -60,7 +61,7 @@ def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
         "--json", str(bench_tables.RESULTS / f"{name}.json"),
         *(["--compare", ",".join(peers)] if peers else []),
         *(["--resume"] if resume else []),
-        *(part for suite in suites for part in ("--suite", suite)),
+        *(part for suite in suites or (SUITES if kernel else ()) for part in ("--suite", suite)),
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The script that measures everything names its files, its peers and its kernel."""
 
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ def test_measurements_are_named_after_day_and_kernel(kernel, stem):
     assert path.parent == full_bench.bench_tables.RESULTS
     assert path.name == f"{date.today()}-{stem}.json"
     assert command[-3:] == ["--resume", "--suite", "dense"]
+
+
+def test_an_older_kernel_is_measured_where_there_are_contenders():
+    command = full_bench.command("Haswell", [], resume=False)
+    chosen = [after for word, after in pairwise(command) if word == "--suite"]
+    assert chosen == ["dense", "conv", "inverse", "power", "precondition", "step"]
+    assert "--suite" not in full_bench.command("", [], resume=False)
 
 
 def test_peers_that_are_installed_take_part(monkeypatch):

@@ -5,6 +5,7 @@ from rich.console import Console
 
 import kfac_engine as ke
 from kfac_engine.bench import jobs, scaling
+from kfac_engine.bench.growth import fitted
 from kfac_engine.bench.memory import in_new_process
 from kfac_engine.bench.stages import take_apart
 from kfac_engine.bench.step_networks import NETWORKS, classifier
@@ -47,7 +48,7 @@ def test_gradients_that_are_compared_are_those_of_the_loss():
 
 
 def test_an_exponent_is_the_slope_of_logarithms():
-    assert scaling.fitted([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
+    assert fitted([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
 
 
 def test_points_of_an_axis_share_their_exponents(monkeypatch, capsys):

@@ -40,36 +40,62 @@ def report_of(times):
     return suites
 
 
+SELDOM = "mlp, batch 512, factors 10, inverses 100"
+AXIS = {"axis": "batch", "expected": 1, "memory_expected": 0, "exponent": 1.1}
 GOALS = {
     "one peer, reached": (
-        {("dense", "256 rows of 1024"): {"definition": 9.0, "ours": 1.0, "torch": 2.0}},
+        report_of({("dense", "256 rows of 1024"): {"definition": 9.0, "ours": 1.0, "torch": 2.0}}),
         "| dense: 256 rows of 1024 | torch | 0.60 | 0.50 |",
     ),
     "one peer, missed": (
-        {("inverse", "512 × 512"): {"definition": 2.0, "ours": 1.0}},
+        report_of({("inverse", "512 × 512"): {"definition": 2.0, "ours": 1.0}}),
         "| inverse: 512 × 512 | definition | 0.40 | **0.50** |",
     ),
     "the best of many": (
-        {("step", "mlp, batch 512, factors 1, inverses 10"): {"ours": 3.0, "torch": 4, "jax": 5}},
+        report_of(
+            {
+                ("step", "mlp, batch 512, factors 1, inverses 10"): {
+                    "ours": 3.0, "ours-gradient": 1.0, "torch": 4, "jax": 5,
+                }
+            }
+        ),
         "| step: mlp, batch 512, factors 1, inverses 10 | the best peer | 0.80 | 0.75 |",
     ),
     "the plain gradient": (
-        {
-            ("step", "mlp, batch 512, gradient"): {"ours": 1.0},
-            ("step", "mlp, batch 512, factors 10, inverses 100"): {"ours": 1.2},
-        },
-        "| step: mlp, batch 512, factors 10, inverses 100 | its plain gradient | 1.30 | 1.20 |",
+        report_of({("step", SELDOM): {"ours": 1.2, "ours-gradient": 1.0, "torch": 0.1}}),
+        f"| step: {SELDOM} | ours-gradient | 1.30 | 1.20 |",
     ),
     "scratch memory": (
-        {("conv", "32×512×7×7, 3×3, stride 1"): {"ours": 1.0}},
+        report_of({("conv", "32×512×7×7, 3×3, stride 1"): {"ours": 1.0}}),
         "| conv: 32×512×7×7, 3×3, stride 1 | MB of scratch | 32.00 | **40.00** |",
     ),
-}
+    "announced memory": (
+        {"memory": [{"case": "mlp, batch 32, exact", "announced": 200, "measured": 150}]},
+        "| memory: mlp, batch 32, exact | what was announced | 1.00 | 0.75 |",
+    ),
+    "growth of time": (
+        {"scaling": [{**AXIS, "memory_exponent": 0.5}] * 2},
+        "| scaling: batch | exponent of time | 1.15 | 1.10 |",
+    ),
+    "growth of memory": (
+        {"scaling": [{**AXIS, "memory_exponent": 0.5}] * 2},
+        "| scaling: batch | exponent of memory | 0.15 | **0.50** |",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("times", "line"), GOALS.values(), ids=GOALS)
-def test_goals_stand_beside_what_was_found(times, line):
-    assert line in list(bench_goals.table(report_of(times)))
+@pytest.mark.parametrize(("suites", "line"), GOALS.values(), ids=GOALS)
+def test_goals_stand_beside_what_was_found(suites, line):
+    assert list(bench_goals.table(suites)).count(line) == 1
+
+
+def test_an_older_kernel_has_a_column_beside():
+    case = ("dense", "256 rows of 1024")
+    newer, older = (report_of({case: {"ours": 1.0, "torch": t}}) for t in (2.0, 1.0))
+    first, _, heads, _, line = bench_goals.table(newer, older)
+    assert first == "1 of 1 are reached."
+    assert heads == "| case | beside | at most | found | older kernel |"
+    assert line == "| dense: 256 rows of 1024 | torch | 0.60 | 0.50 | **1.00** |"
 
 
 def test_every_goal_is_about_a_case_that_is_measured():
@@ -78,30 +104,101 @@ def test_every_goal_is_about_a_case_that_is_measured():
         assert goal.other in {*contenders.CONTENDERS, bench_goals.BEST}, goal
 
 
-def row(contender, milliseconds, ratio, others=0.0):
+def test_the_readme_shows_cases_and_contenders_that_there_are():
+    for words, suite, part in bench_tables.SHOWN:
+        assert sum(part in job.name for job in jobs.SUITES[suite]) == 1, words
+    shown = {who for group in bench_tables.COLUMNS.values() for who in group}
+    assert shown == {contenders.DEFINITION, *contenders.PEERS}
+
+
+def row(contender, milliseconds, case="4096 rows of 1024", others=0.0):
     seconds = dict.fromkeys(("median", "low", "high"), milliseconds / 1e3)
     return {
-        "case": "4096 rows of 1024", "contender": contender, "seconds": seconds, "ratio": ratio,
+        "case": case, "contender": contender, "seconds": seconds, "ratio": 1.0, "runs": 3,
         "cpu_seconds": milliseconds / 500, "errors": {"result": 0.0}, "rate": 1e9, "fraction": 0.5,
         "peak_bytes": 0, "others": others, "switches": 0.0,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("others", "told"), [(0.0, "5.0"), (0.5, "10.0 !")])
-def test_the_readme_tells_wall_times_if_nobody_disturbed_them(tmp_path, monkeypatch, others, told):
-    machine = {
-        "processor": "P",
-        "cores": 2,
-        "threads": 2,
-        "blas": [{"kernel": "Zen"}],
-        "packages": {},
-    }
-    rows = [row("definition", 20, 0.25), row("ours", 5, 1, others)]
-    report = {"machine": machine, "suites": {"dense": rows}}
-    (tmp_path / "day-cpu.json").write_text(json.dumps(report))
+def machine(cores=2):
+    blas = [{"kernel": "Zen"}]
+    return {"processor": "P", "cores": cores, "threads": 2, "blas": blas, "packages": {}}
+
+
+def ceiling(rate):
+    return {"threads": 2, "multiplications": rate, "copied_bytes": 1e9}
+
+
+def course(before, best=1e11):
+    rates = {"before": ceiling(before), "after": ceiling(best), "best": ceiling(best)}
+    return {"seconds": 60.0, "missing": [], **rates}
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """Gives the README's part about a report."""
     monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
-    text = bench_tables.readme(f"before {bench_tables.BEGIN} old {bench_tables.END} after")
-    assert f"| dense: 4096 rows of 1024 | {told} | definition 4.0 |" in text
+
+    def show(rows, courses):
+        report = {"machine": machine(), "suites": {"dense": rows}, "course": courses}
+        (tmp_path / "day-cpu.json").write_text(json.dumps(report))
+        return bench_tables.readme(f"before {bench_tables.BEGIN} old {bench_tables.END} after")
+
+    return show
+
+
+@pytest.mark.parametrize(("others", "told"), [(0.0, "5.00"), (0.5, "5.00 !")])
+def test_the_readme_compares_with_the_quickest_way_in_each_library(shown, others, told):
+    rows = [
+        row("definition", 20), row("ours", 5, others=others), row("torch", 12), row("jax", 4),
+        row("definition", 30, "64 rows of 512"), row("ours", 10, "64 rows of 512"),
+    ]  # fmt: skip
+    text = shown(rows, {})
+    job = "statistics of a dense layer, 4096 rows of 1024"
+    assert f"| {job} | {told} | 4.0 × | 2.4 × | 0.8 × |" in text
+    assert "Ahead of the quickest of all others: 1 of 2 cases," in text
+    assert "from 0.80 × (dense, 4096 rows of 1024: *jax*)" in text
+    assert "to 3.0 × (dense, 64 rows of 512: *definition*)" in text
+    assert ("other processes ran" in text) == bool(others)
     assert "old" not in text
     assert text.startswith("before ")
     assert text.endswith(" after")
+
+
+@pytest.mark.parametrize(("before", "told"), [(1e11, False), (7e10, True)])
+def test_a_host_that_slowed_the_machine_down_is_told(shown, before, told):
+    text = shown([row("definition", 20), row("ours", 5)], {"dense": course(before)})
+    assert ("The host slowed the machine down during dense" in text) == told
+
+
+FORMS = {
+    "contest": (row("ours", 5), "| 4096 rows of 1024 | ours | 5.00 | 5.00 – 5.00 | 3 | 10.0 |"),
+    "memory": (
+        {"case": "mlp", "announced": 2e8, "measured": 15e7}, "| mlp | 200 | 150 | 0.75 |",
+    ),
+    "growth": (
+        {**AXIS, "size": 64, "seconds": row("ours", 5)["seconds"], "peak_bytes": 3e6,
+         "memory_exponent": 0.5},
+        "| batch | 64 | 5.00 | 5.00 – 5.00 | 3 | size^1.10, at most 1 | size^0.50, at most 0 ! |",
+    ),
+    "build": (
+        {"network": "bert", "stage": "read the file", "seconds": row("ours", 5)["seconds"]},
+        "| bert | read the file | 5.00 | 5.00 – 5.00 |",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "line"), FORMS.values(), ids=FORMS)
+def test_rows_of_each_suite_are_told_in_words_and_numbers(found, line):
+    suites = {"one": [found]}
+    page = bench_tables.page(
+        {"machine": machine(), "suites": suites, "course": {"one": course(5e10)}}
+    )
+    assert line in page
+    assert "Took 60 s. Ceiling before it 100 GFLOP/s (sgemm), 1.0 GB/s (copy), after it 200" in page
+
+
+def test_suites_of_a_report_without_courses_have_tables():
+    page = bench_tables.page({"machine": machine(), "suites": {"dense": [row("ours", 5)]}})
+    assert "## dense" in page
+    assert "Took" not in page
