@@ -1,13 +1,14 @@
 """A chart for each suite: times of all contenders case by case, or growth along each axis."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kfac_engine.bench.contenders import CONTENDERS, OURS
 from kfac_engine.bench.measure import Row
 from kfac_engine.bench.scaling import Point
-from kfac_engine.errors import BackendError
+from kfac_engine.errors import BackendError, InputError
 
 _INCHES_A_BAR, _INCHES_A_CASE, _WIDTH, _PANEL = 0.16, 0.14, 9.0, 4.6
 _DOTS_AN_INCH = 120
@@ -15,24 +16,40 @@ _DOTS_AN_INCH = 120
 _COLOURS = {who: f"C{i}" for i, who in enumerate(CONTENDERS)}
 
 
+def chart_folder(folder: Path) -> Path:
+    """A folder in which charts can be drawn: better to know before anything is measured.
+
+    Args:
+        folder: Made if it is not there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        BackendError: matplotlib is not installed.
+        InputError: There can be no such folder.
+    """
+    if find_spec("matplotlib") is None:
+        raise BackendError(
+            "charts need matplotlib: pip install 'kfac-engine[plot]', or leave out --plot."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"no folder {folder} can be made: {error.strerror}.") from error
+    return folder
+
+
 def draw(folder: Path, contests: Mapping[str, Sequence[Row]], growth: Sequence[Point] = ()) -> None:
     """Write ``<suite>.png`` for each suite, and ``scaling.png``.
 
     Args:
-        folder: Made if it is not there.
+        folder: As ``chart_folder`` gives it.
         contests: Name of a suite to rows.
         growth: Points of the suite ``scaling``.
-
-    Raises:
-        BackendError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendError(
-            "charts need matplotlib: pip install 'kfac-engine[plot]', or leave out --plot."
-        ) from error
-    folder.mkdir(parents=True, exist_ok=True)
+    from matplotlib.figure import Figure
+
     for name, rows in contests.items():
         height = 1.2 + _INCHES_A_BAR * len(rows) + _INCHES_A_CASE * len(_by_case(rows))
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")

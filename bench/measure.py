@@ -9,11 +9,12 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench.ceiling import Ceiling
-from kfac_engine.bench.contenders import ALWAYS, CONTENDERS, DEFINITION, OURS, Process
+from kfac_engine.bench.contenders import ALWAYS, CONTENDERS, DEFINITION, OURS, PEERS, Process
 from kfac_engine.bench.jobs import Job
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
+from kfac_engine.registry import Registry
 
 # Rounds follow from the time that one takes: enough for a median, not for an afternoon. Who needs
 # half a minute for a turn has one.
@@ -213,9 +214,11 @@ def chosen(compare: Sequence[str]) -> list[str]:
         All names.
 
     Raises:
+        UnknownNameError: One is no peer.
         BackendError: One is not installed.
     """
-    for name, contender in {name: CONTENDERS[name] for name in compare}.items():
+    peers = Registry("peer", {name: CONTENDERS[name] for name in PEERS})
+    for name, contender in {name: peers[name] for name in compare}.items():
         if contender.missing:
             raise BackendError(
                 f"cannot compare with {name}: {', '.join(contender.missing)} is not "

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kfac_engine.bench.build import run_build
 from kfac_engine.bench.ceiling import Ceiling, Course, ceiling, ceilings, higher
-from kfac_engine.bench.charts import draw
+from kfac_engine.bench.charts import chart_folder, draw
 from kfac_engine.bench.contenders import CONTENDERS, running
 from kfac_engine.bench.environment import checked_threads
 from kfac_engine.bench.gpu import run_gpu
@@ -21,7 +21,7 @@ from kfac_engine.bench.memory import run_memory
 from kfac_engine.bench.report import print_suite, read_report, restored, writable, write_json
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
-from kfac_engine.errors import BackendError
+from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
 
 # Of output that does not go to a terminal: wide enough for a table.
@@ -98,7 +98,8 @@ def run_suites(
         UnknownNameError: No suite or peer has this name.
         BackendError: A peer is not installed; or, when all else is done, a result is not that of
             its definition, or a suite needs what is not here.
-        InputError: The number of threads is wrong, or the file cannot be resumed.
+        InputError: The number of threads is wrong, a file cannot be written or resumed, or a folder
+            not made.
     """
     suites = known_suites()
     # Where there is a GPU is for the user to say: without one that suite only raises.
@@ -106,6 +107,9 @@ def run_suites(
     contenders, threads = chosen(options.compare), checked_threads(options.threads)
     found = machine(threads)
     path = None if json_path is None else writable(Path(json_path))
+    folder = None if options.plot is None else chart_folder(Path(options.plot))
+    if options.resume and path is None:
+        raise InputError("--resume goes on with a file of measurements: name it with --json.")
     report: dict[str, dict[str, Any]] = {"machine": found, "course": {}, "suites": {}}
     if options.resume and path is not None:
         report.update(read_report(path, found))
@@ -121,12 +125,12 @@ def run_suites(
         report["suites"][name] = [asdict(row) for row in rows]
         if path is not None:
             write_json(path, report)
-    if options.plot is not None:
-        _draw_all(Path(options.plot), report["suites"])
+    if folder is not None:
+        _draw_all(folder, report["suites"])
     if setting.failures:
         raise BackendError(
             f"not measured: {'; '.join(setting.failures)}. What went wrong is printed above; all "
-            "else is measured and written."
+            "else is measured."
         )
 
 

@@ -199,12 +199,12 @@ def test_a_contender_that_fails_is_named():
 
 
 def test_a_peer_that_is_not_installed_is_refused_by_name(monkeypatch):
-    assert chosen([]) == chosen([OURS]) == [DEFINITION, OURS, OURS_PLAIN]
+    assert chosen([]) == [DEFINITION, OURS, OURS_PLAIN]
     monkeypatch.setattr("kfac_engine.bench.contenders.find_spec", lambda name: None)
     with pytest.raises(BackendError, match="cannot compare with torch: torch is not installed"):
         chosen(["torch"])
-    with pytest.raises(UnknownNameError, match="choose one of: curvlinops"):
-        chosen(["tensorflow"])
+    with pytest.raises(UnknownNameError, match="unknown peer 'ours'; choose one of: curvlinops"):
+        chosen([OURS])
 
 
 def test_every_contender_can_do_only_operations_that_are_measured():
@@ -341,6 +341,24 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(small
 )
 def test_a_suite_is_slowed_if_the_machine_multiplies_below_its_best(before, after, slowed):
     assert Course(1.0, before, after, higher(before, after)).slowed == slowed
+
+
+def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(
+    small_run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("kfac_engine.bench.charts.find_spec", lambda name: True)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"no folder .* can be made: Not a directory"):
+        run.run_suites(["small"], options=run.Options(threads=1, plot=tmp_path / "file" / "x"))
+    monkeypatch.setattr("kfac_engine.bench.charts.find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="charts need matplotlib"):
+        run.run_suites(["small"], options=run.Options(threads=1, plot=tmp_path / "x"))
+    assert not small_run
+
+
+def test_resuming_needs_a_file(small_run):
+    with pytest.raises(InputError, match="name it with --json"):
+        run.run_suites(["small"], options=run.Options(threads=1, resume=True))
 
 
 def test_more_threads_than_cores_are_refused():
