@@ -235,7 +235,13 @@ class NumpyBackend:
         return [found[index] for index in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        return np.array([numpy_sums.between_infinities(array) for array in arrays], bool)
+        found: dict[int, bool] = {}
+
+        def judge(index: int, array: Array) -> None:
+            found[index] = numpy_sums.all_finite(array)
+
+        self.share([Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)])
+        return np.array([found[index] for index in range(len(arrays))], bool)
 
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)

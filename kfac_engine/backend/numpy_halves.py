@@ -25,8 +25,10 @@ from kfac_engine._types import Array
 from kfac_engine.backend import blas, lapack
 from kfac_engine.backend.threads import Workers, blas_alone
 
-# Sides that LAPACK does: 64 to 128 take the same time, less costs calls.
-_LEAF = 128
+# Sides that LAPACK does: 64 to 200 take the same time alone. Beside another thread each call may
+# wait for the interpreter: two inverses of side 257 take 3.3 ms with leaves of 64, 2.6 with leaves
+# of 128, which are none of 257, and 1.7 with these.
+_LEAF = 160
 # Sides from which threads share the work. They meet at every product, and a meeting takes 0.1 ms:
 # one thread takes 3.7 ms at a side of 512, two take 4.6.
 _SHARED = 768

@@ -260,7 +260,8 @@ def _loaded(matrix: Array, damping: float, work: Array, workers: Workers) -> flo
         raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
     if _SMALLEST_NORM**2 < squares < np.inf:
         return max(damping, _floor(squares**0.5, matrix.dtype))
-    check_square(matrix)
+    check_square(np.tril(matrix))
+    matrix = _completed(matrix)
     if damping == 0.0 and not matrix.any():
         raise InputError(f"a zero matrix {matrix.shape} needs a positive damping to be inverted.")
     return max(damping, damping_floor(matrix.astype(np.float64), matrix.dtype))
@@ -304,8 +305,14 @@ def _blas_for(matrix: Array, workers: Workers) -> AbstractContextManager[None]:
 def _clamped(matrix: Array, least: float, workers: Workers) -> tuple[Array, Array]:
     """Damped eigenvalues with the negative ones taken as zero, and their vectors."""
     _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", matrix.shape)
-    values, vectors = eigh(matrix, workers)
+    values, vectors = eigh(_completed(matrix), workers)
     return np.maximum(values, 0.0) + least, vectors
+
+
+def _completed(matrix: Array) -> Array:
+    """The symmetric matrix of which only the lower triangle is given."""
+    lower: Array = np.tril(matrix)
+    return lower + np.tril(lower, -1).T
 
 
 def _floor(norm: float, dtype: DType) -> float:

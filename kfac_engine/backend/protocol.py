@@ -215,6 +215,7 @@ class Backend(Protocol):
     def damped_inverse(self, matrix: Array, damping: float) -> Array:
         """``(matrix + damping·I)⁻¹``, symmetric, computed in float64, in the dtype of ``matrix``.
 
+        Of the matrix the lower triangle is read, here and by ``damped_cholesky``.
         A matrix that rounding made indefinite is retried with more damping (ten times, a few
         times), then inverted through its clamped eigenvalues; never NaN.
         """

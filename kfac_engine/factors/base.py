@@ -348,9 +348,9 @@ class FisherFactor(ABC):
         """Have ``settle`` call this; None where nothing was begun."""
         self._finish = finish
 
-    def averages(self) -> Mapping[str, Array]:
+    def averages(self) -> Mapping[str, MovingAverage]:
         """What a refresh starts from, by name."""
-        return {self.name: self.average.read(self.name)}
+        return {self.name: self.average}
 
     def dampings(self) -> Iterable[Damping]:
         """The dampings of everything registered."""

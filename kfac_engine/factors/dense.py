@@ -165,10 +165,11 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     def _asked(self, wanted: Iterable[Wanted]) -> dict[Request, Sequence[Wanted]]:
         """Requests, with what their results are."""
-        cov = self._matrix()
         powers = [(op, damping) for op, damping in wanted if isinstance(op, float)]
         asked: dict[Request, Sequence[Wanted]] = {}
-        if self._takes_eigenvectors(powers):
+        takes_eigenvectors = self._takes_eigenvectors(powers)
+        cov = self._matrix() if takes_eigenvectors else self._lower()
+        if takes_eigenvectors:
             clip = self.config.eigenvalue_clipping_threshold
             asked[Request("powers", cov, powers=tuple(powers), clip=clip)] = powers
         else:

@@ -15,6 +15,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import NotReadyError, ShapeError
+from kfac_engine.factors.average import MovingAverage
 from kfac_engine.factors.base import Damping
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
@@ -129,8 +130,8 @@ class EigenbasisFactor(DiagonalFactor):
             self._start(values)
         return super().accumulate(pending, values)
 
-    def averages(self) -> Mapping[str, Array]:
-        return {side.name: side.average.read(side.name) for side in self.sides}
+    def averages(self) -> Mapping[str, MovingAverage]:
+        return {side.name: side.average for side in self.sides}
 
     def refreshing(self) -> Refreshing:
         averages = [side.average.read(side.name) for side in self.sides]

@@ -29,7 +29,8 @@ class Request:
     Attributes:
         operation: Row of ``OPERATIONS``.
         matrix: ``(d, d)``, symmetric; except for ``"inverse"`` it may be a stack ``(g, d, d)``.
-            For ``"read"`` any array.
+            For ``"inverse"`` and ``"cholesky"`` the lower triangle is enough. For ``"read"`` any
+            array.
         damping: For ``"inverse"`` and ``"cholesky"``; for each matrix of a stack one.
         powers: For ``"powers"``: pairs of exponent and damping.
         clip: For ``"powers"``: least eigenvalue before damping.
@@ -134,13 +135,15 @@ def _measured(due: Sequence["FisherFactor"], backend: Backend) -> Iterator[None]
     Raises:
         NonFiniteError: An average holds NaN or infinity.
     """
-    averages = {name: array for factor in due for name, array in factor.averages().items()}
+    averages = {name: average for factor in due for name, average in factor.averages().items()}
     dampings = (damping for factor in due for damping in factor.dampings())
     sides = list({id(side): side for d in dampings for side in getattr(d, "sides", ())}.values())
     asked = [side.measured_traces() for side in sides]
-    finite, *found = backend.download([backend.are_finite(list(averages.values())), *asked])
+    arrays = [average.lower(name) for name, average in averages.items()]
+    finite, *found = backend.download([backend.are_finite(arrays), *asked])
     for name, is_finite in zip(averages, finite, strict=True):
-        if not is_finite:
+        # Above the diagonal there may have been anything.
+        if not is_finite and not _is_finite(averages[name].read(name), backend):
             raise NonFiniteError(f"the average of {name} holds NaN or infinity.")
     for side, traces in zip(sides, found, strict=True):
         side.known_traces = traces
@@ -149,6 +152,10 @@ def _measured(due: Sequence["FisherFactor"], backend: Backend) -> Iterator[None]
     finally:
         for side in sides:
             side.known_traces = None
+
+
+def _is_finite(array: Array, backend: Backend) -> bool:
+    return bool(backend.download([backend.are_finite([array])])[0].all())
 
 
 def _begun(requests: Sequence[Request], backend: Backend) -> Callable[[], list[Result]]:

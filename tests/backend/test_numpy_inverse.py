@@ -241,3 +241,20 @@ def test_the_least_damping_grows_with_the_matrix(scale):
     found = damping_floor(scale * matrix, np.dtype(np.float64))
     # The norm of four numbers, rounded a few times.
     assert found == pytest.approx(expected, rel=1e-14, abs=0)
+
+
+HARD = {
+    "ordinary": np.diag([3.0, 2.0, 1.0]) + 0.1,
+    "indefinite": np.diag([3.0, 2.0, -1.0]) + 0.1,
+    "squares_vanish": (np.diag([3.0, 2.0, 1.0]) + 0.1) * 1e-170,
+    "squares_overflow": (np.diag([3.0, 2.0, 1.0]) + 0.1) * 1e170,
+}
+
+
+@pytest.mark.parametrize("primitive", ["damped_inverse", "damped_cholesky"])
+@pytest.mark.parametrize("matrix", HARD.values(), ids=HARD)
+def test_what_stands_above_the_diagonal_does_not_count(matrix, primitive):
+    lower = np.where(np.tri(3, dtype=bool), matrix, np.nan)
+    damping = 1e-3 * abs(matrix).max()
+    found = getattr(BACKEND, primitive)(lower, damping)
+    np.testing.assert_array_equal(found, getattr(BACKEND, primitive)(matrix, damping))

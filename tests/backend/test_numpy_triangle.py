@@ -6,7 +6,7 @@ import pytest
 from kfac_engine.backend import numpy_triangle
 from kfac_engine.backend.threads import Workers
 
-SIDES = [1, 63, 64, 65, 700]
+SIDES = [1, 127, 128, 129, 700]
 WORKERS = {"alone": Workers(1), "three": Workers(3)}
 
 

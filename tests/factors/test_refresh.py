@@ -76,6 +76,22 @@ def test_nothing_is_stored_where_one_of_them_fails() -> None:
         assert all(factor.stored[key] is array for key, array in old.items())
 
 
+@pytest.mark.parametrize("above", [np.nan, 7.0])
+def test_inverses_and_roots_are_those_of_the_lower_triangles(above: float) -> None:
+    made, as_expected = factors(NumpyBackend(), (-1,)), factors(NumpyBackend(), (-1,))
+    for factor in made:
+        factor.register_cholesky(lambda: 0.5)
+        factor.average.value[np.triu_indices(len(factor.average.value), 1)] = above
+    for factor in as_expected:
+        factor.register_cholesky(lambda: 0.5)
+        factor.complete(factor.average.value)
+    for group in (made, as_expected):
+        refresh(group, group[0].backend)
+    for one, other in zip(made, as_expected, strict=True):
+        for found, wanted in zip(one.stored.values(), other.stored.values(), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_factor_without_an_average_is_named() -> None:
     made = factors(NumpyBackend(), (-1,))
     empty = DenseSquareMatrixFactor(KroneckerMoment(((("y",),),), Rows()))
