@@ -59,8 +59,9 @@ def print_machine(console: Console, found: Mapping[str, object]) -> None:
             pairs = item.items() if isinstance(item, dict) else ()
             text = ", ".join(f"{key} {found}" for key, found in pairs) or item
             console.print(f"{name}: {text}")
+    threads = "a single thread" if found["threads"] == 1 else f"{found['threads']} threads"
     console.print(
-        f"every contender works in a process with {found['threads']} threads: peers and the "
+        f"every contender works in a process with {threads}: peers and the "
         "definition in their BLAS, ours in workers whose BLAS has one each, and in ONNX Runtime"
     )
 

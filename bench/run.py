@@ -136,9 +136,10 @@ def run_suites(
 
 def _prepared(found: dict[str, Any], contenders: Sequence[str], options: Options) -> Setting:
     """Tell what machine it is, and find its ceilings, which join the facts."""
-    console = Console(highlight=False)
+    # Brackets in messages are what they are, no markup.
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_WIDTH)
+        console = Console(highlight=False, markup=False, width=_FILE_WIDTH)
     print_machine(console, found)
     limits = ceilings(found["threads"])
     found["ceilings"] = [asdict(limit) for limit in limits]

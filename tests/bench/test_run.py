@@ -240,7 +240,7 @@ def test_a_run_prints_tables_and_writes_json_and_charts(small_run, tmp_path, cap
     assert "Suite small" in printed
     assert "7 × 7" in printed
     assert "other processes ran" in printed
-    assert "every contender works in a process with 1 thread" in printed
+    assert "every contender works in a process with a single thread: peers" in printed
     report = json.loads((tmp_path / "times.json").read_text())
     definition, ours = report["suites"]["small"]
     assert ours["errors"] == {"result": 0.0}
@@ -291,13 +291,13 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
 
 def test_a_suite_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
     def failing(setting, name):
-        raise BackendError("the process fell over")
+        raise BackendError("install kfac-engine[cuda13]")
 
     monkeypatch.setattr(run, "_ALONE", {"memory": failing})
     path = tmp_path / "times.json"
     with pytest.raises(BackendError, match="not measured: memory"):
         run.run_suites(["memory", "other"], path, options=run.Options(threads=1))
-    assert "error: the process fell over" in capsys.readouterr().out
+    assert "error: install kfac-engine[cuda13]" in capsys.readouterr().out
     assert json.loads(path.read_text())["course"]["memory"]["missing"] == ["memory"]
     assert len(json.loads(path.read_text())["suites"]["other"]) == 2
 
