@@ -122,6 +122,10 @@ class CupyBackend:
         product: Array = self.xp.matmul(x, y, out=out)
         return product
 
+    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+        out *= beta
+        out += x[:, None] * (alpha * y)
+
     def second_moment(
         self,
         x: Array,

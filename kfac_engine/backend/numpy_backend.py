@@ -80,6 +80,9 @@ class NumpyBackend:
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
         return numpy_matmul.matmul(x, y, out, self.workers)
 
+    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+        numpy_matmul.add_outer(out, x, y, alpha, beta)
+
     def second_moment(
         self,
         x: Array,

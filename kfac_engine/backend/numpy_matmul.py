@@ -5,8 +5,9 @@ from functools import partial
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend import blas
 from kfac_engine.backend.tasks import WORTH_WAKING
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import Workers, blas_alone
 
 
 def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
@@ -38,6 +39,22 @@ def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
     ]
     workers.run(calls)
     return out
+
+
+def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+    """``out ← beta·out + alpha·x yᵀ``, in place and without a matrix beside it.
+
+    Args:
+        out: ``(m, n)``, float32 or float64, with adjacent elements in each row.
+        x: ``(m,)``, any stride; taken in the type of ``out``.
+        y: ``(n,)``, likewise.
+        alpha: Scale of the product.
+        beta: Scale of what is there.
+    """
+    column, row = (vector[:, None].astype(out.dtype, copy=False) for vector in (x, y))
+    column, row = (side if blas.layout(side) else side.copy() for side in (column, row))
+    with blas_alone():
+        blas.gemm(column, row, out, alpha=alpha, beta=beta)
 
 
 def _part(operand: Array, band: slice, out: Array) -> Array:

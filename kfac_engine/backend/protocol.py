@@ -74,6 +74,9 @@ class Backend(Protocol):
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
         """``x y`` of matrices or of stacks of them, into ``out`` if it is given."""
 
+    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+        """``out ← beta·out + alpha·x yᵀ`` of vectors, in place."""
+
     def second_moment(
         self,
         x: Array,

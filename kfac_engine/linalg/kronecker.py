@@ -99,8 +99,8 @@ def _multiply_rows(
     weights = len(V[0])
     product = backend.matmul(A[rows, :weights], V[0])
     if len(V) > 1:
-        product += A[rows, weights:] * V[1]
-    if scale != 1.0:
+        backend.add_outer(product, A[rows, weights], V[1], scale, scale)
+    elif scale != 1.0:
         product *= scale
     above = slice(rows.start, min(rows.stop, weights))
     backend.matmul(product[: above.stop - above.start], G.T, out[0][above])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.numpy_matmul import matmul
+from kfac_engine.backend.numpy_matmul import add_outer, matmul
 from kfac_engine.backend.tasks import WORTH_WAKING
 from kfac_engine.backend.threads import Workers
 
@@ -62,3 +62,25 @@ def test_the_product_goes_into_a_part_of_an_array_in_any_order(left, right, turn
 def test_operands_of_two_types_give_the_wider_one():
     x, y = room((900, 500), 0).astype(np.float32), room((500, 400), 1)
     assert matmul(x, y, None, Workers(2)).dtype == np.float64
+
+
+VECTORS = {
+    "adjacent": lambda x: x[:7].copy(),
+    "column": lambda x: np.stack([x[:7]] * 3, 1)[:, 1],
+    "backwards": lambda x: x[6::-1],
+    "repeated": lambda x: np.broadcast_to(x[:1], 7),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("y", VECTORS.values(), ids=VECTORS)
+@pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
+def test_an_outer_product_is_added_in_place(x, y, dtype):
+    x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
+    whole = np.full((7, 9), 7.0, dtype)
+    out = whole[:, 1:8]
+    out[...] = old
+    add_outer(out, x, y, 0.5, 0.25)
+    expected = 0.25 * old.astype(dtype).astype(np.float64) + 0.5 * np.einsum("i,j->ij", x, y)
+    np.testing.assert_allclose(out, expected, atol=10 * np.finfo(dtype).eps)
+    assert (whole[:, [0, 8]] == 7.0).all()
