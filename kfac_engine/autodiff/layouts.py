@@ -1,4 +1,4 @@
-"""How the images of a model lie while ONNX Runtime works on the CPU: see ``blocked``."""
+"""What the sessions of a model run on the CPU: its nodes in the forms that are quickest there."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -8,6 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.blocked import DOMAIN, Blocked, Scene, in_blocks
+from kfac_engine.autodiff.masks import quick_masks
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.backend.place import HOST
 from kfac_engine.errors import BackendError
@@ -50,6 +51,7 @@ def laid_out(
         if name in facts and facts[name].dtype == _FLOAT and model.static_shape(name) is not None
     }
     shapes = {name: fact.shape for name, fact in facts.items()}
+    nodes = quick_masks(nodes, handed, held)
     return in_blocks(nodes, Scene(handed, kernels, shapes, held), channel_block())
 
 
