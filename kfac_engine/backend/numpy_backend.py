@@ -179,7 +179,7 @@ class NumpyBackend:
         numpy_grouped.squared_gradients(add, len(ds), out, beta, parts, self.workers)
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
-        return grouped.example_sums(self, x, ds, axes)
+        return numpy_sums.example_sums(x, ds, axes)
 
     def count_ids(self, ids: Array, rows: int) -> Array:
         flat = ids.reshape(-1)

@@ -1,4 +1,4 @@
-"""Sums over whole arrays of NumPy's: one pass at the speed of memory, nothing copied."""
+"""Sums over arrays of NumPy's: one pass at the speed of memory, nothing copied."""
 
 import numpy as np
 
@@ -39,6 +39,25 @@ def between_infinities(x: Array) -> bool:
     with np.errstate(invalid="ignore"):
         # NaN is both the least and the greatest.
         return not x.size or bool(np.isfinite(x.min()) and np.isfinite(x.max()))
+
+
+def example_sums(x: Array, ds: Array, summed: tuple[int, ...]) -> Array:
+    """``[Σ x∘ds, Σ ds]`` of each example: products are added up as they are made.
+
+    Args:
+        x: As many axes as ``ds``, each as long or of length one.
+        ds: The batch first, in the type of ``x``.
+        summed: Axes; not the batch axis.
+
+    Returns:
+        ``(n, 2·entries)``; entries are along the other axes, in row-major order.
+    """
+    axes = list(range(ds.ndim))
+    kept = [axis for axis in axes if axis not in summed]
+    products = np.einsum(np.broadcast_to(x, ds.shape), axes, ds, axes, kept)
+    sums = np.einsum(ds, axes, kept)
+    joined: Array = np.concatenate([part.reshape(len(ds), -1) for part in (products, sums)], axis=1)
+    return joined
 
 
 def _flat(x: Array) -> Array | None:

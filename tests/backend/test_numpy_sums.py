@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.numpy_sums import all_finite, between_infinities, squared_norm
+from kfac_engine.backend.numpy_sums import (
+    all_finite,
+    between_infinities,
+    example_sums,
+    squared_norm,
+)
 
 # A float32 sum of a thousand squares, in any order.
 ROUNDING = 1e-5
@@ -49,3 +54,19 @@ def test_the_largest_numbers_are_finite_though_their_squares_are_not(dtype):
     x = np.array([np.finfo(dtype).max, -np.finfo(dtype).max])
     assert squared_norm(x) == np.inf
     assert all_finite(x)
+
+
+@pytest.mark.parametrize("summed", [(), (1,), (2, 3), (1, 3), (1, 2, 3)])
+@pytest.mark.parametrize("x_shape", [(4, 5, 6, 7), (4, 1, 6, 7), (1, 5, 1, 7)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_sums_of_examples_are_those_of_each_alone(turned, x_shape, summed):
+    rng = np.random.default_rng(5)
+    x, ds = rng.standard_normal(x_shape), rng.standard_normal((4, 5, 6, 7))
+    if turned:
+        x, ds = np.asfortranarray(x), np.asfortranarray(ds)
+    found = example_sums(x, ds, summed)
+    every = np.zeros(ds.shape) + x
+    axes = tuple(axis - 1 for axis in summed)
+    for n, row in enumerate(found):
+        products, sums = (part.sum(axis=axes).ravel() for part in (every[n] * ds[n], ds[n]))
+        np.testing.assert_allclose(row, np.concatenate([products, sums]), atol=1e-12)
