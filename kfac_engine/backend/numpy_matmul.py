@@ -9,6 +9,9 @@ from kfac_engine.backend import blas
 from kfac_engine.backend.tasks import WORTH_WAKING
 from kfac_engine.backend.threads import Workers, blas_alone
 
+# Numbers of which NumPy makes a matrix sooner than BLAS is called.
+_SMALL = 1 << 14
+
 
 def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
     """``x y``, of matrices or of stacks of them.
@@ -42,7 +45,7 @@ def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
 
 
 def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-    """``out ← beta·out + alpha·x yᵀ``, in place and without a matrix beside it.
+    """``out ← beta·out + alpha·x yᵀ``, in place; without a matrix beside a large one.
 
     Args:
         out: ``(m, n)``, float32 or float64, with adjacent elements in each row.
@@ -51,6 +54,10 @@ def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None
         alpha: Scale of the product.
         beta: Scale of what is there.
     """
+    if out.size < _SMALL:
+        out *= beta
+        out += x[:, None] * (alpha * y)
+        return
     column, row = (vector[:, None].astype(out.dtype, copy=False) for vector in (x, y))
     column, row = (side if blas.layout(side) else side.copy() for side in (column, row))
     with blas_alone():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kfac_engine.backend import numpy_matmul
 from kfac_engine.backend.numpy_matmul import add_outer, matmul
 from kfac_engine.backend.tasks import WORTH_WAKING
 from kfac_engine.backend.threads import Workers
@@ -75,7 +76,9 @@ VECTORS = {
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("y", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
-def test_an_outer_product_is_added_in_place(x, y, dtype):
+@pytest.mark.parametrize("small", [0, 1 << 14], ids=["by_blas", "by_numpy"])
+def test_an_outer_product_is_added_in_place(monkeypatch, small, x, y, dtype):
+    monkeypatch.setattr(numpy_matmul, "_SMALL", small)
     x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
     whole = np.full((7, 9), 7.0, dtype)
     out = whole[:, 1:8]
