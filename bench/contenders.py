@@ -140,8 +140,10 @@ class Process:
         """
         return Usage(**self._ask({"runs": runs, "warm": warm, "settle": settle}))
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self, *failure: object) -> None:
+        """End the process, in the middle of a run if there was a failure that ends all."""
+        if any(failure):
+            self.python.kill()
         # Nothing more to read is its sign to end.
         self.python.communicate()
 
@@ -186,8 +188,9 @@ def running(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
             command = [sys.executable, "-m", "kfac_engine.bench.worker", module, str(threads)]
             python = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env=environment(threads),
+                # Interruptions come here first: they end the others without a word of theirs.
+                env=environment(threads), start_new_session=True,
             )  # fmt: skip
             processes[name] = Process(name, python, folder)
-            stack.callback(processes[name].close)
+            stack.push(processes[name].close)
         yield processes

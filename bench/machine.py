@@ -39,6 +39,8 @@ def machine(threads: int) -> dict[str, Any]:
         for library in threadpool_info()
         if library["user_api"] == "blas"
     ]
+    # In whichever order they were loaded.
+    blas.sort(key=str)
     return {
         "platform": platform.platform(),
         "processor": _processor("model name"),

@@ -146,10 +146,17 @@ def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, A
     for fact in _SAME:
         if before.get(fact) != now.get(fact):
             raise InputError(
-                f"{path} was measured with {fact} {before.get(fact)}, here it is "
-                f"{now.get(fact)}: name another file, or leave out --resume."
+                f"{path} was measured with {fact} {_told(before.get(fact))}, here it is "
+                f"{_told(now.get(fact))}: name another file, or leave out --resume."
             )
     return kept
+
+
+def _told(fact: Any) -> str:
+    """A fact about a machine."""
+    if isinstance(fact, dict):
+        return " ".join(f"{name} {value}" for name, value in fact.items())
+    return ", ".join(map(_told, fact)) if isinstance(fact, list) else str(fact)
 
 
 def restored(kind: type[Kind], rows: Sequence[Mapping[str, Any]]) -> list[Kind]:

@@ -9,7 +9,6 @@ before them, which do not count, warm the caches.
 import gc
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -81,8 +80,6 @@ def _joined(result: Any) -> Array:
 
 
 if __name__ == "__main__":
-    # Whoever interrupts the bench interrupts this, too, and needs no second traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Libraries print where they like; only answers go to the channel.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,6 +1,7 @@
 """Measurements are checked before they are timed, fair while they are timed, and written down."""
 
 import json
+import signal
 from contextlib import contextmanager
 
 import numpy as np
@@ -188,6 +189,21 @@ def test_a_step_with_a_wrong_part_is_not_timed(part):
     with pytest.raises(BackendError, match=f"the {part} of 'mlp, batch 2, .*' is off by 3.0e-02"):
         measure(jobs.step("mlp", 2, "factors 1, inverses 10"), contenders, CEILING)
     assert not order
+
+
+def test_an_interruption_ends_contenders_in_the_middle_of_a_run():
+    begun = {}
+
+    def interrupted():
+        with running([OURS], threads=1) as found:
+            begun.update(found)
+            order = {"setup": "power", "sizes": {"d": 3000, "exp": -0.5}, "result": "nowhere"}
+            print(json.dumps(order), file=found[OURS].python.stdin, flush=True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert begun[OURS].python.returncode == -signal.SIGKILL
 
 
 def test_a_contender_that_fails_is_named():
