@@ -79,6 +79,18 @@ class Builder:
         """Add the operation of ``node`` on other operands to the forward graph."""
         return self._forward(node.op, inputs, outputs, node.attributes)
 
+    def append(self, node: Node, constants: Mapping[str, Array]) -> None:
+        """Add a node to the *forward* graph that names its results itself; the same one once.
+
+        Args:
+            node: Of forward values, and of ``constants``.
+            constants: By name.
+        """
+        if node.outputs[0] not in self._forward_values:
+            self.constants.update(constants)
+            self.forward_nodes.append(node)
+            self._forward_values.update(node.outputs)
+
     def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
         """A constant, usable in both graphs; equal ones are stored once. Integers become int64."""
         array = np.asarray(value, dtype=dtype)

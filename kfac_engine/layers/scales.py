@@ -5,10 +5,9 @@ is added to the graph, as the same normalization with scale one and shift zero.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
+from kfac_engine.graph.normalised import before_scale
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.found import Found, NewValue, Scene
 
@@ -118,25 +117,8 @@ def _is_own(scene: Scene, name: str) -> bool:
 
 def _normalised(scene: Scene, node: Node) -> NewValue:
     """The result of a normalization before it is scaled and shifted."""
-    name = f"{node.outputs[0]} before its scale"
-    one, zero = f"{name}: one", f"{name}: zero"
-    scale, dtype = node.inputs[1], scene.dtypes[node.inputs[1]]
-    values = {one: np.ones(scene.shapes[scale], dtype)}
-    inputs = [node.inputs[0], one, *node.inputs[2:]]
-    if len(inputs) > 2 and inputs[2]:
-        inputs[2] = zero
-        values[zero] = np.zeros(scene.shapes[node.inputs[2]], dtype)
-    others = tuple(f"{name}: {output}" for output in node.outputs[1:] if output)
-    attributes = dict(node.attributes)
-    if node.op == "BatchNormalization":
-        # ONNX Runtime 1.31 writes new running statistics over the old ones, in the memory that the
-        # node shares with the original: with momentum one they stay what they are.
-        attributes["momentum"] = 1.0
-    made = replace(
-        node,
-        inputs=tuple(inputs),
-        outputs=(name, *others),
-        attributes=attributes,
-        name=f"make {name}",
+    scale, shift = (*node.inputs[1:3], "")[:2]
+    made, values = before_scale(
+        node, scene.dtypes[scale], scene.shapes[scale], scene.shapes.get(shift, ())
     )
     return NewValue(made, values, node.outputs[0])

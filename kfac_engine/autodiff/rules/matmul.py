@@ -45,9 +45,8 @@ def matmul(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def _left_matrix(b: Builder, node: Node, g: str) -> str:
     """G Bᵀ, summed over batch axes that A lacks."""
     A, B = node.inputs
-    if b.rank(B) == 2:
-        product = b.op("Gemm", _rows(b, g, b.rank(A)), B, transB=1)
-        return product if b.rank(A) == 2 else b.reshape_like(product, A)
+    if b.rank(A) == b.rank(B) == 2:
+        return b.op("Gemm", g, B, transB=1)
     if b.rank(A) == 2:
         # One large product instead of a batch of products that are summed afterwards.
         return b.op("Gemm", _columns(b, g, b.rank(B)), _columns(b, B, b.rank(B)), transB=1)

@@ -9,10 +9,13 @@ All but inference-mode BatchNormalization are one formula. With h = (x − m)/σ
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number
 from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.normalised import before_scale
 from kfac_engine.graph.structure import Node
 
 
@@ -33,10 +36,10 @@ def _standardise(b: Builder, x: str, axes: Sequence[int], epsilon: str) -> _Stan
     return _Standardised(b.op("Mul", centred, inverse), inverse, over)
 
 
-def _destandardise(b: Builder, h: _Standardised, gh: str) -> str:
-    """The formula of the module's docstring."""
+def _destandardise(b: Builder, h: _Standardised, gh: str, slope: str = "") -> str:
+    """The formula of the module's docstring; ``slope`` is mean(gh · h) if that is known."""
     mean = b.op("ReduceMean", gh, h.axes, keepdims=1)
-    slope = b.op("ReduceMean", b.op("Mul", gh, h.value), h.axes, keepdims=1)
+    slope = slope or b.op("ReduceMean", b.op("Mul", gh, h.value), h.axes, keepdims=1)
     rest = b.op("Sub", b.op("Sub", gh, mean), b.op("Mul", h.value, slope))
     return b.op("Mul", rest, h.inverse)
 
@@ -47,20 +50,46 @@ def layer_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
     x, scale = node.inputs[:2]
     first = integer(node, "axis", -1) % b.rank(x)
     axes = range(first, b.rank(x))
-    h = _standardise(b, x, axes, _epsilon(b, node))
+    h = _as_computed(b, node, axes)
+    along = b.op("Mul", g[0], h.value) if 0 in g else ""
     gradients = {}
     if 0 in wanted:
-        parts = [_destandardise(b, h, b.op("Mul", g[0], scale))] if 0 in g else []
+        parts = [_of_value(b, node, h, g[0], along)] if 0 in g else []
         # The statistics may be float32 where x is float64.
         statistics = {i: b.cast_like(g[i], x) for i in (1, 2) if i in g}
         parts += [_of_statistic(b, h, i, s, b.count(x, axes)) for i, s in statistics.items()]
         shaped = b.op("Sum", *parts) if len(parts) > 1 else parts[0]
         gradients[0] = shaped if 0 in g else b.op("Expand", shaped, b.shape(x))
     if 1 in wanted and 0 in g:
-        gradients[1] = b.unbroadcast(b.op("Mul", g[0], h.value), x, scale)
+        gradients[1] = b.unbroadcast(along, x, scale)
     if 2 in wanted and 0 in g:
         gradients[2] = b.unbroadcast(g[0], x, node.inputs[2])
     return gradients
+
+
+def _as_computed(b: Builder, node: Node, axes: Sequence[int]) -> _Standardised:
+    """The forward pass has both at hand; in float64 the deviation it hands over is rounded."""
+    x, scale, shift = (*node.inputs, "")[:3]
+    if b.dtype(x) != np.float32:
+        return _standardise(b, x, axes, _epsilon(b, node))
+    made, constants = before_scale(
+        node, b.dtype(scale), b.sides(scale), b.sides(shift) if shift else ()
+    )
+    b.append(made, constants)
+    return _Standardised(made.outputs[0], made.outputs[2], b.constant(axes))
+
+
+def _of_value(b: Builder, node: Node, h: _Standardised, g: str, along: str) -> str:
+    """Through the first output, with ``along`` = g h."""
+    x, scale = node.inputs[:2]
+    gh = b.op("Mul", g, scale)
+    sides = b.sides(scale)
+    if integer(node, "axis", -1) % b.rank(x) != b.rank(x) - 1 or sides != b.sides(x)[-1:]:
+        return _destandardise(b, h, gh)
+    # The mean of gh h is a product of what is there with the scale.
+    share = b.op("Mul", scale, b.scalar(1 / sides[0], x))
+    slope = b.op("MatMul", along, b.op("Unsqueeze", share, b.constant([1])))
+    return _destandardise(b, h, gh, slope)
 
 
 def _of_statistic(b: Builder, h: _Standardised, output: int, g: str, count: str) -> str:
