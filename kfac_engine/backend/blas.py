@@ -11,10 +11,13 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from scipy.linalg import cython_blas
 
 from kfac_engine._types import Array
 
+# Where GEMM takes the addresses of its operands.
+_Y, _X = 6, 8
 _LARGEST = 2**31 - 1  # a side or stride, where BLAS counts in 32 bits
 
 
@@ -84,7 +87,7 @@ def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
     gemm_call(x, y, out, alpha=alpha, beta=beta)()
 
 
-def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> Callable[[], None]:
+def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> partial[None]:
     """A call that does ``out ← beta·out + alpha·x yᵀ`` each time, on what the arrays then hold.
 
     Checking and wrapping the arguments takes longer than a small product; this does it once.
@@ -97,7 +100,7 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> C
         beta: Scale of the old matrix; zero overwrites, NaN included.
 
     Returns:
-        The call. The arrays must live as long as it.
+        The call; it keeps the arrays alive.
     """
     x_by_row, x_leading = _read(x, out)
     y_by_row, y_leading = _read(y, out)
@@ -114,14 +117,32 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> C
         integer(m),
         integer(depth),
         ctypes.byref(real(alpha)),
-        y.ctypes.data,
+        _held(y),
         integer(y_leading),
-        x.ctypes.data,
+        _held(x),
         integer(x_leading),
         ctypes.byref(real(beta)),
-        out.ctypes.data,
+        _held(out),
         integer(written(out)),
     )
+
+
+def gemm_sum(x: Array, y: Array, out: Array) -> None:
+    """``out ← out + Σ_i x_iᵀ y_i`` over stacks of matrices, one call of BLAS for each.
+
+    Args:
+        x: ``(…, k, m)``, float32 or float64; adjacent elements in each row.
+        y: ``(…, k, n)``, likewise.
+        out: ``(m, n)``, likewise.
+    """
+    if not x.size:
+        return
+    first = (0,) * (x.ndim - 2)
+    call = gemm_call(x[first].T, y[first].T, out, alpha=1.0, beta=1.0)
+    multiply, arguments = call.func, list(call.args)  # one beside the other, only addresses differ
+    for x_address, y_address in zip(_addresses(x), _addresses(y), strict=True):
+        arguments[_Y], arguments[_X] = y_address, x_address
+        multiply(*arguments)
 
 
 def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: float) -> None:
@@ -171,6 +192,20 @@ def written(out: Array) -> int:
     assert found.row_major, "a result is written row by row"
     assert out.flags.writeable, "a result must be writeable"
     return found.leading
+
+
+def _held(x: Array) -> ctypes.c_void_p:
+    """The address of an array, which lives as long as the address."""
+    return x.ctypes.data_as(ctypes.c_void_p)
+
+
+def _addresses(stack: Array) -> list[int]:
+    """Where the matrices of a stack begin."""
+    offsets = sum(
+        np.arange(length).reshape(-1, *[1] * (stack.ndim - 3 - axis)) * stack.strides[axis]
+        for axis, length in enumerate(stack.shape[:-2])
+    )
+    return (stack.ctypes.data + np.ravel(offsets)).tolist()
 
 
 def integer(value: int) -> Any:

@@ -23,8 +23,8 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend.grouped import check_group_sides, scale, split_features
 from kfac_engine.backend.numpy_patches import patch_second_moment
 from kfac_engine.backend.numpy_rank_k import share, threads_for
-from kfac_engine.backend.numpy_shift import distances
 from kfac_engine.backend.patch_sums import patch_sums
+from kfac_engine.backend.tap_pairs import distances
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 

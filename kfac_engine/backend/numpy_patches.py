@@ -1,13 +1,12 @@
 """Second moments of patches, in the form that is the quickest (``numpy_forms``).
 
 The patch at output position ``o`` is ``z[u, c] = x[c, o·stride + u·dilation − begin]`` over taps
-``u`` and channels ``c``, zero where the pixel lies outside the image. Three forms
+``u`` and channels ``c``, zero where the pixel lies outside the image. Two forms
 compute ``Σ z zᵀ``:
 
 * *plain*: patches of a few images, or of a few rows of one, are copied and multiplied by SYRK; with
   a single tap the patches are the pixels, and no copy is needed (``numpy_moments``);
-* *shifted*, for stride one and large images: from moments of shifted images (``numpy_shift``);
-* *lines*, for stride one and small images: from moments of lines of many (``numpy_lines``).
+* *lines*, for stride one: from products of lines of images with lines (``numpy_lines``).
 """
 
 from math import prod
@@ -17,10 +16,9 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.numpy_forms import Images, quickest
 from kfac_engine.backend.numpy_im2col import patch_matrices
-from kfac_engine.backend.numpy_lines import add_lines
+from kfac_engine.backend.numpy_lines import Means, add_lines
 from kfac_engine.backend.numpy_moments import CHUNK_BYTES, Border, check_out, write_border
 from kfac_engine.backend.numpy_rank_k import accumulate, parts_for
-from kfac_engine.backend.numpy_shift import Means, add_shifted
 from kfac_engine.backend.patch_sums import patch_sums
 from kfac_engine.backend.threads import Workers, blas_alone
 from kfac_engine.backend.window import Window
@@ -79,4 +77,4 @@ def _add_plain(
 
 
 # By the names that ``quickest`` gives.
-FORMS = {"plain": _add_plain, "shifted": add_shifted, "lines": add_lines}
+FORMS = {"plain": _add_plain, "lines": add_lines}

@@ -1,5 +1,7 @@
 """Products in place on views equal NumPy's in float64, and nothing else is touched."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -110,3 +112,26 @@ def test_results_that_a_pointer_would_corrupt_are_refused(out, message):
 def test_operands_of_different_depth_are_refused():
     with pytest.raises(AssertionError, match="common depth"):
         blas.gemm(np.ones((2, 3)), np.ones((2, 4)), np.zeros((2, 2)), alpha=1.0, beta=0.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+def test_gemm_sum_adds_the_products_of_all_matrices_of_two_stacks(shape, dtype):
+    rng = np.random.default_rng(5)
+    # Matrices and rows of the stacks lie apart, as runs of longer lines do.
+    x = rng.integers(-9, 9, (*shape, 6, 5)).astype(dtype)[..., 1:5, :4]
+    y = rng.integers(-9, 9, (*shape, 4, 7)).astype(dtype)[..., 1:]
+    old = rng.integers(-9, 9, (4, 6)).astype(dtype)
+    out = old.copy()
+    blas.gemm_sum(x, y, out)
+    stacks = x.reshape(-1, 4, 4), y.reshape(-1, 4, 6)
+    np.testing.assert_array_equal(out, old + np.einsum("nki,nkj->ij", *stacks))
+
+
+def test_a_prepared_product_keeps_its_arrays():
+    out = np.zeros((2, 2))
+    call = blas.gemm_call(np.eye(2), np.full((2, 2), 3.0), out, alpha=1.0, beta=1.0)
+    gc.collect()
+    np.full((2, 2), 7.0)  # would take the memory of an array that is gone
+    call()
+    np.testing.assert_array_equal(out, np.full((2, 2), 3.0))

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kfac_engine.backend import numpy_lines
 from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.backend.numpy_forms import Images, quickest
-from kfac_engine.backend.numpy_lines import add_lines, line_numbers
+from kfac_engine.backend.numpy_lines import Means, add_lines, line_numbers
 from kfac_engine.backend.numpy_patches import FORMS
-from kfac_engine.backend.numpy_shift import Means, add_shifted, scratch_numbers
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
@@ -27,7 +27,6 @@ ALL = [*CORNERS, *EVERY]
 UNIT_STRIDES = [case for case in [*CORNERS, *STRIDE_ONE] if set(case.window.strides) == {1}]
 
 MEANS = Means(Workers(), 4 << 20, 1 << 22)
-ADDING = [add_shifted, add_lines]
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
 
 MEMORY_ORDERS = {
@@ -99,9 +98,9 @@ def test_moment_is_added_to_the_scaled_old_one(i, case, scratch_bytes):
 
 
 @pytest.mark.parametrize("case", UNIT_STRIDES, ids=str)
-@pytest.mark.parametrize("chunk_bytes", [4 << 20, 200], ids=["roomy", "one_patch_at_a_time"])
-@pytest.mark.parametrize("add", ADDING)
-def test_forms_for_unit_strides_give_the_same_moment_in_every_geometry(add, case, chunk_bytes):
+@pytest.mark.parametrize(("few", "threads"), [(0, 1), (96, 2)], ids=["line_by_line", "in_batches"])
+def test_lines_give_the_same_moment_in_every_geometry(few, threads, case, monkeypatch):
+    monkeypatch.setattr(numpy_lines, "FEW_CHANNELS", few)
     x = case.images()
     new = moment(x, case.window)
     whole = symmetric(len(new) + 1)
@@ -109,18 +108,17 @@ def test_forms_for_unit_strides_give_the_same_moment_in_every_geometry(add, case
     expected = 0.7 * out + 0.3 * new
     border = whole[-1].copy()
 
-    add(x, case.window, out, 0.3, 0.7, Means(Workers(), chunk_bytes, 1 << 22))
+    add_lines(x, case.window, out, 0.3, 0.7, Means(Workers(threads), 0, 1 << 22))
 
     assert_close(np.tril(out), np.tril(expected))
     np.testing.assert_array_equal(whole[-1], border)
 
 
 @pytest.mark.parametrize("case", UNIT_STRIDES[::5], ids=str)
-@pytest.mark.parametrize("add", ADDING)
-def test_forms_for_unit_strides_overwrite_nan_with_zero_beta(add, case):
+def test_lines_overwrite_nan_with_zero_beta(case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
-    add(case.images(), case.window, out, 1.0, 0.0, MEANS)
+    add_lines(case.images(), case.window, out, 1.0, 0.0, MEANS)
     assert_close(np.tril(out), np.tril(new))
 
 
@@ -133,31 +131,21 @@ def test_zero_beta_overwrites_nan(case, homogeneous):
     assert_close(out, expected)
 
 
-# Large enough that the rule takes the form named, as the test checks.
+# Large enough that the rule takes the form named, as the test checks: with few channels and many,
+# images at once and in rounds, boxes that differ from tap to tap at one end, at both, or at none.
 LARGER = {
-    "shifted_same": (
-        "shifted",
-        Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23)),
-    ),
-    "shifted_valid": (
-        "shifted",
-        Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (40, 36)),
-    ),
-    "shifted_dilated": (
-        "shifted",
-        Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 4, 24, (30, 30)),
-    ),
-    "shifted_line": ("shifted", Case(Window((5,), (1,), (1,), (2,), (1,)), 2, 40, (2000,))),
-    "shifted_volume": (
-        "shifted",
-        Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 3, 9, (14,) * 3),
-    ),
     "lines_same": ("lines", Case(SAME, 20, 40, (7, 8))),
     "lines_of_many_images": ("lines", Case(SAME, 150, 32, (8, 8))),
+    "lines_of_large_images": ("lines", Case(SAME, 4, 20, (34, 33))),
+    "lines_valid": ("lines", Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 8, 40, (24, 21))),
     "lines_dilated": (
         "lines",
         Case(Window((3, 3), (1, 1), (1, 2), (1, 2), (1, 2)), 40, 40, (7, 9)),
     ),
+    "lines_apart": ("lines", Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 7, 24, (30, 30))),
+    "lines_of_many_channels": ("lines", Case(SAME, 68, 97, (6, 6))),
+    "lines_of_many_channels_at_once": ("lines", Case(SAME, 12, 110, (9, 8))),
+    "lines_along_one_axis": ("lines", Case(Window((5,), (1,), (1,), (2,), (1,)), 3, 40, (2000,))),
     "lines_volume": (
         "lines",
         Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 50, 40, (4,) * 3),
@@ -238,16 +226,12 @@ def test_scratch_bytes_bound_the_working_memory(name):
     assert_close(out, moment(x, case.window, homogeneous=True))
 
 
-NEEDED = {
-    "shifted": lambda w, n, channels, sides: scratch_numbers(w, channels, sides),
-    "lines": lambda w, *images: line_numbers(w, *images, 2),
-}
-FITTING = {name: item for name, item in LARGER.items() if item[0] in NEEDED}
+FITTING = {name: item for name, item in LARGER.items() if item[0] == "lines"}
 
 
 @pytest.mark.parametrize(("form", "case"), FITTING.values(), ids=FITTING)
 def test_a_form_is_taken_only_where_its_memory_fits(form, case):
-    numbers = NEEDED[form](case.window, *seen(case))
+    numbers = line_numbers(case.window, *seen(case), 2)
     assert quickest(case.window, seen(case), numbers, 2) == form
     assert quickest(case.window, seen(case), numbers - 1, 2) != form
 
@@ -257,7 +241,7 @@ def test_a_form_is_taken_only_where_its_memory_fits(form, case):
 def test_a_form_needs_the_memory_announced(form, case, threads):
     x, side, chunk_bytes = case.images(), case.window.taps * case.channels, 50_000
     out = np.zeros((side, side))
-    numbers = NEEDED[form](case.window, *seen(case))
+    numbers = line_numbers(case.window, *seen(case), threads)
     means = Means(Workers(threads), chunk_bytes, numbers)
     tracemalloc.start()
     FORMS[form](x, case.window, out, 1.0, 0.0, means)
