@@ -16,6 +16,7 @@ def one_small_case(monkeypatch):
     assert cases
     monkeypatch.setattr(run, "SUITES", {"inverse": cases})
     monkeypatch.setattr(run, "ceilings", lambda threads: [Ceiling(threads, 1e9, 1e9)])
+    monkeypatch.setattr(run, "ceiling", lambda threads: Ceiling(threads, 1e9, 1e9))
 
 
 def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
@@ -29,7 +30,7 @@ def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
 
 def test_a_peer_that_nobody_knows_is_refused_by_name(capsys):
     assert main(["bench", "--compare", "torch,caffe"]) == 2
-    assert "unknown contender 'caffe'; choose one of: " in capsys.readouterr().err
+    assert "unknown peer 'caffe'; choose one of: " in capsys.readouterr().err
 
 
 def test_an_unknown_suite_is_refused_by_name(capsys):
