@@ -29,6 +29,8 @@ def laid_out(
     nodes: Sequence[Node],
     handed: Collection[str],
     constants: Mapping[str, Array],
+    *,
+    backward: bool = False,
 ) -> Blocked:
     """Nodes of a model's forward or backward graph, as its session on the CPU runs them.
 
@@ -37,6 +39,7 @@ def laid_out(
         nodes: In topological order.
         handed: Names of results that are handed over.
         constants: Those of the graph; parameters may be among them.
+        backward: Whether the nodes are derivatives, whose masks may be had differently.
 
     Returns:
         Nodes with the same results; the given ones where the model runs elsewhere.
@@ -51,7 +54,8 @@ def laid_out(
         if name in facts and facts[name].dtype == _FLOAT and model.static_shape(name) is not None
     }
     shapes = {name: fact.shape for name, fact in facts.items()}
-    nodes = quick_masks(nodes, handed, held)
+    if backward:
+        nodes = quick_masks(nodes, handed, held)
     return in_blocks(nodes, Scene(handed, kernels, shapes, held), channel_block())
 
 

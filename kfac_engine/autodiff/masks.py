@@ -17,6 +17,7 @@ _FLOAT = np.dtype(np.float32)
 
 # HardSigmoid is min(1, max(0, α x)): one for every x > 0 down to 3·10⁻³⁹. What lies below, between
 # that and zero, gets a number between zero and one; the slope of Relu at zero may be any of them.
+# In a model itself, which may tell such numbers from zero, comparisons stay.
 _STEEPEST = float(np.finfo(_FLOAT).max)
 
 

@@ -8,9 +8,11 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Batch
+from kfac_engine.autodiff.blocked import Blocked
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.autodiff.feeds import SampleRun, measured_facts, sample_batch
 from kfac_engine.autodiff.fused import fused_products
+from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.graph.structure import Fact, Graph, Node
@@ -86,16 +88,23 @@ def _sizes_at(
 
 def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]) -> float:
     """Peak of a forward pass and a backward pass after it."""
-    fetched = model.fetched()
+    fetched, graph = model.fetched(), model.extended_graph()
     kept = sum(sizes.get(name, 0) for name in fetched) + sum(
         sizes[entry.name] for entry in model.graph.inputs
     )
-    forward = _peak(model.extended_graph().nodes, sizes, fetched)
+    forward = _peak_as_run(laid_out(model, graph.nodes, fetched, graph.constants), sizes, fetched)
     handed = set(backward.gradients.values())
     # Those of parameters are written into the caller's own arrays, which are counted as gradients.
     own = {gradient for name, gradient in backward.gradients.items() if name in model.parameters}
-    sizes = {**sizes, **dict.fromkeys(own, 0.0)}
-    return max(forward, kept + _peak(fused_products(backward), sizes, handed))
+    constants = {**graph.constants, **backward.constants}
+    laid = laid_out(model, fused_products(backward), handed, constants, backward=True)
+    return max(forward, kept + _peak_as_run(laid, {**sizes, **dict.fromkeys(own, 0.0)}, handed))
+
+
+def _peak_as_run(laid: Blocked, sizes: Mapping[str, float], kept: Collection[str]) -> float:
+    """The peak, with values that lie in memory a second time, in blocks."""
+    copies = {there: sizes.get(value, 0.0) for there, value in laid.copies.items()}
+    return _peak(laid.nodes, {**sizes, **copies}, kept)
 
 
 def _joint(model: OnnxModel, backward: Backward) -> Graph:

