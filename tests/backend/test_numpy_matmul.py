@@ -76,7 +76,7 @@ VECTORS = {
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("y", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
-@pytest.mark.parametrize("small", [0, 1 << 14], ids=["by_blas", "by_numpy"])
+@pytest.mark.parametrize("small", [0, 1 << 17], ids=["by_blas", "by_numpy"])
 def test_an_outer_product_is_added_in_place(monkeypatch, small, x, y, dtype):
     monkeypatch.setattr(numpy_matmul, "_SMALL", small)
     x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
