@@ -104,9 +104,7 @@ def _of_statistic(b: Builder, h: _Standardised, output: int, g: str, count: str)
 @vjp_rule("InstanceNormalization")
 def instance_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Over the pixels of each example and channel."""
-    x = node.inputs[0]
-    h = _standardise(b, x, range(2, b.rank(x)), _epsilon(b, node))
-    return _channelwise(b, node, g[0], h, wanted)
+    return _channelwise(b, node, g[0], range(2, b.rank(node.inputs[0])), wanted)
 
 
 @vjp_rule("GroupNormalization")
@@ -198,19 +196,26 @@ def batch_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
         )
     x = node.inputs[0]
     axes = [axis for axis in range(b.rank(x)) if axis != 1]
-    return _channelwise(b, node, g[0], _standardise(b, x, axes, _epsilon(b, node)), wanted)
+    return _channelwise(b, node, g[0], axes, wanted)
 
 
-def _channelwise(b: Builder, node: Node, g: str, h: _Standardised, wanted: Wanted) -> Gradients:
-    """Of y = scale · h + shift, with one scale and one shift a channel."""
+def _channelwise(b: Builder, node: Node, g: str, axes: Sequence[int], wanted: Wanted) -> Gradients:
+    """Of y = scale · h + shift, with one scale and one shift a channel, h over some ``axes``."""
+    # A scale is the same all along the axes, so it stands before the means of the docstring above:
+    # gx = scale (g − mean(g) − h mean(g h)) / σ. Scale and shift get sums of the same means.
     x, scale = node.inputs[:2]
+    rank, over = b.rank(x), b.constant(axes)
+    h = _standardise(b, x, axes, _epsilon(b, node))
+    mean = b.op("ReduceMean", g, over, keepdims=1)
+    along = b.op("ReduceMean", b.op("Mul", g, h.value), over, keepdims=1)
     gradients = {}
     if 0 in wanted:
-        gradients[0] = _destandardise(b, h, b.op("Mul", g, _per_channel(b, scale, b.rank(x))))
-    if 1 in wanted:
-        gradients[1] = _sum_channels(b, b.op("Mul", g, h.value), b.rank(x))
-    if 2 in wanted:
-        gradients[2] = _sum_channels(b, g, b.rank(x))
+        rest = b.op("Sub", b.op("Sub", g, mean), b.op("Mul", h.value, along))
+        steep = b.op("Mul", h.inverse, _per_channel(b, scale, rank))
+        gradients[0] = b.op("Mul", rest, steep)
+    for index, share in ((1, along), (2, mean)):
+        if index in wanted:
+            gradients[index] = _sum_channels(b, b.op("Mul", share, b.count(x, axes)), rank)
     return gradients
 
 
