@@ -15,6 +15,7 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.backend import blas
 from kfac_engine.backend.numpy_rank_k import accumulate, parts_for, scale
+from kfac_engine.backend.numpy_thin import thin_moment, thin_stack
 from kfac_engine.backend.threads import Workers, blas_alone
 from kfac_engine.errors import ShapeError
 
@@ -68,6 +69,13 @@ def second_moment(
     """
     d, rows = x.shape[-1], prod(x.shape[:-1])
     check_out(out, d + homogeneous)
+    stack = None if homogeneous else thin_stack(x, out.dtype)
+    if stack is not None:
+        with blas_alone():
+            thin_moment(
+                stack, out, alpha=alpha, beta=beta, scratch_bytes=scratch_bytes, workers=workers
+            )
+        return
     spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
     parts = cut_rows(x, parts_for(rows, d, workers, spare))
     chunk_bytes = min(CHUNK_BYTES, scratch_bytes) // len(parts)
