@@ -11,6 +11,7 @@ from hashlib import blake2s
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.leaves import KernelLeaf
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
 
 # TensorProto.DataType codes of the types that carry gradients, for the attribute ``to`` of Cast.
@@ -29,6 +30,7 @@ class Builder:
         nodes: Nodes of the backward graph, in topological order.
         forward_nodes: Nodes to append to the forward graph, in topological order.
         constants: Constants that either kind of node reads.
+        leaves: Results of backward nodes that could be made elsewhere, and how; rules add to it.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact]) -> None:
@@ -36,6 +38,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.forward_nodes: list[Node] = []
         self.constants: dict[str, Array] = {}
+        self.leaves: dict[str, KernelLeaf] = {}
         self._facts = facts
         self._forward_values = set(graph.values())
         self._count = 0

@@ -5,12 +5,13 @@ add up the cotangents of each value, hand them to the rule of the node that made
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import NoReturn
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.leaves import KernelLeaf
 from kfac_engine.autodiff.lowering import find_lowering
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import (
@@ -46,6 +47,7 @@ class Backward:
         gradients: Value asked for to the name of its gradient. Values that the differentiated
             ones do not depend on are absent: their gradient is zero.
         dtypes: Element type of each cotangent, by its name.
+        leaves: Results of ``nodes`` that could be made elsewhere, and how.
     """
 
     nodes: tuple[Node, ...]
@@ -55,6 +57,7 @@ class Backward:
     cotangents: Mapping[str, str]
     gradients: Mapping[str, str]
     dtypes: Mapping[str, DType]
+    leaves: Mapping[str, KernelLeaf] = field(default_factory=dict)
 
 
 def differentiate(
@@ -107,6 +110,7 @@ def differentiate(
         cotangents=cotangents,
         gradients=gradients,
         dtypes={cotangent: facts[name].dtype for name, cotangent in cotangents.items()},
+        leaves=builder.leaves,
     )
 
 

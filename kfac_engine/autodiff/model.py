@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from kfac_engine._types import Array, DType
+from kfac_engine._types import Array
+from kfac_engine.autodiff.backward_session import open_backward
 from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
 from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
-from kfac_engine.autodiff.fused import fused_products
+from kfac_engine.autodiff.finish import FinishingSession
 from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.placement import open_session
@@ -26,6 +27,7 @@ from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
+from kfac_engine.backend.numpy_backend import SCRATCH_BYTES
 from kfac_engine.backend.place import HOST, Place
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
@@ -38,10 +40,6 @@ from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 
 # Twice differentiated graphs are made for one shape of the batch each; the oldest are forgotten.
 _MOST_SHAPES = 8
-
-# ONNX Runtime optimizes in time quadratic in the nodes: 6.9 s for the backward graph of an LSTM of
-# 400 steps, 0.9 s without, and both run equally fast. So many nodes are loops that were unrolled.
-_MOST_OPTIMIZED = 5000
 
 
 class OnnxModel:
@@ -56,6 +54,8 @@ class OnnxModel:
         gradient_dtype: What ``hand_out`` gives for float16 and bfloat16 parameters, which are
             float32 in here: ``"file"`` for their own type, or ``"float32"``.
         tie_weights: Whether weights that are equal in the file are one parameter.
+        scratch_bytes: Bound of the working memory of gradients that ONNX Runtime leaves to us; None
+            for 64 MiB.
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
@@ -83,9 +83,10 @@ class OnnxModel:
         sample_inputs: Mapping[str, Array] | None = None,
         gradient_dtype: GradientDType = "file",
         tie_weights: bool = False,
+        scratch_bytes: int | None = None,
     ) -> None:
         self.loaded = loaded
-        self.threads = threads
+        self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
         self.place = HOST
         # Read-only, as the file holds them: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
@@ -111,7 +112,7 @@ class OnnxModel:
         self._appended_constants: dict[str, Array] = {}
         self._backwards: dict[tuple[object, ...], Backward] = {}
         self._twices: dict[tuple[object, ...], Backward] = {}
-        self._sessions: dict[int, Session | DeviceSession] = {}
+        self._sessions: dict[int, Session | DeviceSession | FinishingSession] = {}
 
     def move(self, place: Place) -> None:
         """Run there from now on: parameters and buffers lie there, and what traces give does."""
@@ -308,10 +309,11 @@ class OnnxModel:
         frozen = self.graph.constants.keys() - self._stored.keys()
         return tuple(name for name in backward.saved if name not in frozen)
 
-    def backward_session(self, backward: Backward) -> Session | DeviceSession:
+    def backward_session(self, backward: Backward) -> Session | DeviceSession | FinishingSession:
         """The session of a backward graph, built at its first use."""
         if id(backward) not in self._sessions:
-            self._sessions[id(backward)] = self._build_backward(backward)
+            fetched = self._forward_session().output_dtypes if self._wanted else {}
+            self._sessions[id(backward)] = open_backward(self, backward, fetched)
         return self._sessions[id(backward)]
 
     # -- private ----------------------------------------------------------------------------------
@@ -343,39 +345,19 @@ class OnnxModel:
         nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
         constants = {**self.graph.constants, **self._appended_constants}
         fed = {**self._stored, **drawn}
-        inputs = [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())]
         asked = tuple(name for name in self._wanted if name not in drawn)
-        return self._open(nodes, constants, inputs, asked, "forward")
-
-    def _build_backward(self, backward: Backward) -> Session | DeviceSession:
-        dtypes = self._forward_session().output_dtypes if self._wanted else {}
-        inputs = [Input(name, dtype, None) for name, dtype in backward.dtypes.items()]
-        inputs += [Input(name, self._dtype(name, dtypes), None) for name in self.fed(backward)]
-        made = {name for node in backward.nodes for name in node.outputs}
-        asked = tuple(dict.fromkeys(n for n in backward.gradients.values() if n in made))
-        constants = {**self.graph.constants, **backward.constants}
-        return self._open(fused_products(backward), constants, inputs, asked, "backward")
-
-    def _open(
-        self,
-        nodes: Sequence[Node],
-        constants: Mapping[str, Array],
-        inputs: Sequence[Input],
-        asked: tuple[str, ...],
-        way: str,
-    ) -> Session | DeviceSession:
-        laid = laid_out(self, nodes, asked, constants, backward=way == "backward")
-        fed = {entry.name for entry in inputs}
-        found = read_by(laid.nodes, {**constants, **laid.constants}, excluded=fed)
+        laid = laid_out(self, nodes, asked, constants)
         model = compact_model(
-            laid.nodes, inputs, asked, found, self.graph.opset, domains=self.graph.domains
+            laid.nodes,
+            [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
+            asked,
+            read_by(laid.nodes, {**constants, **laid.constants}, excluded=self._stored),
+            self.graph.opset,
+            name=self.graph.name,
+            domains=self.graph.domains,
         )
-        few, what = len(nodes) <= _MOST_OPTIMIZED, f"the {way} graph of '{self.graph.name}'"
-        few = few or way == "forward"
-        return open_session(model, threads=self.threads, optimize=few, what=what, place=self.place)
-
-    def _dtype(self, name: str, fetched: Mapping[str, DType]) -> DType:
-        return self.facts[name].dtype if name in self.facts else fetched[name]
+        what = f"the forward graph of '{self.graph.name}'"
+        return open_session(model, threads=self.threads, what=what, place=self.place)
 
 
 def load_model(

@@ -94,7 +94,7 @@ def test_failure_in_a_run_into_memory_of_ones_own_is_named():
 
 
 def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
-    monkeypatch.setattr("kfac_engine.autodiff.model._MOST_OPTIMIZED", 0)
+    monkeypatch.setattr("kfac_engine.autodiff.backward_session._MOST_OPTIMIZED", 0)
     proto = models.mlp()
     inputs = models.random_inputs(proto, batch=3)
     trace = ke.load_model(proto).run(inputs)

@@ -24,8 +24,14 @@ from math import prod
 import numpy as np
 
 from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.leaves import KernelLeaf
 from kfac_engine.autodiff.rules.geometry import Sliding, same_padding
 from kfac_engine.graph.structure import Node
+
+# Kernels whose gradient is better made by ``backend.numpy_kernels``, where that may be: with more
+# than one tap, so many channels in a group on both sides, and so many multiplications an example.
+_LEAST_CHANNELS = 4
+_LEAST_MULTIPLIED = 1e6
 
 # Shifted operands may be so many times as large as they were: what bounds their memory.
 _MOST_SHIFTS = 9
@@ -46,8 +52,26 @@ def kernel_cotangent(b: Builder, node: Node, g: str, window: Sliding, group: int
     """
     shifts = _shifts(b, node, window) if group == 1 else None
     if shifts is None:
-        return _as_kernel(b, node, g, window, group)
-    return _product_of_shifts(b, node, g, window, shifts)
+        found = _as_kernel(b, node, g, window, group)
+    else:
+        found = _product_of_shifts(b, node, g, window, shifts)
+    if _is_quicker_alone(b, node, window, group):
+        outs, ins = b.sides(node.inputs[1])[:2]
+        b.leaves[found] = KernelLeaf(node.inputs[0], g, window, outs, ins)
+    return found
+
+
+def _is_quicker_alone(b: Builder, node: Node, window: Sliding, group: int) -> bool:
+    """Whether the product is worth doing outside ONNX Runtime, by the sizes of the sample run."""
+    weight = node.inputs[1]
+    outs, ins = b.sides(weight)[:2]
+    multiplied = prod(b.sides(weight)) * prod(b.sides(node.outputs[0])[2:])
+    return (
+        window.taps > 1
+        and min(outs // group, ins) >= _LEAST_CHANNELS
+        and multiplied >= _LEAST_MULTIPLIED
+        and b.dtype(weight) == np.float32
+    )
 
 
 @dataclass(frozen=True, slots=True)
