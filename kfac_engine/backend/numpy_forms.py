@@ -2,10 +2,21 @@
 
 Things cost multiplications of SYRK at full speed, on one core with OpenBLAS's AVX-512 kernels in
 float32. The constants were fitted to 39 geometries (1 to 3 axes, 1 to 512 channels, images of 4 to
-2000 pixels a side). Milliseconds on one core, measured and estimated at 65 multiplications a
+2000 pixels a side). Milliseconds on one core, measured and estimated at 70 multiplications a
 nanosecond, padding as large as keeps the sides:
 
-TABLE
+    images, channels, side, kernel     lines          plain
+    32      512        7×7    3×3       85 /  76           / 243
+    32      256       14×14   3×3       87 /  89           / 248
+    32      128       28×28   3×3      112 / 115           / 259
+    32       64       56×56   3×3       95 /  84           / 279
+    128      64        8×8    3×3      8.4 / 7.0       23 /  23
+    128      32       16×16   3×3      9.3 / 8.2       27 /  26
+    128      16       32×32   3×3       12 /  12       36 /  33
+    128       3       32×32   3×3      6.2 / 4.2      5.5 / 3.2
+    32       16       28×28   5×5      8.9 / 9.9       35 /  36
+    8         3       64×64   7×7       24 /  21       10 /   9
+    1       128       14×14   3×3      4.3 / 3.1      2.1 / 2.0
 """
 
 from collections.abc import Callable, Mapping
