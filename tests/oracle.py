@@ -180,6 +180,21 @@ def jacobian(
     return np.stack(columns, axis=-1)
 
 
+def slope(
+    model: onnx.ModelProto,
+    inputs: Mapping[str, NDArray],
+    output: str,
+    direction: Mapping[str, NDArray],
+) -> Float:
+    """Derivative of ``output`` along a direction in the space of parameters, shaped like it."""
+    theta, forward = _network(model, inputs, output, list(direction))
+    flat, along = (
+        np.concatenate([np.asarray(part[name], np.float64).ravel() for name in direction])
+        for part in (theta, direction)
+    )
+    return derivative(lambda step: forward(flat + step[0] * along), np.zeros(1), (0,))
+
+
 def derivative(f: Callable[[Float], Float], x: Float, index: tuple[int, ...]) -> Float:
     """``∂f/∂x[index]``: central differences, extrapolated to step zero, entry by entry of f.
 

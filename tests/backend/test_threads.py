@@ -84,7 +84,7 @@ def test_threads_are_used_again_and_keep_nothing_of_what_they_did():
         pass
 
     workers, before = Workers(2), active_count()
-    for _ in range(50):
+    for _ in range(8):
         kept = Kept()
         workers.run([lambda kept=kept: kept] * 4)
         alive = ref(kept)
