@@ -39,8 +39,8 @@ from kfac_engine.backend.window import Window
 _PIXEL = 0.27
 _TAP = 1.6
 _GROUP = 2e5
-# Pixels that are multiplied at a time. 32 × 96 × 56 × 56 take two threads 68 ms with half a megabyte,
-# 20 with three, 18 with eight: threads of Python wait for each other between short calls.
+# Pixels that are multiplied at a time. 32 × 96 × 56 × 56 take two threads 68 ms with half a
+# megabyte, 20 with three, 18 with eight: they wait for each other between short calls.
 _CHUNK_BYTES = 8 << 20
 # So many images are summed in their own precision before the sums are added up in float64.
 _SUM_IMAGES = 64
