@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kfac_engine.backend.threads import Workers
 
 # In a millisecond a core does so many multiplications of matrices. Waking a thread and waiting for
-# it takes a tenth of that, and more is lost where two wait for the interpreter in turn: two products
-# of side 256, 3e7 together, are no quicker on two threads.
+# it takes a tenth of that, and more is lost where two wait for the interpreter in turn: two
+# products of side 256, 3e7 together, are no quicker on two threads.
 WORTH_WAKING = 8e7
 # Multiplications in the time that it takes to read a number from memory.
 TO_READ = 40.0
