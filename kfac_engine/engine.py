@@ -123,10 +123,9 @@ class Engine:
             exps: Powers to precondition with; the first is used by ``step``.
             approximations: Kind of layer to approximation, in place of the defaults.
             schedule: When statistics and inverses move.
-            threads: That compute at a time, inside ONNX Runtime and outside; by default as many as
-                BLAS was given, which is one a core unless the environment says otherwise.
-            scratch_bytes: Bound of the working memory of a statistic; by default 64 MiB, 256 MiB on
-                a GPU. Less makes it slower, once a few images' patches do not fit.
+            threads: That compute at a time, ONNX Runtime's too; by default as many as BLAS has.
+            scratch_bytes: Bound of the working memory of a statistic, or of gradients of kernels;
+                by default 64 MiB, 256 MiB on a GPU. Less is slower, once few images' patches fit.
             backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
             seed: Of sampled targets.
             sample_inputs: A batch to find shapes with, where none can be made up.
@@ -156,6 +155,7 @@ class Engine:
             sample_inputs=sample_inputs,
             gradient_dtype=gradient_dtype,
             tie_weights=tie_weights,
+            scratch_bytes=scratch_bytes,
         )
         assembly = assemble(
             onnx_model,
