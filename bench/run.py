@@ -196,7 +196,9 @@ def known_suites() -> Registry[Suite]:
 def _run_contests(setting: Setting, name: str) -> list[Row]:
     """A job that fails is told of, and the others go on."""
     rows: list[Row] = []
-    for job in SUITES[name]:
+    for number, job in enumerate(SUITES[name], start=1):
+        # The table comes last, minutes later.
+        setting.console.print(f"{name}, {number} of {len(SUITES[name])}: {job.name}")
         able = [who for who in setting.contenders if CONTENDERS[who].can_check(job)]
         try:
             # Anew for each job: no memory is at hand from the one before.

@@ -253,6 +253,7 @@ def test_a_run_prints_tables_and_writes_json_and_charts(small_run, tmp_path, cap
     options = run.Options(plot=tmp_path / "charts", threads=1)
     run.run_suites(["small"], tmp_path / "times.json", options=options)
     printed = capsys.readouterr().out
+    assert "small, 1 of 1: 7 × 7" in printed
     assert "Suite small" in printed
     assert "7 × 7" in printed
     assert "other processes ran" in printed
