@@ -40,6 +40,8 @@ _MOST = 1 << 21
 # Small products, and numbers at the border of images, at a time.
 _BATCH = 1 << 17
 
+# Multiplications in the time that Python takes to prepare a product.
+_PREPARED = 3_000_000
 # Rows of a block that are written at a time.
 _WRITTEN_ROWS = 64
 
@@ -76,17 +78,19 @@ def add_lines(
     """
     n, channels, *_ = x.shape
     groups = _groups(window, channels, x.shape[2:])
-    pairs = sum(part.pairs for group in groups for part in group.parts)
-    threads = threads_for(n * pairs * channels**2, means.workers)
+    products = [part for group in groups for part in group.parts]
+    work = n * channels**2 * sum(part.pairs for part in products)
+    threads = threads_for(work, means.workers)
     if together(n, channels, x.shape[2:]) == n:
         lines = PixelLines(n, channels, x.shape[2:], window.reaches[-1], out.dtype)
         lines.fill(x)
         tasks = [partial(_add_group, group, lines, out, alpha, beta) for group in groups]
         share(tasks, threads, means.workers)
         return
-    # Threads share the images, each with moments of its own.
+    # Threads share the images, each with moments of its own and all products to prepare.
     each = line_numbers(window, n, channels, x.shape[2:], 1)
-    parts = max(1, min(threads, means.numbers // each))
+    worth = work // (_PREPARED * max(1, len(products)))
+    parts = max(1, min(threads, means.numbers // each, worth))
     found = [[_Sums(group, channels, out.dtype) for group in groups] for _ in range(parts)]
     shared = zip(np.array_split(x, parts), found, strict=True)
     share([partial(_add_images, *some) for some in shared], parts, means.workers)
