@@ -81,7 +81,8 @@ def readme(text: str) -> str:
         f"|---|{'---|' * (1 + len(COLUMNS))}",
         *told,
         "",
-        f"How many times as long the quickest way in each library takes. {_extremes(suites)}",
+        "How many times as long the quickest way in each library takes; below 1 it is ahead. "
+        + _extremes(suites),
         "",
         f"{_machine_line(report)} All of it: "
         f"[bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
