@@ -18,6 +18,7 @@ COPIES = {
     "get()": ("kfac_engine/backend/threads.py", "kfac_engine/collection/default.py"),
     "item()": ("kfac_engine/autodiff/lowering/", "kfac_engine/graph/", "kfac_engine/layers/"),
     "tolist()": (
+        "kfac_engine/backend/blas.py",
         "kfac_engine/autodiff/placement.py",
         "kfac_engine/autodiff/lowering/",
         "kfac_engine/autodiff/rules/",
