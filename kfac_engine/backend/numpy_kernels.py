@@ -32,10 +32,11 @@ from kfac_engine.backend.numpy_rank_k import share, threads_for
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
-# Copies that stay in a cache beside the product; two and eight megabytes were slower by a tenth.
-_CACHED_BYTES = 1 << 20
-# Positions below which a product takes longer to load and store its result than to add to it.
-_LEAST_POSITIONS = 256
+# Copies that stay in a cache beside the product; more of them where those are of few positions.
+_CACHED_BYTES, _MOST_CACHED_BYTES = 1 << 20, 4 << 20
+# Positions from which a product of BLAS takes no longer than several of fewer would, and those below
+# which it takes longer to load and store its result than to add to it.
+_ENOUGH_POSITIONS, _LEAST_POSITIONS = 1024, 256
 # Multiplications in the time that it takes to copy a number within a cache.
 _TO_COPY = 16
 
@@ -136,7 +137,7 @@ def add_kernel_gradient(
     threads = threads_for(float(multiplied), workers)
     wanted = _wanted(how, x.itemsize)
     pieces = _shares(x, g, how, max(1, min(threads, numbers // (how.summed + wanted))))
-    room = max(min(numbers // len(pieces) - how.summed, wanted), how.copied)
+    room = max(min(numbers // len(pieces) - how.summed, wanted), how.copied // groups)
     sums = [np.zeros(_sum_shape(how), x.dtype) for _ in pieces]
     tasks = [
         partial(_add_piece, piece, total, room, scratch)
@@ -157,7 +158,9 @@ def _cut(window: Window, ins: int, outs: int) -> int:
 
 def _wanted(how: Correlation, itemsize: int) -> int:
     """Numbers of copies made at a time, where memory allows."""
-    return max(_CACHED_BYTES // itemsize, how.copied * _LEAST_POSITIONS)
+    least, most = (size // itemsize for size in (_CACHED_BYTES, _MOST_CACHED_BYTES))
+    group = how.copied // how.groups
+    return max(least, min(group * _ENOUGH_POSITIONS, most), group * _LEAST_POSITIONS)
 
 
 def _sum_shape(how: Correlation) -> tuple[int, ...]:
@@ -218,17 +221,31 @@ def _bands(piece: _Piece, positions: int) -> Iterator[_Piece]:
 
 def _add_piece(piece: _Piece, total: Array, numbers: int, scratch: Scratch) -> None:
     """Add the products of a piece; copies take so many numbers."""
-    how = piece.how
-    positions = numbers // how.copied
-    for band in _bands(piece, positions):
-        step = max(1, positions // prod(band.how.grid))
-        whole = len(band.x) - len(band.x) % step
-        for images, count in ((slice(whole), step), (slice(whole, None), len(band.x) - whole)):
-            some = _Piece(band.x[images], band.g[images], band.how)
-            if len(some.x):
-                room = max(numbers, count * prod(band.how.grid) * how.copied)
-                with scratch.bytes(room * total.itemsize) as memory:
-                    _add_chunks(some, total, count, memory.view(total.dtype))
+    for first, part in _some_groups(piece, numbers):
+        there = total[first : first + part.how.groups]
+        positions = numbers // part.how.copied
+        for band in _bands(part, positions):
+            step = max(1, positions // prod(band.how.grid))
+            whole = len(band.x) - len(band.x) % step
+            for images, count in ((slice(whole), step), (slice(whole, None), len(band.x) - whole)):
+                some = _Piece(band.x[images], band.g[images], band.how)
+                if len(some.x):
+                    room = max(numbers, count * prod(band.how.grid) * part.how.copied)
+                    with scratch.bytes(room * total.itemsize) as memory:
+                        _add_chunks(some, there, count, memory.view(total.dtype))
+
+
+def _some_groups(piece: _Piece, numbers: int) -> Iterator[tuple[int, _Piece]]:
+    """As many groups of channels at a time as leave room for enough positions, with the first."""
+    x, g, how = piece
+    most = max(1, numbers // (how.copied // how.groups * _ENOUGH_POSITIONS))
+    for first in range(0, how.groups, most):
+        part = replace(how, groups=min(most, how.groups - first))
+        ins, outs = (
+            value[:, first * channels : (first + part.groups) * channels]
+            for value, channels in ((x, how.ins), (g, how.outs))
+        )
+        yield first, _Piece(ins, outs, part)
 
 
 def _add_chunks(piece: _Piece, total: Array, count: int, memory: Array) -> None:
