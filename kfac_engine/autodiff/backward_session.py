@@ -28,7 +28,7 @@ _MOST_OPTIMIZED = 5000
 def open_backward(
     model: "OnnxModel", backward: Backward, fetched: Mapping[str, DType]
 ) -> Session | DeviceSession | FinishingSession:
-    """A session where the model runs; on the CPU it leaves gradients of weights to BLAS.
+    """A session where the model runs; on the CPU it leaves gradients of kernels to BLAS.
 
     Args:
         model: The model.

@@ -34,8 +34,8 @@ from kfac_engine.backend.window import Window
 
 # Copies that stay in a cache beside the product; more of them where those are of few positions.
 _CACHED_BYTES, _MOST_CACHED_BYTES = 1 << 20, 4 << 20
-# Positions from which a product of BLAS takes no longer than several of fewer would, and those below
-# which it takes longer to load and store its result than to add to it.
+# Positions that make a product of BLAS quick, and those below which loading and storing its result
+# takes longer than adding to it.
 _ENOUGH_POSITIONS, _LEAST_POSITIONS = 1024, 256
 # Multiplications in the time that it takes to copy a number within a cache.
 _TO_COPY = 16
