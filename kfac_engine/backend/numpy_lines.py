@@ -87,13 +87,21 @@ def add_lines(
         tasks = [partial(_add_group, group, lines, out, alpha, beta) for group in groups]
         share(tasks, threads, means.workers)
         return
-    # Threads share the images, each with moments of its own and all products to prepare.
+    # Threads share the images, each with moments of its own and all products to prepare; or the
+    # distances.
     each = line_numbers(window, n, channels, x.shape[2:], 1)
     worth = work // (_PREPARED * max(1, len(products)))
     parts = max(1, min(threads, means.numbers // each, worth))
+    kept = channels**2 * sum(group.moments for group in groups)
+    fits = kept + threads * (each - kept) <= means.numbers
+    lots = threads if parts == 1 and fits else 1
     found = [[_Sums(group, channels, out.dtype) for group in groups] for _ in range(parts)]
-    shared = zip(np.array_split(x, parts), found, strict=True)
-    share([partial(_add_images, *some) for some in shared], parts, means.workers)
+    tasks = [
+        partial(_add_images, images, sums[i::lots])
+        for images, sums in zip(np.array_split(x, parts), found, strict=True)
+        for i in range(min(lots, len(groups)))
+    ]
+    share(tasks, len(tasks), means.workers)
     tasks = [partial(_write, some, out, alpha, beta) for some in zip(*found, strict=True)]
     share(tasks, threads, means.workers)
 

@@ -216,6 +216,7 @@ def test_scratch_bytes_bound_the_working_memory(name):
     x, side = case.images(), case.window.taps * case.channels + 1
     out = np.zeros((side, side))
     backend = NumpyBackend(scratch_bytes=scratch_bytes)
+    quickest(case.window, seen(case), 1 << 30, 2)  # geometry, which is kept, is no working memory
     tracemalloc.start()
     backend.patch_second_moment(x, case.window, out, homogeneous=True)
     peak = tracemalloc.get_traced_memory()[1]
@@ -249,6 +250,26 @@ def test_a_form_needs_the_memory_announced(form, case, threads):
     tracemalloc.stop()
     # Small objects come on top: arguments of a product for each distance, rows being summed.
     assert peak <= numbers * x.itemsize + chunk_bytes + 200_000
+
+
+# Enough for moments of two parts of the images; of one, and images for two threads; of one.
+ROOMS = {"images": 2.0, "distances": 1.9, "nothing": 1.0}
+
+
+@pytest.mark.parametrize("shared", ROOMS)
+@pytest.mark.parametrize("channels", [48, 100])
+def test_threads_share_what_there_is_memory_for(shared, channels):
+    case = Case(SAME, 200 if channels == 48 else 80, channels, (6, 6))
+    x, numbers = case.images(), line_numbers(SAME, *seen(case), 1)
+    out = np.zeros((9 * channels, 9 * channels))
+    means = Means(Workers(2), 0, int(ROOMS[shared] * numbers))
+    tracemalloc.start()
+    add_lines(x, SAME, out, 1.0, 0.0, means)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # Small objects come on top: arguments of a product for each distance, rows being summed.
+    assert peak <= means.numbers * x.itemsize + 200_000
+    assert_close(np.tril(out), np.tril(moment(x, SAME)))
 
 
 WRONG = {
