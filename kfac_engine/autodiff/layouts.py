@@ -65,8 +65,8 @@ def channel_block() -> int:
     x = np.arange(2 * _CHANNELS, dtype=_FLOAT).reshape(1, _CHANNELS, 1, 2)
     try:
         (turned,) = _tried([Node("ReorderInput", ("x",), ("y",), {}, "turn", DOMAIN)], x)
-        # Number one is the second pixel of the first channel.
-        block = int(np.flatnonzero(turned.ravel() == 1)[0])
+        # Number one is the second pixel of the first channel; zero if it is nowhere.
+        block = int(np.argmax(turned.ravel() == 1))
         if block < 2 or _CHANNELS % block:
             return 0
         conv = Node("Conv", ("x", "w"), ("c",), {"pads": (1, 0, 1, 0)}, "conv")

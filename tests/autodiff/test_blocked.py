@@ -266,8 +266,12 @@ def wrong(nodes, x, constants=None):
     return [np.full((1, 32), len(constants or ()), np.float32)]
 
 
+def empty(nodes, x, constants=None):
+    return [np.zeros_like(x)]
+
+
 @pytest.mark.usefixtures("_fresh_trial")
-@pytest.mark.parametrize("trial", [refused, wrong])
+@pytest.mark.parametrize("trial", [refused, wrong, empty])
 def test_there_are_no_blocks_where_the_trial_fails(trial, monkeypatch):
     monkeypatch.setattr(layouts, "_tried", trial)
     assert channel_block() == 0
