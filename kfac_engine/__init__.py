@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     )
     from kfac_engine.memory import MemoryReport as MemoryReport
     from kfac_engine.one_batch import precondition as precondition
+    from kfac_engine.options import EngineOptions as EngineOptions
     from kfac_engine.result import Result as Result
 
 # Public name to the module that defines it.
@@ -123,6 +124,7 @@ _HOMES = {
     "CollectionConfig": "config",
     "Schedule": "config",
     "Engine": "engine",
+    "EngineOptions": "options",
     "precondition": "one_batch",
     "differentiate": "gradient_model",
     "Result": "result",

@@ -8,7 +8,10 @@ from kfac_engine._types import Array, Params, Vector
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.autodiff.placement import placed
+from kfac_engine.backend.namespace import on_host
+from kfac_engine.backend.select import place_of, select
+from kfac_engine.backend.threads import default_count
 from kfac_engine.blocks.base import FisherBlock, parts, uses
 from kfac_engine.blocks.together import multiply_all
 from kfac_engine.checks import check_mode
@@ -16,6 +19,7 @@ from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.base import FisherFactor
+from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.structure import Node
 from kfac_engine.heads import Head, LossOptions, choose_heads
 from kfac_engine.inspection import refresh_cost
@@ -23,6 +27,7 @@ from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.found import Found
 from kfac_engine.layers.parts import Part, join, split
 from kfac_engine.objective import Objective, Reduction
+from kfac_engine.options import EngineOptions
 from kfac_engine.scheduler import Work
 
 # A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
@@ -87,43 +92,56 @@ class Assembly:
         self.model.backward(losses, (*together, *estimator.differentiated))
 
 
-def assemble(
-    model: OnnxModel,
-    options: LossOptions,
-    *,
-    reduction: Reduction,
-    inputs: Mapping[str, Array] | None,
-    estimation_mode: str,
-    approximations: Mapping[str, str],
-    backend: Backend,
-) -> Assembly:
-    """Put losses on a model, find its layers, and register both.
+def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
+    """Load a model, register its layers and losses, and make the estimator of its curvature.
 
     Args:
-        model: The model.
-        options: What the user says of the losses.
-        reduction: What the user says of their sum.
-        inputs: The batch of the sample run; None if it was made up.
-        estimation_mode: A row of ``MODES``.
-        approximations: Kind of layer to approximation, in place of the defaults.
-        backend: Of curvature.
+        source: Path, bytes or ``ModelProto``.
+        options: The options of the engine.
 
     Returns:
-        Everything registered, for an estimator to close.
+        The registered model and its estimator; nothing was computed on data yet.
 
     Raises:
-        InputError: An option is wrong.
-        UnknownNameError: A name goes by nothing.
+        InputError: The file, the loss or an option is wrong.
+        UnknownNameError: An option names no layer kind, loss, output or parameter.
         UnsupportedError: The mode needs the examples where they are not.
         ModelError: The loss depends on no trainable parameter.
     """
+    threads = options.threads or default_count()
+    backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
+    inputs = options.sample_inputs
+    if isinstance(inputs, Mapping):
+        inputs = on_host(inputs, backend)
+    model = OnnxModel(
+        load_model(source),
+        trainable=options.trainable,
+        threads=threads,
+        sample_inputs=inputs,
+        gradient_dtype=options.gradient_dtype,
+        tie_weights=options.tie_weights,
+        scratch_bytes=options.scratch_bytes,
+    )
     collection = LayerCollection(model, backend=backend)
-    for kind, approximation in approximations.items():
+    chosen = options.approximations or {}
+    for kind, approximation in chosen.items():
         collection.set_default_approximation(kind, approximation)
-    task = register_losses(model, collection, options, reduction, inputs)
-    check_mode(estimation_mode, task.heads, task.batch)
-    found = register_layers(model, task, collection, approximations)
-    return Assembly(model, task, found, collection)
+    task = register_losses(model, collection, options.losses, options.reduction, inputs)
+    check_mode(options.estimation_mode, task.heads, task.batch)
+    found = register_layers(model, task, collection, chosen)
+    assembly = Assembly(model, task, found, collection)
+    estimator = FisherEstimator(
+        collection.registered_variables,
+        options.ema_decay,
+        options.damping,
+        collection,
+        exps=options.exps,
+        estimation_mode=options.estimation_mode,
+        seed=options.seed,
+    )
+    model.move(placed(place_of(backend)))
+    assembly.prepare(estimator)
+    return assembly, estimator
 
 
 def register_losses(

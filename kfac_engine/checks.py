@@ -1,4 +1,4 @@
-"""Refusals of an engine, before anything is computed: options, batch sizes, gradients given."""
+"""Refusals of an engine, before anything is computed: modes, batch sizes, gradients given."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,6 @@ from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.place import HOST, Place
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import (
-    InputError,
     NonFiniteError,
     ShapeError,
     UnknownNameError,
@@ -55,37 +54,6 @@ def check_mode(estimation_mode: str, heads: Sequence[Head], batch: Batch) -> Non
                 f"axis of '{head.output}', but they lie on axis {place.axis}"
                 f"{' together with positions' if place.repeats > 1 else ''}; choose another mode."
             )
-
-
-def check_options(
-    damping: float,
-    ema_decay: float,
-    exps: Sequence[float],
-    threads: int | None,
-    scratch_bytes: int | None,
-) -> None:
-    """Refuse options outside their range.
-
-    Args:
-        damping: Must be positive.
-        ema_decay: Must lie in [0, 1).
-        exps: One or more numbers.
-        threads: At least one, if given.
-        scratch_bytes: At least one, if given.
-
-    Raises:
-        InputError: One is not.
-    """
-    if not (np.isfinite(damping) and damping > 0):
-        raise InputError(f"damping must be a positive number, got {damping}.")
-    if not 0 <= ema_decay < 1:
-        raise InputError(f"ema_decay must lie in [0, 1), got {ema_decay}.")
-    if not exps or not all(np.isfinite(exp) for exp in exps):
-        raise InputError(f"exps must be one or more numbers, got {exps}.")
-    if threads is not None and threads < 1:
-        raise InputError(f"threads must be at least 1, got {threads}.")
-    if scratch_bytes is not None and scratch_bytes < 1:
-        raise InputError(f"scratch_bytes must be at least 1, got {scratch_bytes}.")
 
 
 def checked_gradients(

@@ -8,24 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from kfac_engine._types import Array
-from kfac_engine.assembly import Assembly, assemble, multiplied, refreshes
-from kfac_engine.autodiff.model import OnnxModel
-from kfac_engine.autodiff.placement import placed
+from kfac_engine.assembly import Assembly, build, multiplied, refreshes
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.backend.namespace import in_library, on_host
 from kfac_engine.backend.place import HOST
-from kfac_engine.backend.select import place_of, select
-from kfac_engine.backend.threads import blas_alone, default_count
+from kfac_engine.backend.threads import blas_alone
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
-from kfac_engine.checks import check_batch_size, check_finite, check_options, checked_gradients
+from kfac_engine.checks import check_batch_size, check_finite, checked_gradients
 from kfac_engine.config import Schedule
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.refresh import begin_refresh
 from kfac_engine.graph.export import export_files
-from kfac_engine.graph.load import ModelSource, load_model
+from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.ties import Tie, find_ties, spread
-from kfac_engine.graph.widen import GradientDType
-from kfac_engine.heads import LossChoice, LossOptions
 from kfac_engine.inspection import (
     LayerReport,
     LossReport,
@@ -33,7 +28,8 @@ from kfac_engine.inspection import (
     loss_reports,
 )
 from kfac_engine.memory import Footprint, MemoryReport, available_memory
-from kfac_engine.objective import Reduction, Targets, check_reduction
+from kfac_engine.objective import Targets
+from kfac_engine.options import EngineOptions, by_keyword
 from kfac_engine.profiling import Recorder
 from kfac_engine.propagation import Propagated, propagate
 from kfac_engine.result import Result
@@ -79,105 +75,24 @@ class Engine:
         self._refreshes = refreshes(assembly.collection)
 
     @classmethod
-    def from_onnx(  # noqa: PLR0913 (every choice a user has, each with a default)
-        cls,
-        model: ModelSource,
-        *,
-        loss: LossChoice | Sequence[LossChoice],
-        output: str | Sequence[str] | None = None,
-        class_axis: int = -1,
-        find_logits: bool = True,
-        loss_weights: Sequence[float] | None = None,
-        reduction: Reduction = "mean",
-        trainable: Sequence[str] | None = None,
-        damping: float = 1e-3,
-        ema_decay: float = 0.95,
-        estimation_mode: str = "gradients",
-        exps: Sequence[float] = (-1,),
-        approximations: Mapping[str, str] | None = None,
-        schedule: Schedule | None = None,
-        threads: int | None = None,
-        scratch_bytes: int | None = None,
-        backend: str = "auto",
-        seed: int = 0,
-        sample_inputs: Mapping[str, Array] | None = None,
-        gradient_dtype: GradientDType = "file",
-        tie_weights: bool = False,
-    ) -> "Engine":
+    @by_keyword(EngineOptions)
+    def from_onnx(cls, model: ModelSource, options: EngineOptions) -> "Engine":
         """An engine for a model.
 
         Args:
             model: Path, bytes or ``ModelProto``.
-            loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object,
-                or a list of them.
-            output: The output a loss by name is put on, or a list; needed where it is not clear.
-            class_axis: Axis of the classes in that output.
-            find_logits: Whether a loss by name on an output of probabilities reads the logits that
-                the model makes them of.
-            loss_weights: What each loss is multiplied by; ones by default.
-            reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
-            trainable: Patterns of parameter names; by default what the graph uses like parameters.
-            damping: λ > 0, added to the Fisher matrix.
-            ema_decay: Decay of the moving averages, in [0, 1).
-            estimation_mode: ``"gradients"`` (targets sampled from the model), ``"empirical"``, ….
-            exps: Powers to precondition with; the first is used by ``step``.
-            approximations: Kind of layer to approximation, in place of the defaults.
-            schedule: When statistics and inverses move.
-            threads: That compute at a time, ONNX Runtime's too; by default as many as BLAS has.
-            scratch_bytes: Bound of the working memory of a statistic, or of gradients of kernels;
-                by default 64 MiB, 256 MiB on a GPU. Less is slower, once few images' patches fit.
-            backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
-            seed: Of sampled targets.
-            sample_inputs: A batch to find shapes with, where none can be made up.
-            gradient_dtype: Element type of gradients and parameters of a half-precision model,
-                which is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
-            tie_weights: Whether weights that are equal in the file (see ``ties``) stay equal: they
-                are then one parameter, and their gradients are its own.
+            options: The fields of ``EngineOptions``, each as a keyword; only ``loss`` is needed.
 
         Returns:
             The engine; nothing was computed on data yet.
 
         Raises:
             InputError: The file, the loss or an option is wrong.
-            UnknownNameError: A name goes by nothing.
+            UnknownNameError: An option names no layer kind, loss, output or parameter.
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
         """
-        check_options(damping, ema_decay, exps, threads, scratch_bytes)
-        check_reduction(reduction)
-        threads = threads or default_count()
-        library = select(backend, threads=threads, scratch_bytes=scratch_bytes)
-        if isinstance(sample_inputs, Mapping):
-            sample_inputs = on_host(sample_inputs, library)
-        onnx_model = OnnxModel(
-            load_model(model),
-            trainable=trainable,
-            threads=threads,
-            sample_inputs=sample_inputs,
-            gradient_dtype=gradient_dtype,
-            tie_weights=tie_weights,
-            scratch_bytes=scratch_bytes,
-        )
-        assembly = assemble(
-            onnx_model,
-            LossOptions(loss, output, class_axis, find_logits, loss_weights),
-            reduction=reduction,
-            inputs=sample_inputs,
-            estimation_mode=estimation_mode,
-            approximations=approximations or {},
-            backend=library,
-        )
-        estimator = FisherEstimator(
-            assembly.collection.registered_variables,
-            ema_decay,
-            damping,
-            assembly.collection,
-            exps=exps,
-            estimation_mode=estimation_mode,
-            seed=seed,
-        )
-        onnx_model.move(placed(place_of(library)))
-        assembly.prepare(estimator)
-        return cls(assembly, estimator, schedule or Schedule(), exps)
+        assembly, estimator = build(model, options)
+        return cls(assembly, estimator, options.schedule or Schedule(), options.exps)
 
     # -- the line ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ PUBLIC = (
     "CollectionConfig",
     "Schedule",
     "Engine",
+    "EngineOptions",
     "precondition",
     "differentiate",
     "Result",
