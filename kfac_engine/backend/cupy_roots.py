@@ -19,8 +19,8 @@ from kfac_engine.kernels.symmetric import narrow
 # fast float64 as float32. Predictions, not measured: some 25 steps of 4 products of 2d³ flops at
 # 30 Tflop/s, against a tridiagonalisation that keeps a few hundredths of such a device busy.
 FROM_SIDE = {80: 256, 90: 256, 100: 256}
-# The root is wrong by less than this part: below float32's rounding.
-_RESIDUAL = 1e-8
+# A residual bounds the relative error of a root: no more than one rounding to float32.
+_RESIDUAL = 2.0**-24
 _MOST_STEPS = 40
 # Float64 matrices that are alive at once for each one that is worked on; inverses need half.
 MOST_COPIES = 10

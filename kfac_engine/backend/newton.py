@@ -46,10 +46,15 @@ def inverse_roots(stack: Array, degree: int, norms: Array, steps: int, xp: Modul
 
 
 def residuals(roots: Array, stack: Array, degree: int, xp: ModuleType) -> Array:
-    """Largest entry of ``X^degree A − I`` for each matrix of a stack; NaN where ``X`` is."""
+    """Frobenius norm of ``R = X^degree A − I`` for each matrix of a stack; NaN where ``X`` is.
+
+    It bounds the relative error of ``X`` in that norm. An iterate is a polynomial of ``A``, so
+    ``X = A^(−1/degree) (I + R)^(1/degree)``, and ``|(1 + r)^(1/degree) − 1| ≤ |r|`` for each
+    eigenvalue ``r > −1`` of ``R``.
+    """
     eye = xp.eye(stack.shape[1], dtype=stack.dtype)
-    wrong: Array = abs(_power(roots, degree) @ stack - eye).max(axis=(1, 2))
-    return wrong
+    norms: Array = xp.linalg.norm(_power(roots, degree) @ stack - eye, axis=(1, 2))
+    return norms
 
 
 def steps_for(condition: float, degree: int) -> float:

@@ -17,21 +17,40 @@ def bound(matrix: np.ndarray) -> np.ndarray:
     return abs(matrix).sum(axis=1).max(keepdims=True)
 
 
+def rounding(side: int, decades: float) -> float:
+    """What a product of float64 matrices loses: a sum of ``side`` terms, times the condition."""
+    return side * np.finfo(np.float64).eps * 10.0**decades
+
+
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
-def test_roots_are_those_of_the_eigenvalues(decades: float, degree: int) -> None:
-    A, Q = with_condition(decades)
+@pytest.mark.parametrize("seed", range(8))
+def test_roots_are_those_of_the_eigenvalues(decades: float, degree: int, seed: int) -> None:
+    A, Q = with_condition(decades, seed=seed)
     wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
     steps = newton.steps_for(float(bound(A)[0]) * 10**decades, degree)
     (found,) = newton.inverse_roots(A[None], degree, bound(A), int(steps), np)
     np.testing.assert_array_equal(found, found.T)
-    # Rounding grows with the condition: 1e-9 at 1e7.
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-    assert error < 1e-15 * 10**decades + 1e-13
+    assert error < rounding(len(A), decades)
+    # A residual takes as many products as the root has degrees, and sums side² entries of them.
     (residual,) = newton.residuals(found[None], A[None], degree, np)
-    # What the caller decides by bounds what he does not see.
-    assert error < max(residual, 1e-13)
-    assert residual < 1e-8
+    assert residual < degree * len(A) * rounding(len(A), decades)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+@pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
+def test_the_residual_bounds_the_error_after_any_number_of_steps(
+    decades: float, degree: int
+) -> None:
+    for seed in range(8):
+        A, Q = with_condition(decades, seed=seed)
+        wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
+        for steps in range(0, int(newton.steps_for(40 * 10**decades, degree)), 3):
+            (found,) = newton.inverse_roots(A[None], degree, bound(A), steps, np)
+            (residual,) = newton.residuals(found[None], A[None], degree, np)
+            error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+            assert error < residual + rounding(len(A), decades)
 
 
 def test_steps_beyond_the_last_change_nothing() -> None:
