@@ -46,11 +46,20 @@ def inverse_roots(stack: Array, degree: int, norms: Array, steps: int, xp: Modul
 
 
 def residuals(roots: Array, stack: Array, degree: int, xp: ModuleType) -> Array:
-    """Frobenius norm of ``R = X^degree A − I`` for each matrix of a stack; NaN where ``X`` is.
+    """Bounds of the relative errors of ``inverse_roots``, in the Frobenius norm.
 
-    It bounds the relative error of ``X`` in that norm. An iterate is a polynomial of ``A``, so
+    The bound is the norm of ``R = X^degree A − I``. An iterate is a polynomial of ``A``, so
     ``X = A^(−1/degree) (I + R)^(1/degree)``, and ``|(1 + r)^(1/degree) − 1| ≤ |r|`` for each
     eigenvalue ``r > −1`` of ``R``.
+
+    Args:
+        roots: ``(n, d, d)``, from ``inverse_roots``.
+        stack: ``(n, d, d)``, the matrices.
+        degree: Of the roots.
+        xp: The array library.
+
+    Returns:
+        ``(n,)``; NaN where a root is.
     """
     eye = xp.eye(stack.shape[1], dtype=stack.dtype)
     norms: Array = xp.linalg.norm(_power(roots, degree) @ stack - eye, axis=(1, 2))
