@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
 from kfac_engine.cli.display import print_json, print_table, show_bytes, show_shape, working
 from kfac_engine.cli.options import (
-    EngineOptions,
     debug_option,
     engine_options,
     file_path,
@@ -40,14 +39,15 @@ _MOST_ALIKE = 3
 @json_option
 @debug_option
 def inspect(
-    model: Path, batch: int, inputs: Path | None, options: EngineOptions, as_json: bool
+    model: Path, batch: int, inputs: Path | None, options: dict[str, Any], as_json: bool
 ) -> None:
     """Show each parameter's layer, block, factors and costs."""
+    import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 
     with working("preparing the model"):
         sample = None if inputs is None else read_inputs(inputs, model)
-        engine = options.engine(model, sample_inputs=sample)
+        engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
     memory, losses = engine.memory(batch), engine.losses
     untrained = _untrained(engine)
     if as_json:
@@ -66,7 +66,7 @@ def inspect(
     _print_losses(losses)
     print_layers(engine)
     _print_uncovered(engine.layers)
-    _print_ties(engine.ties, options.tie_weights)
+    _print_ties(engine.ties, options["tie_weights"])
     if untrained:
         heads = ("name", "shape", "because it is")
         print_table("constants that are not trained", heads, list(_gathered(untrained)))

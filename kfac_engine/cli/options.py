@@ -1,16 +1,13 @@
 """Options that several commands share, in one place."""
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import click
-
-if TYPE_CHECKING:
-    import kfac_engine as ke
-    from kfac_engine._types import Array
 
 Command: TypeAlias = Callable[..., Any]
 file_path = click.Path(path_type=Path)
@@ -49,10 +46,43 @@ sample_option = click.option(
     help="Batch to find shapes and lengths of sequences with: .npz by input name, or one .npy.",
 )
 
+
+def one_or_all(
+    _: click.Context, __: click.Parameter, values: tuple[Any, ...]
+) -> str | tuple[Any, ...] | None:
+    """The only name, several, or None where the option was not given."""
+    return values[0] if len(values) == 1 else values or None
+
+
+def _all_or_none(
+    _: click.Context, __: click.Parameter, values: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    return values or None
+
+
+def _megabytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
+    return None if value is None else value * 1_000_000
+
+
+def _parse_approximations(
+    _: click.Context, __: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    for kind, _equals, name in pairs:
+        if not kind or not name:
+            raise click.BadParameter(f"expected KIND=NAME, such as conv2d=kron; got '{kind}'.")
+    return {kind: name for kind, _equals, name in pairs}
+
+
 # What is differentiated, besides losses and outputs, and in which form gradients come.
 objective_options = (
     click.option(
-        "--loss-weight", type=float, multiple=True, help="Weight of each loss; one by default."
+        "--loss-weight",
+        "loss_weights",
+        type=float,
+        multiple=True,
+        callback=_all_or_none,
+        help="Weight of each loss; one by default.",
     ),
     click.option(
         "--find-logits/--no-find-logits",
@@ -80,99 +110,26 @@ objective_options = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a model is differentiated and preconditioned: the arguments of ``Engine.from_onnx``."""
-
-    loss: tuple[str, ...]
-    output: tuple[str, ...]
-    loss_weight: tuple[float, ...]
-    find_logits: bool
-    class_axis: int
-    reduction: Literal["mean", "batch_mean", "sum"]
-    gradient_dtype: Literal["file", "float32"]
-    trainable: tuple[str, ...]
-    tie_weights: bool
-    damping: float
-    mode: str
-    approx: Mapping[str, str]
-    backend: str
-    threads: int | None
-    scratch: int | None
-    seed: int
-
-    def engine(
-        self,
-        model: Path,
-        *,
-        exp: float = -1,
-        refresh_every: int = 1,
-        sample_inputs: "Mapping[str, Array] | None" = None,
-    ) -> "ke.Engine":
-        """The engine for a model file.
-
-        Args:
-            model: Path of the file.
-            exp: The power of the Fisher that it must offer.
-            refresh_every: Batches between two computations of inverses.
-            sample_inputs: A batch to find shapes with.
-
-        Returns:
-            The engine.
-        """
-        import kfac_engine as ke
-
-        return ke.Engine.from_onnx(
-            model,
-            loss=self.loss if len(self.loss) > 1 else self.loss[0],
-            output=self.output or None,
-            loss_weights=self.loss_weight or None,
-            find_logits=self.find_logits,
-            class_axis=self.class_axis,
-            reduction=self.reduction,
-            gradient_dtype=self.gradient_dtype,
-            trainable=self.trainable or None,
-            tie_weights=self.tie_weights,
-            damping=self.damping,
-            estimation_mode=self.mode,
-            exps=(exp,),
-            schedule=ke.Schedule(refresh_every=refresh_every),
-            approximations=self.approx or None,
-            backend=self.backend,
-            threads=self.threads,
-            scratch_bytes=None if self.scratch is None else self.scratch * 1_000_000,
-            seed=self.seed,
-            sample_inputs=sample_inputs,
-        )
-
-
-def _parse_approximations(
-    _: click.Context, __: click.Parameter, values: tuple[str, ...]
-) -> dict[str, str]:
-    pairs = [value.partition("=") for value in values]
-    for kind, _equals, name in pairs:
-        if not kind or not name:
-            raise click.BadParameter(f"expected KIND=NAME, such as conv2d=kron; got '{kind}'.")
-    return {kind: name for kind, _equals, name in pairs}
-
-
 _ENGINE_OPTIONS = (
     click.option(
         "--loss",
         multiple=True,
         default=("categorical",),
         show_default=True,
+        callback=one_or_all,
         help="Loss, by name; repeated, one an output.",
     ),
     click.option(
         "--output",
         multiple=True,
+        callback=one_or_all,
         help="Output that the loss is put on; the model's own by default. One for each loss.",
     ),
     *objective_options,
     click.option(
         "--trainable",
         multiple=True,
+        callback=_all_or_none,
         metavar="PATTERN",
         help="Only parameters whose name matches; may be repeated.",
     ),
@@ -181,10 +138,15 @@ _ENGINE_OPTIONS = (
     ),
     click.option("--damping", default=1e-3, show_default=True, help="Added to the curvature."),
     click.option(
-        "--mode", default="gradients", show_default=True, help="How the Fisher is estimated."
+        "--mode",
+        "estimation_mode",
+        default="gradients",
+        show_default=True,
+        help="How the Fisher is estimated.",
     ),
     click.option(
         "--approx",
+        "approximations",
         multiple=True,
         metavar="KIND=NAME",
         callback=_parse_approximations,
@@ -202,6 +164,8 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--scratch",
+        "scratch_bytes",
+        callback=_megabytes,
         type=click.IntRange(min=1),
         metavar="MB",
         help="Bound of working memory, in MB; 64 on a CPU by default.",
@@ -211,8 +175,33 @@ _ENGINE_OPTIONS = (
 
 
 def engine_options(command: Command) -> Command:
-    """The command with the options of ``EngineOptions``, handed over as ``options``."""
-    return gathered("options", EngineOptions, _ENGINE_OPTIONS)(command)
+    """The command with the options of an engine: see ``keywords``."""
+    return keywords(_ENGINE_OPTIONS)(command)
+
+
+def keywords(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
+    """A decorator that adds options to a command, handed over as ``options``, a dictionary.
+
+    Args:
+        options: click's decorators, in the order of the help page. Each is named after the keyword
+            argument of the library that takes its value.
+
+    Returns:
+        The decorator; every value that the command has no parameter for goes into ``options``.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command).parameters
+
+        @functools.wraps(command)
+        def call(**values: Any) -> Any:
+            taken = {name: value for name, value in values.items() if name not in own}
+            rest = {name: value for name, value in values.items() if name in own}
+            return command(**rest, options=taken)
+
+        return _decorated(call, options)
+
+    return decorate
 
 
 def gathered(
@@ -235,9 +224,12 @@ def gathered(
             taken = {field.name: values.pop(field.name) for field in fields(record)}
             return command(**values, **{keyword: record(**taken)})
 
-        decorated: Command = call
-        for option in reversed(options):
-            decorated = option(decorated)
-        return decorated
+        return _decorated(call, options)
 
     return decorate
+
+
+def _decorated(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kfac_engine.cli.display import print_json, print_table, show_shape, working
 from kfac_engine.cli.options import (
-    EngineOptions,
     debug_option,
     engine_options,
     file_path,
@@ -73,17 +72,27 @@ _FILE_OPTIONS = (
 @json_option
 @debug_option
 def precondition(
-    model: Path, files: Files, exp: float, refresh_every: int, options: EngineOptions, as_json: bool
+    model: Path,
+    files: Files,
+    exp: float,
+    refresh_every: int,
+    options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """Write gradients of a batch, plain and preconditioned."""
+    import kfac_engine as ke
     from kfac_engine.cli import files as reading
 
     with working("reading"):
         inputs = reading.read_inputs(files.inputs, model)
-        read = reading.read_targets_by_output if len(options.loss) > 1 else reading.read_targets
+        one = isinstance(options["loss"], str)
+        read = reading.read_targets if one else reading.read_targets_by_output
         targets: Targets = None if files.targets is None else read(files.targets)
     with working("preparing the model"):
-        engine = options.engine(model, exp=exp, refresh_every=refresh_every, sample_inputs=inputs)
+        schedule = ke.Schedule(refresh_every=refresh_every)
+        engine = ke.Engine.from_onnx(
+            model, exps=(exp,), schedule=schedule, sample_inputs=inputs, **options
+        )
         if files.state is not None and files.state.exists():
             # The parameters are those of the model's file, not those of the state's time.
             engine.load(files.state, parameters=False)
