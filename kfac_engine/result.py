@@ -1,8 +1,14 @@
-"""What the engine gives back."""
+"""The results of the engine's calls."""
 
 from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+
+KL_CLIP = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +45,36 @@ class Result:
     natural_gradients: dict[str, Array]
     notes: tuple[str, ...] = ()
     stages: tuple[Stage, ...] = ()
+
+    def clipped_rate(self, learning_rate: float = 1.0, kl_clip: float = KL_CLIP) -> float:
+        """The learning rate, reduced where the step would change the predictions too much.
+
+        The step ``−η Δ`` along the natural gradient ``Δ = F⁻¹ g`` changes the model's predictions
+        by a Kullback–Leibler divergence of ``½ η² Δᵀ F Δ = ½ η² ⟨Δ, g⟩``, to second order.
+        The largest ``η`` with ``η² ⟨Δ, g⟩ ≤ kl_clip`` bounds the step (Ba, Grosse & Martens 2017,
+        "Distributed second-order optimization using Kronecker-factored approximations",
+        section 5). ``F`` is the damped Fisher matrix under the engine's reduction: with ``"sum"``
+        the divergence of all examples is bounded, otherwise their mean.
+
+        Args:
+            learning_rate: The largest learning rate.
+            kl_clip: Bound of ``η² ⟨Δ, g⟩``.
+
+        Returns:
+            ``min(learning_rate, sqrt(kl_clip / ⟨Δ, g⟩))``.
+
+        Raises:
+            InputError: An argument is not a positive number, or no natural gradients are here.
+        """
+        for name, value in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
+            if not (isinstance(value, (int, float, np.number)) and isfinite(value) and value > 0):
+                raise InputError(f"{name} must be a positive number, got {value!r}.")
+        if not self.natural_gradients:
+            raise InputError(
+                "the result holds no natural gradients; take that of engine.step or precondition."
+            )
+        product = sum(
+            float((self.gradients[name].astype(np.float64) * natural).sum())
+            for name, natural in self.natural_gradients.items()
+        )
+        return min(learning_rate, sqrt(kl_clip / product)) if product > 0 else learning_rate

@@ -64,7 +64,7 @@ _FILE_OPTIONS = (
 @click.option(
     "--refresh-every",
     type=click.IntRange(min=1),
-    default=1,
+    default=10,
     show_default=True,
     help="Batches, counted in --state, between two computations of inverses.",
 )

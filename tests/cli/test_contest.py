@@ -9,6 +9,7 @@ from kfac_engine.cli.contest import (
     BATCH_SIZE,
     EPOCH,
     HELD_OUT,
+    KL_CLIP,
     LEARNING_RATE,
     METHODS,
     Digits,
@@ -42,9 +43,9 @@ class Quadratic:
         return Result(result.loss, result.gradients, {"w": result.gradients["w"] / CURVATURE})
 
 
-def train(name, steps, **setting):
+def train(name, steps, setting):
     engine = Quadratic()
-    step = METHODS[name].start(engine, {LEARNING_RATE: setting["rate"]})
+    step = METHODS[name].start(engine, setting)
     for _ in range(steps):
         step(*BATCH)
     return engine.parameters["w"]
@@ -52,15 +53,20 @@ def train(name, steps, **setting):
 
 def test_sgd_contracts_each_direction_by_its_curvature():
     expected = START * (1 - 0.2 * CURVATURE) ** 5
-    np.testing.assert_allclose(train("SGD", 5, rate=0.2), expected, rtol=ROUNDING)
+    np.testing.assert_allclose(train("SGD", 5, {LEARNING_RATE: 0.2}), expected, rtol=ROUNDING)
 
 
-def test_kfac_with_rate_one_solves_a_quadratic_in_one_step():
-    np.testing.assert_allclose(train("K-FAC", 1, rate=1.0), 0, atol=ROUNDING)
+def test_kfac_without_a_bound_solves_a_quadratic_in_one_step():
+    np.testing.assert_allclose(train("K-FAC", 1, {KL_CLIP: 1e9}), 0, atol=ROUNDING)
+
+
+def test_kfac_with_a_bound_goes_so_far_that_the_quadratic_form_of_the_step_is_the_bound():
+    step = START - train("K-FAC", 1, {KL_CLIP: 0.25})
+    assert CURVATURE @ step**2 == pytest.approx(0.25, rel=1e-5)
 
 
 def test_the_first_step_of_adam_has_the_size_of_its_rate_in_each_coordinate():
-    moved = START - train("Adam", 1, rate=0.01)
+    moved = START - train("Adam", 1, {LEARNING_RATE: 0.01})
     np.testing.assert_allclose(moved, 0.01 * np.sign(START), rtol=ROUNDING)
 
 
@@ -71,11 +77,13 @@ def test_two_steps_of_adam_follow_algorithm_1_of_kingma_and_ba():
         m = 0.9 * m + 0.1 * g
         v = 0.999 * v + 0.001 * g**2
         w = w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    np.testing.assert_allclose(train("Adam", 2, rate=0.01), w, rtol=ROUNDING)
+    np.testing.assert_allclose(train("Adam", 2, {LEARNING_RATE: 0.01}), w, rtol=ROUNDING)
 
 
-def test_every_method_may_try_the_same_number_of_settings():
-    assert len({len(method.grid) for method in METHODS.values()}) == 1
+def test_sgd_and_adam_try_nine_learning_rates_and_kfac_its_defaults_alone():
+    assert {name: len(method.grid) for name, method in METHODS.items()} == {
+        "SGD": 9, "Adam": 9, "K-FAC": 1,
+    }  # fmt: skip
 
 
 def test_an_epoch_visits_every_training_example_once_and_no_held_out_one():

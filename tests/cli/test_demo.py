@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n"
 GOOD = {
     "SGD": {"learning rate": 0.4},
     "Adam": {"learning rate": 0.02},
-    "K-FAC": {"learning rate": 0.1, "damping": 0.03},
+    "K-FAC": {"KL clip": 0.003},
 }
 
 
