@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from kfac_engine.engine import Engine as Engine
     from kfac_engine.errors import BackendError as BackendError
+    from kfac_engine.errors import DivergenceWarning as DivergenceWarning
     from kfac_engine.errors import InputError as InputError
     from kfac_engine.errors import KfacError as KfacError
     from kfac_engine.errors import MemoryLimitError as MemoryLimitError
@@ -121,6 +122,7 @@ _HOMES = {
     "NotReadyError": "errors",
     "BackendError": "errors",
     "MemoryLimitError": "errors",
+    "DivergenceWarning": "errors",
     "CollectionConfig": "config",
     "Schedule": "config",
     "Engine": "engine",

@@ -16,6 +16,7 @@ from kfac_engine.backend.threads import blas_alone
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
 from kfac_engine.checks import check_batch_size, check_finite, checked_gradients
 from kfac_engine.config import Schedule
+from kfac_engine.divergence import LossHistory
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.refresh import begin_refresh
 from kfac_engine.graph.export import export_files
@@ -73,6 +74,7 @@ class Engine:
         self._found = assembly.found
         self._exps = tuple(exps)
         self._refreshes = refreshes(assembly.collection)
+        self._history = LossHistory()
 
     @classmethod
     @by_keyword(EngineOptions)
@@ -190,7 +192,9 @@ class Engine:
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values, by arrays of any library; the next call uses them."""
-        self._model.set_parameters(self._readable(values))
+        with self._history.explain():
+            self._model.set_parameters(self._readable(values))
+        self._history.parameters_moved()
 
     def export(self, path: str | Path) -> None:
         """Write the model with current parameters and buffers, otherwise as its file spells it.
@@ -268,8 +272,10 @@ class Engine:
         return on_host(model.parameters, backend), on_host(model.buffers, backend)
 
     def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> Propagated:
-        found = propagate(trace, self.objective, tuple(self._model.parameters), outputs)
-        check_finite(found.gradients, self._model.place)
+        with self._history.explain():
+            found = propagate(trace, self.objective, tuple(self._model.parameters), outputs)
+            check_finite(found.gradients, self._model.place)
+        self._history.add(found.loss)
         return replace(found, gradients=self._on_device(found.gradients))
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
@@ -299,7 +305,7 @@ class Engine:
             factor.settle()
         if due.update_covariances:
             scales = self.objective.fisher_scales(trace)
-            with record("statistics"):
+            with record("statistics"), self._history.explain():
                 self.estimator.update_covariances(
                     trace, scales=scales, let_go=trace.let_go, propagated=propagated
                 )

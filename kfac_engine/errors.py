@@ -15,6 +15,8 @@ The tree (built-in parents in brackets: the types the specification names)::
     ├── MemoryLimitError        [MemoryError]          more memory announced than the machine has
     └── BackendError            [RuntimeError]         the array library or the model runtime failed
 
+One warning stands beside them: ``DivergenceWarning``, for a loss that explodes.
+
 Each message is one sentence or two: what was wrong, where, what to do.
 """
 
@@ -69,3 +71,7 @@ class MemoryLimitError(KfacError, MemoryError):
 
 class BackendError(KfacError, RuntimeError):
     """The array library or the model runtime cannot do what was asked."""
+
+
+class DivergenceWarning(UserWarning):
+    """The loss of a run has become a large multiple of its first losses."""

@@ -3,14 +3,18 @@
 import contextlib
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
+import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.app import app
 from kfac_engine.cli.options import engine_options
+from kfac_engine.data import digits
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -61,6 +65,30 @@ def test_the_examples_of_the_readme_run_in_order(tmp_path, capsys):
                 assert (prompt, program) == ("$", "kfac-engine")
                 assert main(arguments) == 0, capsys.readouterr().err
     assert (tmp_path / "trained.onnx").exists()
+
+
+def first_block(page, containing):
+    """The first example in Python of a page that contains a text."""
+    return next(code for _, code in blocks(page, "python") if containing in code)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_the_training_example_halves_the_loss_for_each_seed(page, seed, tmp_path, monkeypatch):
+    # The seed shuffles the data and draws the sampled targets. The README needs its first example.
+    make = ke.Engine.from_onnx
+    monkeypatch.setattr(ke.Engine, "from_onnx", partial(make, seed=seed))
+    drawn = np.random.default_rng(seed).permutation(len(digits()[1]))
+    shuffled = tuple(array[drawn] for array in digits())
+    monkeypatch.setattr("kfac_engine.data.digits", lambda: shuffled)
+    names = {"ke": ke}
+    with contextlib.chdir(tmp_path):
+        if page == "README.md":
+            exec(compile(first_block(ROOT / page, "digits()"), page, "exec"), names)
+        exec(compile(first_block(ROOT / page, "losses.append"), page, "exec"), names)
+    losses = names["losses"]
+    assert losses[-1] < losses[0] / 2
+    assert max(losses) < 1.5 * losses[0]
 
 
 def test_the_readme_has_examples():

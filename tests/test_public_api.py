@@ -23,6 +23,7 @@ PUBLIC = (
     "NotReadyError",
     "BackendError",
     "MemoryLimitError",
+    "DivergenceWarning",
     "CollectionConfig",
     "Schedule",
     "Engine",

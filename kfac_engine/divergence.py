@@ -1,0 +1,60 @@
+"""Losses of the latest calls: they tell a run that diverges from a batch that is wrong."""
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kfac_engine.errors import DivergenceWarning, NonFiniteError
+
+CURES = (
+    "take smaller steps (Result.clipped_rate bounds them), raise the damping, "
+    "or refresh the inverses more often (Schedule.refresh_every)"
+)
+LATEST = 5  # losses that an error tells
+EXPLODED = 1000  # times the first loss
+
+
+class LossHistory:
+    """The losses of an engine's latest calls."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._first: float | None = None
+        self._parameters_moved = False
+        self._warned = False
+
+    def parameters_moved(self) -> None:
+        """Note that parameters were replaced: from now on a rising loss is that of a run."""
+        self._parameters_moved = True
+
+    def add(self, loss: float) -> None:
+        """Note the loss of a call; warn, once, when it is a large multiple of the first one."""
+        self._latest.append(loss)
+        if self._first is None:
+            self._first = loss
+        exploded = loss > EXPLODED * abs(self._first)
+        if exploded and self._parameters_moved and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the run diverges: the loss rose from {self._first:.3g} to {loss:.3g}; {CURES}.",
+                DivergenceWarning,
+                stacklevel=4,
+            )
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Add the latest losses and the cures to a ``NonFiniteError`` of a run.
+
+        Raises:
+            NonFiniteError: The error of the block, with the losses where parameters have moved.
+        """
+        try:
+            yield
+        except NonFiniteError as error:
+            if not (self._latest and self._parameters_moved):
+                raise
+            losses = ", ".join(f"{loss:.3g}" for loss in self._latest)
+            raise NonFiniteError(
+                f"{error} The latest losses were {losses}. If the run diverges: {CURES}."
+            ) from error
