@@ -1,14 +1,19 @@
 """A chart for each suite: times of all contenders case by case, or growth along each axis."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfac_engine.bench.contenders import CONTENDERS, OURS
 from kfac_engine.bench.measure import Row
 from kfac_engine.bench.scaling import Point
 from kfac_engine.errors import BackendError, InputError
+from kfac_engine.writing import write_rendered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _INCHES_A_BAR, _INCHES_A_CASE, _WIDTH, _PANEL = 0.16, 0.14, 9.0, 4.6
 _DOTS_AN_INCH = 120
@@ -54,12 +59,16 @@ def draw(folder: Path, contests: Mapping[str, Sequence[Row]], growth: Sequence[P
         height = 1.2 + _INCHES_A_BAR * len(rows) + _INCHES_A_CASE * len(_by_case(rows))
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         _draw_contest(figure.subplots(), name, rows)
-        figure.savefig(folder / f"{name}.png", dpi=_DOTS_AN_INCH)
+        _write(folder / f"{name}.png", figure)
     if growth:
         figure = Figure(figsize=(_WIDTH, _PANEL), layout="constrained")
         times, memory = figure.subplots(1, 2)
         _draw_growth(times, memory, growth)
-        figure.savefig(folder / "scaling.png", dpi=_DOTS_AN_INCH)
+        _write(folder / "scaling.png", figure)
+
+
+def _write(path: Path, figure: "Figure") -> None:
+    write_rendered(path, partial(figure.savefig, format="png", dpi=_DOTS_AN_INCH))
 
 
 def _draw_contest(axes: Any, name: str, rows: Sequence[Row]) -> None:

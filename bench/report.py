@@ -12,6 +12,7 @@ from rich.table import Table
 from kfac_engine.bench.measure import Row
 from kfac_engine.bench.timing import Spread, milliseconds
 from kfac_engine.errors import InputError
+from kfac_engine.writing import write_file
 
 Kind = TypeVar("Kind")
 
@@ -95,27 +96,7 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
             rows, which are mappings.
     """
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    # An interrupted run leaves the file as it was.
-    whole = path.with_name(f"{path.name}.part")
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(path)
-
-
-def writable(path: Path) -> Path:
-    """The path of a file that can be written: better to know before anything is measured.
-
-    Args:
-        path: The file; it may not exist yet.
-
-    Returns:
-        The path.
-
-    Raises:
-        InputError: It lies in no folder, or is one.
-    """
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"{path} cannot be written: name a file in a folder that exists.")
-    return path
+    write_file(path, [text.encode()])
 
 
 def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

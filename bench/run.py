@@ -18,11 +18,12 @@ from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, chosen, measure
 from kfac_engine.bench.memory import run_memory
-from kfac_engine.bench.report import print_suite, read_report, restored, writable, write_json
+from kfac_engine.bench.report import print_suite, read_report, restored, write_json
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
+from kfac_engine.writing import check_outputs
 
 # Of output that does not go to a terminal: wide enough for a table.
 _FILE_WIDTH = 160
@@ -106,7 +107,8 @@ def run_suites(
     todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
     contenders, threads = chosen(options.compare), checked_threads(options.threads)
     found = machine(threads)
-    path = None if json_path is None else writable(Path(json_path))
+    path = None if json_path is None else Path(json_path)
+    check_outputs({"--json": path})
     folder = None if options.plot is None else chart_folder(Path(options.plot))
     if options.resume and path is None:
         raise InputError("--resume goes on with a file of measurements: name it with --json.")

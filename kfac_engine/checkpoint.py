@@ -1,4 +1,4 @@
-"""Engine state on disk: safetensors with a format version, written beside and renamed.
+"""Engine state on disk: safetensors with a format version, equal bytes for equal states.
 
 Averages, weights, stored powers, counters, generator state and parameters are saved, so that a
 resumed run gives the same bits as one that never stopped: inverses are stale between refreshes, and
@@ -6,10 +6,8 @@ recomputing them at load would not give the stale ones back.
 """
 
 import json
-import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +19,11 @@ from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.files import ModelFiles
+from kfac_engine.writing import write_file
 
 FORMAT_VERSION = 1
+# What a safetensors file begins with: the length of its header.
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     header["checksum"] = _checksum(header, tensors)
-    write_atomically(path, save(tensors, header))
+    write_file(path, _with_sorted_metadata(save(tensors, header)))
 
 
 def load_state(
@@ -110,36 +111,28 @@ def write_model(path: str | Path, files: ModelFiles) -> None:
     written here from the same graph.
 
     Raises:
-        InputError: The folder does not exist or cannot be written.
+        InputError: The folder does not exist or cannot be written, or two files are needed and
+            ``path`` is a device or a pipe.
     """
-    if files.tensors:
-        _write_chunks(Path(path).with_name(files.location), files.data())
-    write_atomically(path, files.message)
-
-
-def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one.
-
-    Raises:
-        InputError: The folder does not exist or cannot be written.
-    """
-    _write_chunks(path, (data,))
-
-
-def _write_chunks(path: str | Path, chunks: Iterable[bytes | memoryview]) -> None:
     target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    except OSError as failure:
-        raise InputError(f"cannot write '{path}': {failure.strerror}.") from failure
-    finally:
-        with suppress(OSError):  # gone already, once it was renamed
-            beside.unlink()
+    if files.tensors:
+        if target.exists() and not target.is_file():
+            raise InputError(
+                f"cannot write '{path}': a model of more than 2 GB takes two files; name a regular "
+                f"file."
+            )
+        write_file(target.with_name(files.location), files.data())
+    write_file(path, [files.message])
+
+
+def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
+    """A file of safetensors, whose writer puts metadata in random order, in sorted order."""
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    header = json.loads(data[_LENGTH_BYTES:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # tensors lie aligned
+    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, memoryview(data)[start:]]
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import kfac_engine as ke
-from kfac_engine.checkpoint import State, load_state, save_state, write_atomically
+from kfac_engine.checkpoint import State, load_state, save_state
+from kfac_engine.writing import write_file
 from tests.two_layers import BLOCKS, batch, estimator_of, run, weights
 
 GENERATOR = {"bit_generator": "PCG64", "state": {"state": 2**100 + 1, "inc": 3}}
@@ -260,6 +261,6 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     for place in ("none/s", "file/s", "folder"):
         with pytest.raises(ke.InputError, match=f"cannot write .*{place}"):
-            write_atomically(tmp_path / place, b"new")
+            write_file(tmp_path / place, [b"new"])
     assert {place.name for place in tmp_path.iterdir()} == {"file", "folder"}
     assert (tmp_path / "file").read_bytes() == b"old"

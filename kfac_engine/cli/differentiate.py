@@ -1,11 +1,11 @@
 """``differentiate``: the gradient of a model as a plain ONNX file."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import working
+from kfac_engine.cli.display import report_beside, working
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
@@ -14,6 +14,9 @@ from kfac_engine.cli.options import (
     one_or_all,
     sample_option,
 )
+
+if TYPE_CHECKING:
+    from kfac_engine.graph.write import ModelProto
 
 _OPTIONS = (
     click.option(
@@ -48,11 +51,19 @@ _OPTIONS = (
 def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as a plain ONNX model."""
     import kfac_engine as ke
-    from kfac_engine.cli.files import read_inputs
+    from kfac_engine.cli.files import check_files, read_inputs
+
+    weights = target.with_name(f"{target.name}.data") if target.name else None
+    check_files({"-o": target, "the weights of -o": weights}, {"--inputs": inputs}, model)
 
     with working("differentiating the model"):
         sample = None if inputs is None else read_inputs(inputs, model)
         gradient = ke.differentiate(model, **options, sample_inputs=sample, path=target)
+    with report_beside(target):
+        _report(gradient, target)
+
+
+def _report(gradient: "ModelProto", target: Path) -> None:
     click.echo(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
     click.echo(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
     click.echo(f"written to {target}")

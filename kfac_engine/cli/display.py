@@ -1,8 +1,10 @@
 """How results look: tables on stdout, progress on stderr, JSON for programs."""
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -42,6 +44,15 @@ def progress() -> "Progress":
         transient=True,
         disable=not target.is_terminal,
     )
+
+
+@contextmanager
+def report_beside(path: Path) -> Iterator[None]:
+    """Print on stderr where the standard output has been given a file's content."""
+    from kfac_engine.writing import is_stdout
+
+    with redirect_stdout(sys.stderr) if is_stdout(path) else nullcontext():
+        yield
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

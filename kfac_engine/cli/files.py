@@ -9,9 +9,9 @@ from typing import IO
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.checkpoint import write_atomically
 from kfac_engine.errors import InputError, KfacError, UnknownNameError
-from kfac_engine.graph.load import load_graph
+from kfac_engine.graph.load import external_files, load_graph
+from kfac_engine.writing import check_outputs, write_file
 
 TARGETS = "targets"
 GRADIENT = "gradient/"
@@ -23,6 +23,25 @@ _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
+
+
+def check_files(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None], model: Path
+) -> None:
+    """Refuse to write over a file that is read, before anything is computed.
+
+    Args:
+        outputs: What each file to write is called in messages.
+        inputs: What each file to read is called, but for the model's.
+        model: The model's file; external data belong to it.
+
+    Raises:
+        InputError: A file to write is an input, another output, or lies in no folder.
+    """
+    read = {**inputs, "the model": model}
+    if any(path is not None and path.is_file() for path in outputs.values()):
+        read |= {f"the weights '{path.name}'": path for path in external_files(model)}
+    check_outputs(outputs, read)
 
 
 def read_inputs(path: Path, model: Path) -> dict[str, Array]:
@@ -192,4 +211,4 @@ def write_result(
     arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
     # A view's strides would be ignored: the format stores C order.
     data = save({name: np.asarray(array, order="C") for name, array in arrays.items()})
-    write_atomically(path, data)
+    write_file(path, [data])

@@ -1,11 +1,13 @@
 """The demo's picture: three loss curves, against steps and against seconds."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from kfac_engine.cli.contest import Run
+from kfac_engine.writing import write_rendered
 
 
 def draw(runs: Mapping[str, Run], path: Path) -> bool:
@@ -27,5 +29,5 @@ def draw(runs: Mapping[str, Run], path: Path) -> bool:
     figure.suptitle(
         "Handwritten digits, small CNN: best of nine learning rates, and K-FAC's defaults"
     )
-    figure.savefig(path, dpi=120)
+    write_rendered(path, partial(figure.savefig, format="png", dpi=120))
     return True

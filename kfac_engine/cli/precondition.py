@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import print_json, print_table, show_shape, working
+from kfac_engine.cli.display import print_json, print_table, report_beside, show_shape, working
 from kfac_engine.cli.options import (
     debug_option,
     engine_options,
@@ -83,11 +83,13 @@ def precondition(
     import kfac_engine as ke
     from kfac_engine.cli import files as reading
 
+    read = {"--inputs": files.inputs, "--targets": files.targets, "--gradients": files.gradients}
+    reading.check_files({"--out": files.out, "--state": files.state}, read, model)
     with working("reading"):
         inputs = reading.read_inputs(files.inputs, model)
         one = isinstance(options["loss"], str)
-        read = reading.read_targets if one else reading.read_targets_by_output
-        targets: Targets = None if files.targets is None else read(files.targets)
+        read_targets = reading.read_targets if one else reading.read_targets_by_output
+        targets: Targets = None if files.targets is None else read_targets(files.targets)
     with working("preparing the model"):
         schedule = ke.Schedule(refresh_every=refresh_every)
         engine = ke.Engine.from_onnx(
@@ -106,7 +108,8 @@ def precondition(
         reading.write_result(files.out, outcome.gradients, outcome.natural_gradients)
     if files.state is not None:
         engine.save(files.state)
-    _report(outcome, files.out, as_json)
+    with report_beside(files.out):
+        _report(outcome, files.out, as_json)
 
 
 def _precondition(

@@ -108,6 +108,16 @@ def load_model(source: ModelSource) -> LoadedModel:
         ) from failure
 
 
+def external_files(path: Path) -> Iterator[Path]:
+    """The files beside a model that hold its weights."""
+    model = read_model(path)
+    functions = (node for function in model.functions for node in function.node)
+    nested = nested_tensors((*functions, *model.graph.node))
+    for held in (*model.graph.initializer, *nested):
+        if is_external(held):
+            yield from (path.parent / e.value for e in held.external_data if e.key == "location")
+
+
 def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     check_versions(model)
     if model.graph.sparse_initializer:

@@ -96,7 +96,8 @@ def test_gradients_of_the_users_own_are_preconditioned(prefix, folder):
 
 def test_own_gradients_need_no_targets_where_targets_are_sampled(folder):
     assert run() == 0
-    assert run("--gradients", "out.safetensors", targets=None) == 0
+    (folder / "out.safetensors").rename("mine.safetensors")
+    assert run("--gradients", "mine.safetensors", targets=None) == 0
 
 
 def test_the_state_carries_the_averages_from_call_to_call(folder):

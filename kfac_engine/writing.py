@@ -1,0 +1,232 @@
+"""Files out: the one place that writes what a user names.
+
+A regular file is replaced whole: the new content goes into a temporary file in the same folder,
+which then takes its name, so that a failure at any time leaves the old content or the new one.
+Devices, pipes and the standard output are written to as they are.
+"""
+
+import errno
+import io
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import IO, TypeAlias
+
+from kfac_engine.errors import InputError
+
+if sys.platform != "win32":
+    import fcntl
+
+Chunks: TypeAlias = Iterable[bytes | memoryview]
+
+_PREFIX, _SUFFIX = ".kfac-engine-", ".tmp"
+# A temporary file that nobody holds is left over from a process that was killed. A file system may
+# not support locks, and a file is unlocked for a moment before it is renamed: hence the age.
+_STALE_SECONDS = 3600
+_STDOUT = 1
+
+# Temporary files of this process, and what guards their creation.
+_TEMPORARY: set[Path] = set()
+_CREATION = Lock()
+
+
+def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
+    """Write a file whole or not at all.
+
+    A symbolic link is followed. An existing file keeps its permissions and owner; a new one gets
+    those that the process gives to new files. What is no regular file is written to in place.
+
+    Args:
+        path: The file.
+        chunks: Its content.
+
+    Raises:
+        InputError: The folder does not exist, or the file cannot be written.
+    """
+    try:
+        old = _status(Path(path))
+    except (TypeError, ValueError) as failure:  # the latter for a zero byte
+        raise InputError(f"cannot write {path!r}: it is no path ({failure}).") from failure
+    except OSError as failure:
+        raise InputError(f"cannot write '{path}': {failure.strerror}.") from failure
+    try:
+        _write(Path(path), chunks, old)
+    except OSError as failure:
+        raise InputError(f"cannot write '{path}': {failure.strerror}.") from failure
+
+
+def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], object]) -> None:
+    """Write a file whose content a function puts into a stream; see ``write_file``."""
+    content = io.BytesIO()
+    render(content)
+    write_file(path, [content.getbuffer()])
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None
+) -> None:
+    """Refuse files to write that are folders, lie in none, are inputs, or are one file.
+
+    Args:
+        outputs: For each file to write what it is called in messages; None for one not asked for.
+        inputs: The same for each file to read.
+
+    Raises:
+        InputError: A file must not be written.
+    """
+    taken = {_identity(path): name for name, path in (inputs or {}).items() if path is not None}
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
+            raise InputError(
+                f"{name} '{path}' cannot be written: name a file in a folder that exists."
+            )
+        identity = _identity(path)
+        if identity is not None and identity in taken:
+            raise InputError(
+                f"{name} '{path}' would overwrite the file of {taken[identity]}; name another file."
+            )
+        taken[identity] = name
+
+
+def is_stdout(path: Path) -> bool:
+    """Whether a path names the standard output of this process, such as ``/dev/stdout``."""
+    try:
+        status = _status(path)
+    except (OSError, ValueError):
+        return False
+    return status is not None and _is_stdout(status)
+
+
+def abandon_files() -> None:
+    """Remove all temporary files of this process and create no more; it is about to end."""
+    _CREATION.acquire(timeout=0.5)
+    for path in tuple(_TEMPORARY):
+        with suppress(OSError):
+            path.unlink()
+
+
+# -- private ---------------------------------------------------------------------------------------
+
+
+def _write(path: Path, chunks: Chunks, old: os.stat_result | None) -> None:
+    if old is not None and _is_stdout(old):
+        _write_to_stdout(chunks)
+        return
+    target = Path(os.path.realpath(path))
+    if old is None or (stat.S_ISREG(old.st_mode) and _names(target, old)):
+        _replace(target, chunks, old)
+        return
+    with path.open("wb") as file:
+        file.writelines(chunks)
+
+
+def _replace(target: Path, chunks: Chunks, old: os.stat_result | None) -> None:
+    if old is not None and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, "the file is write-protected")
+    _remove_stale(target.parent)
+    temporary = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+    try:
+        with _create(temporary, old) as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        with suppress(OSError):  # it was renamed
+            temporary.unlink()
+        _TEMPORARY.discard(temporary)
+
+
+def _create(temporary: Path, old: os.stat_result | None) -> IO[bytes]:
+    """A new file, locked as long as it is open, with the owner and permissions of the old one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)
+    with _CREATION:
+        _TEMPORARY.add(temporary)
+        file = os.fdopen(os.open(temporary, flags, mode), "wb")
+    try:
+        _lock(file.fileno())
+        if old is not None and sys.platform != "win32":
+            with suppress(OSError):  # only root may give files away
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            os.fchmod(file.fileno(), mode)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove temporary files of processes that were killed."""
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                # Windows refuses to remove a file that is open.
+                descriptor = os.open(path, os.O_RDWR)
+                try:
+                    unused = _lock(descriptor)
+                finally:
+                    os.close(descriptor)
+                if unused:
+                    path.unlink()
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file; False where another process holds it, or files cannot be locked."""
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _write_to_stdout(chunks: Chunks) -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    with os.fdopen(_STDOUT, "wb", closefd=False) as file:
+        file.writelines(chunks)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What lies at a path once links are followed; None for nothing."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _is_stdout(status: os.stat_result) -> bool:
+    try:
+        own = os.fstat(_STDOUT)
+    except OSError:  # it is closed
+        return False
+    # Everybody's null device is no output of this process.
+    is_null = stat.S_ISCHR(own.st_mode) and not os.isatty(_STDOUT)
+    return os.path.samestat(status, own) and not is_null
+
+
+def _names(target: Path, status: os.stat_result) -> bool:
+    """Whether a resolved path leads to this file: links of ``/proc`` may be mere descriptions."""
+    found = _status(target)
+    return found is not None and os.path.samestat(found, status)
+
+
+def _identity(path: Path) -> tuple[int, int] | str | None:
+    """What two names of one file have in common; None for devices and pipes."""
+    try:
+        found = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    except ValueError:  # a zero byte
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None

@@ -1,0 +1,109 @@
+"""Where commands write: never over what they read, and into devices, pipes and links as named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import load, load_file
+
+from kfac_engine.__main__ import main
+from tests.models import linear
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
+ARGUMENTS = ["m.onnx", "--inputs=x.npz", "--targets=y.npz", "--threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(
+        linear(), "m.onnx", save_as_external_data=True, location="m.weights", size_threshold=0
+    )
+    np.savez("x.npz", input=np.ones((6, 4), np.float32))
+    np.savez("y.npz", targets=np.zeros(6, np.int64))
+    return tmp_path
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "kfac_engine", *arguments]
+    return subprocess.run(command, capture_output=True, check=True, **options)
+
+
+OWN_INPUTS = {
+    "model": ["precondition", *ARGUMENTS, "-o", "m.onnx"],
+    "weights beside the model": ["precondition", *ARGUMENTS, "-o", "m.weights"],
+    "batch": ["precondition", *ARGUMENTS, "-o", "x.npz"],
+    "targets": ["precondition", *ARGUMENTS, "-o", "./y.npz"],
+    "gradients": ["precondition", *ARGUMENTS, "-o", "g.st", "--gradients", "g.st"],
+    "state": ["precondition", *ARGUMENTS, "-o", "s.st", "--state", "s.st"],
+    "state as batch": ["precondition", *ARGUMENTS, "-o", "s.st", "--state", "x.npz"],
+    "differentiated model": ["differentiate", "m.onnx", "-o", "m.onnx"],
+    "differentiated weights": ["differentiate", "m.onnx", "-o", "m.weights"],
+    "sample": ["differentiate", "m.onnx", "--inputs", "x.npz", "-o", "x.npz"],
+}
+
+
+@pytest.mark.parametrize("arguments", OWN_INPUTS.values(), ids=OWN_INPUTS)
+def test_an_output_that_is_an_input_is_refused_before_anything_is_computed(arguments, capsys):
+    if "--gradients" in arguments:
+        Path("g.st").write_bytes(b"")
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "would overwrite the file of" in err
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+@pytest.mark.parametrize("place", ["none/out", "."])
+def test_an_output_in_no_folder_is_refused_before_anything_is_computed(place, capsys, monkeypatch):
+    monkeypatch.setattr("kfac_engine.cli.files.read_inputs", None)
+    assert main(["precondition", *ARGUMENTS, "-o", place]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@posix
+def test_the_null_device_as_output_leaves_the_table(capsys):
+    assert main(["precondition", *ARGUMENTS, "-o", os.devnull]) == 0
+    assert "natural gradient" in capsys.readouterr().out
+    assert Path(os.devnull).is_char_device()
+
+
+@posix
+def test_a_state_behind_a_link_is_resumed_and_saved_there():
+    Path("far").mkdir()
+    Path("s.st").symlink_to("far/state")
+    for _ in range(2):
+        assert main(["precondition", *ARGUMENTS, "-o", "out.st", "--state", "s.st"]) == 0
+    assert Path("s.st").is_symlink()
+    with Path("far/state").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    assert header["__metadata__"]["counter"] == "2"
+
+
+@posix
+def test_the_standard_output_takes_the_result_alone_and_stderr_the_report():
+    run("precondition", *ARGUMENTS, "-o", "out.st")
+    done = run("precondition", *ARGUMENTS, "-o", "/dev/stdout")
+    found, wanted = load(done.stdout), load_file("out.st")
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+    assert b"natural gradient" in done.stderr
+
+
+@posix
+def test_a_result_is_appended_where_the_standard_output_is():
+    Path("log").write_bytes(b"before")
+    with Path("log").open("ab") as log:
+        command = [sys.executable, "-m", "kfac_engine", "differentiate", "m.onnx"]
+        subprocess.run([*command, "-o", "/dev/stdout"], stdout=log, check=True)
+    data = Path("log").read_bytes()
+    assert data.startswith(b"before")
+    onnx.load_from_string(data.removeprefix(b"before"))
