@@ -28,9 +28,18 @@ def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
     """Parameters, and values that hold entries of one in another order."""
     found = set(parameters)
     for node in graph.nodes:
-        if not node.domain and node.op in MOVES and node.inputs[0] in found:
+        if _moves_one_of(found, node):
             found.update(node.outputs)
     return frozenset(found - {""})
+
+
+def _moves_one_of(weights: Set[str], node: Node) -> bool:
+    """Whether a node moves the entries of weights about."""
+    if node.domain:
+        return False
+    if node.op == "Concat":
+        return all(name in weights for name in node.inputs)
+    return node.op in MOVES and node.inputs[0] in weights
 
 
 def settled(graph: Graph, parameters: Set[str]) -> Graph:
@@ -84,6 +93,8 @@ def _without_data(graph: Graph, parameters: Set[str]) -> frozenset[str]:
 def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
     """The same values; of nodes that move the entries of a weight about alike one is read.
 
+    The result of an ``Identity`` of a weight is the weight.
+
     Args:
         graph: Canonical graph.
         parameters: Names of the weights.
@@ -99,9 +110,11 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
     nodes = []
     for old in graph.nodes:
         node = replace(old, inputs=tuple(names.get(name, name) for name in old.inputs))
-        if not node.domain and node.op in MOVES and node.inputs[0] in weights:
+        if _moves_one_of(weights, node):
             same = first.setdefault(_content(node, graph.constants), node)
-            if same is not node and kept.isdisjoint(node.outputs):
+            if kept.isdisjoint(node.outputs) and node.op == "Identity":
+                names[node.outputs[0]] = node.inputs[0]
+            elif kept.isdisjoint(node.outputs) and same is not node:
                 names |= zip(node.outputs, same.outputs, strict=True)
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes)) if names else graph

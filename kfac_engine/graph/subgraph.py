@@ -53,6 +53,15 @@ def read_by(
     return {n: array for n, array in constants.items() if n in reads and n not in excluded}
 
 
+def handed_on(graph: Graph, value: str) -> str:
+    """The first value on the way to ``value`` along nodes that only hand it on."""
+    maker = graph.producers.get(value)
+    while maker is not None and maker.qualified_op in _HAND_ON:
+        value = maker.inputs[0]
+        maker = graph.producers.get(value)
+    return value
+
+
 class SubGraph:
     """All ancestors of some values, these included.
 

@@ -9,6 +9,7 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Graph
+from kfac_engine.graph.subgraph import handed_on
 from kfac_engine.layers.found import Found, Scene
 from kfac_engine.layers.matchers import match
 from kfac_engine.layers.parts import Held, Part, held_values, is_move
@@ -148,7 +149,9 @@ def _layer_of(scene: Scene, group: _Group) -> Found | str:
     if len(layers) < len(uses):
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
     # The parameter itself where its layout can be told of it, else a value as it is computed with.
-    for name in (group.parameter, *group.values):
+    # Uses are counted by name: the nodes in between must only hand the parameter on.
+    plain = all(handed_on(scene.graph, value) == group.parameter for value in group.values)
+    for name in (group.parameter, *group.values) if plain else group.values:
         named = [_with_weight(scene, found, name) for found in layers]
         if all(named):
             return joined([found for found in named if found], several)
@@ -174,11 +177,12 @@ def _with_weight(scene: Scene, found: Found, name: str) -> Found | None:
 
 def _with_named_bias(scene: Scene, found: Found) -> Found:
     """The layer with its bias called by the parameter it is, if it is all of one in order."""
-    others = (
-        scene.held[name].parameter if name in scene.held and scene.held[name].in_order else name
-        for name in found.parameters[1:]
-    )
-    return replace(found, parameters=(found.parameters[0], *others))
+    weight, *others = found.parameters
+    for i, name in enumerate(others):
+        held = scene.held.get(name)
+        if held and held.in_order and handed_on(scene.graph, name) == held.parameter:
+            others[i] = held.parameter
+    return replace(found, parameters=(weight, *others))
 
 
 def _mixed(

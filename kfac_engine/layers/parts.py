@@ -71,7 +71,7 @@ class Part:
 def held_values(
     graph: Graph, parameters: Collection[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Held]:
-    """Values that consist of entries of one parameter, and the parameters they come from.
+    """Values that consist of entries of parameters, and the parameters they come from.
 
     Args:
         graph: The graph.
@@ -80,26 +80,36 @@ def held_values(
 
     Returns:
         Value to what it holds, entries once each. A parameter is listed if such values come of it.
+        A value with entries of several parameters is listed where it is only taken apart again;
+        its ``parameter`` is empty.
     """
     varying = of_data(graph)
-    moved_first = {
-        node.inputs[0]
+    moves = [
+        node
         for node in graph.nodes
         if node.inputs and _moves(node) and varying.isdisjoint(_settings(node))
-    }
+    ]
+    moved_first = {name for node in moves for name in _operands(node)}
     # The numbers of all entries are an array as large as the parameter: only where one is needed.
     found = {name: _all_entries(name, shapes[name]) for name in parameters if name in moved_first}
-    for node in graph.nodes:
-        known = node.inputs and node.inputs[0] in found and _moves(node)
-        if known and varying.isdisjoint(_settings(node)):
-            moved = _moved(found[node.inputs[0]], node, graph, shapes)
-            found |= {name: held for name, held in moved.items() if name}
+    owners = tuple(found.values())
+    for node in moves:
+        operands = [found[name] for name in _operands(node) if name in found]
+        if len(operands) == len(_operands(node)):
+            moved = _moved(_joined(operands, node, owners), node, graph, shapes)
+            found |= {name: _owned(held, owners) for name, held in moved.items() if name}
+    for node in reversed(graph.nodes):
+        for name in node.outputs:
+            if name in found and not found[name].parameter and _is_read(name, graph, found):
+                del found[name]
     return found
 
 
 def is_move(node: Node, index: int, held: Mapping[str, Held]) -> bool:
     """Whether a node makes values out of its operand that hold entries of the same parameter."""
-    return index == 0 and any(output in held for output in node.outputs)
+    made = [name for name in node.outputs if name]
+    moved = index == 0 or node.op == "Concat"
+    return moved and bool(made) and all(name in held for name in made)
 
 
 def moved_entries(entries: Array, node: Node, shape: tuple[int, ...]) -> Array:
@@ -184,19 +194,27 @@ def _counts(index: Array) -> bool:
 
 def _moves(node: Node) -> bool:
     """Whether a node can move entries about: a Cast may also round them."""
-    known = not node.domain and node.op in _MOVES
+    known = not node.domain and (node.op in _MOVES or node.op == "Concat")
     return known and (node.op != "Cast" or node.attributes.get("to") in _FLOAT_CODES)
+
+
+def _operands(node: Node) -> tuple[str, ...]:
+    """Operands whose entries are moved about."""
+    return node.inputs if node.op == "Concat" else node.inputs[:1]
 
 
 def _settings(node: Node) -> tuple[str, ...]:
     """Operands whose values say where entries go."""
-    return () if node.op == "CastLike" else node.inputs[1:]
+    return () if node.op in ("CastLike", "Concat") else node.inputs[1:]
 
 
 def _moved(
     held: Held, node: Node, graph: Graph, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Held]:
     """What the results hold; nothing where an operand is no constant or entries are repeated."""
+    if node.op == "Concat":
+        once = np.unique(held.index).size == held.index.size
+        return {node.outputs[0]: held} if once else {}
     results = [shapes.get(name, ()) for name in node.outputs]
     unknown = any(name not in graph.constants for name in node.inputs[1:] if name)
     if unknown and node.op in _BY_VALUE:
@@ -206,6 +224,42 @@ def _moved(
         name: Held(held.parameter, index, held.size)
         for name, index in zip(node.outputs, indices, strict=False)
     }
+
+
+# -- entries of several parameters -----------------------------------------------------------------
+
+# In a value of several parameters an entry's number is its place plus so much times the position
+# of its parameter: no parameter has as many entries.
+_OWNER = 1 << 40
+
+
+def _joined(operands: Sequence[Held], node: Node, owners: Sequence[Held]) -> Held:
+    """What the operands of a node hold: one after the other along the axis of a Concat."""
+    first = operands[0]
+    if len(operands) == 1:
+        return first
+    axis = int(str(node.attributes["axis"]))
+    if all(held.parameter == first.parameter for held in operands):
+        index = np.concatenate([held.index for held in operands], axis)
+        return Held(first.parameter, index, first.size)
+    position = {owner.parameter: i for i, owner in enumerate(owners)}
+    numbers = [held.index + _OWNER * np.int64(position.get(held.parameter, 0)) for held in operands]
+    return Held("", np.concatenate(numbers, axis), sum(held.size for held in operands))
+
+
+def _owned(held: Held, owners: Sequence[Held]) -> Held:
+    """The same, with the name of the parameter where all entries are of one."""
+    whose = [] if held.parameter else np.unique(held.index // _OWNER).tolist()
+    if len(whose) != 1:
+        return held
+    owner = owners[whose[0]]
+    return Held(owner.parameter, (held.index % _OWNER).astype(owner.index.dtype), owner.size)
+
+
+def _is_read(name: str, graph: Graph, held: Mapping[str, Held]) -> bool:
+    """Whether a value is more than moved about."""
+    users = graph.consumers.get(name, ())
+    return name in graph.outputs or not all(is_move(node, i, held) for node, i in users)
 
 
 # -- moves -----------------------------------------------------------------------------------------
