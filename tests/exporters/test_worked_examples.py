@@ -55,7 +55,7 @@ def test_the_command_line_gives_what_the_library_gives_for_the_exported_module(
 ) -> None:
     batch = run("PyTorch", tmp_path)["batch"]
     written = load_file(tmp_path / "step.safetensors")
-    engine = ke.Engine.from_onnx(tmp_path / "module.onnx", loss="categorical", damping=0.01)
+    engine = ke.Engine.from_onnx(tmp_path / "module.onnx", loss="categorical")
     result = engine.step({"image": batch[0]}, batch[1])
     for name, natural in result.natural_gradients.items():
         np.testing.assert_array_equal(written[f"natural_gradient/{name}"], natural)
