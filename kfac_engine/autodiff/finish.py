@@ -29,6 +29,8 @@ from kfac_engine.graph.structure import Node
 
 # Loops that were unrolled use a weight many times: the operands of all uses would be kept.
 _MOST_USES = 8
+# A chain of sums and moves that is longer has too many uses, or comes from no rule.
+_LONGEST_CHAIN = 64
 
 
 class Move(NamedTuple):
@@ -246,32 +248,37 @@ class _Reader:
         )
         self._handed = frozenset(backward.gradients.values())
 
-    def parts(self, name: str, *, handed: bool = False) -> Parts:
+    def parts(self, name: str, *, handed: bool = False, depth: int = 0) -> Parts:
         """What a value is the sum of; nothing where that is not leaves which nobody else reads.
 
         Args:
             name: The value.
             handed: Whether it is a gradient; else it stands in between and has one reader.
+            depth: Sums and moves between the gradient and the value.
 
         Returns:
             Parts, in the order of their sum.
         """
         alone = (self._readers[name], name in self._handed) == (int(not handed), handed)
-        if not alone or name not in self._makers:
+        if not alone or name not in self._makers or depth > _LONGEST_CHAIN:
             return ()
         if name in self._leaves:
             return (Part(self._leaves[name]),)
         node = self._makers[name]
         if node.qualified_op in _SUMS:
-            return self._sum(node)
-        found = self.parts(node.inputs[0]) if node.qualified_op in _MOVES else ()
+            return self._sum(node, depth)
+        found = self.parts(node.inputs[0], depth=depth + 1) if node.qualified_op in _MOVES else ()
         moved = [self._moved(part, node) for part in found]
         return tuple(part for part in moved if part) if all(moved) else ()
 
-    def _sum(self, node: Node) -> Parts:
-        terms = [self.parts(name) for name in node.inputs]
-        found = tuple(part for term in terms for part in term)
-        return found if all(terms) and len(found) <= _MOST_USES else ()
+    def _sum(self, node: Node, depth: int) -> Parts:
+        found: Parts = ()
+        for name in node.inputs:
+            term = self.parts(name, depth=depth + 1)
+            found += term
+            if not term or len(found) > _MOST_USES:
+                return ()
+        return found
 
     def _moved(self, part: Part, node: Node) -> Part | None:
         """A part behind another move; None where its shape depends on the batch."""

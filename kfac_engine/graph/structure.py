@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from kfac_engine._types import Array, DType
+from kfac_engine.graph.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,11 @@ class Graph:
             for name in node.captures:
                 uses.setdefault(name, []).append((node, -1))
         return {name: tuple(found) for name, found in uses.items()}
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Which constants were computed, not trained."""
+        return Tables(self.constants)
 
     def values(self) -> Iterator[str]:
         """All value names: inputs, constants, then results in topological order."""

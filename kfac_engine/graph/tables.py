@@ -4,7 +4,10 @@ Exporters store what a model computes once: sines and cosines of positions, thei
 masks. Training leaves no weight in such a form.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,31 +17,65 @@ from kfac_engine._types import Array
 _FEWEST = 4
 # Tables are rounded to float16 or bfloat16 before they are stored, at worst.
 _ROUNDING = 1e-2
+# Sines and cosines of the first position.
+_TRIVIAL = (-1, 0, 1)
+
+# Squares of a few entries, rounded: arrays with sums of squares of one have matching cells.
+_Cells: TypeAlias = tuple[float, ...]
 
 
-def table_reason(constants: Mapping[str, Array], name: str) -> str | None:
-    """What kind of table a float constant is; None for what may be a weight.
+class Tables:
+    """Tells tables among constants.
 
     Args:
-        constants: All constants of the graph.
-        name: Of one of them.
-
-    Returns:
-        Words that can follow "it is".
+        constants: All constants of a graph, by name.
     """
-    array = constants[name]
-    if array.size < _FEWEST:
+
+    def __init__(self, constants: Mapping[str, Array]) -> None:
+        self._constants = constants
+
+    def reason(self, name: str) -> str | None:
+        """What kind of table a float constant is; None for what may be a weight.
+
+        Args:
+            name: Of one of the constants.
+
+        Returns:
+            Words that can follow "it is".
+        """
+        array = self._constants[name]
+        if array.size < _FEWEST:
+            return None
+        if _is_geometric(array):
+            return "a geometric series, as of frequencies or slopes"
+        if array.ndim < 2 or not _is_bounded(array):
+            return None
+        if _is_circular(array[..., ::2], array[..., 1::2]) or _is_circular(*_halves(array)):
+            return "a table of sines and cosines"
+        for other in self._candidates(array):
+            if other != name and _is_circular(array, self._constants[other]):
+                return f"a table of sines and cosines, with '{other}'"
         return None
-    if _is_geometric(array):
-        return "a geometric series, as of frequencies or slopes"
-    if array.ndim < 2 or not _is_bounded(array):
-        return None
-    if _is_circular(array[..., ::2], array[..., 1::2]) or _is_circular(*_halves(array)):
-        return "a table of sines and cosines"
-    for other, partner in constants.items():
-        if other != name and partner.shape == array.shape and _is_circular(array, partner):
-            return f"a table of sines and cosines, with '{other}'"
-    return None
+
+    def _candidates(self, array: Array) -> Iterable[str]:
+        """Constants whose squares may complete those of ``array`` to one, in their order."""
+        if not _may_be_circular(array):
+            return ()
+        rest = 1 - _some_squares(array)
+        ends = zip(_cells(rest - _ROUNDING), _cells(rest + _ROUNDING), strict=True)
+        cells = product(*(dict.fromkeys(pair) for pair in ends))
+        found = (entry for cell in cells for entry in self._alike.get((array.shape, cell), ()))
+        return [name for _, name in sorted(found)]
+
+    @cached_property
+    def _alike(self) -> Mapping[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]]:
+        """Names and their places by shape and cells: comparing all pairs would be quadratic."""
+        alike: dict[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]] = {}
+        for place, (name, array) in enumerate(self._constants.items()):
+            if _may_be_circular(array):
+                key = array.shape, _cells(_some_squares(array))
+                alike.setdefault(key, []).append((place, name))
+        return alike
 
 
 def is_mask(array: Array) -> bool:
@@ -77,6 +114,27 @@ def _halves(array: Array) -> tuple[Array, Array]:
     return array[..., :middle], array[..., middle:]
 
 
+def _may_be_circular(array: Array) -> bool:
+    """Whether an array of floats has other entries than zeros and ones."""
+    if array.dtype.kind != "f" or array.ndim < 2 or array.size < _FEWEST:
+        return False
+    return not (np.isin(_some(array), _TRIVIAL).all() and np.isin(array, _TRIVIAL).all())
+
+
+def _some(array: Array) -> Array:
+    return array.flat[np.linspace(0, array.size - 1, _FEWEST, dtype=np.intp)].astype(np.float64)
+
+
+def _some_squares(array: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return _some(array) ** 2
+
+
+def _cells(squares: Array) -> _Cells:
+    """Cells as wide as the range of partners: that meets two cells at most."""
+    return tuple((squares // (2 * _ROUNDING)).tolist())
+
+
 def _is_circular(a: Array, b: Array) -> bool:
     """Whether ``a² + b² = 1`` everywhere, other than by zeros and ones."""
     if a.shape != b.shape or a.dtype.kind != "f" or b.dtype.kind != "f" or a.size < _FEWEST:
@@ -86,4 +144,4 @@ def _is_circular(a: Array, b: Array) -> bool:
         x, y = (side[part].astype(np.float64) for side in (a, b))
         if not (np.abs(x**2 + y**2 - 1) < _ROUNDING).all():
             return False
-    return not bool(np.isin(x, (-1, 0, 1)).all())
+    return not bool(np.isin(x, _TRIVIAL).all())

@@ -17,7 +17,7 @@ from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
 from kfac_engine.graph.bodies import Body, body_of
 from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Graph, Node, Subgraph
-from kfac_engine.graph.tables import is_count, is_mask, table_reason
+from kfac_engine.graph.tables import is_count, is_mask
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -132,7 +132,7 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
-    table = table_reason(graph.constants, name)
+    table = graph.tables.reason(name)
     if table:
         return table
     reasons = [_setting(scope, array, node, i) for scope, node, i in _uses(graph, name)]

@@ -207,12 +207,16 @@ def _complete(
 ) -> Discovery:
     """Layers and generic parameters, and the parts that they name."""
     claimed = dict.fromkeys(name for layer in layers for name in layer.parameters)
+    places = {name: place for place, name in enumerate(claimed)}
+    groups_of: dict[str, list[_Group]] = {}
+    for group in groups:
+        groups_of.setdefault(group.parameter, []).append(group)
     generic: list[Found] = []
     parts: dict[str, tuple[Part, ...]] = {}
     for parameter in trainable:
-        own = [group for group in groups if group.parameter == parameter]
+        own = groups_of.get(parameter, [])
         values = {parameter, *(value for group in own for value in group.values)}
-        names = [name for name in claimed if name in values]
+        names = sorted(values & places.keys(), key=places.__getitem__)
         free = [group.values[0] for group in own if not group.is_in(claimed.keys())]
         if not names:
             why = dict.fromkeys(reasons[value] for value in (parameter, *free) if value in reasons)

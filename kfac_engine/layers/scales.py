@@ -112,7 +112,8 @@ def _misfit(scene: Scene, value: str, x: str, y: str, axis: int = -1) -> str:
 
 def _is_own(scene: Scene, name: str) -> bool:
     """Whether a parameter is used here alone."""
-    return name in scene.trainable - scene.shared and len(scene.graph.consumers[name]) == 1
+    own = name in scene.trainable and name not in scene.shared
+    return own and len(scene.graph.consumers[name]) == 1
 
 
 def _normalised(scene: Scene, node: Node) -> NewValue:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.graph.tables import is_mask, table_reason
+from kfac_engine.graph.tables import Tables, is_mask
 
 POSITIONS, WIDTH = 7, 6
 ANGLES = np.arange(POSITIONS)[:, None] * 100.0 ** (-2 * np.arange(WIDTH // 2) / WIDTH)
@@ -36,26 +36,26 @@ WEIGHT_LIKE = {
 
 @pytest.mark.parametrize("name", CIRCLES)
 def test_sines_and_cosines_side_by_side_are_a_table(name):
-    assert table_reason({"c": CIRCLES[name]}, "c") == "a table of sines and cosines"
+    assert Tables({"c": CIRCLES[name]}).reason("c") == "a table of sines and cosines"
 
 
 def test_sines_and_cosines_apart_are_tables_together_but_not_alone():
-    assert table_reason({"c": COSINES, "w": WEIGHTS, "s": SINES}, "c") == (
+    assert Tables({"c": COSINES, "w": WEIGHTS, "s": SINES}).reason("c") == (
         "a table of sines and cosines, with 's'"
     )
-    assert table_reason({"c": COSINES, "w": WEIGHTS}, "c") is None
+    assert Tables({"c": COSINES, "w": WEIGHTS}).reason("c") is None
 
 
 @pytest.mark.parametrize("name", SERIES)
 def test_geometric_series_are_frequencies(name):
-    found = table_reason({"c": SERIES[name]}, "c")
+    found = Tables({"c": SERIES[name]}).reason("c")
     assert found == "a geometric series, as of frequencies or slopes"
 
 
 @pytest.mark.parametrize("name", WEIGHT_LIKE)
 def test_what_training_may_leave_is_no_table(name):
     zeros = np.zeros_like(WEIGHT_LIKE[name])
-    assert table_reason({"c": WEIGHT_LIKE[name], "zeros": zeros}, "c") is None
+    assert Tables({"c": WEIGHT_LIKE[name], "zeros": zeros}).reason("c") is None
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,17 @@ def test_what_training_may_leave_is_no_table(name):
 )
 def test_masks_hold_zeros_and_ones(array, expected):
     assert is_mask(array) is expected
+
+
+def test_the_partner_of_a_table_is_found_among_many_constants():
+    rng = np.random.default_rng(1)
+    others = {f"w{i}": rng.uniform(-1, 1, SINES.shape) for i in range(200)}
+    constants = {"c": COSINES, **others, "s": SINES.astype(np.float16)}
+    assert Tables(constants).reason("c") == "a table of sines and cosines, with 's'"
+    assert not any(Tables(constants).reason(name) for name in others)
+
+
+def test_what_squares_to_one_in_some_entries_only_is_no_partner():
+    other = SINES.copy()
+    other[3, 1] += 0.1
+    assert Tables({"c": COSINES, "s": other}).reason("c") is None
