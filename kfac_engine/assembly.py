@@ -18,6 +18,7 @@ from kfac_engine.checks import check_mode
 from kfac_engine.collection import LayerCollection
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.estimator import FisherEstimator
+from kfac_engine.example_gradients import ExampleGradients
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.structure import Node
@@ -90,6 +91,8 @@ class Assembly:
         self.model.want([*losses, *read])
         together = tuple(self.model.parameters) if estimator.reads_gradients else ()
         self.model.backward(losses, (*together, *estimator.differentiated))
+        if estimator.differentiated_alone:
+            self.model.backward(losses, estimator.differentiated_alone)
 
 
 def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
@@ -138,6 +141,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         exps=options.exps,
         estimation_mode=options.estimation_mode,
         seed=options.seed,
+        examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
     )
     model.move(placed(place_of(backend)))
     assembly.prepare(estimator)

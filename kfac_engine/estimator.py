@@ -3,29 +3,20 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
-from kfac_engine._types import Array, Params, Rows, Vector
-from kfac_engine.blocks.base import FisherBlock, GradsList, parts, uses
+import numpy as np
+
+from kfac_engine._types import Array, Params, Vector
+from kfac_engine.blocks.base import FisherBlock, GradsList, uses
 from kfac_engine.blocks.single import NaiveFullFB
-from kfac_engine.blocks.together import Pairs, Product, by_parameter, multiply_all
+from kfac_engine.blocks.together import Pairs, Product, multiply_named
 from kfac_engine.collection import LayerCollection, get_default_layer_collection
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.intake import Intake, LetGo
 from kfac_engine.factors.refresh import refresh
-from kfac_engine.factors.values import take
-
-
-class Trace(Protocol):
-    """One evaluation of a model: ONNX, or anyone's."""
-
-    def __getitem__(self, name: str, /) -> Array:
-        """A value by name: activations, loss inputs, targets."""
-
-    def vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> Mapping[str, Array]:
-        """Gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``."""
+from kfac_engine.sources import ExampleGradients, Sources, Trace
 
 
 class FisherEstimator:
@@ -48,6 +39,10 @@ class FisherEstimator:
         batch_size: Size of a mini-batch over all towers, which every update is checked against;
             needed for ``params_stats``.
         seed: Of sampled targets and random signs.
+        examples: Gives the gradients of a batch example by example: called with a trace, the
+            cotangents and names of parameters, it yields mappings from name to gradient. Blocks of
+            parameters without a layer then average over examples; without it they take the
+            gradient of the batch, as their classes say.
 
     Attributes:
         damping: λ, read at each refresh.
@@ -75,6 +70,7 @@ class FisherEstimator:
         compute_params_stats: bool = False,
         batch_size: int | None = None,
         seed: int = 0,
+        examples: ExampleGradients | None = None,
     ) -> None:
         if compute_params_stats and batch_size is None:
             raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
@@ -92,13 +88,17 @@ class FisherEstimator:
         self.cov_ema_decay = cov_ema_decay
         self.colocate_gradients_with_ops = colocate_gradients_with_ops
         self.params_stats: list[Array] = []
-        self.rng = layer_collection.backend.rng(seed)
         self._collection = layer_collection
         self._mode = MODES[estimation_mode]
-        self._losses = layer_collection.registered_losses
+        self._sources = Sources(
+            self._mode,
+            layer_collection.registered_losses,
+            layer_collection.backend,
+            layer_collection.backend.rng(seed),
+            examples,
+            self.variables if compute_params_stats else (),
+        )
         self._batch_size = batch_size
-        self._with_stats = compute_params_stats
-        self._gradients: dict[str, str] = {}
         self._exps = (1.0, *map(float, exps))
         self._roots = {False: compute_cholesky, True: compute_cholesky_inverse}
         self._round: _Round | None = None
@@ -106,6 +106,8 @@ class FisherEstimator:
         layer_collection.finalize()
         for block in self.blocks:
             self._instantiate(block, exps, compute_cholesky, compute_cholesky_inverse)
+            if examples is not None and isinstance(block, NaiveFullFB):
+                self._sources.alone += block.factors
 
     @property
     def mat_type(self) -> MatType:
@@ -120,12 +122,22 @@ class FisherEstimator:
     @property
     def reads_gradients(self) -> bool:
         """Whether statistics are of the gradients at the data's targets: see ``propagated``."""
-        return self._mode.needs_targets and not self._with_stats
+        return self._mode.needs_targets and not self._sources.variables
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Draws sampled targets and random signs."""
+        return self._sources.rng
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """Values that every update differentiates the losses with respect to."""
-        return tuple(dict.fromkeys(self._gradients.values()))
+        """Values that updates differentiate the losses of the whole batch with respect to."""
+        return self._sources.of_batches
+
+    @property
+    def differentiated_alone(self) -> tuple[str, ...]:
+        """Values that updates differentiate the losses of each example with respect to."""
+        return self._sources.of_examples
 
     @property
     def blocks(self) -> tuple[FisherBlock, ...]:
@@ -167,11 +179,16 @@ class FisherEstimator:
         """
         decay = self.cov_ema_decay if should_decay else 1.0
         stats: dict[str, Array] = {}
+        alone = self._sources.alone
+        singles = self._sources.measure_examples(alone, trace, draws, scales or {})
+        factors = tuple(factor for factor in self.factors if factor not in alone)
         if propagated is None:
-            sources = self._sources(self.factors, trace, draws, scales or {}, stats)
+            sources = self._sources.of_batch(factors, trace, draws, scales or {}, stats)
         else:
-            sources = self._given(trace, propagated)
-        self._update(self.factors, sources, stats, decay, let_go)
+            sources = self._sources.given(factors, trace, propagated)
+        self._update(factors, sources, stats, decay, let_go)
+        for single in singles:
+            single.commit(decay)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -252,7 +269,7 @@ class FisherEstimator:
     ) -> None:
         named: list[str | tuple[str, ...]] = []
         for tower in block.tensors_to_compute_grads():
-            gradients = tuple(self._gradient_name(value) for value in uses(tower))
+            gradients = tuple(self._sources.gradient_name(value) for value in uses(tower))
             named.append(gradients if len(gradients) > 1 else gradients[0])
         # Sources are streamed one by one through the same names, so a factor knows one source.
         grads_list: GradsList = [tuple(named)] if isinstance(block, NaiveFullFB) else [named]
@@ -271,11 +288,6 @@ class FisherEstimator:
                 f"the product was not registered with {self.name}; make it with {option}=True."
             )
 
-    def _gradient_name(self, value: str) -> str:
-        name = f"∂{value}"
-        self._gradients[name] = value
-        return name
-
     def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
         now = self.rng.bit_generator.state
         if self._round is None or not self._round.includes(trace, factor):
@@ -283,12 +295,17 @@ class FisherEstimator:
         first = not self._round.done
         self.rng.bit_generator.state = self._round.generator
         stats: dict[str, Array] = {}
-        sources = self._sources((factor,), trace, None, {}, stats)
+        decay = self.cov_ema_decay if should_decay else 1.0
+        alone = (factor,) if factor in self._sources.alone else ()
+        rest = () if alone else (factor,)
         try:
-            self._update((factor,), sources, stats, self.cov_ema_decay if should_decay else 1.0)
+            singles = self._sources.measure_examples(alone, trace, None, {})
+            self._update(rest, self._sources.of_batch(rest, trace, None, {}, stats), stats, decay)
         finally:
             if not first:  # these draws were counted
                 self.rng.bit_generator.state = now
+        for single in singles:
+            single.commit(decay)
         self._round.done.add(id(factor))
 
     def _update(
@@ -302,7 +319,7 @@ class FisherEstimator:
         generator = self.rng.bit_generator.state
         whose = f"the batch_size of {self.name}"
         backend = self._collection.backend
-        intake = Intake(factors, backend, self._gradients.keys(), self._batch_size, whose)
+        intake = Intake(factors, backend, self._sources.gradients.keys(), self._batch_size, whose)
         try:
             if self._mode.one_source:
                 intake.average(next(sources), decay, let_go)
@@ -311,70 +328,11 @@ class FisherEstimator:
         except BaseException:  # whatever it was: these draws were not used
             self.rng.bit_generator.state = generator
             raise
-        self.params_stats = list(stats.values())
-
-    def _sources(
-        self,
-        factors: Sequence[FisherFactor],
-        trace: Trace,
-        draws: Draws | None,
-        scales: Mapping[str, float],
-        stats: dict[str, Array],
-    ) -> Iterator[dict[str, Array]]:
-        """The batch's values with the gradients of each source, held by the receiver alone.
-
-        Gradients of variables are added up in ``stats``.
-        """
-        forward, wanted = self._forward(factors, trace)
-        backend = self._collection.backend
-        variables = self.variables if self._with_stats else ()
-        wrt = tuple(dict.fromkeys((*wanted.values(), *variables)))
-        for source in self._mode(self._losses, trace, self.rng, draws):
-            cotangents = {name: scales.get(name, 1.0) * array for name, array in source.items()}
-            found = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
-            for name in variables:
-                share = found[name] / (self._batch_size or 1)
-                stats[name] = stats[name] + share if name in stats else share
-            values = forward | {name: found[value] for name, value in wanted.items()}
-            if self._mode.one_source:
-                forward.clear()
-            del found, source, cotangents
-            yield values
-
-    def _given(self, trace: Trace, propagated: dict[str, Array]) -> Iterator[dict[str, Array]]:
-        """The one source whose gradients are there already."""
-        forward, wanted = self._forward(self.factors, trace)
-        found = take(propagated, wanted.values(), self._collection.backend)
-        propagated.clear()
-        forward.update((name, found.pop(value)) for name, value in wanted.items())
-        yield forward
-
-    def _forward(
-        self, factors: Sequence[FisherFactor], trace: Trace
-    ) -> tuple[dict[str, Array], dict[str, str]]:
-        """What factors read of the forward pass; and names of gradients, with their values."""
-        statistics = [factor.statistic for factor in factors]
-        reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
-        wanted = {name: value for name, value in self._gradients.items() if name in reads}
-        left = (name for name in reads if name not in wanted)
-        return take(trace, left, self._collection.backend), wanted
+        self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
 
     def _apply(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
-        given = by_parameter(vecs_and_vars, self._collection.registered_variables)
-        blocks = self._collection.fisher_blocks
-        pairs = [
-            (block, given[key] if isinstance(key, str) else tuple(given[name] for name in key))
-            for key, block in blocks.items()
-        ]
-        results: dict[str, Any] = {}
-        products = multiply_all(pairs, product, self._collection.backend)
-        for key, result in zip(blocks, products, strict=True):
-            found = (result,) if isinstance(result, Rows) else parts(result)
-            results.update(zip(uses(key), found, strict=True))
-        return [
-            (results[key] if isinstance(key, str) else tuple(results[n] for n in key), key)
-            for _, key in vecs_and_vars
-        ]
+        blocks, backend = self._collection.fisher_blocks, self._collection.backend
+        return multiply_named(blocks, vecs_and_vars, product, backend)
 
 
 @dataclass(slots=True)

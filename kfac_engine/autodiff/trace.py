@@ -54,6 +54,10 @@ class Trace(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._known.keys() | self._values.keys())
 
+    def with_inputs(self, inputs: Mapping[str, Array]) -> "Trace":
+        """The evaluation of the same model with other inputs; others stay as they are."""
+        return Trace(self._model, {**self._feeds, **inputs}, {})
+
     def let_go(self, names: Collection[str]) -> None:
         """Forget computed values; one that is read after all is computed again."""
         for name in self._forgettable.intersection(names):

@@ -1,6 +1,6 @@
 """Products with many blocks, side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -38,6 +38,42 @@ def multiply_all(
 
     backend.share([Task(pair[0].work, partial(do, i, *pair)) for i, pair in enumerate(pairs)])
     return [found[index] for index in range(len(pairs))]
+
+
+def multiply_named(
+    blocks: Mapping[Params, FisherBlock],
+    vecs_and_vars: Pairs,
+    product: Product,
+    backend: Backend,
+) -> list[tuple[Vector, Params]]:
+    """The products of all blocks of a collection with vectors over all their parameters.
+
+    Args:
+        blocks: Parameters to block.
+        vecs_and_vars: Pairs of an array and its parameter, or of several of each.
+        product: As for ``multiply_all``.
+        backend: Of the blocks.
+
+    Returns:
+        Pairs in the order given.
+
+    Raises:
+        ShapeError: A pair has another number of arrays than parameters.
+        InputError: A parameter is missing, comes twice or is not registered.
+    """
+    given = by_parameter(vecs_and_vars, [name for key in blocks for name in uses(key)])
+    pairs = [
+        (block, given[key] if isinstance(key, str) else tuple(given[name] for name in key))
+        for key, block in blocks.items()
+    ]
+    results: dict[str, Any] = {}
+    for key, result in zip(blocks, multiply_all(pairs, product, backend), strict=True):
+        arrays = (result,) if isinstance(result, Rows) else parts(result)
+        results.update(zip(uses(key), arrays, strict=True))
+    return [
+        (results[key] if isinstance(key, str) else tuple(results[name] for name in key), key)
+        for _, key in vecs_and_vars
+    ]
 
 
 def by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:

@@ -116,6 +116,8 @@ def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
             reasons.setdefault(layer.reason, []).extend(_names(layer))
     for reason, names in reasons.items():
         click.echo(f"{', '.join(names)}: no layer, {reason}")
+    if reasons:
+        click.echo("without a layer: each update differentiates the examples one by one")
 
 
 def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:

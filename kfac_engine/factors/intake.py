@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import prod
@@ -18,6 +18,32 @@ from kfac_engine.factors.values import extents, outlines
 
 # Told the names of values that no factor reads any more.
 LetGo: TypeAlias = Callable[[Collection[str]], None]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A measurement that is summed up before the factor moves.
+
+    Attributes:
+        factor: Stays as it is until ``commit``.
+        total: The sum so far.
+        shapes: Outlines of the values measured first.
+    """
+
+    factor: FisherFactor
+    total: Array | None = None
+    shapes: Values = field(default_factory=dict)
+
+    def add(self, values: Values) -> None:
+        """Add the measurement of these values; refuses what the factor does not fit."""
+        self.factor.check(values)
+        self.total = self.factor.accumulate(self.total, values)
+        self.shapes = self.shapes or outlines(values, self.factor.backend)
+
+    def commit(self, decay: float) -> None:
+        """Average the sum in."""
+        assert self.total is not None
+        self.factor.commit(self.total, self.shapes, decay)
 
 
 @dataclass(frozen=True, slots=True)
