@@ -4,15 +4,14 @@ import numpy as np
 
 from kfac_engine.kernels.launch import (
     BLOCK,
-    INPUTS,
     Array,
     Device,
     blocks_for,
     float32,
     int32,
-    source,
+    kernel,
 )
-from kfac_engine.kernels.variants import options
+from kfac_engine.kernels.variants import INPUTS
 
 
 def update_average(
@@ -27,15 +26,14 @@ def update_average(
         alpha: Scale of what was measured.
         beta: Scale of the old values; zero overwrites.
     """
-    macros = options(INPUT=INPUTS[measured.dtype.name])
-    kernel = device.function(source("averages"), "update_average", macros)
+    update = kernel(device, "averages", "update_average", INPUT=INPUTS[measured.dtype.name])
     numbers = average.size
     arguments = (average, measured, np.int64(numbers), float32(alpha), float32(beta))
-    kernel((blocks_for(numbers, device),), (BLOCK,), arguments)
+    update((blocks_for(numbers, device),), (BLOCK,), arguments)
 
 
 def count_ids(device: Device, ids: Array, counts: Array) -> None:
     """Add to ``counts`` (int32) how often each row occurs in ``ids`` (int64, contiguous)."""
-    kernel = device.function(source("averages"), "count_ids", options(INPUT=0))
+    count = kernel(device, "averages", "count_ids", INPUT=0)
     arguments = (ids, counts, np.int64(ids.size), int32(counts.size))
-    kernel((blocks_for(ids.size, device),), (BLOCK,), arguments)
+    count((blocks_for(ids.size, device),), (BLOCK,), arguments)

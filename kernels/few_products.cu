@@ -26,9 +26,17 @@ __device__ __forceinline__ void read_row(const scalar* __restrict__ own, const F
   }
 }
 
+// Blocks on a multiprocessor at least: where not named, the compiler of sm_90 takes 128 registers and
+// spills; older architectures need about 150 and fit one block.
+#if __CUDA_ARCH__ >= 860
+#define RESIDENT 2
+#else
+#define RESIDENT 1
+#endif
+
 // Second moments, columns are rows; only lower triangles are written. A piece is a run of positions,
 // counted image by image.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __restrict__ parts,
              Images g, Images, Taps t, Taps, Grid grid, Work work) {
   __shared__ float warps[8][PAIRS];

@@ -8,24 +8,23 @@ import numpy as np
 from kfac_engine.kernels.geometry import WORK, Geometry, Struct, one_to_one
 from kfac_engine.kernels.launch import (
     BLOCK,
-    INPUTS,
     Array,
     Device,
     blocks_for,
     float32,
     int32,
-    source,
+    kernel,
 )
-from kfac_engine.kernels.variants import options
+from kfac_engine.kernels.variants import INPUTS, MACROS
 
 # Groups of so few features take the small tile: of a larger one most would be left empty.
 _FEW = 32
 # Blocks for each multiprocessor, so that the last wave is short.
 _BLOCKS_EACH = 8
-_SMALL, _LARGE = 16, 64
+_SMALL, _LARGE = MACROS["group_products"]["SIDE"]
 # Lengths of rows whose products fit the registers of a thread; a piece has so many positions at
 # least, for the sums of threads must be added up.
-_FITTING = (5, 10)
+_FITTING = MACROS["few_products"]["ROWS"]
 _FEW_LEAST = 4096
 _WARPS = 8  # of a block
 _SOURCES = {
@@ -158,11 +157,11 @@ def _multiply(
     work = np.array([sizes], WORK)
     parts = device.empty((max(1, pieces), *out.shape), np.float32)
     if pieces:
-        macros = options(**form.macros, INPUT=INPUTS[operands[0].dtype.name])
-        kernel = device.function(source(_SOURCES[form.kernel]), form.kernel, macros)
+        macros = {**form.macros, "INPUT": INPUTS[operands[0].dtype.name]}
+        multiply = kernel(device, _SOURCES[form.kernel], form.kernel, **macros)
         structs = (*_of_groups(first, second, groups.count), first.taps, second.taps, first.grid)
-        kernel((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, work))
-    add = device.function(source("averages"), "add_parts", options(INPUT=0))
+        multiply((form.blocks, pieces), (BLOCK,), (*operands, parts, *structs, work))
+    add = kernel(device, "averages", "add_parts", INPUT=0)
     scales = int32(not squared), float32(groups.alpha), float32(groups.beta)
     add((blocks_for(out.size, device),), (BLOCK,), (out, parts, int32(pieces), work, *scales))
 
@@ -181,10 +180,10 @@ def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
     g, h = (one_to_one(array.shape, _strides(array)) for array in (x, ds))
     entry, *rest = _strides(ds)[1:]
     across = all(entry < step for step, side in zip(rest, ds.shape[2:], strict=True) if side > 1)
-    macros = options(ACROSS=int(across), INPUT=INPUTS[x.dtype.name])
-    kernel = device.function(source("example_sums"), "example_sums", macros)
+    macros = {"ACROSS": int(across), "INPUT": INPUTS[x.dtype.name]}
+    add = kernel(device, "example_sums", "example_sums", **macros)
     blocks = -(-ds.shape[1] // (32 if across else 8))
-    kernel((blocks, len(ds)), _SUM_BLOCK, (x, ds, sums, g.images, h.images))
+    add((blocks, len(ds)), _SUM_BLOCK, (x, ds, sums, g.images, h.images))
 
 
 def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> None:
@@ -200,10 +199,10 @@ def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> 
         return
     _, classes, inner = logits.shape
     lanes = 32 if inner < BLOCK else 1
-    macros = options(LANES=lanes, INPUT=INPUTS[logits.dtype.name])
-    kernel = device.function(source("classes"), "draw_classes", macros)
+    macros = {"LANES": lanes, "INPUT": INPUTS[logits.dtype.name]}
+    draw = kernel(device, "classes", "draw_classes", **macros)
     sizes = np.int64(ids.size), np.int64(inner), int32(classes)
-    kernel((-(-ids.size * lanes // BLOCK),), (BLOCK,), (logits, uniforms, ids, *sizes))
+    draw((-(-ids.size * lanes // BLOCK),), (BLOCK,), (logits, uniforms, ids, *sizes))
 
 
 def _of_groups(first: Geometry, second: Geometry, groups: int) -> tuple[Struct, Struct]:

@@ -8,11 +8,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kfac_engine.kernels.variants import options
+
 # An array of the device's library.
 Array: TypeAlias = Any
-
-# How a kernel reads images, by their element type: the macro INPUT of prelude.cuh.
-INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
 
 BLOCK = 256
 
@@ -54,6 +53,11 @@ def source(name: str) -> str:
     folder = files(__package__)
     parts = [(folder / part).read_text("utf-8") for part in ("prelude.cuh", f"{name}.cu")]
     return "\n".join(parts)
+
+
+def kernel(device: Device, file: str, name: str, **macros: int) -> Launch:
+    """Kernel ``name`` of ``file.cu``, compiled with these macros."""
+    return device.function(source(file), name, options(file, **macros))
 
 
 def blocks_for(numbers: int, device: Device) -> int:

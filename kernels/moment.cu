@@ -4,9 +4,7 @@
 //           homogeneous coordinate by border_moment
 //
 // Every number of `out` is written by one thread; beta = 0 overwrites, whatever was there.
-#ifndef TILE
-#define TILE 64
-#endif
+#define TILE 64  // of patch_products.cu
 
 struct Sum {
   int row, column;  // a tile of the lower triangle, in units of TILE

@@ -8,15 +8,15 @@ import numpy as np
 from kfac_engine.kernels.geometry import Geometry
 from kfac_engine.kernels.launch import (
     BLOCK,
-    INPUTS,
     Array,
     Device,
     float32,
     int32,
-    source,
+    kernel,
 )
-from kfac_engine.kernels.variants import options
+from kfac_engine.kernels.variants import INPUTS
 
+TILE = 64  # side of a tile, in the sources
 _SUBTILE = 32  # what a block of assemble_moment and of mirror does
 _THIN_BLOCK = (_SUBTILE, 8)
 
@@ -26,7 +26,6 @@ class Pass:
     """Products that are computed and summed together, on the device.
 
     Attributes:
-        tile: Side of a tile: 64 or 128.
         aligned: Whether all features of a tile have one tap.
         grids: Boxes of output positions.
         jobs: What each block multiplies.
@@ -34,7 +33,6 @@ class Pass:
         sources: Indices of parts; ``~index`` is taken off.
     """
 
-    tile: int
     aligned: bool
     grids: Array
     jobs: Array
@@ -44,7 +42,7 @@ class Pass:
     @property
     def part_bytes(self) -> int:
         """Memory for what the blocks find."""
-        return len(self.jobs) * self.tile**2 * 4
+        return len(self.jobs) * TILE**2 * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +89,19 @@ def add_products(
     """
     parts = device.empty((max(part.part_bytes for part in passes) // 4,), np.float32)
     for part in passes:
-        macros = options(
-            TILE=part.tile, SPLIT=split, ALIGNED=int(part.aligned), INPUT=INPUTS[x.dtype.name]
-        )
-        multiply = device.function(source("patch_products"), "patch_products", macros)
-        threads = BLOCK if split == 0 or part.tile == 128 else BLOCK // 2  # THREADS in the source
+        how = {"SPLIT": split, "ALIGNED": int(part.aligned), "INPUT": INPUTS[x.dtype.name]}
+        multiply = kernel(device, "patch_products", "patch_products", **how)
+        threads = BLOCK if split == 0 else BLOCK // 2  # THREADS in the source
         structs = geometry.images, geometry.taps
         multiply((len(part.jobs),), (threads,), (x, part.jobs, part.grids, parts, *structs))
-        assemble = device.function(source("moment"), "assemble_moment", options(TILE=part.tile))
+        assemble = kernel(device, "moment", "assemble_moment")
         scalars = int32(len(out)), int32(scales.features), *scales.arguments
-        blocks = len(part.sums), (part.tile // _SUBTILE) ** 2
+        blocks = len(part.sums), (TILE // _SUBTILE) ** 2
         assemble(blocks, _THIN_BLOCK, (out, parts, part.sums, part.sources, *scalars))
 
 
 def mirror(device: Device, out: Array) -> None:
     """Copy the lower triangle of a contiguous float32 matrix to the upper; see ``moment.cu``."""
     rows = -(-len(out) // _SUBTILE)
-    kernel = device.function(source("moment"), "mirror", options(TILE=64))
-    kernel((rows * (rows + 1) // 2,), _THIN_BLOCK, (out, int32(len(out))))
+    copy = kernel(device, "moment", "mirror")
+    copy((rows * (rows + 1) // 2,), _THIN_BLOCK, (out, int32(len(out))))

@@ -14,19 +14,16 @@
 // of the tile. Positions at or after `end`, pixels outside the image and features past the last count
 // as zeros. No atomics: results do not depend on the order of blocks.
 //
-//   TILE    side of a tile: 64 or 128
 //   SPLIT   0: FP32 units; 3: tensor cores with each factor split in two TF32 numbers, which keeps
 //           float32 accuracy (2e-7); 1: plain TF32 (1e-3 for each factor)
 //   ALIGNED 1 where channels are a multiple of TILE: all features of a tile have the same tap
-#ifndef TILE
-#define TILE 64
-#endif
 #ifndef SPLIT
 #define SPLIT 0
 #endif
 #ifndef ALIGNED
 #define ALIGNED 0
 #endif
+#define TILE 64         // side of a tile
 #define DEPTH 16        // positions in shared memory at a time
 #define LD (TILE + 8)   // keeps the rows that a warp reads in different banks
 

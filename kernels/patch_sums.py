@@ -7,15 +7,14 @@ import numpy as np
 from kfac_engine.kernels.geometry import Geometry
 from kfac_engine.kernels.launch import (
     BLOCK,
-    INPUTS,
     Array,
     Device,
     float32,
     int32,
-    source,
+    kernel,
 )
 from kfac_engine.kernels.moments import Scales
-from kfac_engine.kernels.variants import options
+from kfac_engine.kernels.variants import INPUTS
 
 # Blocks for each multiprocessor, where there are images enough.
 _BLOCKS_EACH = 8
@@ -28,7 +27,7 @@ class _Totals(NamedTuple):
 
     sums: Array
     pieces: int
-    macros: tuple[str, ...]
+    macros: dict[str, int]
 
 
 def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales) -> None:
@@ -44,7 +43,7 @@ def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales:
         scales: Of the sums and of the old values.
     """
     totals = _sum_images(device, x, geometry, squared=False)
-    write = device.function(source("patch_sums"), "border_moment", totals.macros)
+    write = kernel(device, "patch_sums", "border_moment", **totals.macros)
     structs = geometry.images, geometry.taps, geometry.grid
     count = float32(geometry.positions * geometry.count)
     given = totals.sums, int32(totals.pieces), *structs, count
@@ -64,7 +63,7 @@ def add_patch_squares(
         scales: Of the squares and of the old values.
     """
     totals = _sum_images(device, x, geometry, squared=True)
-    add = device.function(source("patch_sums"), "add_patches", totals.macros)
+    add = kernel(device, "patch_sums", "add_patches", **totals.macros)
     structs = geometry.images, geometry.taps, geometry.grid
     given = totals.sums, int32(totals.pieces), *structs
     add((scales.features,), (BLOCK,), (out, *given, *scales.arguments))
@@ -72,15 +71,14 @@ def add_patch_squares(
 
 def _sum_images(device: Device, x: Array, geometry: Geometry, *, squared: bool) -> _Totals:
     """Each pixel of each channel summed over the images of each piece."""
-    macros = options(
-        SQUARED=int(squared), ACROSS=int(_across(geometry)), INPUT=INPUTS[x.dtype.name]
-    )
+    across = int(_across(geometry))
+    macros = {"SQUARED": int(squared), "ACROSS": across, "INPUT": INPUTS[x.dtype.name]}
     blocks = -(-geometry.channels * geometry.pixels // BLOCK)
     wanted = -(-_BLOCKS_EACH * device.processors // blocks)
     length = max(_LEAST_IMAGES, -(-geometry.count // wanted))
     pieces = max(1, -(-geometry.count // length))
     totals = device.empty((pieces, geometry.channels, geometry.pixels), np.float32)
-    add = device.function(source("patch_sums"), "sum_images", macros)
+    add = kernel(device, "patch_sums", "sum_images", **macros)
     add((blocks, pieces), (BLOCK,), (x, totals, geometry.images, int32(length)))
     return _Totals(totals, pieces, macros)
 

@@ -5,8 +5,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, int32, source
-from kfac_engine.kernels.variants import options
+from kfac_engine.kernels.launch import (
+    BLOCK,
+    Array,
+    Device,
+    int32,
+    kernel,
+)
+from kfac_engine.kernels.variants import INPUTS
 
 # Of the struct Facts: whether all is finite, all is zero, the damping added, and the trace without.
 FACTS = 4
@@ -41,14 +47,14 @@ def widen(device: Device, stack: Array, asked: Array, floor: Floor) -> tuple[Arr
     """
     count, side, _ = stack.shape
     tiles = _tiles(side)
-    macros = options(INPUT=INPUTS[stack.dtype.name])
+    kind = INPUTS[stack.dtype.name]
     wide = device.empty(stack.shape, np.float64)
     parts = device.empty((count, tiles, _PARTS), np.float64)
     facts = device.empty((count, FACTS), np.float64)
     sizes = int32(tiles), int32(side)
-    copy = device.function(source("symmetric"), "widen", macros)
+    copy = kernel(device, "symmetric", "widen", INPUT=kind)
     copy((count * tiles,), _THIN_BLOCK, (stack, wide, parts, *sizes))
-    damp = device.function(source("symmetric"), "damp", macros)
+    damp = kernel(device, "symmetric", "damp", INPUT=kind)
     limits = np.float64(floor.epsilon), np.float64(floor.least)
     damp((count,), (BLOCK,), (wide, parts, asked, facts, *sizes, *limits))
     return wide, facts
@@ -69,7 +75,7 @@ def narrow(device: Device, wide: Array, dtype: npt.DTypeLike) -> Array:
     tiles = _tiles(side)
     kind = np.dtype(dtype)
     found = device.empty(wide.shape, kind)
-    copy = device.function(source("symmetric"), "narrow", options(INPUT=INPUTS[kind.name]))
+    copy = kernel(device, "symmetric", "narrow", INPUT=INPUTS[kind.name])
     copy((count * tiles,), _THIN_BLOCK, (wide, found, int32(tiles), int32(side)))
     return found
 

@@ -1,12 +1,11 @@
 """Write docs/kernels.md: what each kernel takes of each GPU, and how exact it is, without a GPU.
 
-Run it in the environment of ``make setup``: ``python -m scripts.kernel_report``, some minutes.
-Compilers come with the extra ``nvrtc``; g++ runs the kernels thread by thread.
+Run it in the environment of ``make setup`` after ``python -m scripts.compile_kernels``:
+``python -m scripts.kernel_report``. g++ runs the kernels thread by thread.
 """
 # ruff: noqa: E501 (rows of the page)
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,8 @@ from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.symmetric import Floor, widen
-from kfac_engine.kernels.variants import MACROS, variants
+from kfac_engine.kernels.variants import MACROS
+from scripts.compile_kernels import Compiled, compiled
 from scripts.kernel_predictions import predictions
 from tests.backend.truths import patches
 from tests.cuda_on_cpu import nvrtc
@@ -56,33 +56,40 @@ No kernel adds floating-point numbers atomically: results are the same run by ru
 
 
 def main() -> None:
-    """Compile, measure, and write the page."""
-    lines = [_HEAD, *_compiled(), "", *_exactness(), "", *predictions()]
+    """Measure, and write the page."""
+    lines = [_HEAD, *resources(), "", *_exactness(), "", *predictions()]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _compiled() -> Iterator[str]:
+def resources() -> Iterator[str]:
+    """The section about registers and shared memory, line by line."""
+    tables = {name: compiled(name) for name in MACROS}
+    each = [
+        taken
+        for table in tables.values()
+        for kernels in table.values()
+        for taken in kernels.values()
+    ]
+    spilling = sum(taken.spilled_bytes > 0 for taken in each)
     yield "## What a block takes\n"
-    yield "Registers of a thread, the most over all variants of a source (types of images, tiles);"
-    yield "in brackets the kilobytes of shared memory of a block. Nothing spills to memory.\n"
-    there = [name for name in nvrtc.ARCHITECTURES if nvrtc.installed(name)]
-    yield f"| kernel | {' | '.join(there)} |"
-    yield "|---" * (len(there) + 1) + "|"
-    for name in MACROS:
-        found = [most(name, architecture) for architecture in there]
-        for kernel in dict.fromkeys(kernel for each in found for kernel in each):
-            cells = (cell(each[kernel]) if kernel in each else "–" for each in found)
+    yield "Registers of a thread, the most over all variants of a source (types of images, lengths of rows, tensor cores);"
+    yield "in brackets the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
+    yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory.\n"
+    yield f"| kernel | {' | '.join(nvrtc.ARCHITECTURES)} |"
+    yield "|---" * (len(nvrtc.ARCHITECTURES) + 1) + "|"
+    for table in tables.values():
+        for kernel in dict.fromkeys(kernel for kernels in table.values() for kernel in kernels):
+            cells = (cell(most(table, kernel, name)) for name in nvrtc.ARCHITECTURES)
             yield f"| `{kernel}` | {' | '.join(cells)} |"
 
 
-def most(name: str, architecture: str) -> dict[str, nvrtc.Resources]:
-    """What the greediest variant takes, by kernel."""
-    greediest: dict[str, nvrtc.Resources] = {}
-    with ThreadPoolExecutor() as pool:
-        for found in pool.map(lambda o: nvrtc.resources(name, o, architecture), variants(name)):
-            for kernel, taken in found.items():
-                greediest[kernel] = max(taken, greediest.get(kernel, taken))
-    return greediest
+def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources:
+    """What the greediest variant of a kernel takes."""
+    return max(
+        kernels[kernel]
+        for key, kernels in table.items()
+        if key.split()[0] == architecture and kernel in kernels
+    )
 
 
 def cell(taken: nvrtc.Resources) -> str:

@@ -114,7 +114,7 @@ class PatchMoments:
     def _uploaded(self, found: HostPass) -> Pass:
         upload = self._device.upload
         structs = (upload(words(array)) for array in (found.grids, found.jobs, found.sums))
-        return Pass(found.tile, found.aligned, *structs, upload(found.sources))
+        return Pass(found.aligned, *structs, upload(found.sources))
 
 
 def image_geometry(x: Array, window: Window) -> Geometry:

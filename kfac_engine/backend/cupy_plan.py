@@ -25,8 +25,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.frame import frame, full_grid
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.geometry import JOB, SUM, grid_struct
-
-TILES = (128, 64)
+from kfac_engine.kernels.moments import TILE
 
 # Positions a block takes at least: fewer do not pay for its start.
 _SHORTEST = 512
@@ -53,13 +52,11 @@ class Recipe:
     """How tiles come about, before products are cut in pieces.
 
     Attributes:
-        tile: Side of a tile.
-        aligned: Whether channels are a multiple of it.
+        aligned: Whether channels are a multiple of a tile's side.
         grids: Boxes of output positions as ``(begins, outputs)``.
         terms: Tile of the lower triangle to products, each with whether it is taken off.
     """
 
-    tile: int
     aligned: bool
     grids: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     terms: Terms
@@ -69,17 +66,15 @@ class Recipe:
         return prod(self.grids[grid][1])
 
     def cost(self, images: int) -> int:
-        """Positions times numbers of a tile, over all products."""
+        """Positions of all products."""
         needed = {found for terms in self.terms.values() for found, _ in terms}
-        positions = sum(images * self.positions(found.grid) + _START for found in needed)
-        return positions * self.tile**2
+        return sum(images * self.positions(found.grid) + _START for found in needed)
 
 
 @dataclass(frozen=True, slots=True)
 class HostPass:
     """One pass as host arrays: see ``kernels.moments.Pass``."""
 
-    tile: int
     aligned: bool
     grids: Array
     jobs: Array
@@ -109,33 +104,28 @@ def plan(
     Returns:
         Passes over different tiles of the result.
     """
-    recipes = [
-        make(window, channels, sides, tile)
-        for tile in TILES
-        for make in (_direct, _shifted)
-        if make is _direct or _can_shift(window, channels, tile)
-    ]
+    ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
+    recipes = [way(window, channels, sides) for way in ways]
     recipe = min(recipes, key=lambda found: found.cost(images))
     length = _length(recipe, images, processors)
-    room = max(1, scratch_bytes // (recipe.tile**2 * 4))
+    room = max(1, scratch_bytes // (TILE**2 * 4))
     return tuple(_passes(recipe, images, length, room))
 
 
-def _direct(window: Window, channels: int, sides: tuple[int, ...], tile: int) -> Recipe:
-    count = -(-window.taps * channels // tile)
+def _direct(window: Window, channels: int, sides: tuple[int, ...]) -> Recipe:
+    count = -(-window.taps * channels // TILE)
     return Recipe(
-        tile,
-        channels % tile == 0,
+        channels % TILE == 0,
         ((window.begins, window.output_sides(sides)),),
         {(i, j): [(Product(0, i, j), False)] for i in range(count) for j in range(i + 1)},
     )
 
 
-def _can_shift(window: Window, channels: int, tile: int) -> bool:
-    return set(window.strides) == {1} and window.taps > 1 and channels % tile == 0
+def _can_shift(window: Window, channels: int) -> bool:
+    return set(window.strides) == {1} and window.taps > 1 and channels % TILE == 0
 
 
-def _shifted(window: Window, channels: int, sides: tuple[int, ...], tile: int) -> Recipe:
+def _shifted(window: Window, channels: int, sides: tuple[int, ...]) -> Recipe:
     lines = full_grid(window, sides)
     begins = tuple(begin - line.start for begin, line in zip(window.begins, lines, strict=True))
     grids = [(begins, tuple(map(len, lines)))]
@@ -147,7 +137,7 @@ def _shifted(window: Window, channels: int, sides: tuple[int, ...], tile: int) -
         grids.append((tuple(start), inner.output_sides(sides)))
     taps = list(product(*map(range, window.kernel)))
     place = {tap: index for index, tap in enumerate(taps)}
-    each = channels // tile
+    each = channels // TILE
     terms: dict[tuple[int, int], list[tuple[Product, bool]]] = {}
     for i in range(len(taps) * each):
         for j in range(i + 1):
@@ -162,7 +152,7 @@ def _shifted(window: Window, channels: int, sides: tuple[int, ...], tile: int) -
                 for number, slab in enumerate(slabs)
                 if all(slab.taps.start <= tap[slab.axis] < slab.taps.stop for tap in (u, v))
             ]
-    return Recipe(tile, True, tuple(grids), terms)
+    return Recipe(True, tuple(grids), terms)
 
 
 def _length(recipe: Recipe, images: int, processors: int) -> int:
@@ -210,7 +200,6 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> HostPass:
         sums.append((row, column, begin, len(sources)))
     grids = np.concatenate([grid_struct(*box) for box in recipe.grids])
     return HostPass(
-        recipe.tile,
         recipe.aligned,
         grids,
         np.array(jobs, JOB),

@@ -1,19 +1,14 @@
-"""Compiles kernels to machine code with NVRTC, which needs no GPU, and reads what ptxas reports.
-
-``python -m tests.cuda_on_cpu.nvrtc`` prints registers, shared memory and spills of every kernel for
-every generation of GPUs.
-"""
+"""Compiles kernels to machine code with NVRTC, which needs no GPU, and reads what ptxas reports."""
 
 import ctypes
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from kfac_engine.kernels.launch import source
-from kfac_engine.kernels.variants import MACROS, variants
 
 # Compute capability to where in site-packages the compiler lies that knows it.
 _NEW, _OLD = "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"
@@ -26,6 +21,7 @@ ARCHITECTURES = {
     "sm_90": _NEW,
     "sm_100": _NEW,
 }
+FLAGS = ("-std=c++17", "--ptxas-options=-v")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -60,7 +56,7 @@ def _compiled(code: str, options: Sequence[str], architecture: str) -> str:
     program = ctypes.c_void_p()
     create = nvrtc.nvrtcCreateProgram
     assert create(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None) == 0
-    flags = [f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", *options]
+    flags = [f"-arch={architecture}", *FLAGS, *options]
     packed = (ctypes.c_char_p * len(flags))(*[flag.encode() for flag in flags])
     status = nvrtc.nvrtcCompileProgram(program, len(flags), packed)
     size = ctypes.c_size_t()
@@ -98,22 +94,3 @@ def _library(relative: str) -> ctypes.CDLL:
     for part in sorted(folder.glob("libnvrtc-builtins.so*")):  # not found by itself
         ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(next(folder.glob("libnvrtc.so*"))))
-
-
-def _rows() -> Iterator[str]:
-    for name in MACROS:
-        for options in variants(name):
-            for architecture in filter(installed, ARCHITECTURES):
-                for kernel, taken in resources(name, options, architecture).items():
-                    yield (
-                        f"{kernel:18} {' '.join(options):48} {architecture:7}"
-                        f"{taken.registers:10}{taken.shared_bytes:10}{taken.spilled_bytes:10}"
-                    )
-
-
-if __name__ == "__main__":
-    print(
-        f"{'kernel':18} {'options':48} {'for':7}{'registers':>10}{'shared B':>10}{'spills B':>10}"
-    )
-    for row in _rows():
-        print(row, flush=True)

@@ -1,11 +1,13 @@
-"""Every kernel compiles for every generation of GPUs, without spilling registers to memory."""
+"""Every variant of every kernel compiles for every generation of GPUs, without spilling registers.
 
-from concurrent.futures import ThreadPoolExecutor
+``kernels/compiled.json`` holds what the compiler said of the sources as they are.
+"""
 
 import pytest
 
 from kfac_engine.kernels.launch import source
 from kfac_engine.kernels.variants import MACROS, variants
+from scripts import compile_kernels
 from tests.cuda_on_cpu import nvrtc
 
 # A block of 256 threads cannot start with more registers a thread; a block of shared memory that is
@@ -13,35 +15,49 @@ from tests.cuda_on_cpu import nvrtc
 MOST_REGISTERS = 255
 MOST_SHARED_BYTES = 48 << 10
 
-# Types of images and plain TF32 change how numbers are loaded, not what is generated for a machine:
-# they are compiled for the newest and the oldest alone.
-THOROUGH = ("sm_70", "sm_100")
+# Of these patch_products.cu has no kernel for tensor cores.
+WITHOUT_TENSOR_CORES = ("sm_70", "sm_75")
+
+each_source = pytest.mark.parametrize("name", MACROS)
 
 
-def chosen(name: str, architecture: str) -> list[tuple[str, ...]]:
-    every = list(variants(name))
-    if architecture in THOROUGH:
-        return every
-    return [o for o in every if not {"-DINPUT=1", "-DINPUT=2", "-DSPLIT=1"}.intersection(o)]
+def has_kernels(options: tuple[str, ...], architecture: str) -> bool:
+    split = {"-DSPLIT=1", "-DSPLIT=3"}.intersection(options)
+    return not (split and architecture in WITHOUT_TENSOR_CORES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
-@pytest.mark.parametrize("name", MACROS)
-def test_a_source_compiles_without_spills(name: str, architecture: str) -> None:
+@each_source
+def test_the_table_is_of_the_present_source(name: str) -> None:
+    known = compile_kernels.fingerprints().get(name)
+    assert known == compile_kernels.fingerprint(name), (
+        f"{name}.cu or what it is compiled with has changed: run "
+        "`python -m scripts.compile_kernels`, then `python -m scripts.kernel_report`"
+    )
+
+
+@each_source
+def test_no_variant_spills_on_any_architecture(name: str) -> None:
+    table = compile_kernels.compiled(name)
+    for architecture in nvrtc.ARCHITECTURES:
+        for options in variants(name):
+            taken = table[compile_kernels.entry(options, architecture)]
+            assert bool(taken) == has_kernels(options, architecture), (options, architecture)
+            for kernel, use in taken.items():
+                where = kernel, options, architecture
+                assert use.spilled_bytes == 0, where
+                assert use.registers <= MOST_REGISTERS, where
+                assert use.shared_bytes <= MOST_SHARED_BYTES, where
+
+
+@each_source
+def test_the_compiler_still_says_what_the_table_holds(name: str) -> None:
+    """Of one variant, chosen by the source itself: another change, another variant."""
+    asked = [(o, a) for a in nvrtc.ARCHITECTURES for o in variants(name) if has_kernels(o, a)]
+    options, architecture = asked[int(compile_kernels.fingerprint(name), 16) % len(asked)]
     if not nvrtc.installed(architecture):
         pytest.skip("no NVRTC for this architecture; install the extra 'nvrtc'")
-    kernels = set()
-    with ThreadPoolExecutor() as pool:
-        wanted = chosen(name, architecture)
-        found = pool.map(lambda options: nvrtc.resources(name, options, architecture), wanted)
-        for options, taken in zip(wanted, found, strict=True):
-            kernels.update(taken)
-            for kernel, use in taken.items():
-                assert use.spilled_bytes == 0, (kernel, options)
-                assert use.registers <= MOST_REGISTERS, (kernel, options)
-                assert use.shared_bytes <= MOST_SHARED_BYTES, (kernel, options)
-    assert kernels
+    told = compile_kernels.compiled(name)[compile_kernels.entry(options, architecture)]
+    assert nvrtc.resources(name, options, architecture) == told
 
 
 def test_a_broken_source_is_reported() -> None:
@@ -51,7 +67,7 @@ def test_a_broken_source_is_reported() -> None:
         nvrtc._compiled(source("averages").replace("alpha *", "gamma *"), (), "sm_90")
 
 
-@pytest.mark.parametrize("name", MACROS)
+@each_source
 def test_a_source_includes_nothing(name: str) -> None:
     """The compiler at run time finds no headers."""
     assert "#include" not in source(name).replace("No #include", "")

@@ -1,0 +1,91 @@
+"""Write kernels/compiled.json: what each variant of each kernel takes of each GPU, without a GPU.
+
+Run it in the environment of ``make setup`` after a change of a kernel:
+``python -m scripts.compile_kernels``, then ``python -m scripts.kernel_report``. Compilers come with
+the extra ``nvrtc``. Sources that did not change are not compiled again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kfac_engine.kernels.launch import source
+from kfac_engine.kernels.variants import MACROS, variants
+from tests.cuda_on_cpu import nvrtc
+
+TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
+
+# Options of a variant and architecture, to kernel, to what it takes.
+Compiled = Mapping[str, Mapping[str, nvrtc.Resources]]
+
+
+def main() -> None:
+    """Compile the sources that changed and write the table."""
+    old = _stored()
+    table = {}
+    for name in MACROS:
+        digest = fingerprint(name)
+        same = name in old and old[name]["source"] == digest
+        known = old[name]["compiled"] if same else {}
+        missing = [variant for variant in _asked(name) if entry(*variant) not in known]
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(lambda variant, name=name: nvrtc.resources(name, *variant), missing)
+            known |= zip((entry(*variant) for variant in missing), found, strict=True)
+        compiled = {entry(*variant): known[entry(*variant)] for variant in _asked(name)}
+        table[name] = {"source": digest, "compiled": compiled}
+        print(f"{name}: {len(missing)} of {len(compiled)} compiled")
+    TABLE.write_text("\n".join(_lines(table)) + "\n", encoding="utf-8")
+
+
+def fingerprint(name: str) -> str:
+    """Identifies what the compiler reads of a source, with the flags common to all variants."""
+    text = "\n".join([*nvrtc.FLAGS, source(name)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprints() -> dict[str, str]:
+    """Source to its fingerprint when it was compiled."""
+    return {name: found["source"] for name, found in _stored().items()}
+
+
+def compiled(name: str) -> Compiled:
+    """What the table holds of a source: entry to kernel to resources."""
+    return {
+        key: {kernel: nvrtc.Resources(*taken) for kernel, taken in kernels.items()}
+        for key, kernels in _stored()[name]["compiled"].items()
+    }
+
+
+def entry(options: tuple[str, ...], architecture: str) -> str:
+    """The name of a variant in the table."""
+    return " ".join([architecture, *options])
+
+
+def _asked(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every variant of a source for every architecture."""
+    for architecture in nvrtc.ARCHITECTURES:
+        for options in variants(name):
+            yield options, architecture
+
+
+def _stored() -> dict[str, Any]:
+    return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+
+
+def _lines(table: Mapping[str, Any]) -> Iterator[str]:
+    """JSON with a line for each entry, so that a change shows in the difference."""
+    yield "{"
+    for name, found in table.items():
+        comma = "," if name != list(table)[-1] else ""
+        rows = [f'  "{key}": {json.dumps(value)}' for key, value in found["compiled"].items()]
+        yield f'"{name}": {{"source": "{found["source"]}", "compiled": {{'
+        yield ",\n".join(rows)
+        yield f"}}}}{comma}"
+    yield "}"
+
+
+if __name__ == "__main__":
+    main()

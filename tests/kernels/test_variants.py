@@ -1,0 +1,121 @@
+"""The table of variants is what launches choose from: no variant more, none less."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kfac_engine.backend.cupy_groups import GroupProducts
+from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.window import Window
+from kfac_engine.kernels.averages import count_ids, update_average
+from kfac_engine.kernels.finite import find_infinite
+from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.launch import Launch, source
+from kfac_engine.kernels.moments import mirror
+from kfac_engine.kernels.patches import write_patches
+from kfac_engine.kernels.symmetric import Floor, narrow, widen
+from kfac_engine.kernels.variants import MACROS, options, variants
+
+COMPUTED = (np.float32, np.float16, ml_dtypes.bfloat16)
+SCRATCH = 4 << 20
+ONE = Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0))
+
+
+class Recorder:
+    """A device that notes what is compiled and runs nothing."""
+
+    processors = 2
+
+    def __init__(self) -> None:
+        self.asked: set[tuple[str, tuple[str, ...]]] = set()
+
+    def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
+        del name
+        self.asked.add((source, options))
+        return lambda grid, block, arguments: None
+
+    def upload(self, host: npt.NDArray) -> npt.NDArray:
+        return host
+
+    def address(self, array: npt.NDArray) -> int:
+        return int(array.ctypes.data)
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray:
+        return np.empty(shape, dtype)
+
+
+def images(channels: int, dtype: type, *, last: bool) -> np.ndarray:
+    """Images with channels beside each other in memory, or pixels."""
+    found = np.zeros((2, channels, 3, 3), dtype)
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(found, 1, -1)), -1, 1) if last else found
+
+
+def launch_patches(device: Recorder) -> None:
+    # Channels that fill tiles, and that leave part of one empty.
+    for channels, split, dtype in product((20, 64), (0, 1, 3), COMPUTED):
+        moments = PatchMoments(device, SCRATCH, split)
+        scales = {"alpha": 1, "beta": 0}
+        for last in (False, True):
+            x = images(channels, dtype, last=last)
+            out = np.empty((channels + 1,) * 2, np.float32)
+            moments.add(x, ONE, out, homogeneous=True, **scales)
+            moments.add_squares(x, ONE, np.empty(channels, np.float32), **scales)
+    mirror(device, np.empty((5, 5), np.float32))
+    for dtype in (*COMPUTED, np.float64):
+        x = images(4, dtype, last=False)
+        geometry = PatchMoments(device, SCRATCH, 0).geometry(x, ONE)
+        write_patches(device, x, np.empty((2, 9, 4), dtype), geometry)
+
+
+def launch_groups(device: Recorder) -> None:
+    groups = GroupProducts(device, SCRATCH)
+    for rows, dtype in product((5, 10, 20, 40), COMPUTED):
+        x, scales = images(rows, dtype, last=False), {"alpha": 1, "beta": 0}
+        groups.add_moments(
+            x, ONE, np.empty((1, rows, rows), np.float32), homogeneous=False, **scales
+        )
+        for columns in (1, 40):
+            out = np.empty((1, rows, columns), np.float32)
+            groups.add_squares(
+                x, ONE, images(columns, dtype, last=False), out, homogeneous=False, **scales
+            )
+
+
+def launch_plain(device: Recorder) -> None:
+    for dtype in COMPUTED:
+        update_average(device, np.empty(5, np.float32), np.zeros(5, dtype), 1, 0)
+        for last in (False, True):
+            x = images(4, dtype, last=last)
+            sum_examples(device, x, x, np.empty((2, 8), np.float32))
+        for inner in (1, 300):
+            ids = np.empty((2, inner), np.int64)
+            draw_classes(device, np.zeros((2, 3, inner), dtype), np.zeros((2, inner)), ids)
+    count_ids(device, np.zeros(5, np.int64), np.empty(3, np.int32))
+    for dtype in (np.float32, np.float64):
+        find_infinite(device, [np.zeros(5, dtype)], np.ones(1, np.int32))
+        widen(device, np.zeros((1, 3, 3), dtype), np.zeros(1), Floor(0, 0))
+        narrow(device, np.zeros((1, 3, 3)), dtype)
+
+
+def test_launches_choose_each_variant_of_the_table_and_no_other() -> None:
+    device = Recorder()
+    for launch in (launch_patches, launch_groups, launch_plain):
+        launch(device)
+    assert device.asked == {(source(name), found) for name in MACROS for found in variants(name)}
+
+
+def test_a_variant_that_the_table_lacks_is_not_launched() -> None:
+    with pytest.raises(AssertionError, match="ROWS"):
+        options("few_products", ROWS=12, INPUT=0)
+    with pytest.raises(AssertionError, match="few_products"):
+        options("few_products", ROWS=10)
+
+
+def test_every_source_file_has_its_row() -> None:
+    found = {path.name for path in files("kfac_engine.kernels").iterdir()}
+    assert {name.removesuffix(".cu") for name in found if name.endswith(".cu")} == set(MACROS)
