@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from kfac_engine._types import Array, Params, Vector
+from kfac_engine.autodiff.activity import behind_jumps, notes_of, nothing_to_train
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
@@ -84,6 +85,11 @@ class Assembly:
     found: Discovery
     collection: LayerCollection
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What losses read in place of outputs, and which parameters have no derivative."""
+        return (*self.task.notes, *notes_of(self.model.left_out))
+
     def prepare(self, estimator: FisherEstimator) -> None:
         """Have every forward pass bring what losses and statistics read."""
         layers, losses = self.found.layers, self.task.objective.inputs
@@ -119,6 +125,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     model = OnnxModel(
         load_model(source),
         trainable=options.trainable,
+        freeze=options.freeze,
         threads=threads,
         sample_inputs=inputs,
         gradient_dtype=options.gradient_dtype,
@@ -218,15 +225,14 @@ def register_layers(
         ModelError: The loss depends on no trainable parameter.
     """
     objective = task.objective
+    model.leave_out(objective.inputs)
     reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
     if not reached:
-        raise ModelError(
-            f"the loss on {', '.join(objective.inputs)} depends on no trainable parameter of model "
-            f"'{model.graph.name}' through differentiable operators."
-        )
+        raise ModelError(nothing_to_train(model.graph.name, objective.inputs, model.left_out))
     shapes = {name: fact.shape for name, fact in model.facts.items()}
+    jumps = behind_jumps(model.graph, model.facts, objective.inputs, model.parameters)
     unreached = [
-        Found("generic", (name,), reason="the loss does not depend on it")
+        Found("generic", (name,), reason=_why_unreached(jumps.get(name)))
         for name in model.parameters
         if name not in reached
     ]
@@ -254,6 +260,13 @@ def register_layers(
             )
             _check_places(layer, collection.approximation_of(key), task.batch)
     return found
+
+
+def _why_unreached(jump: Node | None) -> str:
+    """Why a parameter has no gradient, where ``jump`` may hide it from the loss."""
+    if jump is None:
+        return "the loss does not depend on it"
+    return f"its gradient is zero: the loss sees it through {jump.op} (node '{jump.name}') alone"
 
 
 def _placed(layer: Found, batch: Batch, chosen: Container[str]) -> list[Found]:

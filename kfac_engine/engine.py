@@ -137,14 +137,14 @@ class Engine:
             if update_buffers:
                 self._model.update_buffers(trace)
             handed = self._model.hand_out(found.gradients)
-            return Result(found.loss, handed, natural, self._task.notes, record.stages)
+            return Result(found.loss, handed, natural, self._assembly.notes, record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with blas_alone():
             found = self._differentiate(self._run(inputs, targets))
             handed = self._model.hand_out(found.gradients)
-            return Result(found.loss, handed, {}, self._task.notes)
+            return Result(found.loss, handed, {}, self._assembly.notes)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.

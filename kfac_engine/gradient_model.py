@@ -7,13 +7,13 @@ gives the loss and the gradients. It can be differentiated again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.activity import left_out, notes_of, nothing_to_train
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.lower import lowered
@@ -24,7 +24,7 @@ from kfac_engine.graph.borders import with_borders
 from kfac_engine.graph.files import declare, model_files, with_constants
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
-from kfac_engine.graph.trainable import trainable_parameters
+from kfac_engine.graph.trainable import matching, trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.heads import LossOptions, choose_heads
@@ -41,6 +41,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     output: str | Sequence[str] | None = None,
     wrt: str | Sequence[str] | None = None,
     *,
+    freeze: str | Sequence[str] | None = None,
     class_axis: int = -1,
     find_logits: bool = True,
     loss_weights: Sequence[float] | None = None,
@@ -58,6 +59,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         output: The output to differentiate, or a list; may be left out where there is one.
         wrt: Patterns of parameter and input names, or a single one; the trainable parameters by
             default.
+        freeze: Patterns of parameter names to leave out, or a single one.
         class_axis: Axis of the classes or features in the output.
         find_logits: Whether a loss on an output of probabilities reads the logits that the model
             makes them of.
@@ -87,7 +89,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         _free(f"{GRADIENT}{name}", loaded.graph): dtype
         for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()
     }
-    names = _chosen(loaded.graph, wrt)
+    names = _chosen(loaded.graph, wrt, freeze)
     graph, facts = lowered(loaded.graph, names, sample_inputs)
     if loss is None:
         value = _only_output(graph, output)
@@ -96,11 +98,15 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
         graph, facts = _minimised(loaded, (graph, facts), options, reduction, sample_inputs)
         value, sides = LOSS, ()
+    left = left_out(graph, facts, [value], names) if wrt is None else {}
+    names = tuple(name for name in names if name not in left)
     backward = backward_graph(graph, facts, [value], names)
     if not backward.gradients:
-        raise ModelError(f"'{value}' depends on none of: {', '.join(names)}.")
+        none = f"'{value}' depends on none of: {', '.join(names)}."
+        raise ModelError(none if wrt else nothing_to_train(graph.name, [value], left))
     stored = {**loaded.stored, **narrow}
     result, constants = _written(graph, facts, backward, (value, sides), names, stored)
+    result.doc_string = "; ".join(notes_of(left))
     if path is None:
         return with_constants(result, constants)
     files = model_files(declare(result, constants), constants, f"{Path(path).name}.data")
@@ -159,25 +165,22 @@ def _only_output(graph: Graph, output: str | Sequence[str] | None) -> str:
     return output
 
 
-def _chosen(graph: Graph, patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+def _chosen(
+    graph: Graph, patterns: str | Sequence[str] | None, freeze: str | Sequence[str] | None
+) -> tuple[str, ...]:
     """Parameters and inputs that match; without patterns the trainable parameters."""
     if patterns is None:
-        return trainable_parameters(graph)
+        return trainable_parameters(graph, freeze=freeze)
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not patterns:
         raise InputError("wrt is empty; name a parameter or an input, or leave it out.")
     candidates = [entry.name for entry in graph.inputs if entry.dtype.kind == "f"]
     candidates += [name for name, array in graph.constants.items() if array.dtype.kind == "f"]
-    chosen: dict[str, None] = {}
-    for pattern in patterns:
-        matched = [name for name in candidates if fnmatchcase(name, pattern) or name == pattern]
-        if not matched:
-            raise UnknownNameError(
-                f"'{pattern}' fits no floating-point input or weight of model '{graph.name}'; "
-                f"there are {', '.join(candidates[:8])}{', …' if len(candidates) > 8 else ''}."
-            )
-        chosen.update(dict.fromkeys(matched))
-    return tuple(chosen)
+    what = "floating-point input or weight"
+    frozen = matching(freeze or (), candidates, what)
+    # In the order of the patterns.
+    found = dict.fromkeys(n for p in patterns for n in matching(p, candidates, what))
+    return tuple(name for name in found if name not in frozen)
 
 
 def _written(

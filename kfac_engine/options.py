@@ -36,6 +36,7 @@ class EngineOptions:
         loss_weights: What each loss is multiplied by; ones by default.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
         trainable: Patterns of parameter names; by default what the graph uses like parameters.
+        freeze: Patterns of names that are not trained even so.
         damping: λ > 0, added to the Fisher matrix.
         ema_decay: Decay of the moving averages, in [0, 1).
         estimation_mode: ``"gradients"`` (targets sampled from the model), ``"empirical"``, ….
@@ -61,6 +62,7 @@ class EngineOptions:
     loss_weights: Sequence[float] | None = None
     reduction: Reduction = "mean"
     trainable: Sequence[str] | None = None
+    freeze: Sequence[str] | None = None
     damping: float = 1e-3
     ema_decay: float = 0.95
     estimation_mode: str = "gradients"

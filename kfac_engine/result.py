@@ -36,7 +36,8 @@ class Result:
         gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
         natural_gradients: Parameter name to preconditioned gradient; empty where none was asked
             for.
-        notes: What a loss reads in place of the output that it was put on, in words.
+        notes: What a loss reads in place of the output that it was put on, and which parameters
+            have no derivative and are not trained, in words.
         stages: What each part of the step took; empty unless that was asked for.
     """
 

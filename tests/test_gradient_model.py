@@ -154,7 +154,9 @@ BAD = {
     "unknown pattern": (models.mlp, {"wrt": ["head.*"]}, "head"),
     "nothing asked for": (models.mlp, {"wrt": []}, "wrt is empty"),
     "no path": (models.two_outputs, {"output": "logits", "wrt": ["mean.*"]}, "depends on none"),
-    "no rule": (models.odd_ops, {}, "QuantizeLinear"),
+    "rounding": (models.odd_ops, {"wrt": ["fc0.*"]}, r"QuantizeLinear.*'fc0\.weight' and 1 more"),
+    "frozen": (models.mlp, {"freeze": "*"}, "left to train"),
+    "unknown frozen": (models.mlp, {"freeze": "head.*"}, r"head\.\*"),
     "bad axis": (models.mlp, {"loss": "normal", "class_axis": 5}, "class_axis=5"),
     "bad reduction": (models.mlp, {"loss": "normal", "reduction": "median"}, "median"),
 }

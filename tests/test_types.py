@@ -100,13 +100,27 @@ def test_float_layer_before_int8_weights_trains_through_them() -> None:
     assert_gradients(model, ["before.weight", "head.weight"], SINGLE)
 
 
-def test_gradient_through_rounding_is_refused_by_node_with_the_parameter_to_leave_out() -> None:
+def test_a_parameter_before_a_quantizer_is_left_out_with_a_note() -> None:
     model = quantized(activations=True, before=True, head=True)
-    with pytest.raises(
-        UnsupportedOpError, match=r"'node_whole' rounds .*leave 'before.weight' out"
-    ):
-        ke.Engine.from_onnx(model, loss="categorical")
-    engine = ke.Engine.from_onnx(model, loss="categorical", trainable=["head.*"])
+    assert_gradients(model, ["head.weight"], SINGLE)
+    inputs = models.random_inputs(model, batch=4)
+    result = ke.precondition(model, inputs, np.zeros(4, int), loss="categorical")
+    (note,) = result.notes
+    assert "'before.weight' is not trained: before a quantizer" in note
+    assert "(QuantizeLinear node 'node_whole')" in note
+
+
+@pytest.mark.parametrize("asked", ["before.weight", "*.weight"])
+def test_a_parameter_before_a_quantizer_is_refused_where_it_is_asked_for(asked: str) -> None:
+    model = quantized(activations=True, before=True, head=True)
+    words = r"QuantizeLinear at node 'node_whole' rounds .*'before.weight' .*--freeze"
+    with pytest.raises(UnsupportedOpError, match=words):
+        ke.Engine.from_onnx(model, loss="categorical", trainable=[asked])
+    with pytest.raises(UnsupportedOpError, match=words):
+        ke.differentiate(model, loss="categorical", wrt=[asked])
+    engine = ke.Engine.from_onnx(
+        model, loss="categorical", trainable=["*.weight"], freeze="before.*"
+    )
     assert list(engine.parameters) == ["head.weight"]
 
 

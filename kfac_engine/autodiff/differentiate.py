@@ -10,12 +10,12 @@ from functools import reduce
 from typing import NoReturn
 
 from kfac_engine._types import Array, DType
-from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.activity import activity, behind_quantizers, refuse_rounding, way_out
+from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.leaves import KernelLeaf
 from kfac_engine.autodiff.lowering import find_lowering
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import (
-    QUANTIZERS,
     ZERO_DERIVATIVE,
     Cotangents,
     Gradients,
@@ -92,9 +92,8 @@ def differentiate(
             raise UnknownNameError(f"'{name}' is not a value of model '{graph.name}'.")
     builder = Builder(graph, facts)
     stops = frozenset(wrt) if independent else frozenset[str]()
-    active = _active(graph, facts, wrt)
-    rounded = _rounded(graph, facts, active)
-    sweep = _Sweep(graph, facts, builder, _active(graph, facts, (*wrt, *rounded)), rounded, stops)
+    refuse_rounding(behind_quantizers(graph, facts, outputs, wrt, stops))
+    sweep = _Sweep(graph, facts, builder, activity(graph, facts, wrt).active, stops)
     cotangents = {name: f"cotangent_{index}_of_{name}" for index, name in enumerate(outputs)}
     for name, cotangent in cotangents.items():
         sweep.add(name, cotangent)
@@ -123,11 +122,10 @@ class _Sweep:
         facts: Mapping[str, Fact],
         builder: Builder,
         active: frozenset[str],
-        rounded: Mapping[str, Node],
         stops: frozenset[str],
     ) -> None:
         self._graph, self._facts, self._builder = graph, facts, builder
-        self._active, self._rounded, self._stops = active, rounded, stops
+        self._active, self._stops = active, stops
         self._rules = load_rules()
         self._parts: dict[str, list[str]] = {}
 
@@ -158,19 +156,14 @@ class _Sweep:
         try:
             gradients = self._gradients(node, g, wanted)
         except UnsupportedOpError as refusal:
-            culprit = _culprit(node, self._graph, wrt)
-            raise UnsupportedOpError(
-                f"{refusal} The node is on the path from '{culprit}' to the output: leave "
-                f"'{culprit}' out of the trainable parameters to do without."
-            ) from refusal
+            raise UnsupportedOpError(f"{refusal} {way_out(_before(node, self._graph, wrt))}") from (
+                refusal
+            )
         for index, cotangent in gradients.items():
             if index in wanted:
                 self.add(node.inputs[index], cotangent)
 
     def _gradients(self, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-        rounding = [self._rounded[name] for name in node.inputs if name in self._rounded]
-        if rounding or _rounds(node, self._facts):
-            raise _refused_quantizer(rounding[0] if rounding else node)
         if node.qualified_op not in self._rules or self._active.intersection(node.captures):
             self._refuse(node)
         for name in self._active.intersection((*node.inputs, *node.outputs)):
@@ -190,50 +183,6 @@ class _Sweep:
         raise _unsupported(node, self._graph.opset)
 
 
-def _active(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> frozenset[str]:
-    """Floating-point values that depend on ``wrt`` through differentiable operators."""
-    active = set(wrt)
-    for node in graph.nodes:
-        if node.qualified_op in ZERO_DERIVATIVE:
-            continue
-        if active.intersection(node.inputs) or active.intersection(node.captures):
-            active.update(
-                name
-                for name in node.outputs
-                if name and (name not in facts or facts[name].dtype.name in FLOAT_CODES)
-            )
-    return frozenset(active)
-
-
-def _rounded(graph: Graph, facts: Mapping[str, Fact], active: frozenset[str]) -> dict[str, Node]:
-    """Values of a coarse type that stand for active ones, each with the node that rounded."""
-    found: dict[str, Node] = {}
-    for node in graph.nodes:
-        sources = [found[name] for name in node.inputs if name in found]
-        if _rounds(node, facts) and active.intersection(node.inputs):
-            sources = [node]
-        if sources and node.qualified_op not in ZERO_DERIVATIVE:
-            coarse = (name for name in node.outputs if name and not _is_floating(facts, name))
-            found.update(dict.fromkeys(coarse, sources[0]))
-    return found
-
-
-def _rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
-    """Whether a node quantizes; so does a cast to a type of eight or four bits."""
-    if node.qualified_op not in _CASTS:
-        return node.qualified_op in QUANTIZERS
-    # A sample run shows no facts of types that NumPy lacks.
-    fact = facts.get(node.outputs[0])
-    return fact is None or (fact.dtype.kind == "V" and fact.dtype.name not in FLOAT_CODES)
-
-
-_CASTS = frozenset({"Cast", "CastLike"})
-
-
-def _is_floating(facts: Mapping[str, Fact], name: str) -> bool:
-    return name in facts and facts[name].dtype.name in FLOAT_CODES
-
-
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
     """Those of ``nodes`` that ``results`` depend on, in their order."""
     wanted, kept = set(results), []
@@ -250,14 +199,6 @@ def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in (*reads, *gradients) if builder.is_forward(name))
 
 
-def _refused_quantizer(node: Node) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        f"{node.qualified_op} at node '{node.name}' rounds to numbers of a few bits, so "
-        f"that its derivative is zero or does not exist; use the model as it was before "
-        f"quantization."
-    )
-
-
 def _unsupported(node: Node, opset: int) -> UnsupportedOpError:
     if node.qualified_op in REFUSED:
         return UnsupportedOpError(
@@ -270,10 +211,10 @@ def _unsupported(node: Node, opset: int) -> UnsupportedOpError:
     )
 
 
-def _culprit(node: Node, graph: Graph, wrt: Sequence[str]) -> str:
-    """A value of ``wrt`` that a node depends on."""
+def _before(node: Node, graph: Graph, wrt: Sequence[str]) -> list[str]:
+    """The values of ``wrt`` that a node depends on."""
     upstream = set(node.inputs) | set(node.captures)
     for earlier in reversed(graph.nodes[: graph.nodes.index(node)]):
         if upstream.intersection(earlier.outputs):
-            upstream.update(earlier.inputs)
-    return next((name for name in wrt if name in upstream), "?")
+            upstream.update((*earlier.inputs, *earlier.captures))
+    return [name for name in wrt if name in upstream]

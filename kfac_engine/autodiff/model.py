@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.activity import left_out
 from kfac_engine.autodiff.backward_session import open_backward
 from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.device_session import DeviceSession
@@ -48,6 +49,7 @@ class OnnxModel:
     Args:
         loaded: The model as ``graph.load`` returns it.
         trainable: Patterns of parameter names; None takes what the graph uses like parameters.
+        freeze: Patterns of names that are no parameters even so.
         threads: Threads for ONNX Runtime; 0 leaves the choice to it.
         sample_inputs: A batch for the sample run that finds element types and ranks; made up from
             the declared input shapes when left out.
@@ -60,6 +62,7 @@ class OnnxModel:
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
         place: Where it runs; see ``move``.
+        left_out: Parameters that are not trained after all, with the reason; see ``leave_out``.
         parameters: Name to current value; change values through ``set_parameters``.
         ties: Weights that are copies of parameters; ``hand_out`` and ``take_in`` know them.
         buffers: Running statistics of normalizations in training form, likewise; see
@@ -74,11 +77,12 @@ class OnnxModel:
         BackendError: ONNX Runtime cannot run the model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (every choice a user has, each with a default)
         self,
         loaded: LoadedModel,
         *,
         trainable: Sequence[str] | None = None,
+        freeze: Sequence[str] | None = None,
         threads: int = 0,
         sample_inputs: Mapping[str, Array] | None = None,
         gradient_dtype: GradientDType = "file",
@@ -91,8 +95,10 @@ class OnnxModel:
         # Read-only, as the file holds them: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
             name: loaded.graph.constants[name]
-            for name in trainable_parameters(loaded.graph, trainable)
+            for name in trainable_parameters(loaded.graph, trainable, freeze)
         }
+        self._by_default = trainable is None
+        self.left_out: dict[str, str] = {}
         self.ties = find_ties(self.parameters, self.parameters) if tie_weights else ()
         for tie in self.ties:
             del self.parameters[tie.copy]
@@ -113,6 +119,13 @@ class OnnxModel:
         self._backwards: dict[tuple[object, ...], Backward] = {}
         self._twices: dict[tuple[object, ...], Backward] = {}
         self._sessions: dict[int, Session | DeviceSession | FinishingSession] = {}
+
+    def leave_out(self, outputs: Sequence[str]) -> None:
+        """Train no parameter behind whose values rounding hides the outputs, unless asked for."""
+        if self._by_default:
+            self.left_out = left_out(self.graph, self.facts, outputs, tuple(self.parameters))
+            for name in self.left_out:
+                del self.parameters[name]
 
     def move(self, place: Place) -> None:
         """Run there from now on: parameters and buffers lie there, and what traces give does."""

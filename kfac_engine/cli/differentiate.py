@@ -66,4 +66,6 @@ def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, tar
 def _report(gradient: "ModelProto", target: Path) -> None:
     click.echo(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
     click.echo(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
+    if gradient.doc_string:
+        click.echo(gradient.doc_string)
     click.echo(f"written to {target}")

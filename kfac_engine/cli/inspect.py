@@ -102,7 +102,11 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     assert isinstance(model, OnnxModel), "an engine is made from a model"
     graph = model.loaded.graph
     return [
-        (name, array.shape, excluded_reason(graph, name) or "not among those asked for")
+        (
+            name,
+            array.shape,
+            model.left_out.get(name) or excluded_reason(graph, name) or "not among those asked for",
+        )
         for name, array in graph.constants.items()
         if name not in engine.parameters and array.dtype.kind == "f"
     ]

@@ -77,6 +77,13 @@ def _parse_approximations(
 # What is differentiated, besides losses and outputs, and in which form gradients come.
 objective_options = (
     click.option(
+        "--freeze",
+        multiple=True,
+        callback=_all_or_none,
+        metavar="PATTERN",
+        help="Not the parameters whose name matches; may be repeated.",
+    ),
+    click.option(
         "--loss-weight",
         "loss_weights",
         type=float,

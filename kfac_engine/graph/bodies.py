@@ -10,7 +10,7 @@ from kfac_engine.graph.branches import rename
 from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.nodes import canonical_nodes
-from kfac_engine.graph.order import captures
+from kfac_engine.graph.order import all_nodes, captures
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import to_array
 
@@ -53,6 +53,16 @@ def body_of(node: Node, attribute: str, opset: int) -> Body:
         name=proto.name,
     )
     return Body(graph, tuple(entry.name for entry in proto.input))
+
+
+def operators_inside(node: Node) -> frozenset[str]:
+    """The operators of all nodes in the bodies of ``node``, those of other domains qualified."""
+    bodies = (value for value in node.attributes.values() if isinstance(value, Subgraph))
+    nodes = (inner for body in bodies for inner in onnx.GraphProto.FromString(body.proto).node)
+    return frozenset(
+        f"{entry.domain}::{entry.op_type}" if entry.domain else entry.op_type
+        for entry in all_nodes(nodes)
+    )
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:

@@ -84,13 +84,18 @@ _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 _VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
 
 
-def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
+def trainable_parameters(
+    graph: Graph,
+    patterns: Sequence[str] | None = None,
+    freeze: Sequence[str] | None = None,
+) -> tuple[str, ...]:
     """Names of the constants to train, in the graph's order.
 
     Args:
         graph: Canonical graph.
         patterns: Names or ``fnmatch`` patterns (``"*.weight"``), or a single one, which then
             decide alone; None takes all float constants that look like parameters.
+        freeze: Names or patterns, or a single one, of constants to leave out of these.
 
     Returns:
         At least one name.
@@ -102,16 +107,51 @@ def trainable_parameters(graph: Graph, patterns: Sequence[str] | None = None) ->
     """
     floats = [name for name, array in graph.constants.items() if _is_float(array)]
     if patterns is None:
-        chosen = tuple(name for name in floats if excluded_reason(graph, name) is None)
+        chosen = [name for name in floats if excluded_reason(graph, name) is None]
     else:
-        several = [patterns] if isinstance(patterns, str) else patterns
-        matched = {name for pattern in several for name in _matches(pattern, floats)}
-        chosen = tuple(name for name in floats if name in matched)
+        chosen = matching(patterns, floats)
     if not chosen:
         raise ModelError(f"model '{graph.name}' has no trainable parameter: {_why_none(graph)}.")
-    for name in chosen:
+    frozen = matching(freeze or (), floats)
+    kept = tuple(name for name in chosen if name not in frozen)
+    if not kept:
+        raise ModelError(
+            f"no parameter of model '{graph.name}' is left to train: freeze={freeze!r} fits all "
+            f"{len(chosen)}."
+        )
+    for name in kept:
         _refuse_non_finite(name, graph.constants[name])
-    return chosen
+    return kept
+
+
+def matching(
+    patterns: Sequence[str], names: Sequence[str], what: str = "float constant"
+) -> list[str]:
+    """Those of some names that fit a pattern.
+
+    Args:
+        patterns: Names or ``fnmatch`` patterns, or a single one.
+        names: To choose from.
+        what: What goes by them, for the message.
+
+    Returns:
+        In the order of ``names``.
+
+    Raises:
+        UnknownNameError: A pattern fits none.
+    """
+    fits: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        # A name may contain brackets, which a pattern reads as a set of characters.
+        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not found:
+            some = ", ".join(islice(names, 8)) or "none"
+            raise UnknownNameError(
+                f"no {what} goes by '{pattern}'; the model has {len(names)}: {some}"
+                f"{', …' if len(names) > 8 else ''}."
+            )
+        fits.update(found)
+    return [name for name in names if name in fits]
 
 
 def excluded_reason(graph: Graph, name: str) -> str | None:
@@ -135,10 +175,15 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     table = graph.tables.reason(name)
     if table:
         return table
-    reasons = [_setting(scope, array, node, i) for scope, node, i in _uses(graph, name)]
+    uses = list(_uses(graph, name))
+    reasons = [_setting(scope, array, node, i) for scope, node, i in uses]
     if not reasons:
         return "read by nothing"
-    return None if None in reasons else reasons[0]
+    if None not in reasons:
+        return reasons[0]
+    # Masks and fill values are added or chosen; the weight of a layer is damaged, and refused.
+    of_layer = any(node.op in _LAYERS for _, node, _ in uses)
+    return None if of_layer or not _non_finite(array) else "an array with NaN or infinity"
 
 
 def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
@@ -254,18 +299,6 @@ def _follows_layer(graph: Graph, node: Node) -> bool:
     return any(maker is not None and maker.op in _LAYERS for maker in makers)
 
 
-def _matches(pattern: str, names: Sequence[str]) -> list[str]:
-    # A name may contain brackets, which a pattern reads as a set of characters.
-    found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-    if not found:
-        some = ", ".join(islice(names, 8)) or "none"
-        raise UnknownNameError(
-            f"no float constant goes by '{pattern}'; the model has {len(names)}: {some}"
-            f"{', …' if len(names) > 8 else ''}."
-        )
-    return found
-
-
 def _is_float(array: Array) -> bool:
     return array.dtype.name in _FLOATS and array.size > 0
 
@@ -276,13 +309,18 @@ def _distinct(array: Array) -> Array:
 
 
 def _refuse_non_finite(name: str, array: Array) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without temporary arrays: the sum of what is not finite is not finite.
-        if np.isfinite(_distinct(array).sum()):
-            return
-    bad = int(np.count_nonzero(~np.isfinite(_distinct(array))))
+    bad = _non_finite(array)
     if bad:
         raise NonFiniteError(
             f"parameter '{name}' holds NaN or infinity ({bad} of its values); repair the model, or "
-            f"leave '{name}' out of the trainable parameters."
+            f"leave it out, with freeze=… or --freeze."
         )
+
+
+def _non_finite(array: Array) -> int:
+    """How many numbers are NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass without temporary arrays: the sum of what is not finite is not finite.
+        if np.isfinite(_distinct(array).sum()):
+            return 0
+    return int(np.count_nonzero(~np.isfinite(_distinct(array))))

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 from safetensors.numpy import save_file
 
 from kfac_engine.__main__ import main
-from tests.models import linear, odd_ops, two_outputs
+from tests.models import linear, two_outputs
 
 OLDER = b"an older result"
 X, Y = np.zeros((6, 4), np.float32), np.zeros(6, np.int64)
@@ -26,11 +26,22 @@ def relu_only():
     )
 
 
+def rounded():
+    """A model whose only weight lies before a quantizer."""
+    return parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]> m (float[n,4] input) => (float[n,1] output)
+        <float[4,1] w = {1, 2, 3, 4}, float scale = {0.1}, uint8 zero = {3}> {
+          h = MatMul (input, w)  q = QuantizeLinear (h, scale, zero)
+          output = DequantizeLinear (q, scale, zero)
+        }"""
+    )
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(linear(), "model.onnx")
-    onnx.save(odd_ops(d=4), "rounding.onnx")
+    onnx.save(rounded(), "rounding.onnx")
     onnx.save(two_outputs(d=4), "two.onnx")
     onnx.save(relu_only(), "relu.onnx")
     Path("text.onnx").write_text("not a model")
@@ -60,7 +71,7 @@ WRONG = {
     "no model file": ({"model": "none.onnx"}, "none.onnx"),
     "not a model": ({"model": "text.onnx"}, "text.onnx"),
     "cut model": ({"model": "cut.onnx"}, "cut.onnx"),
-    "operator without rule": ({"model": "rounding.onnx"}, "QuantizeLinear"),
+    "rounding": ({"model": "rounding.onnx"}, "QuantizeLinear"),
     "nothing to train": ({"model": "relu.onnx"}, "no trainable parameter"),
     "several outputs": ({"model": "two.onnx"}, "logits"),
     "no batch file": ({"inputs": "none.npz"}, "none.npz"),

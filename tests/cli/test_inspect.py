@@ -98,6 +98,14 @@ def test_only_the_parameters_asked_for_are_trained(report):
     assert [layer["parameters"] for layer in layers] == [["dense3.weight", "dense3.bias"]]
 
 
+def test_frozen_parameters_are_listed_among_those_that_are_not_trained(report):
+    shown = report(demo_model("cnn"), "--freeze", "*.bias", "--freeze", "conv1.*")
+    trained = {name for layer in shown["layers"] for name in layer["parameters"]}
+    assert trained
+    assert not any(name.endswith(".bias") or name.startswith("conv1.") for name in trained)
+    assert "conv1.weight" in {entry["name"] for entry in shown["not_trained"]}
+
+
 def test_another_approximation_is_shown(report):
     layers = report(demo_model("mlp"), "--approx", "fully_connected=diagonal")["layers"]
     assert {layer["approximation"] for layer in layers} == {"diagonal"}

@@ -183,9 +183,49 @@ def test_no_patterns_at_all_are_refused() -> None:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def test_offsets_that_are_not_finite_are_refused_by_name() -> None:
-    with pytest.raises(NonFiniteError, match="'c'"):
-        trainable_parameters(graph_of("y = Add (x, c)", c=[0.0, np.nan, 0.0]))
+# A mask that is gathered, fill values that are chosen, offsets that nobody could train.
+NOT_FINITE = {
+    "gathered": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Add (g, w)", [[0.0], [-np.inf]]),
+    "chosen": ("m = IsNaN (x)  h = Where (m, c, x)  y = Mul (h, w)", [np.nan] * 3),
+    "added": ("h = Add (x, c)  y = Mul (h, w)", [0.0, np.nan, 0.0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "values"), NOT_FINITE.values(), ids=NOT_FINITE)
+def test_constants_that_are_not_finite_are_no_parameters(body: str, values) -> None:
+    graph = graph_of(body, c=values, w=[1.0, 2.0, 3.0])
+    assert "c" not in trainable_parameters(graph)
+    with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity .*freeze"):
+        trainable_parameters(graph, ["c"])
+
+
+@pytest.mark.parametrize(
+    ("freeze", "expected"),
+    [
+        ("fc1.*", ("fc0.weight", "fc0.bias", "fc2.weight", "fc2.bias")),
+        (["*.bias", "fc[01].weight"], ("fc2.weight",)),
+        ([], ("fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")),
+    ],
+)
+def test_frozen_names_are_left_out(freeze, expected) -> None:
+    assert trainable_parameters(load_graph(models.mlp()), freeze=freeze) == expected
+
+
+def test_frozen_names_are_left_out_of_those_that_were_asked_for() -> None:
+    found = trainable_parameters(load_graph(models.mlp()), ["fc1.*", "fc2.*"], "*.bias")
+    assert found == ("fc1.weight", "fc2.weight")
+
+
+@pytest.mark.parametrize(
+    ("freeze", "error", "words"),
+    [
+        ("head.*", UnknownNameError, r"'head\.\*'.*fc0\.weight"),
+        ("*", ModelError, "no parameter .* is left to train"),
+    ],
+)
+def test_a_pattern_that_freezes_nothing_or_everything_is_refused(freeze, error, words) -> None:
+    with pytest.raises(error, match=words):
+        trainable_parameters(load_graph(models.mlp()), freeze=freeze)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -57,6 +57,7 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
 QUANTIZERS: frozenset[str] = frozenset(
     {
         "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear",
+        "com.microsoft::DynamicQuantizeLSTM", "com.microsoft::DynamicQuantizeMatMul",
         "com.microsoft::QuantizeLinear",
     }
 )  # fmt: skip

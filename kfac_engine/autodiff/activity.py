@@ -1,0 +1,253 @@
+"""Which values depend on others, and where rounding takes the derivative away."""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kfac_engine.autodiff.builder import FLOAT_CODES
+from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
+from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.bodies import operators_inside
+from kfac_engine.graph.moves import ONLY_SHAPES
+from kfac_engine.graph.structure import Fact, Graph, Node
+
+_CASTS = frozenset({"Cast", "CastLike"})
+# Numbers of so few bits stand for rounded ones; longer ones are indices and counts.
+_COARSE = frozenset({"int8", "uint8"})
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The values that depend on some, other than in jumps.
+
+    Attributes:
+        active: Floating-point values, those computed from rounded ones included.
+        rounded: Values of a coarse type that stand for active ones, each with the node that
+            rounded.
+    """
+
+    active: frozenset[str]
+    rounded: Mapping[str, Node]
+
+    def members(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that depend."""
+        return [name for name in names if name in self.active or name in self.rounded]
+
+
+def activity(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Activity:
+    """The values that depend on ``wrt``, found in one pass.
+
+    Args:
+        graph: Forward graph.
+        facts: Element type and shape of its values.
+        wrt: Names of values.
+
+    Returns:
+        Their names.
+    """
+    active, rounded = set(wrt), dict[str, Node]()
+    for node in graph.nodes:
+        reads = (*node.inputs, *node.captures)
+        sources = [rounded[name] for name in reads if name in rounded]
+        depends = bool(sources) or not active.isdisjoint(reads)
+        if not depends or node.qualified_op in ZERO_DERIVATIVE:
+            continue
+        if not sources and rounds(node, facts):
+            sources = [node]
+        floats = {n for n in node.outputs if n in facts and facts[n].dtype.name in FLOAT_CODES}
+        others = [name for name in node.outputs if name and name not in floats]
+        active |= floats.union(name for name in others if name not in facts)
+        if sources:
+            rounded.update(dict.fromkeys(others, sources[0]))
+    return Activity(frozenset(active), rounded)
+
+
+def behind_quantizers(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    outputs: Iterable[str],
+    wrt: Sequence[str],
+    stops: Container[str] = frozenset(),
+) -> dict[str, Node]:
+    """Those of ``wrt`` that reach an output through rounding, if by one of several paths.
+
+    Args:
+        graph: Forward graph.
+        facts: Element type and shape of its values.
+        outputs: Names of the values that are differentiated.
+        wrt: Names of the values that they are differentiated with respect to.
+        stops: Values that count as independent of what they are computed from.
+
+    Returns:
+        Each with the last node that rounds on the way.
+    """
+    found = activity(graph, facts, wrt)
+
+    def hands_on(node: Node, made: Sequence[str]) -> bool:
+        depends = found.members(name for name in made if name not in stops)
+        return node.qualified_op not in ZERO_DERIVATIVE and bool(depends)
+
+    last = _last_marked(graph, outputs, hands_on, lambda node: rounds(node, facts))
+    return {name: last[name] for name in found.members(wrt) if name in last}
+
+
+def behind_jumps(
+    graph: Graph, facts: Mapping[str, Fact], outputs: Iterable[str], wrt: Iterable[str]
+) -> dict[str, Node]:
+    """Those of ``wrt`` that an output depends on, though without a derivative.
+
+    Args:
+        graph: Forward graph.
+        facts: Element type and shape of its values.
+        outputs: Names of values.
+        wrt: Names of values without a gradient.
+
+    Returns:
+        Each with the last node on the way whose derivative is zero; values that the output does
+        not depend on, or by its shape only, are absent.
+    """
+
+    def marks(node: Node) -> bool:
+        whole = node.outputs[0] in facts and facts[node.outputs[0]].dtype.kind in "iub"
+        return node.qualified_op in ZERO_DERIVATIVE or (node.qualified_op in _CASTS and whole)
+
+    def hands_on(node: Node, _: Sequence[str]) -> bool:
+        return node.qualified_op not in ONLY_SHAPES
+
+    last = _last_marked(graph, outputs, hands_on, marks)
+    return {name: last[name] for name in wrt if name in last}
+
+
+def _last_marked(
+    graph: Graph,
+    outputs: Iterable[str],
+    hands_on: Callable[[Node, Sequence[str]], bool],
+    marks: Callable[[Node], bool],
+) -> dict[str, Node]:
+    """Values to the last marked node between them and the outputs."""
+    reached, last = set(outputs), dict[str, Node]()
+    for node in reversed(graph.nodes):
+        made = [name for name in node.outputs if name in reached]
+        if not made or not hands_on(node, made):
+            continue
+        reads = [name for name in (*node.inputs, *node.captures) if name]
+        reached.update(reads)
+        marked = next((last[name] for name in made if name in last), None)
+        if marked is None and marks(node):
+            marked = node
+        if marked is not None:
+            for name in reads:
+                last.setdefault(name, marked)
+    return last
+
+
+def left_out(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    outputs: Iterable[str],
+    parameters: Sequence[str],
+) -> dict[str, str]:
+    """Parameters without a derivative because what comes of them is rounded.
+
+    Args:
+        graph: Forward graph.
+        facts: Element type and shape of its values.
+        outputs: Names of the values that are differentiated.
+        parameters: Names of the parameters that the graph shows.
+
+    Returns:
+        Those that are not to be trained, each with the reason, in words that can follow "it is".
+    """
+    return {
+        name: f"before a quantizer, through which no gradient passes ({_described(node)})"
+        for name, node in behind_quantizers(graph, facts, outputs, parameters).items()
+    }
+
+
+def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
+    """What ``left_out`` found, one sentence a reason."""
+    alike: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        alike.setdefault(reason, []).append(name)
+    return tuple(
+        f"{_several(names)} {'is' if len(names) == 1 else 'are'} not trained: {reason}"
+        for reason, names in alike.items()
+    )
+
+
+def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]) -> str:
+    """The message for values that no parameter moves.
+
+    Args:
+        model: Its name.
+        outputs: The values.
+        left: What ``left_out`` found.
+
+    Returns:
+        What is wrong, and what to do.
+    """
+    what = f"the gradient of {', '.join(outputs)} is zero for each parameter of model '{model}'"
+    if not left:
+        return f"{what}: it depends on none, or through jumps only."
+    return (
+        f"{what} that is trained; {'; '.join(notes_of(left))}. Use the model as it was before "
+        f"quantization."
+    )
+
+
+def refuse_rounding(blocked: Mapping[str, Node]) -> None:
+    """Refuse to differentiate through rounding.
+
+    Args:
+        blocked: As ``behind_quantizers`` returns it.
+
+    Raises:
+        UnsupportedOpError: It is not empty.
+    """
+    for node in blocked.values():
+        alike = [name for name, rounding in blocked.items() if rounding is node]
+        raise UnsupportedOpError(
+            f"{node.qualified_op} at node '{node.name}' rounds to numbers of a few bits, so that "
+            f"its derivative is zero or does not exist; use the model as it was before "
+            f"quantization. {way_out(alike)}"
+        )
+
+
+def way_out(names: Sequence[str]) -> str:
+    """What to do about values that a node lies behind, as the end of a message."""
+    return (
+        f"The node is on the path from {_several(names)} to the output: leave "
+        f"{'it' if len(names) == 1 else 'these'} out, with freeze=… or --freeze, to do without."
+    )
+
+
+def _several(names: Sequence[str]) -> str:
+    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _described(node: Node) -> str:
+    return f"{node.qualified_op} node '{node.name}'"
+
+
+def rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
+    """Whether a node quantizes.
+
+    Quantizers do, casts to types of eight bits or fewer that NumPy lacks, nodes with a body that
+    holds a quantizer, and nodes without a derivative rule that make whole numbers of eight bits.
+
+    Args:
+        node: Depends on what is differentiated.
+        facts: Element type and shape of values.
+
+    Returns:
+        Whether its derivative is refused for that.
+    """
+    known = [facts[name].dtype for name in node.outputs if name in facts]
+    if node.qualified_op in QUANTIZERS:
+        return True
+    if node.qualified_op in _CASTS:
+        # A sample run shows no facts of types that NumPy lacks.
+        return not known or (known[0].kind == "V" and known[0].name not in FLOAT_CODES)
+    if node.qualified_op in load_rules():
+        return False
+    coarse = any(dtype.name in _COARSE for dtype in known)
+    return coarse or not QUANTIZERS.isdisjoint(operators_inside(node))

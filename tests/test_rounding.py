@@ -1,0 +1,201 @@
+"""What is rounded between a parameter and the loss: no gradient is zero, or half, in silence."""
+
+import itertools
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+import kfac_engine as ke
+from kfac_engine.autodiff.activity import behind_jumps, behind_quantizers
+from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE
+from kfac_engine.errors import ModelError, UnsupportedOpError
+from kfac_engine.graph.structure import Fact, Graph, Node
+from tests import models, oracle
+
+# Relative to the largest gradient, of float32 passes.
+SINGLE = 2e-5
+
+HEAD = """<ir_version: 10, opset_import: ["": 21]> m (float[n,3] input) => (float[n,3] output)
+    <float[3] b = {0.1, 0.2, 0.3}, float[3] c = {0.4, 0.5, 0.6}, float s = {0.02}, uint8 z = {128},
+     uint8[3,3] w = {129, 1, 0, 2, 130, 3, 1, 0, 128}> """
+
+# Ways to round and come back, from h to r.
+ROUNDINGS = {
+    "static": "{r}q = QuantizeLinear ({h}, s, z)  {r} = DequantizeLinear ({r}q, s, z)",
+    "dynamic": "{r}q, {r}s, {r}z = DynamicQuantizeLinear ({h})"
+    "  {r} = DequantizeLinear ({r}q, {r}s, {r}z)",
+    "integer_product": "{r}q = QuantizeLinear ({h}, s, z)  {r}p = MatMulInteger ({r}q, w, z, z)"
+    "  {r}f = Cast <to = 1> ({r}p)  {r} = Mul ({r}f, s)",
+    "whole_product": "{r}q = QuantizeLinear ({h}, s, z)"
+    "  {r}p = QLinearMatMul ({r}q, s, z, w, s, z, s, z)  {r} = DequantizeLinear ({r}p, s, z)",
+    "float8": "{r}q = Cast <to = 17> ({h})  {r} = Cast <to = 1> ({r}q)",
+    "moved": "{r}q = QuantizeLinear ({h}, s, z)  {r}t = Identity ({r}q)"
+    "  {r} = DequantizeLinear ({r}t, s, z)",
+}
+END = {
+    "bias": "output = Add (last, c)",
+    "product": "output = Mul (last, c)",
+    "mixed": "m = Add (last, h)  output = Mul (m, c)",
+}
+
+
+def rounded(kinds: tuple[str, ...], end: str) -> onnx.ModelProto:
+    """Roundings in a row between the parameters b and c."""
+    values = ["h", *(f"r{k}" for k in range(1, len(kinds))), "last"]
+    links = (
+        ROUNDINGS[kind].format(h=before, r=after)
+        for kind, (before, after) in zip(kinds, itertools.pairwise(values), strict=True)
+    )
+    return parser.parse_model(f"{HEAD} {{ h = Add (input, b)  {'  '.join(links)}  {END[end]} }}")
+
+
+ALONE = [(kind,) for kind in ROUNDINGS]
+IN_A_ROW = [*itertools.product(ROUNDINGS, repeat=2), ("static",) * 5]
+
+
+@pytest.mark.parametrize("kinds", [*ALONE, *IN_A_ROW], ids="-".join)
+def test_a_parameter_behind_rounding_is_refused_where_it_is_asked_for(kinds) -> None:
+    for end in END:
+        model = rounded(kinds, end)
+        with pytest.raises(UnsupportedOpError, match=r"at node .* rounds .*'b' .*--freeze"):
+            ke.Engine.from_onnx(model, loss="categorical", trainable=["b", "c"])
+        with pytest.raises(UnsupportedOpError, match=r"at node .* rounds .*'b' .*--freeze"):
+            ke.differentiate(model, loss="categorical", wrt=["b"])
+
+
+@pytest.mark.parametrize("end", END)
+def test_by_default_it_is_left_out_and_the_others_have_their_gradients(end: str) -> None:
+    model = rounded(("static", "static"), end)
+    inputs, targets = models.random_inputs(model), np.arange(3) % 3
+    result = ke.precondition(model, inputs, targets, loss="categorical")
+    assert list(result.gradients) == ["c"]
+    (note,) = result.notes
+    assert note.startswith("'b' is not trained: before a quantizer")
+    _, truth = oracle.loss_and_gradient(model, inputs, "output", ["c"], "categorical", targets)
+    scale = np.abs(truth["c"]).max()
+    np.testing.assert_allclose(result.gradients["c"], truth["c"], atol=SINGLE * scale)
+
+
+@pytest.mark.parametrize("call", [ke.Engine.from_onnx, ke.differentiate])
+def test_where_nothing_else_trains_the_error_names_the_quantizer(call) -> None:
+    with pytest.raises(ModelError, match=r"'b' is not trained: before a quantizer.*Quantize.*Use"):
+        call(rounded(("static", "static"), "product"), loss="categorical", freeze="c")
+
+
+def test_a_gradient_file_tells_which_parameters_it_leaves_out() -> None:
+    gradient = ke.differentiate(rounded(("static", "dynamic"), "bias"), loss="categorical")
+    assert [entry.name for entry in gradient.graph.output] == ["loss", "gradient/c"]
+    assert "'b' is not trained: before a quantizer" in gradient.doc_string
+
+
+def test_rounding_that_the_loss_does_not_see_leaves_nothing_out() -> None:
+    text = f"{HEAD} {{ h = Add (input, b)  q = QuantizeLinear (h, s, z)  output = Mul (h, c) }}"
+    engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
+    assert list(engine.parameters) == ["b", "c"]
+
+
+BODY = """<ir_version: 10, opset_import: ["": 21]>
+    m (float[n,3] input, bool[n] which) => (float[n,3] output)
+    <float[3] b = {0.1, 0.2, 0.3}, float[3] c = {0.4, 0.5, 0.6}, float s = {0.02},
+     int64 zero = {0}> {
+      h = Add (input, b)  one = Gather (which, zero)
+      q = If (one) <
+        then_branch = t () => (uint8[n,3] u) { u = QuantizeLinear (h, s) },
+        else_branch = e () => (uint8[n,3] v) { w = Neg (h)  v = QuantizeLinear (w, s) }
+      >
+      d = DequantizeLinear (q, s)  output = Mul (d, c)
+    }"""
+
+
+def test_rounding_in_a_branch_that_data_takes_is_refused_too() -> None:
+    model = parser.parse_model(BODY)
+    assert list(ke.Engine.from_onnx(model, loss="categorical").parameters) == ["c"]
+    with pytest.raises(UnsupportedOpError, match=r"If at node .* rounds .*'b'"):
+        ke.Engine.from_onnx(model, loss="categorical", trainable=["b"])
+
+
+# -- jumps, whose derivative is zero by definition -------------------------------------------------
+
+JUMPS = {
+    "Round": "r = Round (h)",
+    "Floor": "r = Floor (h)",
+    "Sign": "r = Sign (h)",
+    "Cast": "k = Cast <to = 7> (h)  r = Cast <to = 1> (k)",
+    "ArgMax": "k = ArgMax <axis = 1> (h)  r = Cast <to = 1> (k)",
+    "Greater": "k = Greater (h, s)  r = Cast <to = 1> (k)",
+}
+
+
+@pytest.mark.parametrize("op", JUMPS)
+def test_a_gradient_that_jumps_make_zero_is_explained(op: str) -> None:
+    text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
+    engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
+    reasons = {layer.parameters[0]: layer.reason for layer in engine.layers}
+    assert f"through {op} (node" in reasons["b"]
+
+
+def test_a_parameter_that_is_not_read_by_the_loss_is_said_to_be_so() -> None:
+    engine = ke.Engine.from_onnx(models.two_outputs(), loss="normal", output="mean")
+    reasons = {layer.parameters[0]: layer.reason for layer in engine.layers}
+    assert reasons["logits.weight"] == "the loss does not depend on it"
+
+
+# -- graphs drawn at random, beside all their paths ------------------------------------------------
+
+FLOAT = np.dtype("float32")
+MADE = {"QuantizeLinear": np.dtype("uint8"), "MatMulInteger": np.dtype("int32")}
+# By how many of two operands are whole numbers.
+CHOICES = [
+    ["Add", "Mul", "QuantizeLinear", "Sign"],
+    ["DequantizeLinear"],
+    ["MatMulInteger", "Cast"],
+]
+
+
+def random_graph(rng: np.random.Generator) -> tuple[Graph, dict[str, Fact]]:
+    """Eight nodes that read any earlier values: smooth ones, quantizers, jumps, ways back."""
+    known, nodes = ["a", "b"], []
+    facts = {name: Fact(FLOAT, (2,)) for name in known}
+    for k in range(8):
+        reads = tuple(rng.choice(known, size=2, replace=False))
+        whole = sum(facts[name].dtype != FLOAT for name in reads)
+        op = str(rng.choice(CHOICES[whole]))
+        facts[f"v{k}"] = Fact(MADE.get(op, FLOAT), (2,))
+        nodes.append(Node(op, reads, (f"v{k}",), name=f"n{k}"))
+        known.append(f"v{k}")
+    return Graph(tuple(nodes), (), (known[-1],), {}, 21), facts
+
+
+def paths(graph: Graph, start: str, end: str) -> list[list[Node]]:
+    """All ways from a value to another."""
+    if start == end:
+        return [[]]
+    return [
+        [node, *rest]
+        for node in graph.nodes
+        if start in node.inputs
+        for rest in paths(graph, node.outputs[0], end)
+    ]
+
+
+def test_what_lies_behind_rounding_is_what_the_paths_of_the_graph_say() -> None:
+    rng = np.random.default_rng(0)
+    seen = {"behind": 0, "free": 0, "zero": 0}
+    for _ in range(300):
+        graph, facts = random_graph(rng)
+        (end,) = graph.outputs
+        for name in "ab":
+            smooth = [
+                way
+                for way in paths(graph, name, end)
+                if not any(node.op in ZERO_DERIVATIVE for node in way)
+            ]
+            rounded_ways = [way for way in smooth if any(n.op in QUANTIZERS for n in way)]
+            blocked = behind_quantizers(graph, facts, [end], [name])
+            assert bool(blocked) == bool(rounded_ways)
+            if not smooth and paths(graph, name, end):
+                assert behind_jumps(graph, facts, [end], [name])[name].op == "Sign"
+            seen["behind" if rounded_ways else "free" if smooth else "zero"] += 1
+    assert min(seen.values()) > 30
