@@ -4,11 +4,24 @@ import sys
 from collections.abc import Sequence
 
 from kfac_engine.cli.app import run
+from kfac_engine.cli.interruption import exit_after_signal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 done, 2 the input is wrong, 1 a bug."""
-    return run(sys.argv[1:] if arguments is None else list(arguments))
+    """Run the command line.
+
+    Args:
+        arguments: Without the program's name; by default those of the process, which a signal then
+            ends right here.
+
+    Returns:
+        The exit status: 0 done, 2 the input is wrong, 1 a bug, more than 128 after a signal.
+    """
+    if arguments is not None:
+        return run(list(arguments))
+    status = run(sys.argv[1:])
+    exit_after_signal(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ serves the backward pass. A step of a transformer keeps 460 MB instead of 820, a
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from threading import current_thread, main_thread
+from typing import TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -20,6 +23,8 @@ from kfac_engine._types import Array, DType
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.compact import CompactModel, compact_model
 from kfac_engine.graph.structure import Input, Node
+
+_T = TypeVar("_T")
 
 _DTYPES = {
     "tensor(float)": "float32",
@@ -68,7 +73,7 @@ class Session:
         what: str,
     ) -> None:
         options = options_for(threads, optimize=optimize, once=once)
-        self._what = what
+        self._what, self._once = what, once
         self._fed = host_values(model.fed)
         copied = host_values(model.copied)
         options.add_external_initializers(list(copied), list(copied.values()))
@@ -102,7 +107,9 @@ class Session:
         try:
             # Text cannot be handed over in place.
             run = self._run_on_copies if has_text else self._run_in_place
-            return dict(zip(outputs, run(list(outputs), feeds), strict=True))
+            call = partial(run, list(outputs), feeds)
+            results = interruptible(call) if self._once else call(None)
+            return dict(zip(outputs, results, strict=True))
         except FAILURES as failure:
             raise BackendError(
                 f"ONNX Runtime failed in {self._what}: {reason(failure)}"
@@ -147,8 +154,11 @@ class Session:
     def _session(self) -> ort.InferenceSession:
         return self._open[0]
 
-    def _run_in_place(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
-        results = self._session.run_with_ort_values(outputs, host_values(feeds) | self._fed)
+    def _run_in_place(
+        self, outputs: list[str], feeds: Mapping[str, Array], options: ort.RunOptions | None
+    ) -> list[Array]:
+        values = host_values(feeds) | self._fed
+        results = self._session.run_with_ort_values(outputs, values, options)
         return [self._view(name, value) for name, value in zip(outputs, results, strict=True)]
 
     def _view(self, name: str, value: ort.OrtValue) -> Array:
@@ -158,9 +168,32 @@ class Session:
         # DLPack shows truth values as bytes: the view gives them their type back.
         return np.from_dlpack(value).view(self.output_dtypes[name])
 
-    def _run_on_copies(self, outputs: list[str], feeds: Mapping[str, Array]) -> list[Array]:
-        results: list[Array] = self._session.run(outputs, {**feeds, **self._fed})
+    def _run_on_copies(
+        self, outputs: list[str], feeds: Mapping[str, Array], options: ort.RunOptions | None
+    ) -> list[Array]:
+        results: list[Array] = self._session.run(outputs, {**feeds, **self._fed}, options)
         return results
+
+
+def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
+    """The result of a run that Ctrl-C ends: models may hold loops without an end.
+
+    Args:
+        call: Runs a session with these options.
+
+    Returns:
+        What ``call`` returns. In the main thread, where Ctrl-C comes in, another one calls it.
+    """
+    options = ort.RunOptions()
+    if current_thread() is not main_thread():
+        return call(options)
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(call, options)
+        try:
+            return result.result()
+        except BaseException:
+            options.terminate = True
+            raise
 
 
 def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> ort.SessionOptions:

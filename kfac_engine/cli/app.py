@@ -11,6 +11,7 @@ from kfac_engine.cli.demo import demo
 from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.inspect import inspect
+from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import Invocation, debug_option
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.errors import KfacError
@@ -39,18 +40,20 @@ def run(arguments: Sequence[str]) -> int:
         arguments: The command line without the program's name.
 
     Returns:
-        0 when done, 2 when the user's input is wrong, 1 for a bug, 130 after an interruption.
+        0 when done, 2 when the user's input is wrong, 1 for a bug; 130 after Ctrl-C, 143 after
+        SIGTERM: 128 and the number of the signal.
     """
     invocation = Invocation()
-    try:
-        status = app.main(
-            list(arguments), prog_name="kfac-engine", standalone_mode=False, obj=invocation
-        )
-    except (Exception, KeyboardInterrupt) as error:  # the one place that answers for everything
-        if invocation.debug:
-            traceback.print_exception(error)
-        status, message = _explain(error)
-        click.echo(f"error: {' '.join(message.split())}", err=True)
+    with Interruption() as interruption:
+        try:
+            status = app.main(
+                list(arguments), prog_name="kfac-engine", standalone_mode=False, obj=invocation
+            )
+        except (Exception, KeyboardInterrupt, SignalReceived) as error:  # all failures end here
+            if invocation.debug:
+                traceback.print_exception(error)
+            status, message = interruption.explanation or _explain(error)
+            click.echo(f"error: {' '.join(message.split())}", err=True)
     # Without an exit of its own (--help has one), click hands back what the command returned: None.
     return status or 0
 

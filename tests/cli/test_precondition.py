@@ -32,6 +32,7 @@ def run(*arguments, model="model.onnx", batch="one", targets="one_y.npz"):
     """The status of `precondition` with small defaults."""
     given = ["--targets", targets] if targets else []
     options = ["--damping", str(DAMPING), "--threads", "1", "-o", "out.safetensors"]
+    options += ["--refresh-every", "1"]
     return main(["precondition", model, "--inputs", f"{batch}.npz", *given, *options, *arguments])
 
 

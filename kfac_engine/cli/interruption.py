@@ -1,0 +1,119 @@
+"""Ctrl-C and SIGTERM end the program within two seconds, whatever it does.
+
+Python calls a handler once the main thread is back from C, and from ONNX Runtime or BLAS that may
+take minutes. So the system also writes the signal's number into a socket that a thread reads. The
+handler ends what can be ended in order; the thread ends the process if that takes too long.
+"""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from threading import Event, Thread, current_thread, main_thread
+from types import FrameType, TracebackType
+
+from kfac_engine.writing import abandon_files
+
+# Signals that end the program, where the system has them, and what the message says.
+_MESSAGES: Mapping[int, str] = {
+    getattr(signal, name): message
+    for name, message in (
+        ("SIGINT", "interrupted."),
+        ("SIGTERM", "terminated."),
+        ("SIGHUP", "the terminal was closed."),
+    )
+    if hasattr(signal, name)
+}
+# Exit statuses of programs that a signal ended begin here.
+_SIGNAL_STATUS = 128
+# What is left of two seconds is for a busy machine.
+_GRACE_SECONDS = 1.0
+# A progress bar may have left the cursor in the middle of a line, and hidden.
+_RESTORE_TERMINAL = "\r\x1b[2K\x1b[?25h"
+
+
+class SignalReceived(BaseException):
+    """A signal asked the program to end."""
+
+
+class Interruption:
+    """While it is entered, a signal raises SignalReceived, and ends the process a second later.
+
+    Does nothing in threads other than the main one, where Python has no signals.
+
+    Attributes:
+        received: Number of the first signal that came; None if none did.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._over = Event()
+        self._restore = ExitStack()
+
+    def __enter__(self) -> "Interruption":
+        if current_thread() is not main_thread():
+            return self
+        reader, writer = socket.socketpair()
+        self._restore.enter_context(writer)
+        writer.setblocking(False)
+        older = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._restore.callback(signal.set_wakeup_fd, older)
+        for number in _MESSAGES:
+            older_handler = signal.getsignal(number)
+            # A program started by nohup, or in the background, is to ignore some signals.
+            if older_handler not in {signal.SIG_IGN, None}:
+                self._restore.callback(signal.signal, number, older_handler)
+                signal.signal(number, self._raise)
+        Thread(target=self._watch, args=(reader,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._restore.close()
+
+    @property
+    def explanation(self) -> tuple[int, str] | None:
+        """Exit status and message; None if no signal came."""
+        if self.received is None:
+            return None
+        return _SIGNAL_STATUS + self.received, _MESSAGES[self.received]
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        # Another signal must not disturb what the first one ends.
+        if self.received is None and not self._over.is_set():
+            self.received = number
+            raise SignalReceived
+
+    def _watch(self, reader: socket.socket) -> None:
+        with reader:
+            while received := reader.recv(1):  # nothing once the other end is closed
+                number = received[0]
+                if number in _MESSAGES and not self._over.wait(_GRACE_SECONDS):
+                    _end(number)
+
+
+def _end(number: int) -> None:
+    """End the process at once, without temporary files."""
+    abandon_files()
+    restored = _RESTORE_TERMINAL if os.isatty(2) else ""
+    os.write(2, f"{restored}error: {_MESSAGES[number]}\n".encode())
+    os._exit(_SIGNAL_STATUS + number)
+
+
+def exit_after_signal(status: int) -> None:
+    """End the process without waiting for threads or libraries, if a signal ended the command."""
+    if status > _SIGNAL_STATUS:
+        abandon_files()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # whoever read it is gone
+                continue
+        os._exit(status)
