@@ -23,13 +23,13 @@ from kfac_engine.bench.jobs import (
 )
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.collection import LayerCollection
-from kfac_engine.config import Schedule
 from kfac_engine.engine import Engine
 from kfac_engine.factors.refresh import refresh
 from kfac_engine.factors.stacked import GroupedMoment
 from kfac_engine.layers.parts import Part
 from kfac_engine.layers.views import Patches
 from kfac_engine.linalg.spectral import eigh_power
+from kfac_engine.scheduler import Schedule
 
 
 class _Moment:

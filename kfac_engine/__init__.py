@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kfac_engine.collection import get_default_layer_collection as get_default_layer_collection
     from kfac_engine.collection import set_default_layer_collection as set_default_layer_collection
     from kfac_engine.config import CollectionConfig as CollectionConfig
-    from kfac_engine.config import Schedule as Schedule
     from kfac_engine.curvature_products import (
         CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
     )
@@ -107,6 +106,7 @@ if TYPE_CHECKING:
     from kfac_engine.one_batch import precondition as precondition
     from kfac_engine.options import EngineOptions as EngineOptions
     from kfac_engine.result import Result as Result
+    from kfac_engine.scheduler import Schedule as Schedule
 
 # Public name to the module that defines it.
 _HOMES = {
@@ -124,7 +124,7 @@ _HOMES = {
     "MemoryLimitError": "errors",
     "DivergenceWarning": "errors",
     "CollectionConfig": "config",
-    "Schedule": "config",
+    "Schedule": "scheduler",
     "Engine": "engine",
     "EngineOptions": "options",
     "precondition": "one_batch",

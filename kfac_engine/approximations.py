@@ -1,4 +1,4 @@
-"""The table of approximations: (kind of layer, approximation) → how its block is made."""
+"""The table of layer kinds, each with its approximations: how blocks are made."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.scale_shift import ScaleShiftSquare
 from kfac_engine.layers.forms import LayerForm
 from kfac_engine.layers.ids import Ids
+from kfac_engine.registry import Registry
 
 # Takes the collection and the form of the kind's layers.
 LayerRecipe: TypeAlias = Callable[..., FisherBlock]
@@ -33,11 +34,40 @@ class Approximation:
         build: Makes the block.
         formula: The block, in a few symbols.
         source: Where it is derived.
+        examples_first: Whether statistics tell examples apart by the first axis of the layer's
+            tensors, which must then hold the examples alone.
+        fills_scratch: Whether statistics go through gradients of examples, which fill all scratch
+            memory there is.
+        eigenvectors: Whether refreshes decompose factors whatever the power.
     """
 
     build: LayerRecipe
     formula: str
     source: str
+    examples_first: bool = False
+    fills_scratch: bool = False
+    eigenvectors: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A kind of layer.
+
+    Attributes:
+        approximations: Name to row; the first one is the default.
+        large: The default of layers of more than ``LARGEST_FULL_SIDE`` numbers; empty for none.
+        window: Whether the weight's axes after the first two are a window, and statistics copy the
+            patches of the data that lie under it.
+    """
+
+    approximations: Mapping[str, Approximation]
+    large: str = ""
+    window: bool = False
+
+    @property
+    def default(self) -> str:
+        """The approximation of a layer of few numbers unless one is chosen."""
+        return next(iter(self.approximations))
 
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
@@ -88,98 +118,131 @@ _SERIES = "Martens, Ba & Johnson 2018, section 3.5"
 _DIAGONAL = "mean of squared per-example gradients"
 
 _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
+# Approximations that measure the gradient of each example.
+_of_examples = partial(Approximation, examples_first=True, fills_scratch=True)
 _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
-    "diagonal": Approximation(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
+    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
 }
-_REDUCE = Approximation(
+_REDUCE = _of_examples(
     ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
 )
-_EKFAC = Approximation(EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884")
+_EKFAC = _of_examples(
+    EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884", eigenvectors=True
+)
+_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL)
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
+_CONVOLUTION_USES = {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)}
 
-APPROXIMATIONS: Mapping[str, Mapping[str, Approximation]] = {
-    "fully_connected": {
-        "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
-        "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
-        "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
-        "kron_both_diag": Approximation(_kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC),
-        "kron_reduce": _REDUCE,
-        "ekfac": _EKFAC,
-        "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
-    },
-    "conv2d": {
-        "kron": _PATCHES,
-        "kron_reduce": _REDUCE,
-        "ekfac": _EKFAC,
-        "diagonal": Approximation(LayerDiagonalFB, "diag(F)", _DIAGONAL),
-        "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
-    },
-    "conv1d": {"kron": _PATCHES},
-    "convolution": {"kron": _PATCHES},
-    "conv_transpose": {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)},
-    "fully_connected_multi": {
-        "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
-        "kron_indep_in_diag": Approximation(_multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES),
-        "kron_indep_out_diag": Approximation(_multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES),
-        "kron_indep_both_diag": Approximation(
-            _multi(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES
+# A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
+# normalization would cost as much as the largest layer of a ResNet-50. Above this side (256
+# channels with scale and shift) ``LayerKind.large`` is taken.
+LARGEST_FULL_SIDE = 512
+
+KINDS: Registry[LayerKind] = Registry(
+    "kind of layer",
+    {
+        "fully_connected": LayerKind(
+            {
+                "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
+                "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
+                "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
+                "kron_both_diag": Approximation(
+                    _kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC
+                ),
+                "kron_reduce": _REDUCE,
+                "ekfac": _EKFAC,
+                "diagonal": _LAYER_DIAGONAL,
+            }
         ),
-        "kron_series_1": Approximation(_series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES),
-        "kron_series_2": Approximation(_series(2), "Σ_d u · A_d ⊗ G_d", _SERIES),
+        "conv2d": LayerKind(
+            {
+                "kron": _PATCHES,
+                "kron_reduce": _REDUCE,
+                "ekfac": _EKFAC,
+                "diagonal": _LAYER_DIAGONAL,
+                "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
+            },
+            window=True,
+        ),
+        "conv1d": LayerKind({"kron": _PATCHES}, window=True),
+        "convolution": LayerKind({"kron": _PATCHES}, window=True),
+        "conv_transpose": LayerKind(
+            {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)}, window=True
+        ),
+        "fully_connected_multi": LayerKind(
+            {
+                "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
+                "kron_indep_in_diag": Approximation(
+                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
+                ),
+                "kron_indep_out_diag": Approximation(
+                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
+                ),
+                "kron_indep_both_diag": Approximation(
+                    _multi(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES
+                ),
+                "kron_series_1": Approximation(
+                    _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True
+                ),
+                "kron_series_2": Approximation(
+                    _series(2), "Σ_d u · A_d ⊗ G_d", _SERIES, eigenvectors=True
+                ),
+            }
+        ),
+        "conv2d_multi": LayerKind(_CONVOLUTION_USES, window=True),
+        "convolution_multi": LayerKind(_CONVOLUTION_USES, window=True),
+        "conv_transpose_multi": LayerKind(
+            {"kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)}, window=True
+        ),
+        "grouped_convolution": LayerKind(_GROUPS, window=True),
+        "grouped_convolution_multi": LayerKind(
+            {"kron_indep": Approximation(GroupedKroneckerFB, "⊕ u·t · A_g ⊗ G_g", _USES)},
+            window=True,
+        ),
+        "depthwise_conv2d": LayerKind(dict(reversed(_GROUPS.items())), window=True),
+        "stacked_dense": LayerKind(_GROUPS),
+        "embedding": LayerKind(
+            {
+                "kron": Approximation(
+                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, examples_first=True
+                )
+            }
+        ),
+        "embedding_multi": LayerKind(
+            {
+                "kron_indep": Approximation(
+                    _multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES, examples_first=True
+                )
+            }
+        ),
+        "scale_and_shift": LayerKind(
+            {
+                "full": Approximation(
+                    ScaleShiftFB, "F", "second moment of per-example gradients", examples_first=True
+                ),
+                "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL, examples_first=True),
+            },
+            large="diagonal",
+        ),
+        # Parameters without a layer: blocks are made from names, not from a layer's form.
+        "generic": LayerKind(
+            {
+                "diagonal": Approximation(NaiveDiagonalFB, "diag(g²)", _DIAGONAL),
+                "full": Approximation(
+                    NaiveFullFB, "g gᵀ", "second moment of per-example gradients"
+                ),
+            }
+        ),
     },
-    "conv2d_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
-    "convolution_multi": {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)},
-    "conv_transpose_multi": {
-        "kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)
-    },
-    "grouped_convolution": _GROUPS,
-    "grouped_convolution_multi": {
-        "kron_indep": Approximation(GroupedKroneckerFB, "⊕ u·t · A_g ⊗ G_g", _USES)
-    },
-    "depthwise_conv2d": _GROUPS,
-    "stacked_dense": _GROUPS,
-    "embedding": {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)},
-    "embedding_multi": {
-        "kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES)
-    },
-    "scale_and_shift": {
-        "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
-        "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
-    },
-}
+)
 
-# Blocks of parameters without a layer: made from names, not from a layer's form.
-GENERIC: Mapping[str, type[NaiveFullFB]] = {"full": NaiveFullFB, "diagonal": NaiveDiagonalFB}
 
-DEFAULTS: Mapping[str, str] = {
-    "fully_connected": "kron",
-    "conv2d": "kron",
-    "conv1d": "kron",
-    "convolution": "kron",
-    "conv_transpose": "kron",
-    "fully_connected_multi": "kron_indep",
-    "conv2d_multi": "kron_indep",
-    "convolution_multi": "kron_indep",
-    "conv_transpose_multi": "kron_indep",
-    "grouped_convolution": "kron",
-    "grouped_convolution_multi": "kron_indep",
-    "depthwise_conv2d": "diagonal",
-    "stacked_dense": "kron",
-    "embedding": "kron",
-    "embedding_multi": "kron_indep",
-    "scale_and_shift": "full",
-    "generic": "diagonal",
-}
-
-
-def formula(kind: str, approximation: str) -> str:
-    """A block in a few symbols."""
-    if kind == "generic":
-        return {"full": "g gᵀ", "diagonal": "diag(g²)"}[approximation]
-    return APPROXIMATIONS[kind][approximation].formula
+def row(kind: str, approximation: str) -> Approximation:
+    """The row of an approximation of a kind of layer."""
+    return KINDS[kind].approximations[approximation]
 
 
 def accepted(kind: str) -> tuple[str, ...]:
     """Names of the approximations that a kind of layer accepts."""
-    return tuple(GENERIC if kind == "generic" else APPROXIMATIONS[kind])
+    return tuple(KINDS[kind].approximations)

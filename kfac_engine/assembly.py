@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from kfac_engine._types import Array, Params, Vector
+from kfac_engine.approximations import KINDS, LARGEST_FULL_SIDE, row
 from kfac_engine.autodiff.activity import behind_jumps, notes_of, nothing_to_train
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
@@ -16,7 +17,7 @@ from kfac_engine.backend.threads import default_count
 from kfac_engine.blocks.base import FisherBlock, parts, uses
 from kfac_engine.blocks.together import multiply_all
 from kfac_engine.checks import check_mode
-from kfac_engine.collection import LayerCollection
+from kfac_engine.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.example_gradients import ExampleGradients
@@ -31,16 +32,6 @@ from kfac_engine.layers.parts import Part, join, split
 from kfac_engine.objective import Objective, Reduction
 from kfac_engine.options import EngineOptions
 from kfac_engine.scheduler import Work
-
-# A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
-# normalization would cost as much as the largest layer of a ResNet-50. Above this side (256
-# channels with scale and shift) the diagonal is taken, unless the approximation was chosen.
-LARGEST_FULL_SIDE = 512
-
-
-# Approximations that measure the gradient of each example, which must come first in every tensor.
-_PER_EXAMPLE = frozenset({"diagonal", "ekfac", "full", "kron_reduce"})
-_PER_EXAMPLE_KINDS = frozenset({"embedding", "embedding_multi", "scale_and_shift"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +241,8 @@ def register_layers(
         else:
             if layer.computed:
                 model.define(layer.computed.node, layer.computed.constants, layer.computed.like)
-            # The method is named after the kind; each takes options of its own.
-            getattr(collection, f"register_{layer.kind}")(
+            REGISTRATIONS[layer.kind](
+                collection,
                 key,
                 inputs=layer.inputs,
                 outputs=layer.outputs,
@@ -272,7 +263,9 @@ def _why_unreached(jump: Node | None) -> str:
 def _placed(layer: Found, batch: Batch, chosen: Container[str]) -> list[Found]:
     """The layer; its parameters without it where it needs the examples first and has them not."""
     moved = _moved(layer, batch)
-    if not moved or layer.kind not in _PER_EXAMPLE_KINDS or layer.kind in chosen:
+    if not moved or layer.kind in chosen:
+        return [layer]
+    if not row(layer.kind, KINDS[layer.kind].default).examples_first:
         return [layer]
     reason = f"{layer.kind}, but {moved}"
     return [Found("generic", (name,), reason=reason) for name in layer.parameters]
@@ -295,7 +288,7 @@ def _check_places(layer: Found, approximation: str, batch: Batch) -> None:
         UnsupportedError: They are not.
     """
     moved = _moved(layer, batch)
-    if moved and (approximation in _PER_EXAMPLE or layer.kind in _PER_EXAMPLE_KINDS):
+    if moved and row(layer.kind, approximation).examples_first:
         raise UnsupportedError(
             f"approximation '{approximation}' of {', '.join(layer.parameters)} measures each "
             f"example's gradient, but {moved}; choose another approximation for {layer.kind}."
@@ -303,10 +296,9 @@ def _check_places(layer: Found, approximation: str, batch: Batch) -> None:
 
 
 def _frugal(layer: Found, collection: LayerCollection) -> str | None:
-    """The diagonal for scales and shifts of many channels; None leaves the default."""
+    """What a layer of many numbers gets in place of the default; None leaves the default."""
     side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
-    large = layer.kind == "scale_and_shift" and side > LARGEST_FULL_SIDE
-    return "diagonal" if large else None
+    return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None
 
 
 def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work]]:

@@ -15,6 +15,7 @@ from kfac_engine.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from kfac_engine.estimation_modes import MODES
 from kfac_engine.graph.widen import in_single
 from kfac_engine.heads import Head
 
@@ -48,7 +49,7 @@ def check_mode(estimation_mode: str, heads: Sequence[Head], batch: Batch) -> Non
     """
     for head in heads:
         place = batch.places[head.output]
-        if estimation_mode.startswith("exact") and not place.comes_first:
+        if MODES[estimation_mode].examples_first and not place.comes_first:
             raise UnsupportedError(
                 f"estimation_mode '{estimation_mode}' needs the examples alone on the first "
                 f"axis of '{head.output}', but they lie on axis {place.axis}"

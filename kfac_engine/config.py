@@ -1,5 +1,6 @@
 """Choices a user makes, as frozen records that check themselves."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf, isfinite
 from numbers import Integral
@@ -8,7 +9,6 @@ from typing import Literal
 from kfac_engine.errors import InputError
 
 PiType = Literal["tracenorm", "off"]
-RefreshPolicy = Literal["all_at_once", "round_robin", "balanced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class CollectionConfig:
         Raises:
             InputError: A value is outside its range.
         """
-        _one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
-        _one_of("pi_type", self.pi_type, ("tracenorm", "off"))
+        one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
+        one_of("pi_type", self.pi_type, ("tracenorm", "off"))
         for name in ("normalize_damping_power", "eigenvalue_clipping_threshold"):
             if not isfinite(getattr(self, name)):
                 raise InputError(f"{name} must be finite, got {getattr(self, name)}.")
@@ -68,9 +68,9 @@ class CollectionConfig:
                 f"inputs_to_extract_patches_factor must lie in (0, 1], got "
                 f"{self.inputs_to_extract_patches_factor}."
             )
-        _whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
-        _whole("max_num_patches", self.max_num_patches, least=1)
-        _whole("seed", self.seed, least=0)
+        whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
+        whole("max_num_patches", self.max_num_patches, least=1)
+        whole("seed", self.seed, least=0)
         if not 0 < self.max_num_patches_per_dimension < inf:
             raise InputError(
                 f"max_num_patches_per_dimension must be positive, got "
@@ -78,43 +78,13 @@ class CollectionConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When covariances and inverses move; the counter counts calls of ``observe`` and ``step``.
-
-    Call 0 updates the covariances and refreshes everything.
-
-    Attributes:
-        covariance_every: Covariances are updated when ``counter % covariance_every == 0``.
-        refresh_every: Each factor is refreshed once in so many calls.
-        policy: ``"all_at_once"`` (all when ``counter % refresh_every == 0``), ``"round_robin"`` (an
-            equal number each call) or ``"balanced"`` (an equal cost each call).
-        overlap: Whether inverses begun in one call are used from the next one on: a GPU then works
-            on them while the next batch runs. Those of call 0 are used at once. On a CPU the
-            numbers are the same, and nothing is gained.
-    """
-
-    covariance_every: int = 1
-    refresh_every: int = 10
-    policy: RefreshPolicy = "all_at_once"
-    overlap: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: A period is no positive whole number or the policy unknown.
-        """
-        _whole("covariance_every", self.covariance_every, least=1)
-        _whole("refresh_every", self.refresh_every, least=1)
-        _one_of("policy", self.policy, ("all_at_once", "round_robin", "balanced"))
+def one_of(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse a value that is none of the allowed names, with an InputError."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InputError(f"{name} must be one of {', '.join(allowed)}; got '{value}'.")
-
-
-def _whole(name: str, value: int, *, least: int) -> None:
+def whole(name: str, value: object, *, least: int) -> None:
+    """Refuse a value that is no whole number, or too small, with an InputError."""
     if not isinstance(value, Integral) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")

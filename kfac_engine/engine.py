@@ -15,7 +15,6 @@ from kfac_engine.backend.place import HOST
 from kfac_engine.backend.threads import blas_alone
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
 from kfac_engine.checks import check_batch_size, check_finite, checked_gradients
-from kfac_engine.config import Schedule
 from kfac_engine.divergence import LossHistory
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.refresh import begin_refresh
@@ -34,7 +33,7 @@ from kfac_engine.options import EngineOptions, by_keyword
 from kfac_engine.profiling import Recorder
 from kfac_engine.propagation import Propagated, propagate
 from kfac_engine.result import Result
-from kfac_engine.scheduler import Plan, plan
+from kfac_engine.scheduler import Plan, Schedule, plan
 
 
 class Engine:

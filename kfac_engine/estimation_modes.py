@@ -55,12 +55,15 @@ class EstimationMode:
         needs_targets: Whether it reads the targets of the batch.
         one_source: Whether there is one source, always. Several are summed up before an average
             moves, which takes memory for the sums.
+        examples_first: Whether it numbers the entries of a loss input after the first axis, which
+            must then hold the examples alone.
     """
 
     mat_type: MatType
     sources: Sources
     needs_targets: bool = False
     one_source: bool = False
+    examples_first: bool = False
 
     def __call__(
         self,
@@ -163,8 +166,8 @@ MODES: Registry[EstimationMode] = Registry(
         "curvature_prop": EstimationMode("Fisher", _random_signs, one_source=True),
         # The Gauss–Newton matrix is the Fisher matrix wherever it is defined; so are its factors.
         "curvature_prop_GGN": EstimationMode("GGN", _random_signs, one_source=True),
-        "exact": EstimationMode("Fisher", _every_coordinate),
-        "exact_GGN": EstimationMode("GGN", _every_coordinate),
+        "exact": EstimationMode("Fisher", _every_coordinate, examples_first=True),
+        "exact_GGN": EstimationMode("GGN", _every_coordinate, examples_first=True),
     },
 )
 

@@ -137,7 +137,7 @@ def _minimised(
     graph, facts = known
     heads, batch = choose_heads(graph, facts, options, inputs)
     terms = []
-    for head, name, weight in zip(heads, options.choices, options.coefficients, strict=True):
+    for head, weight in zip(heads, options.coefficients, strict=True):
         declared = _declared(loaded, head.output, facts[head.output])
         if head.logits:
             graph = replace(graph, nodes=(*graph.nodes, *head.logits.nodes))
@@ -147,7 +147,7 @@ def _minimised(
         if facts[value].shape != facts[head.output].shape:  # logits before a Reshape
             declared = (None,) * len(facts[value].shape)
         targets = head.loss.targets or TARGETS
-        terms.append(Term(str(name), value, targets, axis, place, weight, declared))
+        terms.append(Term(head.loss, value, targets, axis, place, weight, declared))
     return with_losses(graph, facts, terms, reduction)
 
 

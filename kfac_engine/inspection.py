@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from kfac_engine._types import Array, Params
-from kfac_engine.approximations import formula
+from kfac_engine.approximations import row
 from kfac_engine.autodiff.axes import Batch, find_coupling
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
@@ -152,7 +152,7 @@ def _report(
         parts=tuple(_extent(part, model.parameters[name].shape) for name, part in owned),
         key=key,
         approximation=approximation,
-        formula=formula(layer.kind, approximation),
+        formula=row(layer.kind, approximation).formula,
         inputs=layer.inputs,
         outputs=layer.outputs,
         factor_shapes=shapes,

@@ -9,10 +9,15 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Place
-from kfac_engine.errors import ModelError
+from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
+from kfac_engine.losses import (
+    CategoricalLogitsNegativeLogProbLoss,
+    LossFunction,
+    MultiBernoulliNegativeLogProbLoss,
+    NormalMeanNegativeLogProbLoss,
+)
 from kfac_engine.objective import Reduction
-from kfac_engine.registry import Registry
 
 LOSS = "loss"
 _NO_CLASS = np.iinfo(np.int64).max
@@ -23,7 +28,7 @@ class Term:
     """One of the losses that are added up.
 
     Attributes:
-        loss: A name of ``LOSS_GRAPHS``.
+        loss: The loss object; its class has a row in ``LOSS_GRAPHS``.
         value: The value that it reads.
         targets: Name of the input that holds its targets.
         axis: Axis of the classes or features, not negative.
@@ -32,7 +37,7 @@ class Term:
         declared: The shape the file declares for the value, one entry an axis.
     """
 
-    loss: str
+    loss: LossFunction
     value: str
     targets: str
     axis: int
@@ -61,7 +66,7 @@ def with_losses(
     pens, weighted = [], []
     for index, term in enumerate(terms):
         pen = _Pen(term, facts[term.value], reduction, f"{LOSS}_{index}")
-        LOSS_GRAPHS[term.loss](pen, term.value, term.axis)
+        graph_of(term.loss)(pen, term)
         weighted.append(pen.times(pen.result, term.weight))
         pens.append(pen)
     total = Node("Sum", tuple(weighted), (LOSS,), name=f"node_{LOSS}")
@@ -165,11 +170,12 @@ class _Pen:
             self.result = self.times(self.result, float(place.repeats))
 
 
-_LossGraph: TypeAlias = Callable[[_Pen, str, int], None]
+_LossGraph: TypeAlias = Callable[[_Pen, Term], None]
 
 
-def _categorical(pen: _Pen, logits: str, axis: int) -> None:
+def _categorical(pen: _Pen, term: Term) -> None:
     """``−log softmax(z)[target]``, with integer targets."""
+    logits, axis = term.value, term.axis
     sides = pen.fact.shape
     one = tuple(1 if i == axis else side for i, side in enumerate(sides))
     targets = pen.take_targets(axis, "int64")
@@ -183,31 +189,48 @@ def _categorical(pen: _Pen, logits: str, axis: int) -> None:
     pen.reduce(pen.op("Neg", picked, sides=one), axis)
 
 
-def _normal(pen: _Pen, mean: str, axis: int) -> None:
-    """``(t − m)² + ½ log π``: variance ½."""
-    sides = pen.fact.shape
-    error = pen.op("Sub", mean, pen.take_targets(), sides=sides)
-    square = pen.op("Mul", error, error, sides=sides)
-    nll = pen.op("Add", square, pen.constant(0.5 * log(pi)), sides=sides)
-    pen.reduce(nll, axis)
+def _normal(pen: _Pen, term: Term) -> None:
+    """``(t − m)² / 2v + ½ log 2πv``."""
+    assert isinstance(term.loss, NormalMeanNegativeLogProbLoss)
+    sides, var = pen.fact.shape, term.loss.var
+    error = pen.op("Sub", term.value, pen.take_targets(), sides=sides)
+    square = pen.times(pen.op("Mul", error, error, sides=sides), 0.5 / var)
+    nll = pen.op("Add", square, pen.constant(0.5 * log(2 * pi * var)), sides=sides)
+    pen.reduce(nll, term.axis)
 
 
-def _multi_bernoulli(pen: _Pen, logits: str, axis: int) -> None:
+def _multi_bernoulli(pen: _Pen, term: Term) -> None:
     """``softplus(z) − t·z``."""
     sides = pen.fact.shape
-    softplus = pen.op("Softplus", logits, sides=sides)
-    hit = pen.op("Mul", logits, pen.take_targets(), sides=sides)
-    pen.reduce(pen.op("Sub", softplus, hit, sides=sides), axis)
+    softplus = pen.op("Softplus", term.value, sides=sides)
+    hit = pen.op("Mul", term.value, pen.take_targets(), sides=sides)
+    pen.reduce(pen.op("Sub", softplus, hit, sides=sides), term.axis)
 
 
-LOSS_GRAPHS: Registry[_LossGraph] = Registry(
-    "loss",
-    {
-        "categorical": _categorical,
-        "softmax_cross_entropy": _categorical,
-        "normal": _normal,
-        "squared_error": _normal,
-        "multi_bernoulli": _multi_bernoulli,
-        "sigmoid_cross_entropy": _multi_bernoulli,
-    },
-)
+# Class of a loss to what writes it; a subclass may mean something else and has its own row.
+LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
+    CategoricalLogitsNegativeLogProbLoss: _categorical,
+    NormalMeanNegativeLogProbLoss: _normal,
+    MultiBernoulliNegativeLogProbLoss: _multi_bernoulli,
+}
+
+
+def graph_of(loss: LossFunction) -> _LossGraph:
+    """What writes a loss as operators.
+
+    Args:
+        loss: The loss.
+
+    Returns:
+        The function.
+
+    Raises:
+        UnsupportedError: Its class has no row in ``LOSS_GRAPHS``.
+    """
+    if type(loss) not in LOSS_GRAPHS:
+        known = ", ".join(sorted(cls.__name__ for cls in LOSS_GRAPHS))
+        raise UnsupportedError(
+            f"{type(loss).__name__} cannot be written as ONNX operators; the losses that can are "
+            f"{known}. Differentiate without a loss: then the cotangent is an input."
+        )
+    return LOSS_GRAPHS[type(loss)]

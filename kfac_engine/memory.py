@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 
+from kfac_engine.approximations import KINDS, row
 from kfac_engine.assembly import Assembly
 from kfac_engine.autodiff.memory import activation_bound, activation_bytes, value_bytes
 from kfac_engine.backend.place import HOST
@@ -21,10 +22,6 @@ from kfac_engine.layers.found import Found
 _LIBRARIES = 12 << 20
 _NODE = 8 << 10
 
-# Approximations that go through gradients of examples, which fill all scratch memory there is.
-_SQUARES = frozenset({"diagonal", "ekfac", "kron_reduce"})
-# Approximations that take eigenvectors whatever the power.
-_DECOMPOSED = ("ekfac", "kron_series")
 _FLOAT = 4
 
 
@@ -160,11 +157,11 @@ class Footprint:
         """Patches of a convolution, all of them; of other layers the input."""
         if not layer.inputs:
             return 0
-        if report.approximation in _SQUARES and layer.kind != "scale_and_shift":
+        if row(layer.kind, report.approximation).fills_scratch:
             return sys.maxsize
         collection, facts = self.assembly.collection, self.assembly.model.facts
         shape = collection.require_shape(layer.parameters[0])
-        taps = prod(shape[2:]) if "conv" in layer.kind else 1
+        taps = prod(shape[2:]) if KINDS[layer.kind].window else 1
         return max(taps * value_bytes(facts[name]) for name in uses(layer.inputs))
 
     def _numbers(self, *, decomposed: bool) -> int:
@@ -174,7 +171,7 @@ class Footprint:
             shape
             for layer in self.layers
             if layer.inverse_flops
-            and decomposed != (inverts and not layer.approximation.startswith(_DECOMPOSED))
+            and decomposed == (not inverts or row(layer.kind, layer.approximation).eigenvectors)
             for shape in layer.factor_shapes
         )
         # A mean may lie below a covariance.

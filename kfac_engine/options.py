@@ -9,11 +9,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.config import Schedule
 from kfac_engine.errors import InputError
 from kfac_engine.graph.widen import GradientDType
 from kfac_engine.heads import LossChoice, LossOptions
 from kfac_engine.objective import Reduction, check_reduction
+from kfac_engine.scheduler import Schedule
 
 Options = ParamSpec("Options")
 Owner = TypeVar("Owner")

@@ -8,8 +8,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kfac_engine.config import Schedule
+from kfac_engine.config import one_of, whole
 from kfac_engine.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When covariances and inverses move; the counter counts calls of ``observe`` and ``step``.
+
+    Call 0 updates the covariances and refreshes everything.
+
+    Attributes:
+        covariance_every: Covariances are updated when ``counter % covariance_every == 0``.
+        refresh_every: Each factor is refreshed once in so many calls.
+        policy: A row of ``POLICIES``: ``"all_at_once"`` (all when ``counter % refresh_every ==
+            0``), ``"round_robin"`` (an equal number each call) or ``"balanced"`` (an equal cost
+            each call).
+        overlap: Whether inverses begun in one call are used from the next one on: a GPU then works
+            on them while the next batch runs. Those of call 0 are used at once. On a CPU the
+            numbers are the same, and nothing is gained.
+    """
+
+    covariance_every: int = 1
+    refresh_every: int = 10
+    policy: str = "all_at_once"
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: A period is no positive whole number or the policy unknown.
+        """
+        whole("covariance_every", self.covariance_every, least=1)
+        whole("refresh_every", self.refresh_every, least=1)
+        one_of("policy", self.policy, POLICIES)
 
 
 @dataclass(frozen=True, slots=True)

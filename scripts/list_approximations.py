@@ -6,7 +6,7 @@ Run from the repository root after changing `kfac_engine/approximations.py`:
 
 from pathlib import Path
 
-from kfac_engine.approximations import APPROXIMATIONS, DEFAULTS, GENERIC, accepted, formula
+from kfac_engine.approximations import KINDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
 
@@ -18,8 +18,8 @@ registration that is named after the kind, by `approximations={kind: name}` of t
 
 `A` second moment of inputs, `G` of output gradients, both means over uses, examples and positions;
 `t` positions, `u` uses, `d` a lag between uses; `C`, `m` covariance and mean of a pixel's channels;
-`g` a batch gradient; `U`, `s` eigenbasis of the factors and variances in it. Damping and powers:
-[conventions](conventions.md).
+`g` the gradient of an example (of the batch in blocks made by `register_generic`); `U`, `s`
+eigenbasis of the factors and variances in it. Damping and powers: [conventions](conventions.md).
 
 | kind of layer | approximation | block | source |
 |---|---|---|---|
@@ -29,16 +29,11 @@ registration that is named after the kind, by `approximations={kind: name}` of t
 def page() -> str:
     """The page, as it should be."""
     rows = []
-    for kind in [*APPROXIMATIONS, "generic"]:
-        for name in accepted(kind):
-            default = " (default)" if DEFAULTS[kind] == name else ""
-            source = (
-                (GENERIC[name].__doc__ or "").splitlines()[0].rstrip(".").lower()
-                if kind == "generic"
-                else APPROXIMATIONS[kind][name].source
-            )
-            symbols = formula(kind, name).replace("|", "\\|")
-            rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {source} |")
+    for kind, found in KINDS.items():
+        for name, row in found.approximations.items():
+            default = " (default)" if name == found.default else ""
+            symbols = row.formula.replace("|", "\\|")
+            rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {row.source} |")
     return HEAD + "\n".join(rows) + "\n"
 
 

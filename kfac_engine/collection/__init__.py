@@ -7,7 +7,7 @@ lie in a file for each topic: ``losses.collection``, ``coverage`` (uses beside t
 family of layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kfac_engine.collection.default import (
@@ -20,8 +20,14 @@ from kfac_engine.collection.grouped import GroupedConvolutionLayers
 from kfac_engine.collection.multi import MultiUseLayers
 from kfac_engine.collection.norm import ScaleAndShiftLayers
 from kfac_engine.collection.transposed import TransposedConvolutionLayers
+from kfac_engine.registry import Registry
 
-__all__ = ["LayerCollection", "get_default_layer_collection", "set_default_layer_collection"]
+__all__ = [
+    "REGISTRATIONS",
+    "LayerCollection",
+    "get_default_layer_collection",
+    "set_default_layer_collection",
+]
 
 
 class LayerCollection(
@@ -53,3 +59,28 @@ class LayerCollection(
             yield self
         finally:
             set_default_layer_collection(None)
+
+
+# Kind of layer to what registers it with a collection: takes the collection, the parameters,
+# ``inputs``, ``outputs``, ``approx`` and options of its own.
+REGISTRATIONS: Registry[Callable[..., None]] = Registry(
+    "kind of layer",
+    {
+        "fully_connected": LayerCollection.register_fully_connected,
+        "fully_connected_multi": LayerCollection.register_fully_connected_multi,
+        "conv1d": LayerCollection.register_conv1d,
+        "conv2d": LayerCollection.register_conv2d,
+        "conv2d_multi": LayerCollection.register_conv2d_multi,
+        "convolution": LayerCollection.register_convolution,
+        "convolution_multi": LayerCollection.register_convolution_multi,
+        "conv_transpose": LayerCollection.register_conv_transpose,
+        "conv_transpose_multi": LayerCollection.register_conv_transpose_multi,
+        "grouped_convolution": LayerCollection.register_grouped_convolution,
+        "grouped_convolution_multi": LayerCollection.register_grouped_convolution_multi,
+        "depthwise_conv2d": LayerCollection.register_depthwise_conv2d,
+        "stacked_dense": LayerCollection.register_stacked_dense,
+        "embedding": LayerCollection.register_embedding,
+        "embedding_multi": LayerCollection.register_embedding_multi,
+        "scale_and_shift": LayerCollection.register_scale_and_shift,
+    },
+)

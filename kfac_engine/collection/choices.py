@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kfac_engine._types import Params
-from kfac_engine.approximations import DEFAULTS, accepted
+from kfac_engine.approximations import KINDS, accepted
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.blocks.base import FisherBlock, uses
 from kfac_engine.collection.coverage import Coverage
@@ -23,7 +23,7 @@ class ApproximationChoices(Coverage):
     def __init__(self, graph: OnnxModel | Mapping[str, tuple[int, ...]] | None) -> None:
         super().__init__(graph)
         self.fisher_blocks: dict[Params, FisherBlock] = {}
-        self._defaults = dict(DEFAULTS)
+        self._defaults = {kind: row.default for kind, row in KINDS.items()}
         self._linked: dict[frozenset[str], str | None] = {}
 
     # -- groups -----------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from math import inf
 from typing import TypeVar
 
 from kfac_engine._types import Params
-from kfac_engine.approximations import APPROXIMATIONS, GENERIC
+from kfac_engine.approximations import row as row_of
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
+from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.collection.choices import ApproximationChoices
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
@@ -152,9 +153,9 @@ class BlockRegistry(ApproximationChoices):
         """
         key = canonical_key(params)
         approx = self._resolve("generic", approx, key)
-        block = GENERIC[approx](self, key)
+        block = row_of("generic", approx).build(self, key)
         found = self._find_or_use(key, block, reuse, ("generic", approx), exact=True)
-        assert isinstance(found, GENERIC["full"])  # as `block` is
+        assert isinstance(found, NaiveFullFB)  # as `block` is
         found.register_additional_tower(batch_size)
         self._enter(key, found, ("generic", approx), inf)
 
@@ -208,7 +209,7 @@ class BlockRegistry(ApproximationChoices):
             )
         approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
-        block = self._find_or_use(key, APPROXIMATIONS[kind][approx].build(self, form), reuse, row)
+        block = self._find_or_use(key, row_of(kind, approx).build(self, form), reuse, row)
         block.register_additional_tower(*tensors)  # type: ignore[attr-defined] # layer blocks have it
         self._enter(key, block, row, max(len(uses(names)) for names in tensors))
 

@@ -12,9 +12,8 @@ from kfac_engine.bench.ceiling import Ceiling, Course, higher, measure_ceiling
 from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS, OURS_PLAIN, PEERS, running
 from kfac_engine.bench.measure import chosen, measure
 from kfac_engine.bench.usage import Usage
-from kfac_engine.config import Schedule
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
-from kfac_engine.scheduler import Work, plan
+from kfac_engine.scheduler import Schedule, Work, plan
 
 CEILING = Ceiling(threads=1, multiplications=1e9, copied_bytes=1e9)
 SLOW = Ceiling(threads=1, multiplications=7e8, copied_bytes=2e9)

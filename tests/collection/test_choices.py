@@ -3,7 +3,7 @@
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.approximations import DEFAULTS, accepted
+from kfac_engine.approximations import KINDS, accepted
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 
 # Kinds that the specification gives a property and a setter of their own.
@@ -63,9 +63,9 @@ def test_a_default_that_the_kind_does_not_accept_is_refused(kind):
         getattr(collection(), f"set_default_{kind}_approximation")("nonsense")
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_default_is_a_row_of_its_kind(kind):
-    assert DEFAULTS[kind] in accepted(kind)
+    assert KINDS[kind].default in accepted(kind)
 
 
 def test_an_unknown_kind_has_no_default():
