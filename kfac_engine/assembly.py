@@ -6,7 +6,7 @@ from math import prod
 
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.approximations import KINDS, LARGEST_FULL_SIDE, row
-from kfac_engine.autodiff.activity import behind_jumps, notes_of, nothing_to_train
+from kfac_engine.autodiff.activity import behind_jumps, no_slope, notes_of, nothing_to_train
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.model import OnnxModel
@@ -255,9 +255,7 @@ def register_layers(
 
 def _why_unreached(jump: Node | None) -> str:
     """Why a parameter has no gradient, where ``jump`` may hide it from the loss."""
-    if jump is None:
-        return "the loss does not depend on it"
-    return f"its gradient is zero: the loss sees it through {jump.op} (node '{jump.name}') alone"
+    return "the loss does not depend on it" if jump is None else no_slope(jump)
 
 
 def _placed(layer: Found, batch: Batch, chosen: Container[str]) -> list[Found]:

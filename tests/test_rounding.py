@@ -80,7 +80,7 @@ def test_by_default_it_is_left_out_and_the_others_have_their_gradients(end: str)
 
 @pytest.mark.parametrize("call", [ke.Engine.from_onnx, ke.differentiate])
 def test_where_nothing_else_trains_the_error_names_the_quantizer(call) -> None:
-    with pytest.raises(ModelError, match=r"'b' is not trained: before a quantizer.*Quantize.*Use"):
+    with pytest.raises(ModelError, match=r"'b' is not trained: before a quantizer.*Quantize.*Take"):
         call(rounded(("static", "static"), "product"), loss="categorical", freeze="c")
 
 
@@ -129,11 +129,28 @@ JUMPS = {
 
 
 @pytest.mark.parametrize("op", JUMPS)
-def test_a_gradient_that_jumps_make_zero_is_explained(op: str) -> None:
+def test_a_parameter_that_jumps_hide_is_left_out_with_a_note(op: str) -> None:
     text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
-    engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
+    model = parser.parse_model(text)
+    inputs = models.random_inputs(model)
+    result = ke.precondition(model, inputs, np.zeros(3, int), loss="categorical")
+    (note,) = result.notes
+    assert note.startswith(f"'b' is not trained: without a gradient but zero, behind a jump ({op} ")
+    assert list(result.gradients) == ["c"]
+
+
+@pytest.mark.parametrize("op", JUMPS)
+def test_a_zero_that_was_asked_for_is_explained(op: str) -> None:
+    text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
+    engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical", trainable="[bc]")
     reasons = {layer.parameters[0]: layer.reason for layer in engine.layers}
-    assert f"through {op} (node" in reasons["b"]
+    assert f"behind a jump ({op} node" in reasons["b"]
+
+
+def test_a_jump_beside_a_smooth_path_leaves_a_parameter_trainable() -> None:
+    text = f"{HEAD} {{ h = Add (input, b)  k = Floor (h)  r = Sub (h, k)  output = Mul (r, c) }}"
+    engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
+    assert list(engine.parameters) == ["b", "c"]
 
 
 def test_a_parameter_that_is_not_read_by_the_loss_is_said_to_be_so() -> None:
@@ -195,7 +212,8 @@ def test_what_lies_behind_rounding_is_what_the_paths_of_the_graph_say() -> None:
             rounded_ways = [way for way in smooth if any(n.op in QUANTIZERS for n in way)]
             blocked = behind_quantizers(graph, facts, [end], [name])
             assert bool(blocked) == bool(rounded_ways)
+            jumps = behind_jumps(graph, facts, [end], [name])
             if not smooth and paths(graph, name, end):
-                assert behind_jumps(graph, facts, [end], [name])[name].op == "Sign"
+                assert jumps[name].op == "Sign"
             seen["behind" if rounded_ways else "free" if smooth else "zero"] += 1
     assert min(seen.values()) > 30

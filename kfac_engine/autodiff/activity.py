@@ -80,6 +80,18 @@ def behind_quantizers(
     Returns:
         Each with the last node that rounds on the way.
     """
+    last = _smooth(graph, facts, outputs, wrt, stops)
+    return {name: node for name in wrt if (node := last.get(name))}
+
+
+def _smooth(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    outputs: Iterable[str],
+    wrt: Sequence[str],
+    stops: Container[str] = frozenset(),
+) -> dict[str, Node | None]:
+    """Values between ``wrt`` and the outputs by way of no jump, each with its last quantizer."""
     found = activity(graph, facts, wrt)
 
     def hands_on(node: Node, made: Sequence[str]) -> bool:
@@ -87,7 +99,7 @@ def behind_quantizers(
         return node.qualified_op not in ZERO_DERIVATIVE and bool(depends)
 
     last = _last_marked(graph, outputs, hands_on, lambda node: rounds(node, facts))
-    return {name: last[name] for name in found.members(wrt) if name in last}
+    return {name: last[name] for name in found.members(last)}
 
 
 def behind_jumps(
@@ -114,7 +126,7 @@ def behind_jumps(
         return node.qualified_op not in ONLY_SHAPES
 
     last = _last_marked(graph, outputs, hands_on, marks)
-    return {name: last[name] for name in wrt if name in last}
+    return {name: node for name in wrt if (node := last.get(name))}
 
 
 def _last_marked(
@@ -122,21 +134,16 @@ def _last_marked(
     outputs: Iterable[str],
     hands_on: Callable[[Node, Sequence[str]], bool],
     marks: Callable[[Node], bool],
-) -> dict[str, Node]:
-    """Values to the last marked node between them and the outputs."""
-    reached, last = set(outputs), dict[str, Node]()
+) -> dict[str, Node | None]:
+    """Values that outputs depend on, each with the last marked node in between, if there is any."""
+    last: dict[str, Node | None] = dict.fromkeys(outputs)
     for node in reversed(graph.nodes):
-        made = [name for name in node.outputs if name in reached]
-        if not made or not hands_on(node, made):
-            continue
-        reads = [name for name in (*node.inputs, *node.captures) if name]
-        reached.update(reads)
-        marked = next((last[name] for name in made if name in last), None)
-        if marked is None and marks(node):
-            marked = node
-        if marked is not None:
-            for name in reads:
-                last.setdefault(name, marked)
+        made = [name for name in node.outputs if name in last]
+        if made and hands_on(node, made):
+            marked = next((last[name] for name in made if last[name]), None)
+            marked = marked or (node if marks(node) else None)
+            for name in filter(None, (*node.inputs, *node.captures)):
+                last[name] = last.get(name) or marked
     return last
 
 
@@ -146,7 +153,7 @@ def left_out(
     outputs: Iterable[str],
     parameters: Sequence[str],
 ) -> dict[str, str]:
-    """Parameters without a derivative because what comes of them is rounded.
+    """Parameters without a derivative, or only zero, because what comes of them is rounded.
 
     Args:
         graph: Forward graph.
@@ -157,20 +164,31 @@ def left_out(
     Returns:
         Those that are not to be trained, each with the reason, in words that can follow "it is".
     """
-    return {
-        name: f"before a quantizer, through which no gradient passes ({_described(node)})"
-        for name, node in behind_quantizers(graph, facts, outputs, parameters).items()
-    }
+    smooth = _smooth(graph, facts, outputs, parameters)
+    zero = [name for name in parameters if name not in smooth]
+    jumps = behind_jumps(graph, facts, outputs, zero)
+    left = {name: no_slope(node) for name, node in jumps.items()}
+    for name in parameters:
+        if node := smooth.get(name):
+            left[name] = (
+                f"before a quantizer, through which no gradient passes ({_described(node)})"
+            )
+    return left
+
+
+def no_slope(jump: Node) -> str:
+    """What a parameter is that reaches an output through a jump alone."""
+    return f"without a gradient but zero, behind a jump ({_described(jump)})"
 
 
 def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
-    """What ``left_out`` found, one sentence a reason."""
+    """What ``left_out`` found, one sentence a reason, with the node that the first names."""
     alike: dict[str, list[str]] = {}
     for name, reason in left.items():
-        alike.setdefault(reason, []).append(name)
+        alike.setdefault(reason.partition(" (")[0], []).append(name)
     return tuple(
-        f"{_several(names)} {'is' if len(names) == 1 else 'are'} not trained: {reason}"
-        for reason, names in alike.items()
+        f"{_several(names)} {'is' if len(names) == 1 else 'are'} not trained: {left[names[0]]}"
+        for names in alike.values()
     )
 
 
@@ -185,12 +203,12 @@ def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]
     Returns:
         What is wrong, and what to do.
     """
-    what = f"the gradient of {', '.join(outputs)} is zero for each parameter of model '{model}'"
+    results = f"{'depends' if len(outputs) == 1 else 'depend'} on no trainable parameter"
     if not left:
-        return f"{what}: it depends on none, or through jumps only."
+        return f"{', '.join(outputs)} {results} of model '{model}'."
     return (
-        f"{what} that is trained; {'; '.join(notes_of(left))}. Use the model as it was before "
-        f"quantization."
+        f"{', '.join(outputs)} {results} of model '{model}' that has a gradient: "
+        f"{'; '.join(notes_of(left))}. Take the model as it was before it was quantized."
     )
 
 
