@@ -93,6 +93,8 @@ class EngineOptions:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise InputError(f"{name} must be at least 1, got {count}.")
+        if self.seed < 0:
+            raise InputError(f"seed must be at least 0, got {self.seed}.")
         check_reduction(self.reduction)
 
     @property

@@ -258,8 +258,11 @@ def _others_move(before: Array, after: Array, changed: int, size: int, place: Pl
     """Whether entries of a value differ that do not belong to the changed example."""
     if before.shape != after.shape:
         return True
-    scale = _ROUNDING * float(np.abs(before).max(initial=0)) if before.dtype.kind == "f" else 0
-    moved = np.abs(before.astype(np.float64) - after.astype(np.float64)) > scale
+    if before.dtype.kind == "f":
+        scale = _ROUNDING * float(np.abs(before).max(initial=0))
+        moved = np.abs(before.astype(np.float64) - after.astype(np.float64)) > scale
+    else:
+        moved = before != after
     if place is None:
         return bool(moved.any())
     sides, others = moved.shape, [i for i in range(size) if i != changed]
@@ -277,7 +280,8 @@ def _with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array
     """The array with one example replaced by that of the other end, or by another identifier."""
     moved = np.moveaxis(array.copy(), axis, 0)
     other = moved[-1 if changed == 0 else 0]
-    moved[changed] = other if array.dtype.kind == "f" else new_id(other)
+    # Text may be a key of a table: another one that is legal is not known.
+    moved[changed] = new_id(other) if array.dtype.kind in "biu" else other
     return np.moveaxis(moved, 0, axis)
 
 

@@ -29,6 +29,7 @@ from kfac_engine.graph.widen import widened
 # some exporters bake it into Reshape targets.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
 _MOST_ENTRIES = 2**31  # of an input that is made up
+_TEXT = np.dtype(object)  # ONNX Runtime tells the types of numbers only
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -217,7 +218,7 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
     dtypes = session(graph.nodes, computed).output_dtypes
     found = session((*graph.nodes, *measures), tuple(shapes)).run(tuple(shapes), feeds)
     return facts | {
-        name: Fact(dtypes[name], tuple(int(side) for side in found[shape]))
+        name: Fact(dtypes.get(name, _TEXT), tuple(int(side) for side in found[shape]))
         for shape, name in shapes.items()
     }
 

@@ -177,7 +177,13 @@ _ENGINE_OPTIONS = (
         metavar="MB",
         help="Bound of working memory, in MB; 64 on a CPU by default.",
     ),
-    click.option("--seed", default=0, show_default=True, help="Of sampled targets."),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Of sampled targets.",
+    ),
 )
 
 
