@@ -66,7 +66,8 @@ def test_bodies_that_fit_are_taken():
     plain = """
       z = Loop <body = b (int64 i, bool go_on) => (bool on, int64 k) {
         on = Identity(go_on)  k = Identity(i) }> (n, "")
-      v, unread = Loop <body = c (int64 i, bool go_on, float[n, 4] a) => (bool on, float[n, 4] c, int64 k) {
+      v, unread = Loop <body = c (int64 i, bool go_on, float[n, 4] a)
+        => (bool on, float[n, 4] c, int64 k) {
         on = Identity(go_on)  c = Mul(a, W)  k = Identity(i) }> (n, "", x)
       s = ReduceSum <keepdims = 0> (z)
       f = CastLike(s, x)
