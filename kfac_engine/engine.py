@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, build, multiplied, refreshes
+from kfac_engine.autodiff.feeds import disagreements
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.backend.namespace import in_library, on_host
 from kfac_engine.backend.place import HOST
@@ -74,6 +75,8 @@ class Engine:
         self._found = assembly.found
         self._exps = tuple(exps)
         self._refreshes = refreshes(assembly.collection)
+        hints = (layer.hint for layer in self.layers if layer.hint)
+        self._standing_notes = (*assembly.notes, *hints)
         self._history = LossHistory()
 
     @classmethod
@@ -138,14 +141,15 @@ class Engine:
             if update_buffers:
                 self._model.update_buffers(trace)
             handed = self._model.hand_out(found.gradients)
-            return Result(found.loss, handed, natural, self._assembly.notes, record.stages)
+            return Result(found.loss, handed, natural, self._notes(trace), record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with blas_alone():
-            found = self._differentiate(self._run(inputs, targets))
+            trace = self._run(inputs, targets)
+            found = self._differentiate(trace)
             handed = self._model.hand_out(found.gradients)
-            return Result(found.loss, handed, {}, self._assembly.notes)
+            return Result(found.loss, handed, {}, self._notes(trace))
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.
@@ -267,6 +271,10 @@ class Engine:
         if self.counter == 0:
             examples = batch_size(self._task.batch, inputs) or self._task.batch.size
             self._footprint.require(examples, available_memory)
+
+    def _notes(self, trace: Trace) -> tuple[str, ...]:
+        """What the caller should know of a batch that was run."""
+        return (*self._standing_notes, *disagreements(self._model.graph, trace))
 
     def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of any library, for the model: where it runs, or on the host."""

@@ -19,17 +19,19 @@ from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
-from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
+from kfac_engine.autodiff.feeds import check_inputs, check_parameters, disagreements
 from kfac_engine.autodiff.finish import FinishingSession
 from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
+from kfac_engine.autodiff.samples import measured_facts, sample_facts
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.backend.numpy_backend import SCRATCH_BYTES
 from kfac_engine.backend.place import HOST, Place
+from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
@@ -153,7 +155,9 @@ class OnnxModel:
         Raises:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
-            ShapeError: An input does not fit its declared shape.
+            ShapeError: An input does not fit its declared shape, or the run failed on inputs with
+                several sizes of one symbol.
+            BackendError: The run failed on other inputs.
             NonFiniteError: An input holds NaN or infinity.
         """
         checked = check_inputs(self.graph, inputs)
@@ -161,10 +165,16 @@ class OnnxModel:
         feeds |= self._stored
         if parameters is not None:
             feeds |= self._checked(parameters)
-        if targets is None:
-            return Trace(self, feeds, {})
+        targets = {} if targets is None else targets
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        return Trace(self, feeds, {name: self.place.own(array) for name, array in named.items()})
+        extra = {name: self.place.own(array) for name, array in named.items()}
+        try:
+            return Trace(self, feeds, extra)
+        except BackendError as failure:
+            differing = disagreements(self.graph, checked)
+            if not differing:
+                raise
+            raise ShapeError(f"{failure} {'; '.join(differing)}.") from failure
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values; the next evaluation uses them. All are taken or none.
@@ -251,14 +261,18 @@ class OnnxModel:
         self.facts[node.outputs[0]] = self.facts[like]
         self.defined.add(node.outputs[0])
 
-    def extend(self, nodes: Sequence[Node], facts: Mapping[str, Fact]) -> None:
+    def extend(
+        self, nodes: Sequence[Node], facts: Mapping[str, Fact], constants: Mapping[str, Array]
+    ) -> None:
         """Add nodes behind those of the graph, before anything is differentiated.
 
         Args:
             nodes: In topological order.
-            facts: Element type and shape of their results.
+            facts: Element type and shape of their results, and of ``constants``.
+            constants: That they read.
         """
-        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes))
+        known = {**self.graph.constants, **constants}
+        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes), constants=known)
         self.facts = {**self.facts, **facts}
 
     def fetch(

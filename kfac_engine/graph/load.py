@@ -49,6 +49,9 @@ from kfac_engine.graph.write import tensor, value_info
 # their values, only their types.
 _LARGE_BYTES = 4096
 
+# What exporters write in place of a symbol.
+_NO_SYMBOLS = frozenset({"", "?", "-1", "None"})
+
 # Where a model may come from: a path, the bytes of a file, or a message.
 ModelSource: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -233,10 +236,11 @@ def _inputs(
 
 
 def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    """A size or a symbol; old exporters write -1 for a size they do not know."""
+    """A size or a symbol; old exporters write -1 for a size they do not know, others a word."""
     if side.HasField("dim_value"):
         return side.dim_value if side.dim_value >= 0 else None
-    return side.dim_param or None
+    unknown = side.dim_param in _NO_SYMBOLS or side.dim_param.startswith("unk__")
+    return None if unknown else side.dim_param
 
 
 def _decode_all(working: onnx.GraphProto, template: onnx.GraphProto) -> None:
