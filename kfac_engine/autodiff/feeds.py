@@ -1,6 +1,7 @@
 """What a user feeds to a model, checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.backend.numpy_sums import all_finite
 from kfac_engine.backend.place import HOST, Place
 from kfac_engine.errors import (
+    BackendError,
     InputError,
     NonFiniteError,
     ShapeError,
@@ -79,6 +81,23 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
         for symbol, found in sizes.items()
         if len(found) > 1
     )
+
+
+@contextmanager
+def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
+    """Tell of disagreements where a run on checked inputs fails.
+
+    Raises:
+        BackendError: The run failed.
+        ShapeError: It did on inputs that disagree.
+    """
+    try:
+        yield
+    except BackendError as failure:
+        differing = disagreements(graph, inputs)
+        if not differing:
+            raise
+        raise ShapeError(f"{failure} {'; '.join(differing)}.") from failure
 
 
 def check_parameters(

@@ -19,7 +19,7 @@ from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
-from kfac_engine.autodiff.feeds import check_inputs, check_parameters, disagreements
+from kfac_engine.autodiff.feeds import check_inputs, check_parameters, explained
 from kfac_engine.autodiff.finish import FinishingSession
 from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.lower import lowered
@@ -31,7 +31,6 @@ from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.backend.numpy_backend import SCRATCH_BYTES
 from kfac_engine.backend.place import HOST, Place
-from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
@@ -155,9 +154,7 @@ class OnnxModel:
         Raises:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
-            ShapeError: An input does not fit its declared shape, or the run failed on inputs with
-                several sizes of one symbol.
-            BackendError: The run failed on other inputs.
+            ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
             NonFiniteError: An input holds NaN or infinity.
         """
         checked = check_inputs(self.graph, inputs)
@@ -167,14 +164,9 @@ class OnnxModel:
             feeds |= self._checked(parameters)
         targets = {} if targets is None else targets
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        extra = {name: self.place.own(array) for name, array in named.items()}
-        try:
-            return Trace(self, feeds, extra)
-        except BackendError as failure:
-            differing = disagreements(self.graph, checked)
-            if not differing:
-                raise
-            raise ShapeError(f"{failure} {'; '.join(differing)}.") from failure
+        own = {name: self.place.own(array) for name, array in named.items()}
+        with explained(self.graph, checked):
+            return Trace(self, feeds, own)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values; the next evaluation uses them. All are taken or none.
