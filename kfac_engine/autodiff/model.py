@@ -162,9 +162,8 @@ class OnnxModel:
         feeds |= self._stored
         if parameters is not None:
             feeds |= self._checked(parameters)
-        targets = {} if targets is None else targets
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        own = {name: self.place.own(array) for name, array in named.items()}
+        own = {name: self.place.own(a) for name, a in named.items() if a is not None}
         with explained(self.graph, checked):
             return Trace(self, feeds, own)
 
