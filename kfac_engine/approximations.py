@@ -39,7 +39,6 @@ class Approximation:
         fills_scratch: Whether statistics go through gradients of examples, which fill all scratch
             memory there is.
         eigenvectors: Whether refreshes decompose factors whatever the power.
-        dense: Whether the input's and the output's factor are matrices.
     """
 
     build: LayerRecipe
@@ -48,7 +47,6 @@ class Approximation:
     examples_first: bool = False
     fills_scratch: bool = False
     eigenvectors: bool = False
-    dense: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +120,13 @@ _DIAGONAL = "mean of squared per-example gradients"
 _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
 # Approximations that measure the gradient of each example.
 _of_examples = partial(Approximation, examples_first=True, fills_scratch=True)
+_AFFINE = {
+    "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
+    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
+}
 _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
-    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False)),
+    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
 }
 _REDUCE = _of_examples(
     ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
@@ -132,7 +134,7 @@ _REDUCE = _of_examples(
 _EKFAC = _of_examples(
     EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884", eigenvectors=True
 )
-_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False))
+_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL)
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 _CONVOLUTION_USES = {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)}
 
@@ -147,17 +149,10 @@ KINDS: Registry[LayerKind] = Registry(
         "fully_connected": LayerKind(
             {
                 "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
-                "kron_in_diag": Approximation(
-                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
-                ),
-                "kron_out_diag": Approximation(
-                    _kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC, dense=(True, False)
-                ),
+                "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
+                "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
                 "kron_both_diag": Approximation(
-                    _kronecker(DIAGONAL, DIAGONAL),
-                    "diag(A) ⊗ diag(G)",
-                    _KFAC,
-                    dense=(False, False),
+                    _kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC
                 ),
                 "kron_reduce": _REDUCE,
                 "ekfac": _EKFAC,
@@ -183,16 +178,13 @@ KINDS: Registry[LayerKind] = Registry(
             {
                 "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
                 "kron_indep_in_diag": Approximation(
-                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES, dense=(False, True)
+                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
                 ),
                 "kron_indep_out_diag": Approximation(
-                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES, dense=(True, False)
+                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
                 ),
                 "kron_indep_both_diag": Approximation(
-                    _multi(DIAGONAL, DIAGONAL),
-                    "u · diag(A) ⊗ diag(G)",
-                    _USES,
-                    dense=(False, False),
+                    _multi(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES
                 ),
                 "kron_series_1": Approximation(
                     _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True
@@ -215,44 +207,17 @@ KINDS: Registry[LayerKind] = Registry(
         "depthwise_conv2d": LayerKind(dict(reversed(_GROUPS.items())), window=True),
         "stacked_dense": LayerKind(_GROUPS),
         "embedding": LayerKind(
-            {
-                "kron": Approximation(
-                    _kronecker(DIAGONAL, DENSE),
-                    "diag(A) ⊗ G",
-                    _KFAC,
-                    examples_first=True,
-                    dense=(False, True),
-                )
-            }
+            {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)}
         ),
         "embedding_multi": LayerKind(
-            {
-                "kron_indep": Approximation(
-                    _multi(DIAGONAL, DENSE),
-                    "u · diag(A) ⊗ G",
-                    _USES,
-                    examples_first=True,
-                    dense=(False, True),
-                )
-            }
+            {"kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES)}
         ),
-        "scale_and_shift": LayerKind(
-            {
-                "full": Approximation(
-                    ScaleShiftFB, "F", "second moment of per-example gradients", examples_first=True
-                ),
-                "diagonal": Approximation(
-                    _SQUARES, "diag(F)", _DIAGONAL, examples_first=True, dense=(False, False)
-                ),
-            },
-            large="diagonal",
-        ),
+        "scale_and_shift": LayerKind(_AFFINE, large="diagonal"),
+        "shift": LayerKind(_AFFINE, large="diagonal"),
         # Parameters without a layer: blocks are made from names, not from a layer's form.
         "generic": LayerKind(
             {
-                "diagonal": Approximation(
-                    NaiveDiagonalFB, "diag(g²)", _DIAGONAL, dense=(False, False)
-                ),
+                "diagonal": Approximation(NaiveDiagonalFB, "diag(g²)", _DIAGONAL),
                 "full": Approximation(
                     NaiveFullFB, "g gᵀ", "second moment of per-example gradients"
                 ),

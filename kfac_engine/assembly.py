@@ -9,7 +9,6 @@ from kfac_engine.approximations import KINDS, LARGEST_FULL_SIDE, row
 from kfac_engine.autodiff.activity import behind_jumps, no_slope, notes_of, nothing_to_train
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
-from kfac_engine.autodiff.examples import with_batch_axes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.placement import placed
 from kfac_engine.backend.namespace import on_host
@@ -53,18 +52,12 @@ class Task:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What losses read in place of outputs, and what may be taken wrongly, in words."""
-        reads = (
+        """What losses read in place of outputs, in words."""
+        return tuple(
             f"the loss on '{head.output}' reads '{head.logits.value}', {head.logits.how}"
             for head in self.heads
             if head.logits
         )
-        return (*reads, *self.doubts)
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """What may be taken wrongly, in words."""
-        return tuple(filter(None, (*(head.doubt for head in self.heads), self.batch.note)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +113,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     inputs = options.sample_inputs
     if isinstance(inputs, Mapping):
         inputs = on_host(inputs, backend)
-    loaded = load_model(source)
-    named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
     model = OnnxModel(
-        replace(loaded, graph=replace(loaded.graph, inputs=named)),
+        load_model(source),
         trainable=options.trainable,
         freeze=options.freeze,
         threads=threads,
@@ -177,7 +168,7 @@ def register_losses(
     heads, batch = choose_heads(model.graph, model.facts, options, inputs)
     for head in heads:
         if head.logits:
-            model.extend(head.logits.nodes, head.logits.facts, head.logits.constants)
+            model.extend(head.logits.nodes, head.logits.facts)
     counted = _batch_first(model, batch)
     if counted:
         collection.count_examples_by(counted)
@@ -239,21 +230,23 @@ def register_layers(
     # A use that the loss does not depend on is none.
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
     dtypes = {name: fact.dtype for name, fact in model.facts.items()}
-    found = discover(graph, tuple(reached), shapes, task.batch.size, dtypes)
-    placed = [kept for layer in found.layers for kept in _placed(layer, task.batch, chosen)]
+    alone = {name: p.axis for name, p in task.batch.places.items() if p.repeats == 1}
+    found = discover(graph, tuple(reached), shapes, task.batch.size, dtypes, alone)
     apart = {layer.parameters[0]: (Part(layer.parameters[0]),) for layer in unreached}
+    placed = [kept for layer in found.layers for kept in _placed(layer, task.batch, chosen)]
     found = Discovery((*placed, *unreached), {**found.parts, **apart})
     for layer in found.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
             collection.register_generic(key, objective.batch or objective.inputs[0])
         else:
-            if layer.computed:
-                model.define(layer.computed.node, layer.computed.constants, layer.computed.like)
+            for value in layer.computed:
+                model.define(value.node, value.constants, value.like)
+            read = {"inputs": layer.inputs} if layer.inputs else {}
             REGISTRATIONS[layer.kind](
                 collection,
                 key,
-                inputs=layer.inputs,
+                **read,
                 outputs=layer.outputs,
                 approx=_frugal(layer, collection) if layer.kind not in chosen else None,
                 **layer.options,

@@ -14,16 +14,16 @@ from tests import oracle
 N, T, D, C = 16, 3, 4, 2
 # float64 throughout; the oracle differentiates numerically and is good to 1e-11.
 EXACT = 1e-9
-PARAMETERS = ("slope", "free", "odd", "left", "right", "angle")
+PARAMETERS = ("divisor", "free", "odd", "left", "right", "angle")
 LOSSES = ("categorical", "normal", "multi_bernoulli")
 
 HEADER = '<ir_version: 8, opset_import: ["": 18]> g (double[{shape}] x) => (double[{out}] y)'
-WEIGHTS = f"""<double[{D}] slope, double[{T}, 1] free, double[1, {T}, 1] odd, double[{D}, 3] left,
+WEIGHTS = f"""<double[{D}] divisor, double[{T}, 1] free, double[1, {T}, 1] odd, double[{D}, 3] left,
 double[3, {C}] right, double[{C}] angle>"""
-# A slope, a bias along positions, a scale along positions, a weight that is a product of two, and a
-# bias that is a sine: their gradients reach them through broadcasts, products and functions.
+# A divisor, a bias along positions, a scale along positions, a weight that is a product of two, and
+# a bias that is a sine: their gradients reach them through broadcasts, products and functions.
 BODY = """
-    a = PRelu(h, slope)  b = Add(a, free)  c = Mul(b, odd)
+    a = Div(h, divisor)  b = Add(a, free)  c = Mul(b, odd)
     w = MatMul(left, right)  z = MatMul(c, w)  s = Sin(angle)  o = Add(z, s)
 """
 SPELLINGS = {

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from kfac_engine.blocks.base import FactorOwner, GradsList
+from kfac_engine.blocks.base import FactorOwner, GradsList, TowerNames, uses
 from kfac_engine.blocks.single import SingleLayerFB
+from kfac_engine.errors import RegistrationError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
@@ -15,14 +16,21 @@ from kfac_engine.layers.broadcast import Reduction
 
 @dataclass(frozen=True, slots=True)
 class ScaleShiftForm:
-    """How a scale, and a shift if there is one, are broadcast against the data."""
+    """How a scale, a shift or both are broadcast against the data.
 
-    scale: Reduction
+    Attributes:
+        scale: None without one.
+        shift: None without one.
+    """
+
+    scale: Reduction | None
     shift: Reduction | None
 
 
 class ScaleShiftFB(SingleLayerFB):
-    """The block of a scale and a shift, the vector being ``[scale, shift]``, row-major each.
+    """The block of a scale, a shift or both, the vector being ``[scale, shift]``, row-major each.
+
+    The parameters may be used several times: a tower then lists the data of each use.
 
     Args:
         collection: Owner of the factor.
@@ -43,6 +51,27 @@ class ScaleShiftFB(SingleLayerFB):
         self.form = form
         self._statistic = statistic
         self._factor_class = factor
+
+    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
+        """Add a mini-batch shard.
+
+        Args:
+            inputs: Names of the data before scaling, one a use; empty without a scale.
+            outputs: Names of the data after it, likewise.
+
+        Raises:
+            RegistrationError: Inputs and outputs list different numbers of uses.
+        """
+        counts = len(uses(inputs)), len(uses(outputs))
+        if counts[0] != (counts[1] if self.form.scale else 0):
+            raise RegistrationError(
+                f"the block of {self.params} takes an input for each of {counts[1]} output(s) of a "
+                f"scale, and none without a scale; got {counts[0]}."
+            )
+        self._towers.add(inputs, outputs)
+
+    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+        return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         size = sum(prod(shape) for shape in shapes)

@@ -62,7 +62,7 @@ class LayerCollection(
 
 
 # Kind of layer to what registers it with a collection: takes the collection, the parameters,
-# ``inputs``, ``outputs``, ``approx`` and options of its own.
+# ``inputs`` where a layer reads some, ``outputs``, ``approx`` and options of its own.
 REGISTRATIONS: Registry[Callable[..., None]] = Registry(
     "kind of layer",
     {
@@ -82,5 +82,6 @@ REGISTRATIONS: Registry[Callable[..., None]] = Registry(
         "embedding": LayerCollection.register_embedding,
         "embedding_multi": LayerCollection.register_embedding_multi,
         "scale_and_shift": LayerCollection.register_scale_and_shift,
+        "shift": LayerCollection.register_shift,
     },
 )

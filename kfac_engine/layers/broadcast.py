@@ -5,14 +5,19 @@ from math import prod
 from typing import Protocol
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, ShapeError
 
 
 class Reduction(Protocol):
     """The axes that a parameter does not have, or has with one entry only."""
 
+    @property
+    def batch_axis(self) -> int:
+        """Axis of the data that holds the examples."""
+
     def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Axes of data of this shape, the batch first, that are summed for each example."""
+        """Axes of data of this shape that are summed for each example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,10 @@ class SummedAxes:
                 f"broadcast axes {self.axes} must be different and positive: axis 0 is the batch."
             )
 
+    @property
+    def batch_axis(self) -> int:
+        return 0
+
     def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if self.axes and max(self.axes) >= len(shape):
             raise ShapeError(f"broadcast axes {self.axes} do not exist in data of shape {shape}.")
@@ -49,15 +58,18 @@ class BroadcastShape:
     Attributes:
         shape: Of the parameter.
         feature_axis: Axis of the data that the parameter's last axis lies along.
+        batch_axis: Axis of the data that holds the examples.
     """
 
     shape: tuple[int, ...]
     feature_axis: int = -1
+    batch_axis: int = 0
 
     def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         rank = len(shape)
-        if not -rank <= self.feature_axis < rank:
-            raise ShapeError(f"data of shape {shape} has no axis {self.feature_axis}.")
+        for axis in (self.feature_axis, self.batch_axis):
+            if not -rank <= axis < rank:
+                raise ShapeError(f"data of shape {shape} has no axis {axis}.")
         trailing = rank - 1 - self.feature_axis % rank
         missing = rank - trailing - len(self.shape)
         aligned = (1,) * missing + self.shape + (1,) * trailing
@@ -65,7 +77,7 @@ class BroadcastShape:
             raise ShapeError(
                 f"a parameter of shape {self.shape} has too many axes for data of shape {shape}."
             )
-        if aligned[0] != 1:
+        if aligned[self.batch_axis] != 1:
             raise ShapeError(
                 f"a parameter of shape {self.shape} differs from example to example of data of "
                 f"shape {shape}; along the batch axis it must have one entry."
@@ -74,16 +86,19 @@ class BroadcastShape:
             raise ShapeError(
                 f"a parameter of shape {self.shape} cannot be broadcast to data of shape {shape}."
             )
-        return tuple(axis for axis in range(1, rank) if aligned[axis] == 1)
+        others = (axis for axis in range(rank) if axis != self.batch_axis)
+        return tuple(axis for axis in others if aligned[axis] == 1)
 
 
 def per_example(gradient: Array, reduction: Reduction) -> Array:
     """Gradients over the data summed to the parameter's entries: ``(n, entries)``."""
-    rows: Array = gradient.sum(axis=reduction.summed(gradient.shape))
-    return rows.reshape(len(gradient), -1)
+    summed, batch = reduction.summed(gradient.shape), reduction.batch_axis
+    rows = gradient.sum(axis=summed)
+    moved: Array = array_module(rows).moveaxis(rows, batch - sum(a < batch for a in summed), 0)
+    return moved.reshape(gradient.shape[batch], -1)
 
 
 def entries(shape: tuple[int, ...], reduction: Reduction) -> int:
     """Entries of the parameter, from the shape of the data."""
-    summed = reduction.summed(shape)
-    return prod(side for axis, side in enumerate(shape) if axis > 0 and axis not in summed)
+    left_out = (*reduction.summed(shape), reduction.batch_axis)
+    return prod(side for axis, side in enumerate(shape) if axis not in left_out)

@@ -8,12 +8,13 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.graph.moves import ONLY_SHAPES
-from kfac_engine.graph.structure import Graph
-from kfac_engine.graph.subgraph import handed_on
+from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.subgraph import handed_on, of_data
 from kfac_engine.layers.found import Found, Scene
-from kfac_engine.layers.matchers import match
+from kfac_engine.layers.matchers import Matcher, match
 from kfac_engine.layers.parts import Held, Part, held_values, is_move
 from kfac_engine.layers.several import joined
+from kfac_engine.layers.shifts import SHIFTS, match_shift
 
 # The layout of a dense weight, and that of its transpose.
 _TURNED = {"IO": "OI", "OI": "IO"}
@@ -39,6 +40,7 @@ def discover(
     shapes: Mapping[str, tuple[int, ...]],
     batch: int,
     dtypes: Mapping[str, DType] | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> Discovery:
     """All layers of a graph, then the parameters without one.
 
@@ -51,12 +53,17 @@ def discover(
         shapes: Shape of every value in a sample run.
         batch: Length of the batch axis in that run.
         dtypes: Element types of values; those of the constants where left out.
+        axes: The axis that holds the examples, of values that have them alone on one; where left
+            out, the first axis of what depends on the data and is no longer there than the batch.
 
     Returns:
         The layers, and what they take of each parameter.
     """
     held = held_values(graph, trainable, shapes)
     types = dtypes or {name: array.dtype for name, array in graph.constants.items()}
+    if axes is None:
+        firsts = {name: shapes[name][:1] for name in of_data(graph) if name in shapes}
+        axes = {name: 0 for name, side in firsts.items() if side and side[0] <= batch}
     whole: dict[str, str] = {}  # parameters that cannot be taken apart, with the reason
     while True:
         groups = _groups(graph, frozenset(trainable) - whole.keys(), held)
@@ -64,7 +71,7 @@ def discover(
         if not unfit:
             values = frozenset(value for group in groups for value in group.values)
             shared = frozenset(v for group in groups if len(group.values) > 1 for v in group.values)
-            scene = Scene(graph, values, shapes, batch, held, types, shared)
+            scene = Scene(graph, values, shapes, batch, held, types, axes, shared)
             layers, reasons = _layers(scene, groups)
             unfit = _mixed(groups, layers, reasons)
             if not unfit:
@@ -118,27 +125,41 @@ def _overlapping(groups: Sequence[_Group], held: Mapping[str, Held]) -> dict[str
     }
 
 
-def _layers(scene: Scene, groups: Iterable[_Group]) -> tuple[list[Found], dict[str, str]]:
+def _layers(scene: Scene, groups: Sequence[_Group]) -> tuple[list[Found], dict[str, str]]:
     """Layers by their weights, and by value why the others make none."""
-    layers: list[Found] = []
-    reasons: dict[str, str] = {}
-    for group in groups:
-        found = _layer_of(scene, group)
+    outcomes = [_layer_of(scene, group, match) for group in groups]
+    claimed: set[str] = set()
+    for i, found in enumerate(outcomes):
         if isinstance(found, Found):
-            layers.append(_with_named_bias(scene, found))
-        else:
-            reasons[group.values[0]] = found
-    return layers, reasons
+            named = _with_named_bias(scene, found)
+            if not claimed.isdisjoint(named.parameters[1:]):
+                named = replace(named, parameters=named.parameters[:1])
+            claimed.update(named.parameters)
+            outcomes[i] = named
+    for i, group in enumerate(groups):
+        operands = {(node.qualified_op, index) for _, node, index in _uses(scene, group)}
+        if isinstance(outcomes[i], str) and not group.is_in(claimed) and operands <= SHIFTS.keys():
+            outcomes[i] = _layer_of(scene, group, match_shift)
+    return [found for found in outcomes if isinstance(found, Found)], {
+        group.values[0]: found
+        for group, found in zip(groups, outcomes, strict=True)
+        if isinstance(found, str)
+    }
 
 
-def _layer_of(scene: Scene, group: _Group) -> Found | str:
-    """The layer that some entries of a parameter are the weight of, over all their uses."""
-    uses = [
+def _uses(scene: Scene, group: _Group) -> list[tuple[str, Node, int]]:
+    """Values of a group with the nodes that compute with them."""
+    return [
         (value, node, index)
         for value in group.values
         for node, index in scene.graph.consumers[value]
         if not is_move(node, index, scene.held) and node.op not in ONLY_SHAPES
     ]
+
+
+def _layer_of(scene: Scene, group: _Group, match: Matcher) -> Found | str:
+    """The layer that some entries of a parameter are the weight of, over all their uses."""
+    uses = _uses(scene, group)
     matches = [match(scene, node, index) for _, node, index in uses]
     if len({isinstance(found, Found) for found in matches}) > 1:
         # The first step of a recurrence may act on a state that is the same for all examples.

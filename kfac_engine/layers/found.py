@@ -41,7 +41,7 @@ class Found:
         outputs: Name of its output before any nonlinearity, likewise; empty if generic.
         options: Keyword arguments of the registration: formats, strides, padding.
         reason: Why a parameter is generic; empty for layers.
-        computed: Computes the input, where the graph does not.
+        computed: Computes inputs that the graph does not, one a use.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Found:
     outputs: Tensors = ""
     options: Mapping[str, object] = field(default_factory=dict)
     reason: str = ""
-    computed: NewValue | None = None
+    computed: tuple[NewValue, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Scene:
         batch: Length of the batch axis in that run.
         held: Where the entries of parts of parameters lie.
         dtypes: Element types of values.
+        axes: The axis that holds the examples, of values that have them alone on one.
         shared: Those of ``trainable`` whose entries are computed with in another layout as well.
         by_shape: Whether what depends on the data by its shape alone counts as data: the initial
             state of a recurrence.
@@ -75,6 +76,7 @@ class Scene:
     batch: int
     held: Mapping[str, Held]
     dtypes: Mapping[str, DType]
+    axes: Mapping[str, int]
     shared: frozenset[str] = frozenset()
     by_shape: bool = False
 
@@ -87,6 +89,11 @@ class Scene:
     def data(self) -> frozenset[str]:
         """Values that depend on the data inputs, by more than their shape unless ``by_shape``."""
         return of_data(self.graph, () if self.by_shape else ONLY_SHAPES)
+
+    def only_user(self, value: str) -> tuple[Node | None, int]:
+        """The node that alone reads a value, or None, and which of its operands the value is."""
+        users = self.graph.consumers.get(value, ())
+        return users[0] if len(users) == 1 and value not in self.graph.outputs else (None, 0)
 
     def is_weight(self, name: str, rank: int) -> bool:
         """Whether ``name`` is a parameter with so many axes."""

@@ -5,11 +5,10 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.found import Found, Scene
 from kfac_engine.layers.moved_bias import moved_bias
-from kfac_engine.layers.scales import scale_of_normalization, scale_of_product
+from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, slope
 from kfac_engine.layers.slots import match_slots
 from kfac_engine.layers.views import Padding
 
@@ -22,7 +21,7 @@ def match(scene: Scene, node: Node, index: int) -> Found | str:
     operand = node.qualified_op, index
     if operand in _MATCHERS:
         return _MATCHERS[operand](scene, node, index)
-    return _ROLES.get(operand, f"operand {index} of {node.qualified_op}")
+    return f"operand {index} of {node.qualified_op}"
 
 
 # -- dense -----------------------------------------------------------------------------------------
@@ -145,8 +144,6 @@ def _gather(scene: Scene, node: Node, index: int) -> Found | str:
         return f"table of Gather, shape {scene.shapes[table]}"
     if ids not in scene.data or not shape:
         return "table of Gather whose indices do not depend on the data"
-    if shape[0] > scene.batch:
-        return "table of Gather, with more indices than examples on their first axis"
     return _embedding(scene, table, ids, node.outputs[0])
 
 
@@ -167,7 +164,7 @@ def _identifiers(scene: Scene, value: str) -> str:
     known = scene.graph.constants.get(values)
     fits = last and known is not None and known.tolist() == [0, 1] and ids in scene.data
     shape = scene.shapes[ids]
-    return ids if fits and shape and shape[0] <= scene.batch else ""
+    return ids if fits and shape else ""
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -177,17 +174,14 @@ def _with_bias(
     scene: Scene, value: str, weight: str, d_out: int, channel_axes: int
 ) -> tuple[str, tuple[str, ...]]:
     """The pre-activation and its bias, where ``value`` goes straight into an Add with one."""
-    users = scene.graph.consumers.get(value, ())
-    if len(users) != 1 or value in scene.graph.outputs:
+    user, position = scene.only_user(value)
+    if user is None:
         return value, ()
-    user, position = users[0]
     if user.op == "Add":
         bias = user.inputs[1 - position]
         fits = scene.is_bias(bias, weight, d_out, channel_axes)
         if fits and len(scene.shapes[bias]) <= len(scene.shapes[value]):
             return user.outputs[0], (bias,)
-    if user.op not in RELAYS:
-        return value, ()
     numbers = np.arange(d_out).reshape(d_out, *[1] * channel_axes)
     return value, moved_bias(scene, value, weight, numbers)
 
@@ -203,21 +197,11 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("Conv", 1): _conv,
     ("ConvTranspose", 1): _conv_transpose,
     ("Gather", 0): _gather,
+    ("PRelu", 1): slope,
     ("Mul", 0): scale_of_product,
     ("Mul", 1): scale_of_product,
     ("LayerNormalization", 1): scale_of_normalization,
     ("BatchNormalization", 1): scale_of_normalization,
     ("InstanceNormalization", 1): scale_of_normalization,
     ("GroupNormalization", 1): scale_of_normalization,
-}
-
-# What a parameter without a layer is, by the operand it is.
-_ROLES: Mapping[tuple[str, int], str] = {
-    ("LayerNormalization", 2): "shift of LayerNormalization",
-    ("BatchNormalization", 2): "shift of BatchNormalization",
-    ("InstanceNormalization", 2): "shift of InstanceNormalization",
-    ("GroupNormalization", 2): "shift of GroupNormalization",
-    ("Gemm", 2): "added by Gemm, but not one number a column of a layer",
-    ("Conv", 2): "bias of Conv, but not one number a channel of a layer",
-    ("ConvTranspose", 2): "bias of ConvTranspose, added to pixels that the filter does not count",
 }

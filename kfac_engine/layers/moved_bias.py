@@ -24,10 +24,11 @@ def moved_bias(scene: Scene, value: str, weight: str, numbers: Array) -> tuple[s
         The bias, or nothing.
     """
     features: Array = np.broadcast_to(numbers, scene.shapes[value])
-    user, position = _only_user(scene, value)
-    while user is not None and not user.domain and user.op in RELAYS and position == 0:
-        features = moved_entries(features, user, scene.shapes[user.outputs[0]])
-        user, position = _only_user(scene, user.outputs[0])
+    user, position = scene.only_user(value)
+    while user is not None and _is_view(scene, user) and position == 0:
+        constants, shape = scene.graph.constants, scene.shapes[user.outputs[0]]
+        features = moved_entries(features, user, constants, shape)
+        user, position = scene.only_user(user.outputs[0])
     if user is None or user.op != "Add":
         return ()
     bias = user.inputs[1 - position]
@@ -41,6 +42,7 @@ def moved_bias(scene: Scene, value: str, weight: str, numbers: Array) -> tuple[s
     return (bias,) if alike else ()
 
 
-def _only_user(scene: Scene, value: str) -> tuple[Node | None, int]:
-    users = scene.graph.consumers.get(value, ())
-    return users[0] if len(users) == 1 and value not in scene.graph.outputs else (None, 0)
+def _is_view(scene: Scene, node: Node) -> bool:
+    """Whether a node only moves entries; those that a Slice leaves out have no gradient."""
+    known = all(name in scene.graph.constants for name in node.inputs[1:] if name)
+    return not node.domain and (node.op in RELAYS or (node.op == "Slice" and known))

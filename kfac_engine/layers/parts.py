@@ -112,9 +112,11 @@ def is_move(node: Node, index: int, held: Mapping[str, Held]) -> bool:
     return moved and bool(made) and all(name in held for name in made)
 
 
-def moved_entries(entries: Array, node: Node, shape: tuple[int, ...]) -> Array:
-    """What one of ``RELAYS`` makes of an array, the shape of its result being known."""
-    return _MOVES[node.op](entries, node, {}, [shape])[0]
+def moved_entries(
+    entries: Array, node: Node, constants: Mapping[str, Array], shape: tuple[int, ...]
+) -> Array:
+    """What one of ``RELAYS``, or a Slice by constants, makes of an array; ``shape`` is its own."""
+    return _MOVES[node.op](entries, node, constants, [shape])[0]
 
 
 def split(parts: Mapping[str, Sequence[Part]], arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,14 +1,18 @@
-"""Parameters that scale and shift the data: those of normalizations, and of a product with a sum.
+"""Parameters that scale the data, with those that shift it then: of normalizations, of products.
 
-What is scaled must be known. A product has it as an operand. A normalization computes it within: it
-is added to the graph, as the same normalization with scale one and shift zero.
+What is scaled must be known. A product has it as an operand. A normalization and a ``PRelu``
+compute it within: it is added to the graph, as the same normalization with scale one and shift
+zero, or as the data below zero.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from kfac_engine.graph.normalised import before_scale
 from kfac_engine.graph.structure import Node
+from kfac_engine.graph.subgraph import handed_on
 from kfac_engine.layers.found import Found, NewValue, Scene
 
 _SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
@@ -30,90 +34,144 @@ class _Carried:
 
 
 def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
-    """The scale of ``x ∘ scale``, with a shift if that goes straight into a sum with one."""
+    """The scale of ``x ∘ scale``, with a shift if that goes straight into a sum with one.
+
+    A normalization may multiply the scale by the deviation ``x`` of each row, and ``z`` by that.
+
+    Args:
+        scene: The graph.
+        node: A Mul.
+        index: The operand that is a parameter.
+
+    Returns:
+        The layer, or why there is none.
+    """
     x, y = node.inputs[1 - index], node.outputs[0]
     scale = _carried(scene, node.inputs[index])
     if scale is None or x not in scene.data:
         return f"operand {index} of Mul, which does not depend on the data"
-    reason = _misfit(scene, scale.value, x, y)
-    if reason:
-        return reason
-    options = {"feature_axis": scale.axis} if scale.axis != -1 else {}
-    users = scene.graph.consumers.get(y, ())
-    if len(users) == 1 and users[0][0].op == "Add" and y not in scene.graph.outputs:
-        add, position = users[0]
-        shift = _carried(scene, add.inputs[1 - position])
-        # Both lie along one axis of the data, or each is as wide as it is.
-        fits = shift is not None and shift.axis == scale.axis
-        if shift and fits and not _misfit(scene, shift.value, y, add.outputs[0]):
-            names = scale.parameter, shift.parameter
-            return Found("scale_and_shift", names, x, add.outputs[0], options)
+    reason = misfit(scene, scale.value, y)
+    if reason or len(scene.shapes[x]) != len(scene.shapes[y]):
+        return reason or _of_shapes(scene, scale.value, x)
+    options = places(scene, y, scale.axis)
+    shift, shifted = _shift(scene, scale, y)
+    if shift:
+        return Found("scale_and_shift", (scale.parameter, shift), x, shifted, options)
+    outer, position = scene.only_user(y)
+    if outer is not None and outer.op == "Mul":
+        z, product = outer.inputs[1 - position], outer.outputs[0]
+        shift, shifted = _shift(scene, scale, product)
+        whole = np.broadcast_shapes(scene.shapes[x], scene.shapes.get(z, ()))
+        if shift and z in scene.data and whole == scene.shapes[y] == scene.shapes[product]:
+            made = f"{product} before its scale"
+            computed = NewValue(Node("Mul", (x, z), (made,), {}, f"make {made}"), {}, product)
+            names = scale.parameter, shift
+            return Found("scale_and_shift", names, made, shifted, options, computed=(computed,))
     return Found("scale_and_shift", (scale.parameter,), x, y, options)
-
-
-def _carried(scene: Scene, value: str) -> _Carried | None:
-    """The parameter behind a value that is used once; None where there is none."""
-    if not _is_own(scene, value):
-        return None
-    held = scene.held.get(value)
-    wide = [i for i, side in enumerate(scene.shapes[value]) if side != 1]
-    if held is None or not held.in_order or len(scene.shapes[held.parameter]) != 1 or len(wide) > 1:
-        return _Carried(value, value)
-    axis = wide[0] - len(scene.shapes[value]) if wide else -1
-    return _Carried(held.parameter, value, axis)
 
 
 def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
     """The scale of a normalization, and its shift if that is a parameter."""
     if node.inputs[0] not in scene.data:
         return f"scale of {node.op}, which does not depend on the data"
-    scale, x, y = node.inputs[index], node.inputs[0], node.outputs[0]
-    axis = _FEATURE_AXES[node.op](scene, node)
+    scale, y = node.inputs[index], node.outputs[0]
+    axis = feature_axis(scene, node)
     if axis is None:
         return f"scale of {node.op} that is not one number a channel"
-    reason = _misfit(scene, scale, x, y, axis)
+    reason = misfit(scene, scale, y, axis)
     if reason:
         return f"scale of {node.op}, {reason}"
     shift = node.inputs[2] if len(node.inputs) > 2 else ""
-    own = _is_own(scene, shift) and not _misfit(scene, shift, x, y, axis)
-    normalised = _normalised(scene, node)
+    own = scene.goes_with(shift, scale) and not misfit(scene, shift, y, axis)
+    computed = _normalised(scene, node)
     return Found(
         "scale_and_shift",
         (scale, shift) if own else (scale,),
-        normalised.node.outputs[0],
+        computed.node.outputs[0],
         y,
-        {"feature_axis": axis},
-        computed=normalised,
+        places(scene, y, axis),
+        computed=(computed,),
     )
 
 
-# Operator to the axis that the last axis of its scale lies along; None where it lies along none.
-_FEATURE_AXES: Mapping[str, Callable[[Scene, Node], int | None]] = {
-    "LayerNormalization": lambda scene, node: -1,
-    "BatchNormalization": lambda scene, node: 1,
-    "InstanceNormalization": lambda scene, node: 1,
-    "GroupNormalization": lambda scene, node: (
-        1 if scene.graph.opset >= _SCALE_PER_CHANNEL else None
-    ),
+def slope(scene: Scene, node: Node, index: int) -> Found | str:
+    """The slopes of a ``PRelu``: they scale the data below zero."""
+    x, y = node.inputs[0], node.outputs[0]
+    reason = misfit(scene, node.inputs[index], y)
+    if reason:
+        return f"slope of PRelu, {reason}"
+    name = f"{y} below zero"
+    zero = f"{name}: zero"
+    computed = NewValue(
+        Node("Min", (x, zero), (name,), {}, f"make {name}"),
+        {zero: np.zeros((), scene.dtypes[x])},
+        x,
+    )
+    parameters, options = (node.inputs[index],), places(scene, y)
+    return Found("scale_and_shift", parameters, name, y, options, computed=(computed,))
+
+
+def feature_axis(scene: Scene, node: Node) -> int | None:
+    """The axis that the last axis of a normalization's scale lies along; None if along none."""
+    return _FEATURE_AXES[node.op](scene)
+
+
+_FEATURE_AXES: Mapping[str, Callable[[Scene], int | None]] = {
+    "LayerNormalization": lambda scene: -1,
+    "BatchNormalization": lambda scene: 1,
+    "InstanceNormalization": lambda scene: 1,
+    "GroupNormalization": lambda scene: 1 if scene.graph.opset >= _SCALE_PER_CHANNEL else None,
 }
 
 
-def _misfit(scene: Scene, value: str, x: str, y: str, axis: int = -1) -> str:
-    """Why a value does not scale or shift each example of ``x`` alike; empty where it does."""
-    shape, data, result = scene.shapes[value], scene.shapes[x], scene.shapes[y]
-    if len(data) < 2 or data != result:
-        return f"shape {shape} with data of shape {data}"
-    if data[0] > scene.batch:
-        return "with more rows than examples on the first axis of the data"
+def misfit(scene: Scene, value: str, y: str, axis: int = -1) -> str:
+    """Why a value does not scale or shift each example of ``y`` alike; empty where it does."""
+    shape, data, batch = scene.shapes[value], scene.shapes[y], scene.axes.get(y)
+    if batch is None:
+        return f"the examples do not lie alone on an axis of '{y}'"
     trailing = len(data) - 1 - axis % len(data)
-    aligned = (1,) * (len(data) - trailing - len(shape)) + shape + (1,) * trailing
-    return "different for each row of the first axis" if aligned[0] != 1 else ""
+    missing = len(data) - trailing - len(shape)
+    if missing < 0:
+        return _of_shapes(scene, value, y)
+    aligned = (1,) * missing + shape + (1,) * trailing
+    return f"different for each example, on axis {batch} of '{y}'" if aligned[batch] != 1 else ""
 
 
-def _is_own(scene: Scene, name: str) -> bool:
-    """Whether a parameter is used here alone."""
-    own = name in scene.trainable and name not in scene.shared
-    return own and len(scene.graph.consumers[name]) == 1
+def places(scene: Scene, y: str, axis: int = -1) -> dict[str, object]:
+    """Options of a registration: the axes of ``y`` that hold features and examples."""
+    options: dict[str, object] = {} if axis == -1 else {"feature_axis": axis}
+    return options | ({"batch_axis": scene.axes[y]} if scene.axes[y] else {})
+
+
+def _shift(scene: Scene, scale: _Carried, y: str) -> tuple[str, str]:
+    """The shift that goes with a scale, and the sum with it; empty where there is none."""
+    add, position = scene.only_user(y)
+    if add is None or add.op != "Add" or scene.shapes[add.outputs[0]] != scene.shapes[y]:
+        return "", ""
+    shift = _carried(scene, add.inputs[1 - position])
+    # Both lie along one axis of the data, or each is as wide as it is.
+    if shift is None or shift.axis != scale.axis or not scene.goes_with(shift.value, scale.value):
+        return "", ""
+    fits = not misfit(scene, shift.value, add.outputs[0])
+    return (shift.parameter, add.outputs[0]) if fits else ("", "")
+
+
+def _carried(scene: Scene, value: str) -> _Carried | None:
+    """The parameter behind a value that no other layout is used of; None where there is none."""
+    if value not in scene.trainable or value in scene.shared:
+        return None
+    held = scene.held.get(value)
+    wide = [i for i, side in enumerate(scene.shapes[value]) if side != 1]
+    if held is None or not held.in_order or len(scene.shapes[held.parameter]) != 1 or len(wide) > 1:
+        return _Carried(value, value)
+    if handed_on(scene.graph, value) != held.parameter:
+        return _Carried(value, value)
+    axis = wide[0] - len(scene.shapes[value]) if wide else -1
+    return _Carried(held.parameter, value, axis)
+
+
+def _of_shapes(scene: Scene, value: str, data: str) -> str:
+    return f"shape {scene.shapes[value]} with data of shape {scene.shapes[data]}"
 
 
 def _normalised(scene: Scene, node: Node) -> NewValue:

@@ -14,6 +14,8 @@ _SEVERAL_USES = {
     "embedding": "embedding_multi",
     "fully_connected": "fully_connected_multi",
     "grouped_convolution": "grouped_convolution_multi",
+    "scale_and_shift": "scale_and_shift",
+    "shift": "shift",
 }
 
 
@@ -47,8 +49,9 @@ def joined(uses: Sequence[Found], several: str) -> Found | str:
         parameters=first.parameters if same else first.parameters[:1],
         inputs=_over([use.inputs for use in uses]),
         outputs=_over([use.outputs for use in uses]),
+        computed=tuple(value for use in uses for value in use.computed),
     )
 
 
 def _over(uses: Sequence[Tensors]) -> tuple[str, ...]:
-    return tuple(name for use in uses for name in ((use,) if isinstance(use, str) else use))
+    return tuple(name for use in uses for name in ((use,) if isinstance(use, str) else use) if name)

@@ -214,3 +214,40 @@ def test_other_mistakes_are_named():
     collection.register_scale_and_shift("g", "x", "s")
     with pytest.raises(ke.ShapeError, match="as many axes"):
         observe(collection, [["ds"]], [{"x": np.ones((2, 3)), "ds": np.ones((2, 4, 3))}])
+
+
+def test_mistakes_about_uses_and_axes_are_named():
+    collection = ke.LayerCollection(graph={"g": (3,), "b": (3,), "s": (4, 3)})
+    with pytest.raises(ke.RegistrationError, match=r"an input for each of 2 output\(s\)"):
+        collection.register_scale_and_shift("g", "x", ("s0", "s1"))
+    with pytest.raises(ke.InputError, match="a shift is one parameter"):
+        collection.register_shift(("g", "b"), "s")
+    with pytest.raises(ke.ShapeError, match="has no axis 2"):
+        collection.register_shift("b", "s", batch_axis=2)
+    with pytest.raises(ke.ShapeError, match="along the batch axis it must have one entry"):
+        collection.register_shift("b", "s", batch_axis=1)
+    assert collection.get_blocks() == ()
+
+
+@every_approximation
+def test_a_shift_with_examples_on_a_later_axis_sums_its_uses(approx):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, 4, 5, 3))  # steps, examples, features
+    collection = ke.LayerCollection(graph={"b": (3,)})
+    collection.register_shift("b", ("s0", "s1"), approx, batch_axis=1)
+    block = collection.fisher_blocks["b"]
+    observe(collection, [[("d0", "d1")]], [{"d0": first, "d1": second}])
+    v = np.array(
+        [[first[:, n, i].sum() + second[:, n, i].sum() for i in range(3)] for n in range(5)]
+    )
+    expected = v.T @ v / 5
+    expected = expected if approx == "full" else np.diag(np.diag(expected))
+    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=EXACT)
+
+
+def test_towers_of_different_sizes_on_a_later_axis_are_refused():
+    collection = ke.LayerCollection(graph={"b": (3,)})
+    for tower in ("s", "z"):
+        collection.register_shift("b", tower, batch_axis=1)
+    with pytest.raises(ke.ShapeError, match="differ in their examples"):
+        observe(collection, [["d", "e"]], [{"d": np.ones((4, 5, 3)), "e": np.ones((4, 6, 3))}])

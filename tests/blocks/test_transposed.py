@@ -125,7 +125,7 @@ def test_transposed_convolution_of_a_model_is_found_with_its_geometry(name):
         proto, loss="normal", class_axis=1, estimation_mode="empirical", reduction="batch_mean"
     )
     kinds = {layer.parameters: layer.kind for layer in engine.layers}
-    assert kinds == {("w",): "conv_transpose", ("b",): "generic"}
+    assert kinds == {("w",): "conv_transpose", ("b",): "shift"}
     feeds = models.random_inputs(proto, BATCH)
     trace = ke.load_model(proto).run(feeds)
     engine.observe(feeds, np.zeros_like(trace["output"]))

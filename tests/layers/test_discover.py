@@ -101,7 +101,7 @@ def test_product_that_is_used_elsewhere_keeps_its_bias_apart():
 
     weight, bias = layers_of(net(build))
     assert summary(weight) == ("fully_connected", ("w",), "input", "product")
-    assert (bias.parameters, bias.kind) == (("b",), "generic")
+    assert (bias.parameters, bias.kind, bias.outputs) == (("b",), "shift", "biased")
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -155,12 +155,12 @@ def test_positions_merged_into_the_batch_axis_are_counted():
 
 def test_reasons_name_what_a_generic_parameter_is():
     def build(n):
-        x = n.op("PRelu", "input", n.weight("slope", 4), to="act")
-        x = n.op("Add", x, n.weight("offset", 4), to="moved")
+        x = n.op("Max", "input", n.weight("least", 4), to="act")
+        x = n.op("Div", x, n.positive("divisor", 4), to="moved")
         n.op("MatMul", x, n.weight("w", 4, 3), to="output")
 
-    assert reason_of(net(build), "slope") == "operand 1 of PRelu"
-    assert reason_of(net(build), "offset") == "operand 1 of Add"
+    assert reason_of(net(build), "least") == "operand 1 of Max"
+    assert reason_of(net(build), "divisor") == "operand 1 of Div"
 
 
 def test_a_product_that_a_gemm_leaves_out_is_generic_with_a_reason():

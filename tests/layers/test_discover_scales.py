@@ -199,14 +199,6 @@ def test_a_scale_of_parameters_alone_is_no_layer():
     assert found == "operand 1 of Mul, which does not depend on the data"
 
 
-def test_a_scale_that_stretches_the_data_is_no_layer():
-    def build(net):
-        mean = net.op("ReduceMean", "input", net.constant("axis", np.array([1])), to="mean")
-        net.op("Mul", mean, net.positive("scale", 3), to="output")
-
-    assert reason(build, ["batch", 3]) == "shape (3,) with data of shape (2, 1)"
-
-
 def test_a_scale_of_examples_merged_with_positions_is_no_layer():
     def build(net):
         rows = net.op("Reshape", "input", net.constant("rows", np.array([-1, 3])), to="merged")
@@ -214,7 +206,7 @@ def test_a_scale_of_examples_merged_with_positions_is_no_layer():
         net.op("Reshape", scaled, net.constant("back", np.array([-1, 4, 3])), to="output")
 
     found = reason(build, ["batch", 4, 3])
-    assert found == "with more rows than examples on the first axis of the data"
+    assert found == "the examples do not lie alone on an axis of 'scaled'"
 
 
 @pytest.mark.parametrize(("opset", "kind"), [(20, "generic"), (21, "scale_and_shift")])
@@ -265,12 +257,23 @@ def test_scales_of_groups_are_those_of_channels_that_share_them():
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_a_scale_used_twice_is_no_layer():
+def test_a_scale_used_along_two_axes_is_no_layer():
     def build(net):
         scale = net.positive("scale", 3)
-        net.op("Mul", net.op("Mul", "input", scale, to="once"), scale, to="output")
+        x = net.op("Mul", "input", scale, to="along the last")
+        x = net.op("Transpose", x, to="turned", perm=[0, 2, 1])
+        net.op("Mul", x, net.op("Reshape", scale, net.constant("sides", np.array([1, 3, 1])),
+                                to="wide"), to="output")  # fmt: skip
 
-    assert "used 2 times, by Mul" in reason(build, ["batch", 3])
+    assert reason(build, ["batch", 3, 3]) == "used 2 times, by Mul"
+
+
+def test_a_scale_of_fewer_axes_than_the_data_that_it_gives_more_axes_is_no_layer():
+    def build(net):
+        net.op("ReduceSum", net.op("Mul", net.positive("scale", 4, 1, 3), "input", to="scaled"),
+               net.constant("axis", np.array([0])), to="output", keepdims=0)  # fmt: skip
+
+    assert reason(build, ["batch", 3]) == "shape (4, 1, 3) with data of shape (2, 3)"
 
 
 def test_a_weight_times_a_weight_is_no_layer():

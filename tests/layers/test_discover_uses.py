@@ -66,7 +66,7 @@ def test_a_weight_used_twice_is_one_layer_of_two_uses(name):
     layer, *rest = layers_of(made(build, inputs, outputs))
     assert (layer.kind, layer.parameters, layer.outputs) == (kind, parameters, values)
     assert layer.inputs == ("input", "a1")
-    assert {other.kind for other in rest} <= {"generic"}
+    assert {other.kind for other in rest} <= {"shift"}
 
 
 def rows(x, features):

@@ -1,0 +1,53 @@
+"""Parameters that are added to the data and belong to no layer: what they are added to is frozen.
+
+The gradient of an example is the sum of the result's gradient over the axes that the parameter does
+not have, whatever it is added to.
+"""
+
+from collections.abc import Callable, Mapping
+
+from kfac_engine.graph.structure import Node
+from kfac_engine.layers.found import Found, Scene
+from kfac_engine.layers.scales import feature_axis, misfit, places
+
+
+def match_shift(scene: Scene, node: Node, index: int) -> Found | str:
+    """The shift that a parameter makes as one of ``SHIFTS``, or why it makes none."""
+    value, y = node.inputs[index], node.outputs[0]
+    role = f"operand {index} of {node.op}"
+    if node.op == "Sub" and index == 1 and len(scene.graph.consumers[value]) > 1:
+        return f"{role}, and used elsewhere"  # perhaps with the other sign
+    axis = SHIFTS[node.op, index](scene, node)
+    if axis is None:
+        return f"{role}, which is not one number a channel"
+    reason = misfit(scene, value, y, axis)
+    return (
+        f"{role}, {reason}" if reason else Found("shift", (value,), "", y, places(scene, y, axis))
+    )
+
+
+def _last(scene: Scene, node: Node) -> int:
+    del scene, node
+    return -1
+
+
+def _channels(scene: Scene, node: Node) -> int:
+    del scene, node
+    return 1
+
+
+# Operator and operand to the axis of the result that the operand's last axis lies along.
+SHIFTS: Mapping[tuple[str, int], Callable[[Scene, Node], int | None]] = {
+    ("Add", 0): _last,
+    ("Add", 1): _last,
+    ("Expand", 0): _last,
+    ("Gemm", 2): _last,
+    ("Sub", 0): _last,
+    ("Sub", 1): _last,
+    ("Conv", 2): _channels,
+    ("ConvTranspose", 2): _channels,
+    ("BatchNormalization", 2): feature_axis,
+    ("GroupNormalization", 2): feature_axis,
+    ("InstanceNormalization", 2): feature_axis,
+    ("LayerNormalization", 2): feature_axis,
+}

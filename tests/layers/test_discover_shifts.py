@@ -1,0 +1,201 @@
+"""What makes a parameter a shift, a slope or the scale of a norm, and what does not."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+
+
+def layers(build, sides, outputs=None, **options):
+    """Parameters to the kind of their layer, or to the reason why they have none."""
+    net = models.Net()
+    build(net)
+    proto = net.model({"input": sides}, {"output": outputs or sides})
+    found = ke.Engine.from_onnx(proto, loss="normal", **options).layers
+    return {layer.parameters: layer.reason or layer.kind for layer in found}
+
+
+def rows(net, value):
+    return net.op("Reshape", value, net.constant("rows", np.array([-1, 3])), to="rows of examples")
+
+
+def back(net, value):
+    net.op("Reshape", value, net.constant("back", np.array([-1, 4, 3])), to="output")
+
+
+FOLDED = ["batch", 4, 3]
+AS_FOLDED = "the examples do not lie alone on an axis of 'y'"
+
+
+def test_a_table_of_positions_is_a_shift_of_the_rows_that_are_read():
+    net = models.Net()
+    at = net.constant("at", np.arange(4))
+    table = net.op("Gather", net.weight("table", 6, 3), at, to="positions")
+    net.op("Add", "input", table, to="output")
+    proto = net.model({"input": FOLDED}, {"output": FOLDED})
+    (layer,) = ke.Engine.from_onnx(proto, loss="normal").layers
+    assert (layer.kind, layer.parameters, layer.parts) == ("shift", ("table",), ("[0:4, :]",))
+    assert (layer.inputs, layer.outputs) == ("", "output")
+
+
+@pytest.mark.parametrize("op", ["Add", "Sub", "PRelu"])
+def test_no_layer_where_positions_are_folded_into_the_axis_of_the_examples(op):
+    def build(net):
+        back(net, net.op(op, rows(net, "input"), net.weight("b", 3), to="y"))
+
+    role = "slope of PRelu" if op == "PRelu" else f"operand 1 of {op}"
+    assert layers(build, FOLDED) == {("b",): f"{role}, {AS_FOLDED}"}
+
+
+@pytest.mark.parametrize("op", ["Add", "Mul", "PRelu"])
+def test_no_layer_where_each_example_has_an_entry_of_its_own(op):
+    def build(net):
+        net.op(op, "input", net.weight("b", 2, 3), to="output")
+
+    ((parameters, found),) = layers(build, [2, 3]).items()
+    assert parameters == ("b",)
+    assert found.endswith("different for each example, on axis 0 of 'output'")
+
+
+def test_no_layer_where_the_result_has_no_examples():
+    def build(net):
+        axis = net.constant("axis", np.array([0]))
+        mean = net.op("ReduceMean", "input", axis, to="mean", keepdims=1)
+        net.op("Mul", "input", net.op("Add", mean, net.weight("b", 3), to="y"), to="output")
+
+    assert layers(build, ["batch", 3]) == {("b",): f"operand 1 of Add, {AS_FOLDED}"}
+
+
+def test_no_layer_where_a_parameter_is_added_to_a_parameter():
+    def build(net):
+        b = net.op("Add", net.weight("b0", 3), net.weight("b1", 3), to="y")
+        net.op("Mul", "input", b, to="output")
+
+    found = layers(build, ["batch", 3])
+    assert found == {(f"b{i}",): f"operand {i} of Add, {AS_FOLDED}" for i in range(2)}
+
+
+def test_no_layer_where_a_parameter_is_subtracted_and_added():
+    def build(net):
+        b = net.weight("b", 3)
+        net.op("Sub", net.op("Sin", net.op("Add", "input", b, to="y"), to="x"), b, to="output")
+
+    assert layers(build, ["batch", 3]) == {("b",): "used 2 times, by Add, Sub"}
+
+
+def test_no_layer_where_a_slope_is_a_shift_as_well():
+    def build(net):
+        b = net.weight("b", 3)
+        net.op("PRelu", net.op("Add", "input", b, to="y"), b, to="output")
+
+    assert layers(build, ["batch", 3]) == {("b",): "used 2 times, by Add, PRelu"}
+
+
+def test_no_layer_where_a_shift_is_used_along_two_axes():
+    def build(net):
+        b = net.weight("b", 3, 1)
+        x = net.op("Add", "input", b, to="y")
+        turned = net.op("Reshape", b, net.constant("sides", np.array([1, 3])), to="turned")
+        net.op("Add", net.op("Sin", x, to="x"), turned, to="output")
+
+    assert layers(build, ["batch", 3, 3]) == {("b",): "used 2 times, by Add, in several layouts"}
+
+
+def test_a_bias_of_a_trained_layer_is_no_shift():
+    def build(net):
+        x = net.op("MatMul", "input", net.weight("w", 3, 3), to="product")
+        net.op("Add", x, net.weight("b", 3), to="output")
+
+    assert layers(build, ["batch", 3]) == {("w", "b"): "fully_connected"}
+    assert layers(build, ["batch", 3], trainable=["b"]) == {("b",): "shift"}
+
+
+# -- scales that are multiplied by deviations ------------------------------------------------------
+
+
+def normalised(net, z="input", shift="b"):
+    """``z ∘ (r ∘ scale) + b`` as Flax has it, ``r`` one number a row."""
+    net.op("ReduceMax", "input", net.constant("axis", np.array([1])), to="r")
+    net.op("Mul", "r", net.positive("scale", 1, 3), to="scaled")
+    net.op("Mul", z, "scaled", to="product")
+    net.op("Add", "product", net.weight(shift, 1, 3) if shift == "b" else shift, to="y")
+
+
+def test_a_scale_on_its_way_over_deviations_has_its_shift():
+    def build(net):
+        normalised(net)
+        net.op("Tanh", "y", to="output")
+
+    assert layers(build, ["batch", 3]) == {("scale", "b"): "scale_and_shift"}
+
+
+def test_a_scale_that_is_read_twice_behind_deviations_is_a_layer_of_its_own():
+    def build(net):
+        normalised(net)
+        net.op("Mul", "y", "scaled", to="output")
+
+    assert layers(build, ["batch", 3]) == {("scale",): "scale_and_shift", ("b",): "shift"}
+
+
+def test_two_scales_of_one_product_do_not_share_its_shift():
+    def build(net):
+        normalised(net)
+        net.op("Mul", "r", net.positive("other", 1, 3), to="scaled as well")
+        net._nodes[2].input[0] = "scaled as well"
+        net._nodes.insert(2, net._nodes.pop())
+        net.op("Tanh", "y", to="output")
+
+    found = layers(build, ["batch", 3])
+    assert set(found.values()) == {"scale_and_shift"}
+    assert sorted(map(len, found)) == [1, 2]
+
+
+def test_a_product_that_is_an_output_keeps_scale_and_shift_apart():
+    net = models.Net()
+    normalised(net)
+    sides = ["batch", 3]
+    proto = net.model({"input": sides}, {"y": sides, "product": sides})
+    engine = ke.Engine.from_onnx(proto, loss="normal", output="y")
+    kinds = {layer.parameters: layer.kind for layer in engine.layers}
+    assert kinds == {("scale",): "scale_and_shift", ("b",): "shift"}
+
+
+# -- biases behind views ---------------------------------------------------------------------------
+
+
+def cut(net, value, start, end, step, axis):
+    bounds = [
+        net.constant(f"{name} of cut", np.array([number]))
+        for name, number in (("start", start), ("end", end), ("axis", axis), ("step", step))
+    ]
+    return net.op("Slice", value, *bounds, to="cut")
+
+
+def convolved(*bounds, channels=2):
+    """A convolution to (n, 2, 1, 5), cut, squeezed, with a number a channel added."""
+
+    def build(net):
+        x = net.op("Conv", "input", net.weight("w", 2, 1, 1, 1), to="s")
+        x = net.op("Squeeze", cut(net, x, *bounds), net.constant("two", np.array([2])), to="line")
+        net.op("Add", x, net.weight("b", 1, channels, 1), to="output")
+
+    return build
+
+
+@pytest.mark.parametrize("bounds", [(0, 2**62, 1, 3), (1, 5, 2, 3), (0, 2, 1, 1)])
+def test_a_bias_behind_a_slice_that_keeps_all_channels_belongs_to_the_layer(bounds):
+    places = len(range(5)[bounds[0] : bounds[1] : bounds[2]]) if bounds[3] == 3 else 5
+    found = layers(convolved(*bounds), ["batch", 1, 1, 5], ["batch", 2, places])
+    assert found == {("w", "b"): "conv2d"}
+
+
+def test_a_bias_behind_a_slice_that_turns_the_channels_round_is_a_shift():
+    found = layers(convolved(1, -(2**62), -1, 1), ["batch", 1, 1, 5], ["batch", 2, 5])
+    assert found == {("w",): "conv2d", ("b",): "shift"}
+
+
+def test_a_bias_behind_a_slice_of_the_channels_is_a_shift():
+    build = convolved(0, 1, 1, 1, channels=1)
+    found = layers(build, ["batch", 1, 1, 5], ["batch", 1, 5], trainable=["w", "b"])
+    assert found == {("w",): "conv2d", ("b",): "shift"}
