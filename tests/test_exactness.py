@@ -128,8 +128,9 @@ def test_diagonal_blocks_equal_the_diagonal_of_the_fisher(loss):
         np.testing.assert_allclose(np.diag(block.full_fisher_block()), expected, atol=DOUBLE)
 
 
-def test_diagonal_convolution_block_equals_the_diagonal_of_the_fisher():
-    model = models.conv_linear(side=4, kernel=3, pads=1)
+@pytest.mark.parametrize(("channels", "pads"), [(2, 1), (12, 0)], ids=["few", "many"])
+def test_diagonal_convolution_block_equals_the_diagonal_of_the_fisher(channels, pads):
+    model = models.conv_linear(c_in=channels, side=4, kernel=3, pads=pads)
     inputs = models.random_inputs(model, batch=3)
     engine = observed(model, inputs, "normal", approximations={"conv2d": "diagonal"})
     ((parameters, block),) = engine.collection.fisher_blocks.items()

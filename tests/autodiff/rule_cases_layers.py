@@ -34,6 +34,8 @@ _POOLS = [
     *_pools("MaxPool"),
     case("MaxPool", "dilated", x(N, 2, 3, 5, draw=distinct), kernel_shape=(2, 2),
          dilations=(2, 3)),
+    case("MaxPool", "dilated_as_it_strides", x(N, 2, 5, 4, draw=distinct), kernel_shape=(2, 2),
+         strides=(2, 2), dilations=(2, 2)),
     case("MaxPool", "tiled_line", x(N, 2, 7, draw=distinct), kernel_shape=(3,), strides=(3,)),
     case("MaxPool", "tiled_volume", x(N, 2, 2, 3, 4, draw=distinct), kernel_shape=(1, 2, 3),
          strides=(1, 2, 3)),

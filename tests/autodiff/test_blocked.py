@@ -157,6 +157,32 @@ def test_a_convolution_takes_in_another_one():
 
 
 @has_blocks
+def test_a_sum_of_three_convolutions_has_three_terms():
+    names = ("x", "w", "w1", "w2")
+    feeds = dict(zip(names, drawn((2, 32, 5, 4), *[(32, 32, 3, 3)] * 3), strict=True))
+    feeds["w1"], feeds["w2"] = feeds["w1"][::-1].copy(), feeds["w2"] / 2
+    convolutions = [Node("Conv", ("x", w), (f"of {w}",), {}, w) for w in names[1:]]
+    for operands in (("two", "of w2"), ("of w2", "two")):
+        sums = [
+            Node("Add", ("of w", "of w1"), ("two",), {}, "3"),
+            Node("Add", operands, ("y",), {}, "4"),
+        ]
+        ops = check([*convolutions, *sums], ["y"], feeds, names[1:])
+        assert (ops["Add"], ops["ReorderOutput"]) == (0, 1)
+
+
+@has_blocks
+def test_a_convolution_does_not_take_in_one_of_another_shape():
+    x, z, w = drawn((2, 32, 5, 4), (2, 32, 3, 3), (32, 32, 3, 3))
+    nodes = [
+        Node("Conv", ("x", "w"), ("p",), {}, "0"),
+        Node("Conv", ("z", "w"), ("q",), {}, "1"),
+        Node("Add", ("p", "q"), ("y",), {}, "2"),
+    ]
+    assert check(nodes, ["y"], {"x": x, "z": z, "w": w})["Add"] == 1
+
+
+@has_blocks
 @pytest.mark.parametrize(
     "shape", [(1, 32, 1, 1), (2, 32, 3, 2)], ids=["stretched", "not in blocks"]
 )
@@ -179,11 +205,12 @@ def test_a_value_that_is_read_twice_is_not_taken_in():
     assert (ops["Relu"], ops["Add"]) == (1, 1)
 
 
-# Start, end, axes and step of a slice that turns a kernel around; the second and third do less.
+# Start, end, axes and step of a slice that turns a kernel around; those after the first do not.
 SLICES = {
     "whole": ((-1, -1), (-(2**63) + 1,) * 2, (2, 3), (-1, -1)),
     "cut": ((-1, -1), (-(2**63) + 1, 0), (2, 3), (-1, -1)),
     "one axis": ((-1,), (-(2**63) + 1,), (3,), (-1,)),
+    "channels": ((-1, -1), (-(2**63) + 1,) * 2, (0, 1), (-1, -1)),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import kfac_engine as ke
-from kfac_engine.autodiff.finish import divided
+from kfac_engine.autodiff.finish import Move, Part, _task, divided
 from kfac_engine.autodiff.rules import kernels
 from tests import models, oracle
 
@@ -257,3 +257,27 @@ def _deep():
         x, channels = net.op("Tanh", x, to=f"bent{index}"), outs
     net.op("GlobalAveragePool", x, to="output")
     return net.model({"input": ["batch", 4, 64, 64]}, {"output": ["batch", 16, 1, 1]})
+
+
+class _Given(NamedTuple):
+    """A product that is already there."""
+
+    shape: tuple[int, ...]
+    operands: tuple[str, ...] = ()
+
+    def add(self, operands, out, workers, scratch):
+        out += operands[0]
+
+    def work(self, operands):
+        return 1.0
+
+
+def test_products_are_added_where_the_gradient_is_no_view_of_them():
+    """Entries that lie side by side in a product are apart in the gradient."""
+    p, q = np.random.default_rng(0).standard_normal((2, 5, 4, 3))
+    moves = (Move((), (5, 2, 2, 3)), Move((1, 0, 2, 3), (2, 5, 2, 3)))
+    gradient = np.full((2, 5, 2, 3), np.nan)
+    parts = (Part(_Given(p.shape), moves),) * 2
+    _task(parts, [[p], [q]], gradient, None, None).do()
+    halves = np.stack([(p + q)[:, :2], (p + q)[:, 2:]])
+    np.testing.assert_array_equal(gradient, halves)

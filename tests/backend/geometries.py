@@ -68,7 +68,8 @@ STRIDE_ONE = draw(2, 150, strides=1)
 EVERY = [*STRIDED, *STRIDE_ONE]
 
 # The smallest kernel, an image smaller than the kernel, padding beyond what a kernel reaches, all
-# outputs in the padding, a kernel of one with padding, more channels than pixels.
+# outputs in the padding, a kernel of one with padding, more channels than pixels, with padding and
+# without.
 CORNERS = [
     Case(Window((1,), (1,), (1,), (0,), (0,)), 2, 3, (1,)),
     Case(Window((5, 3), (1, 1), (1, 1), (2, 1), (2, 1)), 2, 2, (2, 1)),
@@ -79,5 +80,6 @@ CORNERS = [
     Case(Window((1, 1), (2, 2), (1, 1), (1, 1), (1, 1)), 2, 3, (4, 5)),
     Case(Window((1, 3), (1, 1), (1, 2), (-1, -1), (-1, 0)), 2, 3, (6, 8)),
     Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 2, 20, (3, 3)),
+    Case(Window((2, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 2, 20, (3, 4)),
     Case(Window((3, 3), (1, 1), (1, 1), (-2, -2), (-2, -2)), 2, 3, (9, 9)),
 ]

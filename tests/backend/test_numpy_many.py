@@ -51,6 +51,37 @@ def test_cholesky_factors_and_their_inverses_are_lower_triangular(backend, char)
         np.testing.assert_allclose(K @ wide, eye, atol=5 * TOLERANCE[char])
 
 
+def test_each_matrix_of_a_call_keeps_its_own_type(backend):
+    """Also where one call has matrices of one side and two types."""
+    single, double = made([16, 16], "f"), made([16, 16], "d")
+    mixed = [single[0], double[0], double[1], single[1]]
+    for found in (
+        backend.damped_inverses(mixed, [0.1] * 4),
+        backend.damped_choleskys(mixed, [0.1] * 4),
+    ):
+        assert [array.dtype.char for array in found] == [*"fddf"]
+    inverses = backend.damped_inverses(mixed, [0.1] * 4)
+    for inverse, matrix in zip(inverses[1:3], double, strict=True):
+        expected = np.linalg.inv(matrix + 0.1 * np.eye(16))
+        np.testing.assert_allclose(inverse, expected, atol=TOLERANCE["d"] * abs(expected).max())
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e6])
+def test_many_small_matrices_are_inverted_in_float64(backend, condition):
+    """Of float32 arithmetic an error of the condition times 6e-8 would be left."""
+    Q = np.linalg.qr(np.random.default_rng(3).standard_normal((5, 12, 12)))[0]
+    values = np.geomspace(1, 1 / condition, 12)
+    matrices = [((q * values) @ q.T).astype("f") for q in Q]
+    damping = 1 / condition
+    found = backend.damped_inverses(matrices, [damping] * 5)
+    for inverse, matrix in zip(found, matrices, strict=True):
+        lower = np.tril(matrix).astype(np.float64)
+        whole = lower + np.tril(lower, -1).T + damping * np.eye(12)
+        expected = np.linalg.inv(whole)
+        # What remains is the rounding of the result to float32.
+        np.testing.assert_allclose(inverse, expected, rtol=0, atol=2e-7 * abs(expected).max())
+
+
 def test_eigenvectors_diagonalise_matrices_and_stacks(backend):
     matrices = [*made([5, 90], "d"), np.stack(made([4] * 7, "d"))]
     for matrix, (values, Q) in zip(matrices, backend.eighs(matrices), strict=True):
