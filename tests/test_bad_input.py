@@ -79,6 +79,24 @@ def test_batch_whose_forward_pass_overflows_never_enters_an_average():
         np.testing.assert_array_equal(v0, v1)
 
 
+@pytest.mark.parametrize("call", ["gradients", "step"])
+def test_an_infinite_gradient_of_a_finite_loss_is_refused(call):
+    net = models.Net()
+    net.op("Sqrt", net.op("Add", "input", net.weight("b", 3), to="s"), to="output")
+    model = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
+    later = ke.Schedule(covariance_every=100, refresh_every=100)
+    engine = ke.Engine.from_onnx(model, loss="normal", schedule=later)
+    fine = {"input": np.full((2, 3), 4, np.float32)}
+    zeros = np.zeros((2, 3), np.float32)
+    engine.step(fine, zeros)
+    edge = {"input": np.repeat(-engine.parameters["b"][None], 2, axis=0)}
+    before = snapshot(engine)
+    with pytest.raises(ke.NonFiniteError, match="'b'"):
+        getattr(engine, call)(edge, np.ones((2, 3), np.float32))
+    assert engine.counter == 1
+    np.testing.assert_array_equal(snapshot(engine)[0][1], before[0][1])
+
+
 def test_empirical_mode_asks_for_targets(inputs):
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", estimation_mode="empirical")
     with pytest.raises(ke.InputError, match="targets"):

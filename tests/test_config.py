@@ -1,11 +1,16 @@
 """Records of choices: what they take and what they refuse."""
 
+import re
 from dataclasses import FrozenInstanceError
+from inspect import signature
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.cli.precondition import precondition
+from tests import models
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -82,3 +87,76 @@ def test_records_cannot_be_changed_and_compare_by_value(record, field):
     assert hash(record) == hash(type(record)())
     with pytest.raises(FrozenInstanceError):
         setattr(record, field, 1)
+
+
+# What each call does where nothing is said: numbers that results hang on.
+DEFAULTS = {
+    ke.CollectionConfig: {
+        "debias": True,
+        "initial_covariance": "zeros",
+        "pi_type": "tracenorm",
+        "normalize_damping_power": 1.0,
+        "eigenvalue_clipping_threshold": 0.0,
+        "eigendecomposition_threshold": 4,
+        "assume_zero_mean_activations": False,
+        "subtract_mean_contrib_from_cov": True,
+        "sub_sample_inputs": False,
+        "inputs_to_extract_patches_factor": 0.2,
+        "sub_sample_patches": False,
+        "max_num_patches": 10_000_000,
+        "max_num_patches_per_dimension": 3.0,
+        "seed": 0,
+    },
+    ke.Schedule: {
+        "covariance_every": 1,
+        "refresh_every": 10,
+        "policy": "all_at_once",
+        "overlap": False,
+    },
+    ke.Engine.from_onnx: {
+        "output": None,
+        "class_axis": -1,
+        "reduction": "mean",
+        "trainable": None,
+        "damping": 1e-3,
+        "ema_decay": 0.95,
+        "estimation_mode": "gradients",
+        "exps": (-1,),
+        "approximations": None,
+        "schedule": None,
+        "threads": None,
+        "backend": "auto",
+        "seed": 0,
+    },
+    ke.Result.clipped_rate: {"learning_rate": 1.0, "kl_clip": 0.003},
+}
+
+
+@pytest.mark.parametrize("of", DEFAULTS, ids=lambda of: of.__qualname__)
+def test_defaults_are_those_that_are_promised(of):
+    parameters = signature(of).parameters
+    found = {name: parameters[name].default for name in DEFAULTS[of]}
+    assert found == DEFAULTS[of]
+    assert {name: type(value) for name, value in found.items()} == {
+        name: type(value) for name, value in DEFAULTS[of].items()
+    }
+
+
+def test_an_engine_has_the_defaults_where_nothing_is_said():
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
+    assert engine.schedule == ke.Schedule()
+    assert (engine.estimator.damping, engine.estimator.cov_ema_decay) == (1e-3, 0.95)
+    assert engine.collection.config == ke.CollectionConfig()
+
+
+def test_the_page_about_training_and_the_command_line_have_the_same_defaults():
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(?:Schedule\.)?(\w+)` \| (\S+) \| (.*) \|$", page, re.M)
+    told = {name: float(value) for name, value, _ in rows}
+    promised = {name: value for choices in DEFAULTS.values() for name, value in choices.items()}
+    assert told == {name: promised[name] for name in told}
+    assert {"damping", "ema_decay", "covariance_every", "refresh_every"} <= told.keys()
+    options = {option.name: option.default for option in precondition.params}
+    for name, _, where in rows:
+        if "--" in where:
+            assert options[name] == promised[name]

@@ -67,6 +67,21 @@ def test_every_spelling_of_a_linear_gaussian_layer_gives_the_fisher(spelling, dt
     np.testing.assert_allclose(block.full_fisher_block(), expected, atol=tolerance)
 
 
+def test_a_loss_on_the_product_of_a_biased_layer_counts_in_its_block():
+    """The product is a result of the model and goes on into the sum with the bias."""
+    net = models.Net("float64")
+    net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
+    net.op("Add", "product", net.weight("b", 3), to="output")
+    sides = {name: ["batch", 3] for name in ("product", "output")}
+    model = net.model({"input": ["batch", 4]}, sides)
+    inputs = models.random_inputs(model, batch=5)
+    engine = observed(model, inputs, ["normal", "normal"], output=[*sides])
+    block = engine.collection.fisher_blocks["w"]
+    order = packed_order(model, ["w"], "IO")
+    F = sum(oracle.dense_fisher(model, inputs, name, ["w"], "normal") for name in sides)
+    np.testing.assert_allclose(block.full_fisher_block(), F[np.ix_(order, order)], atol=DOUBLE)
+
+
 def test_deep_linear_gaussian_network_has_exact_blocks_for_any_batch():
     model = models.mlp(activation="Identity", dtype="float64")
     inputs = models.random_inputs(model, batch=7)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.autodiff.fused import fused_products
+from kfac_engine.autodiff.fused import _without_round_trips, fused_products
+from kfac_engine.graph.structure import Node
 from tests import models
 
 # Products of float32 numbers against the same in float64, relative to the largest entry.
@@ -49,3 +50,25 @@ def test_nodes_keep_their_order_and_their_results(name):
     assert kept == [node.outputs for node in backward.nodes if node.outputs in kept]
     dropped = {node.op for node in backward.nodes if node.outputs not in kept}
     assert dropped <= {"Transpose"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "back"),
+    [
+        ((2, 0, 1), (1, 2, 0), True),
+        ((2, 0, 1), (2, 0, 1), False),
+        ((1, 0, 2), (1, 0, 2), True),
+        (None, None, True),
+        (None, (0, 1, 2), False),
+    ],
+)
+def test_only_a_transpose_that_undoes_the_one_before_is_left_out(first, second, back):
+    turns = [{} if perm is None else {"perm": perm} for perm in (first, second)]
+    nodes = (
+        Node("Transpose", ("x",), ("turned",), turns[0], "first"),
+        Node("Transpose", ("turned",), ("y",), turns[1], "second"),
+    )
+    x = np.arange(24).reshape(2, 3, 4)
+    assert np.array_equal(x.transpose(first).transpose(second), x) == back
+    *_, last = _without_round_trips(nodes)
+    assert (last.op, last.inputs) == (("Identity", ("x",)) if back else ("Transpose", ("turned",)))

@@ -208,6 +208,18 @@ def test_a_class_is_where_the_running_sum_passes_the_uniform(
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_classes_are_drawn_by_sums_in_float64(backend: Backend) -> None:
+    """Of many equal weights that float32 rounds, a float32 sum would be off by some classes."""
+    logits = np.full((5, 50_000), 0.1, np.float32)
+    logits[:, -1] = 2.0
+    weight = np.exp(np.float64(np.float32(0.1) - np.float32(2.0)))
+    wanted = np.array([0, 15_000, 35_000, 49_000, 49_998])
+    # In the middle between two classes, so that nothing hangs on the order of a sum.
+    uniforms = (wanted + 0.5) * weight / (49_999 * weight + 1)
+    found = backend.to_numpy(backend.draw_classes(backend.asarray(logits), uniforms, -1))
+    np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int64])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_scaled_arrays_are_added(backend: Backend, beta: float, dtype: type) -> None:

@@ -242,11 +242,12 @@ def test_a_class_is_drawn_where_the_cumulative_weight_passes_the_uniform(
     np.testing.assert_array_equal(ids, wanted)
 
 
-def test_classes_without_weight_are_never_drawn() -> None:
-    logits = np.full((64, 40, 1), -1000.0, np.float32)
+@pytest.mark.parametrize("inner", [1, 300], ids=["a warp a row", "a thread a row"])
+def test_classes_without_weight_are_never_drawn(inner: int) -> None:
+    logits = np.full((64, 40, inner), -1000.0, np.float32)
     logits[:, 3], logits[:, 35] = 2.0, 1.0
-    uniforms = np.linspace(0, 1, 64, endpoint=False).reshape(64, 1)
-    ids = np.zeros((64, 1), np.int64)
+    uniforms = np.repeat(np.linspace(0, 1, 64, endpoint=False)[:, None], inner, axis=1)
+    ids = np.zeros((64, inner), np.int64)
     draw_classes(ShimDevice(), logits, uniforms, ids)
-    assert set(ids[:, 0].tolist()) == {3, 35}
-    assert ids[0, 0] == 3
+    assert set(ids.ravel().tolist()) == {3, 35}
+    assert set(ids[0].tolist()) == {3}

@@ -125,6 +125,17 @@ def test_images_are_summed_in_as_many_pieces_as_there_is_room_for(processors: in
     check_squares(MANY, beta=0, processors=processors)
 
 
+def test_sums_of_many_images_lose_no_digits() -> None:
+    """A plain float32 sum of 8192 equal numbers is off by 1e-5."""
+    x = np.full((8192, 1, 1), 0.1, np.float32)
+    out = np.full(1, np.nan, np.float32)
+    window = Window((1,), (1,), (1,), (0,), (0,))
+    PatchMoments(ShimDevice(processors=1), 0, 0).add_squares(x, window, out, alpha=1, beta=0)
+    wanted = 8192 * np.float64(np.float32(0.1) * np.float32(0.1))
+    # Eight pieces are added once more: a rounding each.
+    np.testing.assert_allclose(out, wanted, rtol=5e-7)
+
+
 def test_what_a_tap_beside_the_image_sees_counts_as_zero() -> None:
     case = Case(Window((1,), (1,), (1,), (3,), (-3,)), 2, 1, (4,))
     out = np.full(1, np.nan, np.float32)
