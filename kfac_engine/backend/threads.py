@@ -4,13 +4,8 @@ A BLAS with several threads keeps them spinning for a while after every product,
 may each bring a library of their own: on two cores a product of half a millisecond then waits eight
 for the threads of the other library to stop. Here BLAS runs on one thread, threads of Python share
 the work (it lets go of the interpreter), and threads without work sleep.
-
-Linux may wake a thread on the core of the one that wakes it, though others are idle, and leave it
-waiting there: on two cores of a virtual machine, jobs of 1.5 ms took 2.4 so. Hence threads of this
-module keep to other cores than the caller's.
 """
 
-import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -128,9 +123,8 @@ def blas_alone() -> Iterator[None]:
 def _work_together(queue: _Tasks, count: int) -> None:
     """Do tasks with so many threads beside this one; who wakes too late is not waited for."""
     helpers = [_idle() for _ in range(count)]
-    tickets, ends, cores = deque(helpers), _Ends(), _other_cores()
+    tickets, ends = deque(helpers), _Ends()
     for helper in helpers:
-        helper.keep_to(cores)
         helper.calls.put(partial(copy_context().run, _help, queue, tickets, ends))
     try:
         _work(queue)
@@ -173,16 +167,7 @@ class _Helper:
     def __init__(self) -> None:
         self.calls = SimpleQueue[Callable[[], None]]()
         # Nobody waits for it at exit: whoever gave it something has waited already.
-        thread = Thread(target=_serve, args=(self.calls,), name="kfac_engine", daemon=True)
-        thread.start()
-        self._number, self._cores = thread.native_id, frozenset[int]()
-
-    def keep_to(self, cores: frozenset[int]) -> None:
-        """Run on these cores from now on; with none, wherever it does."""
-        if cores and cores != self._cores and self._number is not None:
-            self._cores = cores
-            with suppress(OSError):  # a sandbox may forbid it: then Linux chooses
-                os.sched_setaffinity(self._number, cores)
+        Thread(target=_serve, args=(self.calls,), name="kfac_engine", daemon=True).start()
 
 
 def _serve(calls: "SimpleQueue[Callable[[], None]]") -> None:
@@ -192,22 +177,6 @@ def _serve(calls: "SimpleQueue[Callable[[], None]]") -> None:
 
 # Threads that nobody uses. Of one process: after a fork they are gone.
 _IDLE: "deque[_Helper]" = deque()
-
-
-def _other_cores() -> frozenset[int]:
-    """The cores that this thread may run on but the one where it does; none if nobody can say."""
-    current = _current_core()
-    if current is None:
-        return frozenset()
-    return frozenset(os.sched_getaffinity(0)) - {current()}
-
-
-@cache
-def _current_core() -> Callable[[], int] | None:
-    """What tells where the thread that calls it runs; None where the system has no such call."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    return getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 def _idle() -> _Helper:

@@ -33,35 +33,6 @@ def test_tasks_run_at_the_same_time():
     assert not meeting.broken
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or usable_cores() < 2, reason="needs cores to choose from"
-)
-def test_other_threads_keep_off_the_core_of_the_caller():
-    meeting, seen = Barrier(2), {}
-
-    def look():
-        meeting.wait(SECONDS)
-        seen[get_ident()] = os.sched_getaffinity(0)
-
-    before = os.sched_getaffinity(0)
-    Workers(2).run([look] * 2)
-    own = seen.pop(get_ident())
-    (other,) = seen.values()
-    assert own == before
-    assert other < before
-    assert len(other) == len(before) - 1
-
-
-def test_tasks_are_done_where_cores_cannot_be_chosen(monkeypatch):
-    def refuse(number, cores):
-        raise PermissionError(1, "not here")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
-    meeting = Barrier(4)
-    Workers(4).run([lambda: meeting.wait(SECONDS)] * 4)
-    assert not meeting.broken
-
-
 def test_one_thread_is_the_callers_own():
     seen = set()
     Workers(1).run([lambda: seen.add(get_ident())] * 4)
