@@ -1,13 +1,16 @@
 """What runs used of the machine, and what others used meanwhile."""
 
 import os
-import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
 from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
+
+if sys.platform != "win32":
+    import resource
 
 _STAT = Path("/proc/stat")
 # Of a line of /proc/stat: time that nothing ran, and waiting for disks.
@@ -23,7 +26,7 @@ class Usage:
         cpu_times: Time on processors of each run, all threads of this process together.
         others_seconds: CPU time of everything else on the machine; 0 where nobody tells. The system
             counts in hundredths of a second: it may fall below 0, so add up before you judge.
-        switches: How often this process had to yield a core.
+        switches: How often this process had to yield a core; 0 where nobody tells.
         peak_bytes: Resident memory at its highest above that at the start; 0 where nobody tells.
     """
 
@@ -64,6 +67,8 @@ def used(run: Callable[[], object], runs: int = 1) -> Usage:
 
 
 def _switches() -> int:
+    if sys.platform == "win32":
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
@@ -71,6 +76,6 @@ def _busy_seconds() -> float:
     """CPU time that the whole machine has spent."""
     if not _STAT.is_file():
         return 0.0
-    ticks = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    ticks = [int(word) for word in _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
     busy = sum(t for i, t in enumerate(ticks) if i not in _IDLE_COLUMNS)
     return busy / os.sysconf("SC_CLK_TCK")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from kfac_engine.cli.app import run
 from kfac_engine.cli.interruption import exit_after_signal
@@ -19,6 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         return run(list(arguments))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # Where an encoding lacks "⊗" or a letter of a name, its escape is shown.
+            stream.reconfigure(errors="backslashreplace")
     status = run(sys.argv[1:])
     exit_after_signal(status)
     return status

@@ -60,10 +60,10 @@ def peak_bytes() -> int:
 def forget_peak() -> None:
     """Let ``peak_bytes`` start anew, where the system can."""
     if os.access(_CLEAR, os.W_OK):
-        _CLEAR.write_text(_FORGET_PEAK)
+        _CLEAR.write_text(_FORGET_PEAK, encoding="ascii")
 
 
 def _status(field: str) -> int:
-    lines = _STATUS.read_text().splitlines() if _STATUS.is_file() else []
+    lines = _STATUS.read_text(encoding="utf-8").splitlines() if _STATUS.is_file() else []
     values = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
     return int(next(values, 0)) * 1024

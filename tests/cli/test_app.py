@@ -1,14 +1,17 @@
 """Whatever goes wrong is one line on stderr and the right exit status."""
 
+import os
 import subprocess
 import sys
 
 import click
+import onnx
 import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.cli import app as frame
 from kfac_engine.errors import InputError
+from tests import models
 
 COMMANDS = sorted(frame.app.commands)
 
@@ -102,6 +105,19 @@ def test_every_command_and_option_has_a_help_text(name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_debug(name):
     assert "debug" in {option.name for option in frame.app.commands[name].params}
+
+
+def test_letters_that_the_encoding_lacks_are_shown_as_escapes(tmp_path):
+    onnx.save(models.linear(), tmp_path / "m.onnx")
+    done = subprocess.run(
+        [sys.executable, "-m", "kfac_engine", "inspect", "m.onnx"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "\\u2297" in done.stdout  # ⊗, of a Kronecker product
 
 
 def test_help_imports_nothing_slow():

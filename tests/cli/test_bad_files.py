@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
     onnx.save(rounded(), "rounding.onnx")
     onnx.save(two_outputs(d=4), "two.onnx")
     onnx.save(relu_only(), "relu.onnx")
-    Path("text.onnx").write_text("not a model")
+    Path("text.onnx").write_text("not a model", encoding="utf-8")
     Path("cut.onnx").write_bytes(linear().SerializeToString()[:-7])
     arrays = {
         "x": {"input": X},
