@@ -1,6 +1,8 @@
-# Everything runs in a virtual environment of its own: Python >= 3.11 with pip is all a machine needs.
+# Everything runs in virtual environments of its own: Python >= 3.11 with pip is all a machine needs.
 #   make test    lint, types and tests        make demo    K-FAC on real data, with a picture
 #   make lint    lint and types               make clean   remove what these make
+#   make test-oldest-kernel    numerical tests on OpenBLAS's kernel for the oldest x86-64 processors
+#   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
 #   make test-exporters    models written by PyTorch, transformers and scikit-learn (installs them)
 # Choose the interpreter with `make PYTHON=python3.13 …`.
@@ -13,6 +15,12 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
+DEMO := .venv-demo
+DEMO_READY := $(DEMO)/.ready
+# The oldest Python, since old versions of packages have no wheels for new ones.
+MINIMUM_PYTHON ?= python3.11
+MINIMUM := .venv-minimum
+MINIMUM_READY := $(MINIMUM)/.ready
 EXPORTERS := .venv-exporters
 EXPORTERS_READY := $(EXPORTERS)/.ready
 GPU := .venv-gpu
@@ -23,22 +31,33 @@ GPU_RUNTIME_cuda12 := onnxruntime-gpu[cuda,cudnn]==1.26.*
 # Where to find the CPU build of torch, if the package index has only that for CUDA.
 TORCH_INDEX ?=
 
-.PHONY: help setup format lint test test-exporters test-gpu demo clean
+# Tests whose results are sums, which each kernel of BLAS adds up in an order of its own.
+NUMERICAL := tests/backend tests/blocks tests/collection tests/factors tests/layers tests/linalg \
+	tests/losses $(patsubst %,tests/test_%.py,cache checkpoint curvature_products engine \
+	estimation_modes estimator estimator_products exactness gradient_model half_precision heads \
+	overlap recurrent_engine two_heads)
+
+# $(call environment,FOLDER,REQUIREMENTS): a virtual environment of its own. Some systems ship venv
+# without its bundled pip; there the system's pip installs into the environment.
+define environment
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set PYTHON=/path/to/python." >&2; exit 2; }
+	rm -rf $(1)
+	$(PYTHON) -m venv $(1) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(1)
+	if $(1)/bin/python -m pip --version >/dev/null 2>&1; \
+	then $(1)/bin/python -m pip install --quiet $(2); \
+	else $(PYTHON) -m pip --python $(1)/bin/python install --quiet $(2); fi
+endef
+
+.PHONY: help setup format lint test test-oldest-kernel test-minimum test-exporters test-gpu demo clean
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 setup: $(READY)
 
 # The stamp makes a second call quick: the environment is rebuilt only when the requirements change.
-# Some systems ship venv without its bundled pip; there the system's pip installs into the environment.
 $(READY): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set PYTHON=/path/to/python." >&2; exit 2; }
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)
-	if $(BIN)/python -m pip --version >/dev/null 2>&1; \
-	then $(BIN)/python -m pip install --quiet --editable '.[dev]'; \
-	else $(PYTHON) -m pip --python $(BIN)/python install --quiet --editable '.[dev]'; fi
+	$(call environment,$(VENV),--editable '.[dev]')
 	touch $@
 
 format: $(READY)
@@ -52,14 +71,29 @@ lint: $(READY)
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS)
+	$(MAKE) test-oldest-kernel
+
+test-oldest-kernel: $(READY)
+ifeq ($(shell uname -m),x86_64)
+	OPENBLAS_CORETYPE=Prescott $(BIN)/pytest -n $(WORKERS) -m "not slow" $(NUMERICAL)
+else
+	@echo "skipped: OpenBLAS has such a kernel for x86-64 alone, this is $(shell uname -m)"
+endif
+
+$(MINIMUM_READY): PYTHON := $(MINIMUM_PYTHON)
+$(MINIMUM_READY): pyproject.toml
+	$(call environment,$(MINIMUM),uv)
+	$(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --resolution lowest-direct \
+		--editable '.[test]'
+	touch $@
+
+test-minimum: $(MINIMUM_READY)
+	$(MINIMUM)/bin/pytest -n $(WORKERS)
 
 # An environment of its own, with the frameworks whose exporters are under test: about 2 GB.
 $(EXPORTERS_READY): pyproject.toml tests/exporters/requirements.txt
-	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set PYTHON=/path/to/python." >&2; exit 2; }
-	rm -rf $(EXPORTERS)
-	$(PYTHON) -m venv $(EXPORTERS)
-	$(EXPORTERS)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--requirement tests/exporters/requirements.txt --editable .
+	$(call environment,$(EXPORTERS),$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		--requirement tests/exporters/requirements.txt --editable .)
 	touch $@
 
 test-exporters: $(EXPORTERS_READY)
@@ -68,10 +102,7 @@ test-exporters: $(EXPORTERS_READY)
 # An environment of its own: CuPy for CUDA 13, or GPU_EXTRA=cuda12. Sanitizers slow a kernel down a
 # hundredfold; they get the parity of primitives on small arrays.
 $(GPU_READY): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set PYTHON=/path/to/python." >&2; exit 2; }
-	rm -rf $(GPU)
-	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python -m pip install --quiet --editable '.[dev,$(GPU_EXTRA)]'
+	$(call environment,$(GPU),--editable '.[dev]' '.[$(GPU_EXTRA)]')
 	$(GPU)/bin/python -m pip uninstall --quiet --yes onnxruntime
 	$(GPU)/bin/python -m pip install --quiet '$(GPU_RUNTIME_$(GPU_EXTRA))'
 	touch $@
@@ -86,8 +117,13 @@ test-gpu: $(GPU_READY)
 			$(GPU)/bin/python -m pytest -m gpu -q tests/backend || exit 1; \
 		else echo "$$tool: compute-sanitizer is not installed"; fi; done
 
-demo: $(READY)
-	$(BIN)/python -m kfac_engine demo --out demo-output
+# What the demo needs, and no compilers or test tools.
+$(DEMO_READY): pyproject.toml
+	$(call environment,$(DEMO),--editable '.[plot]')
+	touch $@
+
+demo: $(DEMO_READY)
+	$(DEMO)/bin/python -m kfac_engine demo --out demo-output
 
 clean:
-	rm -rf $(VENV) $(EXPORTERS) $(GPU) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(GPU) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

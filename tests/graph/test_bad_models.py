@@ -229,7 +229,19 @@ def test_function_that_calls_itself_is_refused() -> None:
         <domain: "own", opset_import: ["": 18, "own": 1]>
         loop (a) => (b) { b = own.loop (a) }"""
     )
-    check(model, ModelError, ("function",))
+    check(model, ModelError, ("function", "'loop' → 'loop'"))
+
+
+def test_functions_that_call_each_other_are_refused() -> None:
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18, "own": 1]>
+        m (float[2] x) => (float[2] y) { y = own.first (x) }
+        <domain: "own", opset_import: ["": 18, "own": 1]>
+        first (a) => (b) { b = own.second (a) }
+        <domain: "own", opset_import: ["": 18, "own": 1]>
+        second (a) => (b) { b = own.first (a) }"""
+    )
+    check(model, ModelError, ("'first'", "'second'"))
 
 
 # -- external data --------------------------------------------------------------------------------
