@@ -39,6 +39,7 @@ class Approximation:
         fills_scratch: Whether statistics go through gradients of examples, which fill all scratch
             memory there is.
         eigenvectors: Whether refreshes decompose factors whatever the power.
+        dense: Whether the input's and the output's factor are matrices.
     """
 
     build: LayerRecipe
@@ -47,6 +48,7 @@ class Approximation:
     examples_first: bool = False
     fills_scratch: bool = False
     eigenvectors: bool = False
+    dense: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,11 @@ _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFact
 _of_examples = partial(Approximation, examples_first=True, fills_scratch=True)
 _AFFINE = {
     "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
-    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
+    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL, dense=(False, False)),
 }
 _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
-    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
+    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False)),
 }
 _REDUCE = _of_examples(
     ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
@@ -134,7 +136,7 @@ _REDUCE = _of_examples(
 _EKFAC = _of_examples(
     EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884", eigenvectors=True
 )
-_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL)
+_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False))
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 _CONVOLUTION_USES = {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)}
 
@@ -149,10 +151,17 @@ KINDS: Registry[LayerKind] = Registry(
         "fully_connected": LayerKind(
             {
                 "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
-                "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
-                "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
+                "kron_in_diag": Approximation(
+                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
+                ),
+                "kron_out_diag": Approximation(
+                    _kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC, dense=(True, False)
+                ),
                 "kron_both_diag": Approximation(
-                    _kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC
+                    _kronecker(DIAGONAL, DIAGONAL),
+                    "diag(A) ⊗ diag(G)",
+                    _KFAC,
+                    dense=(False, False),
                 ),
                 "kron_reduce": _REDUCE,
                 "ekfac": _EKFAC,
@@ -178,13 +187,16 @@ KINDS: Registry[LayerKind] = Registry(
             {
                 "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
                 "kron_indep_in_diag": Approximation(
-                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
+                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES, dense=(False, True)
                 ),
                 "kron_indep_out_diag": Approximation(
-                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
+                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES, dense=(True, False)
                 ),
                 "kron_indep_both_diag": Approximation(
-                    _multi(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES
+                    _multi(DIAGONAL, DIAGONAL),
+                    "u · diag(A) ⊗ diag(G)",
+                    _USES,
+                    dense=(False, False),
                 ),
                 "kron_series_1": Approximation(
                     _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True
@@ -207,17 +219,27 @@ KINDS: Registry[LayerKind] = Registry(
         "depthwise_conv2d": LayerKind(dict(reversed(_GROUPS.items())), window=True),
         "stacked_dense": LayerKind(_GROUPS),
         "embedding": LayerKind(
-            {"kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC)}
+            {
+                "kron": Approximation(
+                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
+                )
+            }
         ),
         "embedding_multi": LayerKind(
-            {"kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES)}
+            {
+                "kron_indep": Approximation(
+                    _multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES, dense=(False, True)
+                )
+            }
         ),
         "scale_and_shift": LayerKind(_AFFINE, large="diagonal"),
         "shift": LayerKind(_AFFINE, large="diagonal"),
         # Parameters without a layer: blocks are made from names, not from a layer's form.
         "generic": LayerKind(
             {
-                "diagonal": Approximation(NaiveDiagonalFB, "diag(g²)", _DIAGONAL),
+                "diagonal": Approximation(
+                    NaiveDiagonalFB, "diag(g²)", _DIAGONAL, dense=(False, False)
+                ),
                 "full": Approximation(
                     NaiveFullFB, "g gᵀ", "second moment of per-example gradients"
                 ),

@@ -9,6 +9,7 @@ from kfac_engine.approximations import KINDS, LARGEST_FULL_SIDE, row
 from kfac_engine.autodiff.activity import behind_jumps, no_slope, notes_of, nothing_to_train
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.autodiff.examples import with_batch_axes
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.autodiff.placement import placed
 from kfac_engine.backend.namespace import on_host
@@ -52,12 +53,18 @@ class Task:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What losses read in place of outputs, in words."""
-        return tuple(
+        """What losses read in place of outputs, and what may be taken wrongly, in words."""
+        reads = (
             f"the loss on '{head.output}' reads '{head.logits.value}', {head.logits.how}"
             for head in self.heads
             if head.logits
         )
+        return (*reads, *self.doubts)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What may be taken wrongly, in words."""
+        return tuple(filter(None, (*(head.doubt for head in self.heads), self.batch.note)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,10 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     inputs = options.sample_inputs
     if isinstance(inputs, Mapping):
         inputs = on_host(inputs, backend)
+    loaded = load_model(source)
+    named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
     model = OnnxModel(
-        load_model(source),
+        replace(loaded, graph=replace(loaded.graph, inputs=named)),
         trainable=options.trainable,
         freeze=options.freeze,
         threads=threads,
@@ -168,7 +177,7 @@ def register_losses(
     heads, batch = choose_heads(model.graph, model.facts, options, inputs)
     for head in heads:
         if head.logits:
-            model.extend(head.logits.nodes, head.logits.facts)
+            model.extend(head.logits.nodes, head.logits.facts, head.logits.constants)
     counted = _batch_first(model, batch)
     if counted:
         collection.count_examples_by(counted)

@@ -36,6 +36,13 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
             raise ShapeError(f"input '{name}' has {shape[axis]} examples, but {batch.fixed}.")
 
 
+def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
+    """Examples in a batch that nobody has checked; None where it does not tell."""
+    given = inputs if isinstance(inputs, Mapping) else {}
+    shapes = ((getattr(given.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
+    return next((shape[axis] for shape, axis in shapes if axis < len(shape)), None)
+
+
 def check_mode(estimation_mode: str, heads: Sequence[Head], batch: Batch) -> None:
     """Refuse modes that tell positions apart where an axis holds positions and examples alike.
 

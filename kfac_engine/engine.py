@@ -9,12 +9,13 @@ from pathlib import Path
 
 from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, build, multiplied, refreshes
+from kfac_engine.autodiff.feeds import disagreements
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.backend.namespace import in_library, on_host
 from kfac_engine.backend.place import HOST
 from kfac_engine.backend.threads import blas_alone
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
-from kfac_engine.checks import check_batch_size, check_finite, checked_gradients
+from kfac_engine.checks import batch_size, check_batch_size, check_finite, checked_gradients
 from kfac_engine.divergence import LossHistory
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.refresh import begin_refresh
@@ -27,7 +28,8 @@ from kfac_engine.inspection import (
     layer_reports,
     loss_reports,
 )
-from kfac_engine.memory import Footprint, MemoryReport, available_memory
+from kfac_engine.limits import available_memory
+from kfac_engine.memory import Footprint, MemoryReport
 from kfac_engine.objective import Targets
 from kfac_engine.options import EngineOptions, by_keyword
 from kfac_engine.profiling import Recorder
@@ -73,6 +75,8 @@ class Engine:
         self._found = assembly.found
         self._exps = tuple(exps)
         self._refreshes = refreshes(assembly.collection)
+        hints = (layer.hint for layer in self.layers if layer.hint)
+        self._standing_notes = (*assembly.notes, *hints)
         self._history = LossHistory()
 
     @classmethod
@@ -124,6 +128,7 @@ class Engine:
         """
         record = Recorder(profile)
         with blas_alone():
+            self._require_memory(inputs)
             with record("forward"):
                 trace = self._run(inputs, targets)
             due = self._plan()
@@ -136,14 +141,15 @@ class Engine:
             if update_buffers:
                 self._model.update_buffers(trace)
             handed = self._model.hand_out(found.gradients)
-            return Result(found.loss, handed, natural, self._assembly.notes, record.stages)
+            return Result(found.loss, handed, natural, self._notes(trace), record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with blas_alone():
-            found = self._differentiate(self._run(inputs, targets))
+            trace = self._run(inputs, targets)
+            found = self._differentiate(trace)
             handed = self._model.hand_out(found.gradients)
-            return Result(found.loss, handed, {}, self._assembly.notes)
+            return Result(found.loss, handed, {}, self._notes(trace))
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.
@@ -153,6 +159,7 @@ class Engine:
             targets: Needed by the estimation mode ``"empirical"`` only.
         """
         with blas_alone():
+            self._require_memory(inputs)
             self._observe(self._run(inputs, targets), Recorder(), self._plan())
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
@@ -259,6 +266,16 @@ class Engine:
             inputs = self._readable(inputs)
         return self._model.run(inputs, self.objective.named_targets(targets))
 
+    def _require_memory(self, inputs: Mapping[str, Array]) -> None:
+        """Refuse the first step where it cannot fit, before anything runs."""
+        if self.counter == 0:
+            examples = batch_size(self._task.batch, inputs) or self._task.batch.size
+            self._footprint.require(examples, available_memory)
+
+    def _notes(self, trace: Trace) -> tuple[str, ...]:
+        """What the caller should know of a batch that was run."""
+        return (*self._standing_notes, *disagreements(self._model.graph, trace))
+
     def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of any library, for the model: where it runs, or on the host."""
         read = on_host if self._model.place is HOST else in_library
@@ -298,8 +315,6 @@ class Engine:
         due: Plan,
         propagated: dict[str, Array] | None = None,
     ) -> None:
-        if self.counter == 0:
-            self._footprint.require(self.objective.examples(trace), available_memory)
         for factor in self.estimator.factors:
             factor.settle()
         if due.update_covariances:

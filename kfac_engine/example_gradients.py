@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.axes import Batch, Place, find_coupling
+from kfac_engine.autodiff.axes import Batch, find_coupling
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.autodiff.places import Place
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.objective import Objective

@@ -16,6 +16,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.activity import left_out, notes_of, nothing_to_train
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
+from kfac_engine.autodiff.examples import with_batch_axes
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.checkpoint import write_model
@@ -47,6 +48,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
     sample_inputs: Mapping[str, Array] | None = None,
+    batch_axes: Mapping[str, int] | None = None,
     gradient_dtype: GradientDType = "file",
     path: str | Path | None = None,
 ) -> ModelProto:
@@ -66,6 +68,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         loss_weights: What each loss is multiplied by; ones by default.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
         sample_inputs: A batch to find shapes with, where none can be made up.
+        batch_axes: Input name to the axis that holds its examples; found by running the model when
+            left out.
         gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for
             their own, or ``"float32"``, which is what everything in between is computed in.
         path: Where to write the result as well. With more than 2 GB of weights it is needed: they
@@ -90,12 +94,13 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()
     }
     names = _chosen(loaded.graph, wrt, freeze)
-    graph, facts = lowered(loaded.graph, names, sample_inputs)
+    graph = replace(loaded.graph, inputs=with_batch_axes(loaded.graph.inputs, batch_axes))
+    graph, facts = lowered(graph, names, sample_inputs)
     if loss is None:
         value = _only_output(graph, output)
         sides = _declared(loaded, value, facts[value])
     else:
-        options = LossOptions(loss, output, class_axis, find_logits, loss_weights)
+        options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
         graph, facts = _minimised(loaded, (graph, facts), options, reduction, sample_inputs)
         value, sides = LOSS, ()
     left = left_out(graph, facts, [value], names) if wrt is None else {}
@@ -140,7 +145,9 @@ def _minimised(
     for head, weight in zip(heads, options.coefficients, strict=True):
         declared = _declared(loaded, head.output, facts[head.output])
         if head.logits:
-            graph = replace(graph, nodes=(*graph.nodes, *head.logits.nodes))
+            constants = {**graph.constants, **head.logits.constants}
+            nodes = (*graph.nodes, *head.logits.nodes)
+            graph = replace(graph, nodes=nodes, constants=constants)
             facts = {**facts, **head.logits.facts}
         value, place = head.loss.inputs[0], batch.places[head.output]
         axis = head.loss.class_axis % len(facts[value].shape)

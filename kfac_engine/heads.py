@@ -1,19 +1,29 @@
 """Which values of a model the losses read, and where the examples lie in them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.axes import Batch, Place, find_batch
+from kfac_engine.autodiff.axes import Axes, Batch, find_batch
+from kfac_engine.autodiff.places import Place
+from kfac_engine.autodiff.samples import open_run, sample_batch
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.losses import LOSSES
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import require_class_axis
-from kfac_engine.losses.logits import Logits, logits_before, logits_of_probabilities
+from kfac_engine.losses.logits import (
+    Logits,
+    channels_elsewhere,
+    logits_before,
+    logits_of_probabilities,
+    possible_probabilities,
+)
 
 LossChoice: TypeAlias = str | LossFunction
+# Gives a value of the model in a sample run.
+Sampled: TypeAlias = Callable[[str], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +34,14 @@ class Head:
         loss: Reads ``logits.value`` where there are logits, else the output.
         output: The model output, or the first input of a loss object.
         logits: What is read in place of the output.
+        doubt: A sentence on why the output may hold something else than the loss reads; empty if
+            nothing says so.
     """
 
     loss: LossFunction
     output: str
     logits: Logits | None = None
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class LossOptions:
         class_axis: Axis of the classes, for losses given by name.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
         weights: What each loss is multiplied by; ones when left out.
+        batch_axes: Input name to the axis of its examples; found by sample runs when left out.
     """
 
     loss: LossChoice | Sequence[LossChoice]
@@ -48,6 +62,7 @@ class LossOptions:
     class_axis: int = -1
     find_logits: bool = True
     weights: Sequence[float] | None = None
+    batch_axes: Axes | None = None
 
     @property
     def choices(self) -> list[LossChoice]:
@@ -104,27 +119,33 @@ def choose_heads(
         else:
             heads.append(Head(choice, choice.inputs[0]))
     _check_known(graph, facts, heads)
-    batch = find_batch(graph, facts, [head.output for head in heads], inputs)
+    batch = find_batch(graph, facts, [head.output for head in heads], inputs, options.batch_axes)
     for head in heads:
         _check_place(head, facts, batch.places.get(head.output))
+
+    def sampled(name: str) -> Array:
+        return open_run(graph).values(sample_batch(graph, facts, inputs), [name])[name]
+
     if options.find_logits:
         heads = [
-            _before_link(graph, facts, head, choice, batch) if isinstance(choice, str) else head
+            _before_link(graph, facts, head, choice, sampled) if isinstance(choice, str) else head
             for head, choice in zip(heads, choices, strict=True)
         ]
     return tuple(heads), batch
 
 
 def _before_link(
-    graph: Graph, facts: Mapping[str, Fact], head: Head, name: str, batch: Batch
+    graph: Graph, facts: Mapping[str, Fact], head: Head, name: str, run: Sampled
 ) -> Head:
     """The head on logits, if its output holds probabilities."""
     loss, output = head.loss, head.output
     logits = logits_before(graph, facts, output, loss.links, loss.class_axis)
-    if logits is None and "Softmax" in loss.links and output in batch.samples:
-        logits = logits_of_probabilities(facts, output, batch.samples[output], loss.class_axis)
     if logits is None:
-        return head
+        logits = logits_of_probabilities(graph, facts, loss, output, lambda: run(output))
+    if logits is None:
+        doubt = possible_probabilities(loss, lambda: run(output))
+        doubt = doubt or channels_elsewhere(graph, facts, loss, output)
+        return replace(head, doubt=doubt and f"'{output}' {doubt}")
     moved = LOSSES[name](logits.value, targets=loss.targets, class_axis=loss.class_axis)
     return Head(moved, output, logits)
 
@@ -166,11 +187,13 @@ def _check_place(head: Head, facts: Mapping[str, Fact], place: Place | None) -> 
     if place is None:
         raise ShapeError(
             f"'{head.output}' has shape {shape} whatever the number of examples, so no loss of "
-            f"each example can be put on it; choose an output with one prediction an example."
+            f"each example can be put on it; choose an output with one prediction an example, or "
+            f"name the axis of the examples in the inputs with batch_axes."
         )
     require_class_axis(head.output, shape, axis)
     if len(shape) > 1 and axis % len(shape) == place.axis:
         raise ShapeError(
             f"class_axis={axis} is the axis of '{head.output}' (shape {shape} in a sample run) "
-            f"that holds the examples; give another class axis."
+            f"that holds the examples; give another class axis, or name the axis of the examples "
+            f"in the inputs with batch_axes."
         )

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import and_
 
 from kfac_engine._types import Array, Params
-from kfac_engine.approximations import row
+from kfac_engine.approximations import KINDS, row
 from kfac_engine.autodiff.axes import Batch, find_coupling
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.collection import LayerCollection
@@ -13,6 +14,9 @@ from kfac_engine.heads import Head
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.found import Found, Tensors
 from kfac_engine.layers.parts import Part, describe
+
+# Above this side the refresh of a factor takes longer than anything else in a step.
+_LARGEST_SIDE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class LayerReport:
         factor_bytes: Bytes of averages and stored powers together.
         inverse_flops: Cost of one refresh.
         reason: Why a parameter is generic; empty for layers.
+        hint: Which approximation spares the refresh of a very large factor; empty where none is.
     """
 
     kind: str
@@ -47,6 +52,7 @@ class LayerReport:
     factor_bytes: int
     inverse_flops: float
     reason: str
+    hint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class LossReport:
         fixed_batch: Why the model runs with one batch size only; empty where any will do.
         coupling: The node that makes results of one example depend on the others; empty if none
             was found. Curvature takes examples for independent.
+        doubts: What may be taken wrongly, in words: of the output, and of the batch.
+        examples: Examples in the batch of the sample run; 1 if it was made up.
     """
 
     loss: str
@@ -73,6 +81,8 @@ class LossReport:
     positions: int
     fixed_batch: str
     coupling: str
+    doubts: tuple[str, ...]
+    examples: int
 
 
 def layer_reports(
@@ -119,6 +129,8 @@ def loss_reports(
             positions=batch.places[head.output].repeats,
             fixed_batch=batch.fixed,
             coupling=coupling,
+            doubts=tuple(filter(None, (head.doubt, batch.note))),
+            examples=batch.examples(inputs) if inputs else 1,
         )
         for head in heads
     )
@@ -159,7 +171,30 @@ def _report(
         factor_bytes=item * sum(prod(shape) + n for shape, n in kept),
         inverse_flops=sum(refresh_cost(shape) for shape, n in kept if n),
         reason=layer.reason,
+        hint=_hint(layer.kind, [name for name, _ in owned], shapes),
     )
+
+
+def _hint(kind: str, parameters: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
+    """What very large factors cost, and which approximation has diagonals in their place."""
+    large = [shape for shape in shapes if _is_large(shape)]
+    if not large:
+        return ""
+    sides = " and ".join(f"{shape[-1]}×{shape[-1]}" for shape in large)
+    cost = f"{sum(refresh_cost(shape) for shape in large):.2g} flops"
+    said = f"each refresh of {', '.join(parameters)} inverts {sides}, {cost}"
+    ends = _is_large(shapes[0]), _is_large(shapes[-1])
+    rows = KINDS[kind].approximations
+    spared = {n: r.dense for n, r in rows.items() if not any(map(and_, ends, r.dense))}
+    if not spared:
+        return said
+    better = max(spared, key=lambda name: sum(spared[name]))
+    return f"{said}; '{better}' for {kind} (--approx {kind}={better}) has diagonals instead"
+
+
+def _is_large(shape: tuple[int, ...]) -> bool:
+    """Whether an average is a matrix, or a stack of them, of very many rows."""
+    return len(shape) > 1 and shape[-1] > _LARGEST_SIDE
 
 
 def _extent(part: Part, shape: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.axes import Place
+from kfac_engine.autodiff.places import Place
 from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
 from kfac_engine.losses import (

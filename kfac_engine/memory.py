@@ -1,11 +1,9 @@
 """What a step takes at its peak, told before it runs, and refused where it does not fit."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from pathlib import Path
 
 from kfac_engine.approximations import KINDS, row
 from kfac_engine.assembly import Assembly
@@ -110,13 +108,23 @@ class Footprint:
         if report.on_host > free:
             report = self.peak(examples)
         if report.on_host > free:
-            largest = max(self.layers, key=lambda layer: layer.factor_bytes)
             raise MemoryLimitError(
-                f"a step needs {_spelled(report.on_host)} and {_spelled(free)} are free; the block "
-                f"of {', '.join(largest.parameters)} takes {_spelled(largest.factor_bytes)}: "
-                f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters."
+                f"a step needs {_spelled(report.on_host)} and {_spelled(free)} are free; "
+                f"{self._cure(examples, free)}."
             )
         self._backend.reserve(report.factors)
+
+    def _cure(self, examples: int, free: int) -> str:
+        """What makes a step fit: fewer examples only where one of them would."""
+        least = examples if self.assembly.task.batch.fixed else 1
+        if least < examples and self.peak(least).on_host <= free:
+            return f"the values of {examples} examples are too large: use a smaller batch"
+        largest = max(self.layers, key=lambda layer: layer.factor_bytes)
+        return (
+            f"the block of {', '.join(largest.parameters)} takes "
+            f"{_spelled(largest.factor_bytes)}: choose approximation 'diagonal' for "
+            f"{largest.kind}, or train fewer parameters"
+        )
 
     @property
     def _backend(self) -> Backend:
@@ -186,15 +194,3 @@ class Footprint:
 
 def _spelled(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping; all of the machine's where nobody tells."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            return int(lines["MemAvailable"].split()[0]) * 1024
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sys.maxsize

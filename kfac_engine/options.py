@@ -51,6 +51,8 @@ class EngineOptions:
         sample_inputs: A batch to find shapes with, where none can be made up.
         gradient_dtype: Element type of gradients and parameters of a half-precision model, which
             is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
+        batch_axes: Input name to the axis that holds its examples; found by running the model when
+            left out. All inputs that have examples must be named.
         tie_weights: Whether weights that are equal in the file (see ``ties``) stay equal: they are
             then one parameter, and their gradients are its own.
     """
@@ -76,6 +78,7 @@ class EngineOptions:
     sample_inputs: Mapping[str, Array] | None = None
     gradient_dtype: GradientDType = "file"
     tie_weights: bool = False
+    batch_axes: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -93,13 +96,20 @@ class EngineOptions:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise InputError(f"{name} must be at least 1, got {count}.")
+        if self.seed < 0:
+            raise InputError(f"seed must be at least 0, got {self.seed}.")
         check_reduction(self.reduction)
 
     @property
     def losses(self) -> LossOptions:
         """The options that choose the losses."""
         return LossOptions(
-            self.loss, self.output, self.class_axis, self.find_logits, self.loss_weights
+            self.loss,
+            self.output,
+            self.class_axis,
+            self.find_logits,
+            self.loss_weights,
+            self.batch_axes,
         )
 
 

@@ -270,3 +270,50 @@ def test_a_loss_on_a_sequence_is_refused_by_what_made_it():
         ke.InputError, match=r"'all', which is no tensor but what SequenceCon.*last"
     ):
         ke.Engine.from_onnx(model, loss="categorical", output="all")
+
+
+# -- classes on another axis -----------------------------------------------------------------------
+
+
+def detector(ending):
+    """Scores of 3 channels for 4×4 pixels, as segmentation and detectors end."""
+    net = models.Net()
+    x = net.conv("conv", "input", 2, 3, 1)
+    net.constant("pixels last", np.array([0, 3, -1]))
+    net.constant("pixels second", np.array([0, -1, 3]))
+    last = len(ending) - 1
+    for index, (op, extra, attributes) in enumerate(ending):
+        x = net.op(op, x, *extra, to="output" if index == last else f"end{index}", **attributes)
+    sides = ["batch", "a", "b", "c"] if op in ("Relu", "Transpose") else ["batch", "a", "b"]
+    return net.model({"input": ["batch", 2, 4, 4]}, {"output": sides})
+
+
+CHANNELS_SECOND = [
+    [("Relu", (), {})],
+    [("Relu", (), {}), ("Reshape", ("pixels last",), {})],
+]
+CHANNELS_LAST = [
+    [("Transpose", (), {"perm": [0, 2, 3, 1]})],
+    [("Transpose", (), {"perm": [0, 2, 3, 1]}), ("Reshape", ("pixels second",), {})],
+]
+
+
+@pytest.mark.parametrize("ending", CHANNELS_SECOND)
+def test_channels_of_a_convolution_on_another_axis_are_told_of(ending):
+    engine = ke.Engine.from_onnx(detector(ending), loss="categorical")
+    assert (
+        "3 channels on axis 1; if those are the classes, give class_axis=1"
+        in (engine.losses[0].doubts[0])
+    )
+    engine = ke.Engine.from_onnx(detector(ending), loss="categorical", class_axis=1)
+    assert engine.losses[0].doubts == ()
+    assert ke.Engine.from_onnx(detector(ending), loss="normal").losses[0].doubts == ()
+
+
+@pytest.mark.parametrize("ending", CHANNELS_LAST)
+def test_channels_that_were_put_last_are_the_classes(ending):
+    assert ke.Engine.from_onnx(detector(ending), loss="categorical").losses[0].doubts == ()
+
+
+def test_tokens_have_their_classes_last():
+    assert ke.Engine.from_onnx(tokens("plain"), loss="categorical").losses[0].doubts == ()

@@ -8,7 +8,7 @@ from kfac_engine import engine as engine_module
 from kfac_engine import memory
 from kfac_engine.autodiff.memory import activation_bound, activation_bytes
 from kfac_engine.checks import check_finite
-from kfac_engine.memory import available_memory
+from kfac_engine.limits import available_memory
 from tests import models
 
 
@@ -21,6 +21,33 @@ def test_step_that_cannot_fit_is_refused_with_the_figures(monkeypatch):
         engine.observe(inputs)
     assert isinstance(ke.MemoryLimitError("x"), MemoryError)
     assert engine.counter == 0
+
+
+def test_a_step_that_cannot_fit_is_refused_before_anything_runs(monkeypatch):
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
+    inputs = models.random_inputs(models.mlp(), batch=4)
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 10_000_000)
+    monkeypatch.setattr(engine_module.Engine, "_run", None)
+    for call in (engine.observe, engine.step):
+        with pytest.raises(ke.MemoryLimitError):
+            call(inputs, np.zeros(4, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("free", "cure"),
+    [
+        (lambda one, many: (one + many) // 2, "values of 100000 examples .* smaller batch"),
+        (lambda one, many: one - 1, "block of fc0.weight, fc0.bias .* 'diagonal'"),
+    ],
+    ids=["one example would fit", "one example would not"],
+)
+def test_a_smaller_batch_is_advised_only_where_it_helps(free, cure, monkeypatch):
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", threads=1)
+    x = np.zeros((100_000, 6), np.float32)
+    one, many = (engine.memory(n).on_host for n in (1, len(x)))
+    monkeypatch.setattr(engine_module, "available_memory", lambda: free(one, many))
+    with pytest.raises(ke.MemoryLimitError, match=cure):
+        engine.observe({"input": x})
 
 
 def test_available_memory_is_what_an_allocation_can_have():

@@ -5,61 +5,57 @@ Where several axes of the inputs are open, the batch is the one along which a ch
 leaves the results of the others as they are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.examples import says_batch
-from kfac_engine.autodiff.feeds import SampleRun, sample_batch
-from kfac_engine.errors import BackendError
+from kfac_engine.autodiff.examples import axis_of, says_batch
+from kfac_engine.autodiff.places import Place, grown, others_move, unmoved_axes, with_example
+from kfac_engine.autodiff.samples import open_run, sample_batch
+from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.graph.subgraph import of_data
 
-# A changed example moves the others by rounding at most, relative to the largest entry.
-_ROUNDING = 1e-5
+# Bytes of values that are compared at a time: one value at least.
+_HELD = 64 << 20
 
 # Input name to its axis.
-_Axes: TypeAlias = Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the examples lie in a value.
-
-    Attributes:
-        axis: The axis.
-        repeats: Entries along it for each example: more than one where positions are folded in.
-    """
-
-    axis: int
-    repeats: int
-
-    @property
-    def comes_first(self) -> bool:
-        """Whether the examples lie alone on the first axis."""
-        return self.axis == 0 and self.repeats == 1
+Axes: TypeAlias = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What two sample runs showed of the batch.
+    """What sample runs showed of the batch.
 
     Attributes:
         size: Examples in the sample run.
         inputs: Input name to its batch axis, for inputs that have one.
         places: Value name to the place of the examples; values without the batch are absent.
         fixed: Why no other number of examples can be run; empty where any can.
-        samples: Outputs in the second run, or none where no second size runs.
+        doubt: Why the examples may lie on another axis; empty where nothing speaks for that.
     """
 
     size: int
     inputs: Mapping[str, int]
     places: Mapping[str, Place]
     fixed: str = ""
-    samples: Mapping[str, Array] = field(default_factory=dict)
+    doubt: str = ""
+
+    def examples(self, inputs: Mapping[str, Array]) -> int:
+        """Examples in a batch of inputs."""
+        return next((inputs[name].shape[axis] for name, axis in self.inputs.items()), self.size)
+
+    @property
+    def note(self) -> str:
+        """The doubt in a sentence."""
+        return self.doubt and (
+            f"the examples are taken to lie along {_spelled(self.inputs)}, but {self.doubt}; if "
+            f"they lie elsewhere, name their axis with batch_axes"
+        )
 
 
 def find_batch(
@@ -67,6 +63,7 @@ def find_batch(
     facts: Mapping[str, Fact],
     outputs: Sequence[str],
     inputs: Mapping[str, Array] | None = None,
+    axes: Axes | None = None,
 ) -> Batch:
     """The batch axis of inputs and values.
 
@@ -75,21 +72,40 @@ def find_batch(
         facts: Of a sample run on ``inputs``.
         outputs: Values that have the batch: what losses read.
         inputs: The batch of the sample run; None if it was made up.
+        axes: Input name to the axis of its examples, where the user names them.
 
     Returns:
-        The axes. Where no second size runs, axes are told by their length.
+        The axes. Where no second size runs, those of a changed example, or of the batch's length.
+
+    Raises:
+        ShapeError: ``axes`` names an axis that an input has not, or sizes that differ.
     """
     probe = _Probe(graph, facts, inputs)
+    if axes:
+        axes = _checked(facts, axes)
+        batch = probe.batch_along(axes, outputs)
+        return batch if batch is not None and _placed(batch, outputs) else probe.told(axes)
     candidates = _candidates(graph, facts)
     ran: list[Batch] = []
-    for named, axes in candidates:
-        batch = probe.batch_along(axes, outputs)
-        if batch is None or not any(name in batch.places for name in outputs):
-            continue
-        if named or len(candidates) == 1 or not probe.coupled(batch, outputs):
-            return batch
-        ran.append(batch)
-    return ran[0] if ran else _told_by_length(graph, facts)
+    stuck: list[_Candidate] = []
+    for candidate in candidates:
+        if stuck and stuck[0].named and not candidate.named:
+            break  # an axis that is called a batch is one, though no second size runs along it
+        batch = probe.batch_along(candidate.axes, outputs)
+        if batch is None:
+            stuck.append(candidate)
+        elif _placed(batch, outputs):
+            if candidate.named or (candidate.is_open and len(candidates) == 1):
+                return batch
+            if not probe.coupled(batch, outputs):
+                only = stuck and f"no other size runs along {_spelled(stuck[0].axes)}"
+                return replace(batch, doubt=only or "")
+            ran.append(batch)
+    if ran:
+        return probe.doubted(ran[0], outputs)
+    named = bool(stuck) and stuck[0].named
+    axes = stuck[0].axes if named else _first_axes(graph, facts)
+    return probe.doubted(probe.told(axes), outputs)
 
 
 def find_coupling(
@@ -121,63 +137,155 @@ class _Probe:
         self, graph: Graph, facts: Mapping[str, Fact], inputs: Mapping[str, Array] | None
     ) -> None:
         self._graph, self._facts = graph, facts
-        self._run = SampleRun(graph, declared=False)
+        self._run = open_run(graph)
         self._made_up = inputs is None
         self._feeds = sample_batch(graph, facts, inputs)
 
-    def batch_along(self, axes: _Axes, outputs: Sequence[str]) -> Batch | None:
+    def batch_along(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
         """Places of the examples if they lie along these axes; None if no second size runs."""
-        size = next(self._feeds[name].shape[axis] for name, axis in axes.items())
-        other = size - 1 or 2
-        resized = {
-            name: array.take(np.arange(other) % size, axes[name]) if name in axes else array
-            for name, array in self._feeds.items()
-        }
-        try:
-            values = self._run.values(resized)
-        except BackendError:
-            return None
-        places = {}
-        for name, array in values.items():
-            place = _place(self._facts[name].shape, array.shape, size, other)
-            if place is not None:
-                places[name] = place
-        samples = {name: np.array(values[name]) for name in outputs if name in values}
-        return Batch(size, axes, places, _declared(self._graph, axes), samples)
+        size = self._size(axes)
+        found = None
+        # One example more comes first: some operators drop an axis of one.
+        for other in filter(None, (size + 1, size - 1)):
+            try:
+                facts = self._run.facts(self._resized(axes, size, other))
+            except BackendError:
+                continue
+            pairs = ((name, self._facts[name].shape, facts[name].shape) for name in facts)
+            grew = {name: grown(shape, larger, size, other) for name, shape, larger in pairs}
+            places = {name: place for name, place in grew.items() if place is not None}
+            found = Batch(size, axes, places, _declared(self._graph, axes))
+            if _placed(found, outputs):
+                return found
+        return found
+
+    def told(self, axes: Axes) -> Batch:
+        """The batch along axes that no second size runs along."""
+        size = self._size(axes)
+        where = _spelled(axes)
+        fixed = _declared(self._graph, axes) or (
+            f"the model fixes its batch of {size} inside, by a Reshape, or by a recurrence that is "
+            f"unrolled along {where}; export it with an open batch axis, or name the axis of the "
+            f"examples with batch_axes"
+        )
+        batch = Batch(size, axes, {}, fixed)
+        computed = of_data(self._graph)
+        names = [name for name in self._facts if name in computed]
+        moved = self._unmoved(batch, names) if size > 1 else {}
+        places = {name: self._told_place(name, axes, size, moved.get(name)) for name in names}
+        return replace(batch, places={name: place for name, place in places.items() if place})
+
+    def doubted(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """The batch, with a doubt where its examples depend on each other."""
+        node = self.coupled(batch, outputs)
+        return replace(batch, doubt=node and f"{node} makes them depend on each other")
 
     def coupled(self, batch: Batch, outputs: Sequence[str]) -> str:
         """The first node whose result for one example changes with another; empty if none does."""
         if batch.size == 1:
             return ""
-        before = self._run.values(self._feeds)
         # What runs forward along an axis shows at a changed first example, backward at the last.
         for changed in (0, batch.size - 1):
-            after = self._with_other(changed, batch)
-            moved = {
-                name
-                for name, array in before.items()
-                if _others_move(array, after[name], changed, batch.size, batch.places.get(name))
-            }
-            if moved.intersection(outputs):
-                node = next(node for node in self._graph.nodes if moved.intersection(node.outputs))
+            if any(self._moved(outputs, changed, batch)):
+                names = [name for node in self._graph.nodes for name in node.outputs]
+                known = [name for name in names if name in self._facts]
+                node = self._graph.producers[next(self._moved(known, changed, batch))]
                 return f"{node.qualified_op} node '{node.name}'"
         return ""
 
+    def _size(self, axes: Axes) -> int:
+        return next((self._feeds[name].shape[axis] for name, axis in axes.items()), 1)
+
+    def _resized(self, axes: Axes, size: int, other: int) -> dict[str, Array]:
+        return {
+            name: array.take(np.arange(other) % size, axes[name]) if name in axes else array
+            for name, array in self._feeds.items()
+        }
+
+    def _moved(self, names: Iterable[str], changed: int, batch: Batch) -> Iterator[str]:
+        """Names of the values in which other examples differ where one was changed."""
+        for name, before, after in self._compared(names, changed, batch):
+            if others_move(before, after, changed, batch.size, batch.places.get(name)):
+                yield name
+
+    def _unmoved(self, batch: Batch, names: Sequence[str]) -> dict[str, frozenset[int]]:
+        """Axes of values along which the first and the last example change alone."""
+        found: dict[str, frozenset[int]] = {}
+        for changed in (0, batch.size - 1):
+            for name, before, after in self._compared(names, changed, batch):
+                axes = unmoved_axes(before, after, changed, batch.size)
+                found[name] = found.get(name, axes) & axes
+        return found
+
+    def _compared(
+        self, names: Iterable[str], changed: int, batch: Batch
+    ) -> Iterator[tuple[str, Array, Array]]:
+        """Values before and after an example was changed, few at a time."""
+        feeds = self._with_other(changed, batch)
+        for few in self._chunks(names):
+            before, after = self._run.values(self._feeds, few), self._run.values(feeds, few)
+            yield from ((name, before[name], after[name]) for name in few)
+
+    def _chunks(self, names: Iterable[str]) -> Iterator[list[str]]:
+        chunk: list[str] = []
+        held = 0
+        for name in names:
+            size = self._facts[name].dtype.itemsize * prod(self._facts[name].shape)
+            if chunk and held + size > _HELD:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(name)
+            held += size
+        if chunk:
+            yield chunk
+
     def _with_other(self, changed: int, batch: Batch) -> dict[str, Array]:
-        """All values, one example being another one: as far as one that is legal is known."""
+        """The inputs, one example being another one: as far as one that is legal is known."""
         for new_id in (_next_id, _same_id) if self._made_up else (_same_id,):
             feeds = dict(self._feeds)
             for name, axis in batch.inputs.items():
-                feeds[name] = _with_example(feeds[name], axis, changed, new_id)
+                feeds[name] = with_example(feeds[name], axis, changed, new_id)
             try:
-                return self._run.values(feeds)
+                self._run.facts(feeds)
             except BackendError:
                 continue
-        return self._run.values(self._feeds)
+            return feeds
+        return self._feeds
+
+    def _told_place(
+        self, name: str, axes: Axes, size: int, unmoved: frozenset[int] | None
+    ) -> Place | None:
+        """The place of the examples, by what a changed one left alone, or by its length."""
+        shape = self._facts[name].shape
+        if name in axes:
+            return Place(axes[name], 1)
+        fits = unmoved or {axis for axis, side in enumerate(shape) if side == size or not axis}
+        fits = {axis for axis in fits if shape[axis] and shape[axis] % size == 0}
+        if not fits:
+            return None
+        preferred = axes.values()
+        axis = min(
+            fits,
+            key=lambda axis: (
+                shape[axis] != size,
+                shape[axis] == size and axis not in preferred,
+                axis,
+            ),
+        )
+        return Place(axis, shape[axis] // size)
 
 
-def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[tuple[bool, _Axes]]:
-    """Axes of the inputs that may hold the batch, the likeliest first, and whether they say so."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Axes of the inputs that may hold the batch, and whether they are called so."""
+
+    axes: Axes
+    named: bool
+    is_open: bool
+
+
+def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
+    """What may hold the batch, the likeliest first."""
     # Axes of one symbol belong together, and so do open axes without one at the same place. A first
     # axis may hold the batch though its size is declared.
     groups: dict[object, dict[str, int]] = {}
@@ -193,23 +301,39 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[tuple[bool, _Ax
         groups,
         key=lambda key: (not says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
     )
-    found: list[tuple[bool, _Axes]] = [(says_batch(key), groups[key]) for key in ordered]
+    found = [
+        _Candidate(groups[key], says_batch(key), not isinstance(key, tuple)) for key in ordered
+    ]
     # Exporters give the batch of each input a symbol of its own where they do not see that they are
-    # one: then all open first axes have to grow together.
-    firsts = {
-        name: 0
-        for key, group in groups.items()
-        if not isinstance(key, tuple)
-        for name, axis in group.items()
-        if axis == 0
-    }
-    together = len(firsts) > 1 and all(axes != firsts for _, axes in found)
-    if together and not any(named for named, _ in found):
-        found.insert(0, (False, firsts))
+    # one: then all axes that are called so grow together, or else all open first axes.
+    together: dict[str, int] = {}
+    for candidate in found:
+        if candidate.named:
+            together = {**candidate.axes, **together}
+    named = bool(together)
+    if not named:
+        firsts = [c.axes.items() for c in found if c.is_open]
+        together = {name: 0 for items in firsts for name, axis in items if axis == 0}
+    if len(together) > 1 and all(candidate.axes != together for candidate in found):
+        found.insert(0, _Candidate(together, named, is_open=True))
     return found
 
 
-def _declared(graph: Graph, axes: _Axes) -> str:
+def _placed(batch: Batch, outputs: Sequence[str]) -> bool:
+    return any(name in batch.places for name in outputs)
+
+
+def _checked(facts: Mapping[str, Fact], axes: Axes) -> dict[str, int]:
+    """Axes that the user names, counted from the front."""
+    named = {name: axis_of(name, axis, len(facts[name].shape)) for name, axis in axes.items()}
+    sizes = {name: facts[name].shape[axis] for name, axis in named.items()}
+    if len(set(sizes.values())) > 1:
+        spelled = ", ".join(f"{size} in '{name}'" for name, size in sizes.items())
+        raise ShapeError(f"the axes that batch_axes names have different sizes: {spelled}.")
+    return named
+
+
+def _declared(graph: Graph, axes: Axes) -> str:
     for entry in graph.inputs:
         side = entry.shape[axes[entry.name]] if entry.shape and entry.name in axes else None
         if isinstance(side, int):
@@ -220,65 +344,16 @@ def _declared(graph: Graph, axes: _Axes) -> str:
     return ""
 
 
-def _told_by_length(graph: Graph, facts: Mapping[str, Fact]) -> Batch:
-    """First axes as long as that of the first input, where a second size does not run."""
+def _first_axes(graph: Graph, facts: Mapping[str, Fact]) -> dict[str, int]:
+    """First axes as long as that of the first input."""
     sides = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
-    size = next((side[0] for side in sides.values() if side), 1)
-    computed = of_data(graph)
-    return Batch(
-        size,
-        {name: 0 for name, side in sides.items() if side == (size,)},
-        {
-            name: Place(0, fact.shape[0] // size)
-            for name, fact in facts.items()
-            if name in computed and fact.shape and fact.shape[0] and not fact.shape[0] % size
-        },
-        f"the model fixes its batch of {size} inside, in the shape of a Reshape most often; "
-        f"export it with an open batch axis",
-    )
+    first = next((side for side in sides.values() if side), None)
+    return {name: 0 for name, side in sides.items() if side == first}
 
 
-def _place(
-    shape: tuple[int, ...], other_shape: tuple[int, ...], size: int, other: int
-) -> Place | None:
-    """The axis that grows with the batch, if it is one and grows in proportion."""
-    if len(shape) != len(other_shape):
-        return None
-    grown = [
-        axis for axis, pair in enumerate(zip(shape, other_shape, strict=True)) if len({*pair}) > 1
-    ]
-    if len(grown) != 1:
-        return None
-    (axis,) = grown
-    proportional = shape[axis] * other == other_shape[axis] * size
-    return Place(axis, shape[axis] // size) if proportional else None
-
-
-def _others_move(before: Array, after: Array, changed: int, size: int, place: Place | None) -> bool:
-    """Whether entries of a value differ that do not belong to the changed example."""
-    if before.shape != after.shape:
-        return True
-    scale = _ROUNDING * float(np.abs(before).max(initial=0)) if before.dtype.kind == "f" else 0
-    moved = np.abs(before.astype(np.float64) - after.astype(np.float64)) > scale
-    if place is None:
-        return bool(moved.any())
-    sides, others = moved.shape, [i for i in range(size) if i != changed]
-    # Examples may come before or after the positions that are folded into their axis.
-    orders = ((size, place.repeats), (place.repeats, size))
-    return all(
-        moved.reshape(*sides[: place.axis], *order, *sides[place.axis + 1 :])
-        .take(others, place.axis + later)
-        .any()
-        for later, order in enumerate(orders)
-    )
-
-
-def _with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array], Array]) -> Array:
-    """The array with one example replaced by that of the other end, or by another identifier."""
-    moved = np.moveaxis(array.copy(), axis, 0)
-    other = moved[-1 if changed == 0 else 0]
-    moved[changed] = other if array.dtype.kind == "f" else new_id(other)
-    return np.moveaxis(moved, 0, axis)
+def _spelled(axes: Axes) -> str:
+    """Axes in words."""
+    return " and ".join(f"axis {axis} of '{name}'" for name, axis in axes.items())
 
 
 def _next_id(ids: Array) -> Array:

@@ -1,8 +1,10 @@
 """The first few examples of a user's batch: enough to tell shapes, and they cost nothing to run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kfac_engine._types import Array
+from kfac_engine.errors import ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Input
 
 # Symbols that exporters and people write for the batch; others begin with "batch".
@@ -16,6 +18,60 @@ def says_batch(side: object) -> bool:
     """Whether the declared side of an input is called like a batch."""
     symbol = side.lower().replace("_", "") if isinstance(side, str) else ""
     return symbol in _BATCH_SYMBOLS or symbol.startswith("batch")
+
+
+def axis_of(name: str, axis: int, rank: int) -> int:
+    """An axis that the user names as that of the examples, counted from the front.
+
+    Args:
+        name: The input.
+        axis: Negative ones are counted from the end.
+        rank: Axes of the input.
+
+    Returns:
+        The axis.
+
+    Raises:
+        ShapeError: The input has no such axis.
+    """
+    if not -rank <= axis < rank:
+        raise ShapeError(
+            f"batch_axes gives axis {axis} for input '{name}', which has {rank} "
+            f"{'axis' if rank == 1 else 'axes'}."
+        )
+    return axis % rank
+
+
+def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> tuple[Input, ...]:
+    """The inputs of a model, the open axes that the user names being called a batch.
+
+    Args:
+        inputs: As declared.
+        axes: Input name to the axis of its examples.
+
+    Returns:
+        The inputs.
+
+    Raises:
+        UnknownNameError: A name is not an input of the model.
+        ShapeError: An input has no such axis.
+    """
+    axes = axes or {}
+    known = [entry.name for entry in inputs]
+    for name in axes:
+        if name not in known:
+            raise UnknownNameError(
+                f"batch_axes names '{name}', which is no input of the model; its inputs are: "
+                f"{', '.join(known)}."
+            )
+    result = []
+    for entry in inputs:
+        if entry.name in axes and entry.shape is not None:
+            axis, sides = axis_of(entry.name, axes[entry.name], len(entry.shape)), [*entry.shape]
+            sides[axis] = sides[axis] if isinstance(sides[axis], int) else "batch"
+            entry = replace(entry, shape=tuple(sides))
+        result.append(entry)
+    return tuple(result)
 
 
 def first_examples(declared: Sequence[Input], given: Mapping[str, Array]) -> dict[str, Array]:

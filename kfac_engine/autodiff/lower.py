@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
+
 from kfac_engine._types import Array
-from kfac_engine.autodiff.feeds import sample_facts
 from kfac_engine.autodiff.lowering import Lowering, find_lowering
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
+from kfac_engine.autodiff.samples import sample_facts
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.graph.subgraph import dependents
@@ -39,14 +41,32 @@ def lowered(
     Raises:
         ModelError: The model runs on none of the inputs that were made up.
     """
-    facts = sample_facts(graph, inputs)
+    graph, facts = _with_named_axes(graph, sample_facts(graph, inputs))
     wrt = tuple(wrt)
     for _ in range(_MOST_ROUNDS):
         rewritten = _rewritten(graph, facts, wrt)
         if rewritten is graph:
             break
-        graph, facts = rewritten, sample_facts(rewritten, inputs)
+        graph, facts = _with_named_axes(rewritten, sample_facts(rewritten, inputs))
     return _without_unread_sequences(graph, facts), facts
+
+
+def _with_named_axes(graph: Graph, facts: dict[str, Fact]) -> tuple[Graph, dict[str, Fact]]:
+    """The graph with ``Squeeze`` naming its axes: a batch of one keeps its axis, as others do."""
+    named: dict[str, Node] = {}
+    constants: dict[str, Array] = {}
+    for node in graph.nodes:
+        if node.op == "Squeeze" and not node.domain and not any(node.inputs[1:]):
+            (operand, *_), axes = node.inputs, f"axes of {node.name}"
+            shape = facts[operand].shape
+            constants[axes] = np.array([axis for axis, side in enumerate(shape) if side == 1])
+            named[node.name] = replace(node, inputs=(operand, axes))
+    if not named:
+        return graph, facts
+    nodes = tuple(named.get(node.name, node) for node in graph.nodes)
+    known = {name: Fact(array.dtype, array.shape) for name, array in constants.items()}
+    graph = replace(graph, nodes=nodes, constants={**graph.constants, **constants})
+    return graph, {**facts, **known}
 
 
 def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:

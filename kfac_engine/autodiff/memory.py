@@ -10,13 +10,14 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.blocked import Blocked
 from kfac_engine.autodiff.differentiate import Backward
-from kfac_engine.autodiff.feeds import SampleRun, measured_facts, sample_batch
 from kfac_engine.autodiff.finish import divided
 from kfac_engine.autodiff.fused import fused_products
 from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.autodiff.samples import measured_facts, open_run, sample_batch
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.backend.place import HOST
+from kfac_engine.errors import BackendError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
 # What an arena of pieces of many sizes takes over the sum of them: measured 1.09 to 1.19.
@@ -76,16 +77,30 @@ def _sizes_at(
 ) -> dict[str, float]:
     """Bytes of every value for a batch of another size: all are linear in it."""
     graph = _joint(model, backward)
-    sizes = _sizes(model, graph, backward, feeds)
     if batch.fixed:
-        return sizes
-    doubled = {
-        name: np.concatenate([array, array], batch.inputs[name]) if name in batch.inputs else array
+        return _sizes(model, graph, backward, feeds)
+    # As few examples as tell the slope: each takes as much memory as it would in a step.
+    for fewer in dict.fromkeys((1, batch.size)):
+        try:
+            few = _sizes(model, graph, backward, _with_examples(feeds, batch, fewer))
+            if size == fewer:
+                return few
+            one_more = _with_examples(feeds, batch, fewer + 1)
+            more = _sizes(model, graph, backward, one_more)
+        except BackendError:
+            continue
+        return {name: few[name] + (size - fewer) * (more[name] - few[name]) for name in few}
+    raise AssertionError("the sample run itself failed")
+
+
+def _with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
+    """The inputs with so many examples, repeated where there are fewer."""
+    return {
+        name: array.take(np.arange(count) % batch.size, batch.inputs[name])
+        if name in batch.inputs
+        else array
         for name, array in feeds.items()
     }
-    twice = _sizes(model, graph, backward, doubled)
-    more = size / batch.size - 1
-    return {name: number + more * (twice[name] - number) for name, number in sizes.items()}
 
 
 def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]) -> float:
@@ -123,9 +138,10 @@ def _sizes(
     model: OnnxModel, graph: Graph, backward: Backward, feeds: Mapping[str, Array]
 ) -> dict[str, float]:
     """Bytes of every value by name; a cotangent is as large as its value."""
-    values = SampleRun(model.graph, declared=False).values(feeds)
+    known = open_run(model.graph).facts(feeds)
     cotangents = {
-        cotangent: np.zeros_like(values[name]) for name, cotangent in backward.cotangents.items()
+        cotangent: np.zeros(known[name].shape, known[name].dtype)
+        for name, cotangent in backward.cotangents.items()
     }
     facts = measured_facts(graph, {**feeds, **cotangents})
     return {name: value_bytes(fact) for name, fact in facts.items()}

@@ -19,13 +19,14 @@ from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.draws import drawn_values, given_draws
-from kfac_engine.autodiff.feeds import check_inputs, check_parameters, measured_facts, sample_facts
+from kfac_engine.autodiff.feeds import check_inputs, check_parameters, explained
 from kfac_engine.autodiff.finish import FinishingSession
 from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.lower import lowered
 from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
+from kfac_engine.autodiff.samples import measured_facts, sample_facts
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.backend.numpy_backend import SCRATCH_BYTES
@@ -153,7 +154,7 @@ class OnnxModel:
         Raises:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
-            ShapeError: An input does not fit its declared shape.
+            ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
             NonFiniteError: An input holds NaN or infinity.
         """
         checked = check_inputs(self.graph, inputs)
@@ -161,10 +162,10 @@ class OnnxModel:
         feeds |= self._stored
         if parameters is not None:
             feeds |= self._checked(parameters)
-        if targets is None:
-            return Trace(self, feeds, {})
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        return Trace(self, feeds, {name: self.place.own(array) for name, array in named.items()})
+        own = {name: self.place.own(a) for name, a in named.items() if a is not None}
+        with explained(self.graph, checked):
+            return Trace(self, feeds, own)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values; the next evaluation uses them. All are taken or none.
@@ -251,14 +252,18 @@ class OnnxModel:
         self.facts[node.outputs[0]] = self.facts[like]
         self.defined.add(node.outputs[0])
 
-    def extend(self, nodes: Sequence[Node], facts: Mapping[str, Fact]) -> None:
+    def extend(
+        self, nodes: Sequence[Node], facts: Mapping[str, Fact], constants: Mapping[str, Array]
+    ) -> None:
         """Add nodes behind those of the graph, before anything is differentiated.
 
         Args:
             nodes: In topological order.
-            facts: Element type and shape of their results.
+            facts: Element type and shape of their results, and of ``constants``.
+            constants: That they read.
         """
-        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes))
+        known = {**self.graph.constants, **constants}
+        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes), constants=known)
         self.facts = {**self.facts, **facts}
 
     def fetch(

@@ -37,14 +37,11 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
-FAILURES = (
-    ort_errors.EPFail,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
+# All exceptions of its own, and those of C++ that arrive as Python's.
+FAILURES: tuple[type[Exception], ...] = (
+    *(kind for kind in vars(ort_errors).values() if Exception in getattr(kind, "__bases__", ())),
+    RuntimeError,
+    ValueError,
 )
 
 
@@ -110,6 +107,8 @@ class Session:
             call = partial(run, list(outputs), feeds)
             results = interruptible(call) if self._once else call(None)
             return dict(zip(outputs, results, strict=True))
+        except BackendError:  # a RuntimeError, too
+            raise
         except FAILURES as failure:
             raise BackendError(
                 f"ONNX Runtime failed in {self._what}: {reason(failure)}"

@@ -77,6 +77,14 @@ def _describe_os_error(error: OSError) -> str:
     return f"cannot use '{error.filename}': {error.strerror}." if error.filename else str(error)
 
 
+def _describe_memory(error: MemoryError) -> str:
+    found = f" ({error})" if str(error) else ""
+    return (
+        f"out of memory{found}; 'kfac-engine inspect' shows what takes it: a smaller batch makes "
+        "activations smaller, --approx KIND=diagonal makes factors smaller."
+    )
+
+
 # How the command line spells what messages call by the library's names.
 _SPELLINGS = {
     "output=…": "--output",
@@ -101,5 +109,5 @@ _EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] =
     (KeyboardInterrupt, INTERRUPTED, lambda error: "interrupted."),
     (KfacError, WRONG_INPUT, _describe_ours),
     (OSError, WRONG_INPUT, _describe_os_error),
-    (MemoryError, WRONG_INPUT, lambda error: f"out of memory; use a smaller batch. {error}"),
+    (MemoryError, WRONG_INPUT, _describe_memory),
 )

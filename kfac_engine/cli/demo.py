@@ -34,7 +34,13 @@ TARGET_LOSS = 0.1
     show_default=True,
     help="Folder of the picture.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of batches and sampled targets.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of batches and sampled targets.",
+)
 @debug_option
 def demo(steps: int, out: Path, seed: int) -> None:
     """Train a small CNN on digits with SGD, Adam and K-FAC."""

@@ -32,14 +32,16 @@ _MOST_ALIKE = 3
 @click.command
 @click.argument("model", type=file_path)
 @click.option(
-    "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Examples in a batch."
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Examples in a batch; as many as --inputs holds, or one, by default.",
 )
 @sample_option
 @engine_options
 @json_option
 @debug_option
 def inspect(
-    model: Path, batch: int, inputs: Path | None, options: dict[str, Any], as_json: bool
+    model: Path, batch: int | None, inputs: Path | None, options: dict[str, Any], as_json: bool
 ) -> None:
     """Show each parameter's layer, block, factors and costs."""
     import kfac_engine as ke
@@ -48,7 +50,9 @@ def inspect(
     with working("preparing the model"):
         sample = None if inputs is None else read_inputs(inputs, model)
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
-    memory, losses = engine.memory(batch), engine.losses
+    losses = engine.losses
+    batch = batch or losses[0].examples
+    memory = engine.memory(batch)
     untrained = _untrained(engine)
     if as_json:
         report = {
@@ -66,6 +70,10 @@ def inspect(
     _print_losses(losses)
     print_layers(engine)
     _print_uncovered(engine.layers)
+    doubts = (doubt for loss in losses for doubt in loss.doubts)
+    hints = (layer.hint for layer in engine.layers if layer.hint)
+    for note in dict.fromkeys((*doubts, *hints)):
+        click.echo(f"note: {note}.")
     _print_ties(engine.ties, options["tie_weights"])
     if untrained:
         heads = ("name", "shape", "because it is")

@@ -74,6 +74,16 @@ def _parse_approximations(
     return {kind: name for kind, _equals, name in pairs}
 
 
+def _parse_axes(
+    _: click.Context, __: click.Parameter, values: tuple[str, ...]
+) -> dict[str, int] | None:
+    pairs = [value.rpartition("=") for value in values]
+    for name, _equals, axis in pairs:
+        if not name or not axis.removeprefix("-").isdecimal():
+            raise click.BadParameter(f"expected INPUT=AXIS, such as x=1; got '{name or axis}'.")
+    return {name: int(axis) for name, _equals, axis in pairs} or None
+
+
 # What is differentiated, besides losses and outputs, and in which form gradients come.
 objective_options = (
     click.option(
@@ -99,6 +109,14 @@ objective_options = (
     ),
     click.option(
         "--class-axis", default=-1, show_default=True, help="Axis of classes or features."
+    ),
+    click.option(
+        "--batch-axis",
+        "batch_axes",
+        multiple=True,
+        metavar="INPUT=AXIS",
+        callback=_parse_axes,
+        help="Axis of an input that holds the examples; found by running the model by default.",
     ),
     click.option(
         "--reduction",
@@ -177,7 +195,13 @@ _ENGINE_OPTIONS = (
         metavar="MB",
         help="Bound of working memory, in MB; 64 on a CPU by default.",
     ),
-    click.option("--seed", default=0, show_default=True, help="Of sampled targets."),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Of sampled targets.",
+    ),
 )
 
 

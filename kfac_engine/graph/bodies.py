@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import onnx
 
 from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
 from kfac_engine.graph.branches import rename
 from kfac_engine.graph.constants import lift_constants
 from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.nodes import canonical_nodes
-from kfac_engine.graph.order import all_nodes, captures
+from kfac_engine.graph.order import all_nodes, captures, describe
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import to_array
 
@@ -53,6 +54,38 @@ def body_of(node: Node, attribute: str, opset: int) -> Body:
         name=proto.name,
     )
     return Body(graph, tuple(entry.name for entry in proto.input))
+
+
+def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
+    """Refuse bodies that take or give fewer values, or more, than their node hands over or has.
+
+    Args:
+        node: Any; its operator exists.
+
+    Raises:
+        ModelError: A body does not fit.
+    """
+    operands, results = len(node.input), len(node.output)
+    # Operands of a body, and the fewest results.
+    fits = {
+        ("If", "then_branch"): (0, results),
+        ("If", "else_branch"): (0, results),
+        ("Loop", "body"): (max(operands, 2), 1 + max(results, operands - 2)),
+        ("Scan", "body"): (operands, results),
+    }
+    for entry in node.attribute:
+        wanted = fits.get((node.op_type, entry.name))
+        if wanted is None:
+            continue
+        found = len(entry.g.input), len(entry.g.output)
+        if found[0] != wanted[0] or found[1] < wanted[1]:
+            raise ModelError(
+                f"the {describe(node)} has a {entry.name} of {found[0]} operands and {found[1]} "
+                f"results, but {wanted[0]} and {wanted[1]} are needed."
+            )
+    scanned = next((e.i for e in node.attribute if e.name == "num_scan_inputs"), 1)
+    if node.op_type == "Scan" and not 0 < scanned <= operands:
+        raise ModelError(f"the {describe(node)} scans {scanned} of its {operands} operands.")
 
 
 def operators_inside(node: Node) -> frozenset[str]:

@@ -12,11 +12,15 @@ from onnx import checker, defs, helper, inliner, shape_inference, version_conver
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.bodies import refuse_unfit_bodies
+from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.order import all_nodes, describe
 from kfac_engine.graph.tensors import to_array
 
 # Derivative rules read the forms of operator set 18; newer models keep theirs.
 OLDEST_OPSET = 18
+# Before this set, the first operand of Scan was no operand of its body.
+_BODIES_OF_TODAY = 9
 # From this set on, operators broadcast like NumPy.
 _NUMPY_BROADCAST = 7
 # ONNX Runtime 1.31 executes operator sets up to 26.
@@ -79,12 +83,8 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     called = onnx.ModelProto()
     called.CopyFrom(model)
     _spell_out_defaults(called)
-    try:
+    with model_errors("the model's functions cannot be inlined"):
         return inliner.inline_local_functions(called, convert_version=True)
-    except (RuntimeError, ValueError, IndexError, checker.ValidationError) as failure:
-        raise ModelError(
-            f"the model's functions cannot be inlined: {first_line(failure)}."
-        ) from failure
 
 
 def _check_recursion(model: onnx.ModelProto) -> None:
@@ -157,12 +157,12 @@ def check_nodes(model: onnx.ModelProto) -> None:
         opset_imports=model.opset_import,
         ir_version=_IR_VERSION,
     )
-    try:
+    with model_errors("the model is not valid ONNX"):
         checker.check_model(probe)
-    except checker.ValidationError as failure:
-        raise ModelError(f"the model is not valid ONNX: {first_line(failure)}") from failure
     for node in all_nodes(model.graph.node):
         _refuse_missing_operands(node, opset(model))
+        if opset(model) >= _BODIES_OF_TODAY:
+            refuse_unfit_bodies(node)
 
 
 def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
@@ -196,13 +196,11 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
     if old >= OLDEST_OPSET:
         return model
     _refuse_misread(model, old)
-    try:
+    with model_errors(
+        f"the model's operator set {old} cannot be brought to {OLDEST_OPSET}",
+        f"export it with operator set {OLDEST_OPSET}",
+    ):
         newer = version_converter.convert_version(_closed(model, old), OLDEST_OPSET)
-    except (RuntimeError, ValueError, IndexError, version_converter.ConvertError) as failure:
-        raise ModelError(
-            f"the model's operator set {old} cannot be brought to {OLDEST_OPSET}: "
-            f"{first_line(failure)}; export it with operator set {OLDEST_OPSET}."
-        ) from failure
     if old < _NUMPY_BROADCAST:
         del newer.graph.input[:], newer.graph.output[:], newer.graph.value_info[:]
         newer.graph.input.extend(model.graph.input)
@@ -302,9 +300,3 @@ def _set(node: onnx.NodeProto, **attributes: str) -> None:
     new = [helper.make_attribute(name, value) for name, value in attributes.items()]
     del node.attribute[:]
     node.attribute.extend([*kept, *new])
-
-
-def first_line(failure: Exception) -> str:
-    """What onnx's C++ says, without the path of its source file."""
-    text = next((line for line in str(failure).splitlines() if line.strip()), "no reason given")
-    return text.strip().rstrip(".")

@@ -23,25 +23,31 @@ _FORMS: Mapping[str, Callable[[AttributeProto], Array]] = {
 }
 
 
-def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> None:
+def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozenset[str]:
     """Move ``Constant`` nodes, and ``ConstantOfShape`` nodes of known shape, into ``constants``.
 
     Args:
         graph: Its nodes are in topological order; loses those that became constants.
         constants: Value names to arrays; grows.
 
+    Returns:
+        Names of those that are filled with one number: the file does not store them.
+
     Raises:
         UnsupportedError: A constant is not a dense tensor.
     """
-    lifted = []
+    lifted, filled_ones = [], set()
     for index, node in enumerate(graph.node):
         array = constant_value(node, constants)
         if array is not None:
             array.flags.writeable = False
             constants[node.output[0]] = array
             lifted.append(index)
+            if node.op_type == "ConstantOfShape":
+                filled_ones.add(node.output[0])
     for index in reversed(lifted):
         del graph.node[index]
+    return frozenset(filled_ones)
 
 
 def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Array | None:

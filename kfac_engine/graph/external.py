@@ -17,6 +17,10 @@ from kfac_engine.errors import ModelError, UnsupportedError
 _PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
 
 
+# Of a position in a file; Python itself refuses to read numbers of thousands of digits.
+_MOST_DIGITS = 20
+
+
 def is_packed(dtype: DType) -> bool:
     """Whether several elements of this type share a byte."""
     return dtype.name.startswith(_PACKED)
@@ -103,6 +107,6 @@ class ExternalData:
 
 
 def _position(text: str, key: str, what: str) -> int:
-    if text and not (text.isascii() and text.isdigit()):
+    if text and not (text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS):
         raise ModelError(f"{what} has '{text}' for the {key} of its external data: not a number.")
     return int(text or 0)

@@ -49,6 +49,9 @@ from kfac_engine.graph.write import tensor, value_info
 # their values, only their types.
 _LARGE_BYTES = 4096
 
+# What exporters write in place of a symbol.
+_NO_SYMBOLS = frozenset({"", "?", "-1", "None"})
+
 # Where a model may come from: a path, the bytes of a file, or a message.
 ModelSource: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -128,7 +131,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     template = _template(model, external)
     separate_statistics(template, constants)
-    working = _canonical(template, constants)
+    working, filled = _canonical(template, constants)
     _decode_all(working.graph, template.graph)
     stored = declared_halves((*template.graph.input, *template.graph.output))
     stored |= widen(working.graph, constants)
@@ -141,6 +144,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
             opset=opset(working),
             name=path.name if path else _text(model.graph.name) or "model",
             domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
+            filled=filled,
         ),
         template=template,
         stored=stored,
@@ -165,8 +169,18 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
     return template
 
 
-def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.ModelProto:
-    """A copy of ``template`` in one spelling; ``constants`` grows by what was written as nodes."""
+def _canonical(
+    template: onnx.ModelProto, constants: dict[str, Array]
+) -> tuple[onnx.ModelProto, frozenset[str]]:
+    """``template`` in one spelling.
+
+    Args:
+        template: Unchanged.
+        constants: Grows by what was written as nodes.
+
+    Returns:
+        A copy in the canonical spelling, and the names of filled constants.
+    """
     # Inputs of its graph are the data and the large constants.
     working = onnx.ModelProto()
     working.CopyFrom(template)
@@ -174,21 +188,21 @@ def _canonical(template: onnx.ModelProto, constants: dict[str, Array]) -> onnx.M
     working = inline_functions(working)
     unify_standard_domain(working)
     sort_nodes(working.graph)
-    lift_constants(working.graph, constants)
+    filled = lift_constants(working.graph, constants)
     hoist_initializers(working.graph, constants)
     _declare_constants(working.graph, constants)
     check_nodes(working)
     working = executable(working)
-    lift_constants(working.graph, constants)
+    filled |= lift_constants(working.graph, constants)
     while fold_constant_ifs(working.graph, constants):
-        lift_constants(working.graph, constants)
+        filled |= lift_constants(working.graph, constants)
     if opset(working) < OLDEST_OPSET:
         _declare_constants(working.graph, constants)
         working = upgrade(working)
         constants.update((entry.name, to_array(entry)) for entry in working.graph.initializer)
-        lift_constants(working.graph, constants)
+        filled |= lift_constants(working.graph, constants)
     put_steps_first(working.graph)
-    return working
+    return working, filled
 
 
 def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
@@ -222,10 +236,11 @@ def _inputs(
 
 
 def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    """A size or a symbol; old exporters write -1 for a size they do not know."""
+    """A size or a symbol; old exporters write -1 for a size they do not know, others a word."""
     if side.HasField("dim_value"):
         return side.dim_value if side.dim_value >= 0 else None
-    return side.dim_param or None
+    unknown = side.dim_param in _NO_SYMBOLS or side.dim_param.startswith("unk__")
+    return None if unknown else side.dim_param
 
 
 def _decode_all(working: onnx.GraphProto, template: onnx.GraphProto) -> None:

@@ -3,20 +3,14 @@
 from collections.abc import Iterator, Mapping
 
 import onnx
-from onnx import checker, helper, inliner, shape_inference
+from onnx import helper, inliner, shape_inference
 
 from kfac_engine.errors import ModelError
-from kfac_engine.graph.canonicalise import NEWEST_OPSET, first_line, opset
+from kfac_engine.graph.canonicalise import NEWEST_OPSET, opset
 from kfac_engine.graph.definitions import DOMAIN, as_call, is_defined, schema_of
+from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.order import describe
 
-_FAILURES = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    checker.ValidationError,
-    shape_inference.InferenceError,
-)
 # Forms that ONNX Runtime 1.31 has no kernel for, though it knows their operator set: since when.
 _WITHOUT_KERNEL: Mapping[tuple[str, str], int] = {
     ("", "Attention"): 25,
@@ -48,14 +42,11 @@ def executable(model: onnx.ModelProto) -> onnx.ModelProto:
         ModelError: A new operator has no definition in older ones.
     """
     versions = {entry.domain: entry.version for entry in model.opset_import}
-    try:
+    with model_errors(
+        f"an operator newer than set {NEWEST_OPSET} cannot be replaced by its definition"
+    ):
         while any(_is_new(node, versions) for node in model.graph.node):
             model = _expanded(model, versions)
-    except _FAILURES as failure:
-        raise ModelError(
-            f"an operator newer than set {NEWEST_OPSET} cannot be replaced by its definition: "
-            f"{first_line(failure)}."
-        ) from failure
     if opset(model) > NEWEST_OPSET:
         others = [entry for entry in model.opset_import if entry.domain]
         del model.opset_import[:]

@@ -103,6 +103,7 @@ class Graph:
         opset: Version of the standard operator set, 18 or newer.
         name: Name of the model, for messages.
         domains: Versions of other operator domains in use.
+        filled: Constants that the file does not store, but fills with one number.
     """
 
     nodes: tuple[Node, ...]
@@ -112,6 +113,7 @@ class Graph:
     opset: int
     name: str = "model"
     domains: Mapping[str, int] = field(default_factory=dict)
+    filled: frozenset[str] = frozenset()
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:

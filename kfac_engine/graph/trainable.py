@@ -172,6 +172,9 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
+    # Files that were stripped of their weights are filled with other numbers.
+    if name in graph.filled and array.flat[0] in (0, 1):
+        return f"filled with {array.flat[0]:g} by ConstantOfShape, not stored in the file"
     table = graph.tables.reason(name)
     if table:
         return table

@@ -5,7 +5,7 @@ losses are made for logits: what they read is then the operand of that operator,
 same views, so that its shape, and that of the targets, is the output's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -13,8 +13,15 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError
+from kfac_engine.graph.bounds import bounds
 from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.losses.base import PredictiveDistribution
+
+# Operators that leave examples and channels on the first two axes where these keep their length.
+_KEEP_CHANNELS = frozenset(
+    {"Add", "AveragePool", "Concat", "Identity", "Mul", "Relu", "Reshape", "Resize", "Sigmoid"}
+)
 
 # How far sums of probabilities may be off one: rounding in half precision.
 _SUM_TOLERANCE = 1e-3
@@ -29,7 +36,8 @@ class Logits:
         value: What is read: its softmax or sigmoid is the output.
         how: Why that is, in words.
         nodes: To be added to the graph, in order.
-        facts: Of the values that they make.
+        facts: Of the values that they make, and of ``constants``.
+        constants: That the nodes read.
     """
 
     output: str
@@ -37,6 +45,7 @@ class Logits:
     how: str
     nodes: tuple[Node, ...] = ()
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    constants: Mapping[str, Array] = field(default_factory=dict)
 
 
 def logits_before(
@@ -77,30 +86,136 @@ def logits_before(
 
 
 def logits_of_probabilities(
-    facts: Mapping[str, Fact], output: str, sample: Array, class_axis: int
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    loss: PredictiveDistribution,
+    output: str,
+    sample: Callable[[], Array],
 ) -> Logits | None:
-    """The logarithm of an output that holds probabilities, whatever makes them.
-
-    The logarithms of probabilities are logits of the same probabilities.
+    """Logits of the probabilities that an output holds, whatever makes them.
 
     Args:
+        graph: The model.
         facts: Element type and shape of every value.
-        output: The output that a loss is put on.
-        sample: Its value in a sample run.
-        class_axis: Axis of the classes.
+        loss: Its ``links`` say how it makes probabilities of logits.
+        output: The output that it is put on.
+        sample: Gives the value of the output in a sample run.
 
     Returns:
-        The logits; None where the sample has negative entries or rows that do not sum to one.
+        The logits; None where the output is not known to hold probabilities.
     """
-    if sample.ndim < 2 or sample.shape[class_axis] < 2 or sample.dtype.kind != "f":
+    if facts[output].dtype.kind != "f":
         return None
-    sums = sample.sum(axis=class_axis, dtype=np.float64)
-    if (sample < 0).any() or (np.abs(sums - 1) > _SUM_TOLERANCE).any():
-        return None
-    name = f"logarithm of {output}"
-    node = Node("Log", (output,), (name,), name=f"node of {name}")
-    how = "the logarithm, for the output holds probabilities that no Softmax makes"
-    return Logits(output, name, how, (node,), {name: facts[output]})
+    if "Softmax" in loss.links and _sums_to_one(facts[output], sample, loss.class_axis):
+        return _Writer(output, facts[output]).logarithm()
+    if "Sigmoid" in loss.links:
+        low, high = bounds(graph, output)
+        return _Writer(output, facts[output]).log_odds() if low >= 0 and high <= 1 else None
+    return None
+
+
+def possible_probabilities(loss: PredictiveDistribution, sample: Callable[[], Array]) -> str:
+    """Why an output that is taken for logits may hold probabilities; empty if nothing says so.
+
+    Args:
+        loss: Its ``links`` say how it makes probabilities of logits.
+        sample: Gives the value of the output in a sample run.
+
+    Returns:
+        A sentence without its subject.
+    """
+    if "Sigmoid" not in loss.links:
+        return ""
+    value = sample()
+    if value.dtype.kind != "f" or (value < 0).any() or (value > 1).any():
+        return ""
+    return (
+        "is taken for logits, though all its entries were in 0 to 1 in a sample run; if it holds "
+        "probabilities, put the loss on a value before they are made"
+    )
+
+
+def channels_elsewhere(
+    graph: Graph, facts: Mapping[str, Fact], loss: PredictiveDistribution, output: str
+) -> str:
+    """Why the classes may lie on another axis than the loss takes; empty if nothing says so.
+
+    Args:
+        graph: The model.
+        facts: Element type and shape of every value.
+        loss: Its class axis is asked about, where classes exclude each other.
+        output: The output that it is put on.
+
+    Returns:
+        A sentence without its subject.
+    """
+    shape = facts[output].shape
+    if "Softmax" not in loss.links or len(shape) < 3 or loss.class_axis % len(shape) == 1:
+        return ""
+    node = graph.producers.get(output)
+    while node is not None and not node.domain and node.op in _KEEP_CHANNELS:
+        node = graph.producers.get(node.inputs[0])
+        if node is not None and facts[node.outputs[0]].shape[:2] != shape[:2]:
+            return ""
+    if node is None or node.domain or node.op not in ("Conv", "ConvTranspose"):
+        return ""
+    axis = loss.class_axis % len(shape)
+    return (
+        f"is taken to have its {shape[axis]} classes on axis {axis}, but {node.op} (node "
+        f"'{node.name}') makes it with {shape[1]} channels on axis 1; if those are the classes, "
+        f"give class_axis=1 (--class-axis 1)"
+    )
+
+
+class _Writer:
+    """Writes the nodes that make logits of probabilities."""
+
+    def __init__(self, output: str, fact: Fact) -> None:
+        self._output, self._fact = output, fact
+        self._nodes: list[Node] = []
+        self._facts: dict[str, Fact] = {}
+        self._constants: dict[str, Array] = {}
+
+    def logarithm(self) -> Logits:
+        # What underflowed to zero would have no finite logarithm.
+        smallest = np.finfo(self._fact.dtype).tiny
+        p = self._op("Clip", self._output, self._number("least", smallest))
+        return self._logits("Log", [p], "logarithm", "no Softmax makes")
+
+    def log_odds(self) -> Logits:
+        # Next to one lie fewer numbers than next to zero. 1 − p is exact there.
+        info = np.finfo(self._fact.dtype)
+        least, most = self._number("least", info.tiny), self._number("most", 1 - info.epsneg)
+        p = self._op("Clip", self._output, least, most)
+        q = self._op("Sub", self._number("one", 1), p)
+        logs = [self._op("Log", p), self._op("Log", q)]
+        return self._logits("Sub", logs, "logarithm of the odds", "no Sigmoid makes")
+
+    def _logits(self, op: str, inputs: Sequence[str], what: str, why: str) -> Logits:
+        value = self._op(op, *inputs, to=f"{what} of {self._output}")
+        how = f"the {what}, for the output holds probabilities that {why}"
+        return Logits(self._output, value, how, tuple(self._nodes), self._facts, self._constants)
+
+    def _op(self, op: str, *inputs: str, to: str = "") -> str:
+        name = to or f"{op} {len(self._nodes)} of {self._output}"
+        self._nodes.append(Node(op, inputs, (name,), name=f"node of {name}"))
+        self._facts[name] = self._fact
+        return name
+
+    def _number(self, what: str, value: float) -> str:
+        name = f"{what} of {self._output}"
+        self._constants[name] = array = np.asarray(value, self._fact.dtype)
+        self._facts[name] = Fact(array.dtype, array.shape)
+        return name
+
+
+def _sums_to_one(fact: Fact, sample: Callable[[], Array], class_axis: int) -> bool:
+    """Whether an output has no negative entry and rows that sum to one in a sample run."""
+    if len(fact.shape) < 2 or fact.shape[class_axis] < 2:
+        return False
+    value = sample()
+    sums = value.sum(axis=class_axis, dtype=np.float64)
+    return bool((value >= 0).all() and (np.abs(sums - 1) <= _SUM_TOLERANCE).all())
 
 
 def _check_axis(

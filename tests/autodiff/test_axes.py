@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from kfac_engine.autodiff.axes import Place, find_batch, find_coupling
+from kfac_engine.autodiff.axes import find_batch, find_coupling
 from kfac_engine.autodiff.model import load_model
+from kfac_engine.autodiff.places import Place
 from tests import models
 
 

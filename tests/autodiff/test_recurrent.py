@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.autodiff.differentiate import differentiate
-from kfac_engine.autodiff.feeds import sample_facts
+from kfac_engine.autodiff.samples import sample_facts
 from kfac_engine.errors import BackendError, UnsupportedOpError
 from kfac_engine.graph.load import load_graph
 from tests.autodiff.recurrences import DIRECTIONS, GATES, recurrence

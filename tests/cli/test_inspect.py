@@ -119,3 +119,60 @@ def test_the_table_names_every_parameter(tmp_path, capsys):
     for tensor in layer_norm().graph.initializer:
         if np.prod(tensor.dims) > 1:
             assert tensor.name in out
+
+
+def wide(d_in, d_out):
+    net = Net()
+    net.dense("fc", "input", d_in, d_out)
+    return net.model({"input": ["batch", d_in]}, {"fc": ["batch", d_out]})
+
+
+@pytest.mark.parametrize(
+    ("sides", "better"),
+    [((2, 4100), "kron_out_diag"), ((4100, 2), "kron_in_diag"), ((4100, 4200), "kron_both_diag")],
+)
+def test_a_factor_of_thousands_of_rows_names_the_approximation_without_it(
+    sides, better, tmp_path, capsys
+):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(wide(*sides).SerializeToString())
+    assert main(["inspect", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"--approx fully_connected={better}" in shown
+    assert "note: each refresh of fc.weight, fc.bias inverts" in shown
+    assert main(["inspect", str(path), "--approx", f"fully_connected={better}"]) == 0
+    assert "note:" not in capsys.readouterr().out
+
+
+def test_a_factor_of_4096_rows_is_no_matter(report):
+    (layer,) = report(wide(2, 4096))["layers"]
+    assert layer["hint"] == ""
+
+
+def test_the_announced_batch_is_that_of_the_inputs(tmp_path, capsys):
+    path, inputs = tmp_path / "model.onnx", tmp_path / "x.npy"
+    path.write_bytes(wide(3, 2).SerializeToString())
+    np.save(inputs, np.zeros((37, 3), np.float32))
+    assert main(["inspect", str(path), "--inputs", str(inputs)]) == 0
+    assert "peak memory, batch of 37" in capsys.readouterr().out
+    assert main(["inspect", str(path), "--inputs", str(inputs), "--batch", "5"]) == 0
+    assert "peak memory, batch of 5" in capsys.readouterr().out
+    assert main(["inspect", str(path)]) == 0
+    assert "peak memory, batch of 1" in capsys.readouterr().out
+
+
+def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys):
+    net = Net()
+    columns = net.op("MatMul", net.weight("w", 2, 3), "x", to="columns")
+    net.op("Transpose", columns, to="y")
+    model = net.model({"x": [3, 5]}, {"y": [5, 2]})
+    (loss,) = report(model, "--loss", "normal", "--batch-axis", "x=1")["losses"]
+    assert (loss["batch_axis"], loss["doubts"]) == (0, [])
+    path = tmp_path / "model.onnx"
+    for wrong, said in (("x", "expected INPUT=AXIS"), ("x=one", "expected INPUT=AXIS")):
+        assert main(["inspect", str(path), "--batch-axis", wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["inspect", str(path), "--loss", "normal", "--batch-axis", "z=1"]) == 2
+    assert "batch_axes names 'z'" in capsys.readouterr().err
+    assert main(["inspect", str(path), "--loss", "normal"]) == 2
+    assert "batch_axes" in capsys.readouterr().err

@@ -115,6 +115,25 @@ def test_weight_is_kept(body: str, constants) -> None:
     assert excluded_reason(graph_of(body, **constants), "c") is None
 
 
+SCATTERED = """h = ConstantOfShape <value = float[1] {{{0}}}> (n)
+    k = ScatterElements (h, at, w)  c = Reshape (k, side)  y = MatMul (x, c)"""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_is_filled_with_zeros_or_ones_is_no_parameter(number: int) -> None:
+    """A sparse matrix whose entries the file stores, as of a bank of filters."""
+    constants = {"n": [9], "at": [0, 4, 8], "w": [0.5, 0.25, 0.125], "side": [3, 3]}
+    graph = graph_of(SCATTERED.format(number), **constants)
+    assert "filled with" in excluded_reason(graph, "h")
+    assert trainable_parameters(graph) == ("w",)
+    assert trainable_parameters(graph, ["h"]) == ("h",)
+
+
+def test_a_weight_that_a_stripped_file_fills_is_kept() -> None:
+    body = "c = ConstantOfShape <value = float[1] {0.02}> (n)  y = MatMul (x, c)"
+    assert trainable_parameters(graph_of(body, n=[3, 2])) == ("c",)
+
+
 def test_weight_read_inside_a_branch_is_kept_so_that_differentiation_can_refuse_it() -> None:
     graph = graph_of(
         "y = If (b) <then_branch = t () => (float[] a) { a = Mul (x, c) },"

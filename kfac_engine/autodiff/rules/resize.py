@@ -97,7 +97,7 @@ def _resized(b: Builder, node: Node) -> tuple[int, ...]:
     x, y = node.inputs[0], node.outputs[0]
     named = _named_axes(b, node)
     scales = b.graph.constants.get(node.inputs[2] if len(node.inputs) > 2 else "")
-    if scales is not None and scales.size and _coordinates(node) not in _MOVING:
+    if scales is not None and scales.shape == (len(named),) and _coordinates(node) not in _MOVING:
         return tuple(axis for axis, scale in zip(named, scales, strict=True) if scale != 1)
     if "axes" in node.attributes:
         return named

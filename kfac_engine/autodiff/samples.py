@@ -1,0 +1,239 @@
+"""Sample runs: what one small run of a model shows of its values.
+
+A run hands out shapes; a value itself is handed out where somebody reads it, and released after.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.examples import first_examples, says_batch
+from kfac_engine.autodiff.feeds import check_inputs, disagreements, spelled
+from kfac_engine.autodiff.runtime import Session
+from kfac_engine.errors import BackendError, ModelError
+from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.subgraph import SubGraph, read_by
+
+# Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
+# the batch more often than not, and a batch of two keeps it apart from axes of one; other axes
+# must be long enough for pooling and short enough for position tables. A batch of one comes last:
+# some exporters bake it into Reshape targets.
+_TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
+_MOST_ENTRIES = 2**31  # of an input that is made up
+
+
+class SampleRun:
+    """Runs a graph on small batches.
+
+    Args:
+        graph: The graph. Inputs that declare no shape take arrays of any.
+        what: What the runs are for, for messages.
+    """
+
+    def __init__(self, graph: Graph, what: str = "a sample run") -> None:
+        self._graph = graph
+        self._what = f"{what} of '{graph.name}'"
+        self._sessions: dict[tuple[str, ...], Session] = {}
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, DType]:
+        """Element type of each result that is an array of numbers, in topological order.
+
+        Raises:
+            BackendError: ONNX Runtime refuses the graph.
+        """
+        # Results of a graph are kept until a run ends: this session, which has all, never runs.
+        session = self._session(self._graph.nodes, self._computed)
+        known = session.output_dtypes
+        return {name: known[name] for name in self._computed if name in known}
+
+    def facts(self, feeds: Mapping[str, Array]) -> dict[str, Fact]:
+        """Element type and shape of constants, inputs and results; sequences have none.
+
+        Args:
+            feeds: One array for each input.
+
+        Returns:
+            Name to fact.
+
+        Raises:
+            BackendError: An operator failed: the sizes of the feeds do not fit.
+        """
+        shapes = tuple(f"shape of {name}" for name in self.dtypes)
+        if shapes not in self._sessions:
+            self._sessions[shapes] = self._session(tuple(self._measured()), shapes)
+        found = self._sessions[shapes].run(shapes, feeds)
+        sides = (tuple(int(side) for side in found[shape]) for shape in shapes)
+        results = zip(self.dtypes.items(), sides, strict=True)
+        return {
+            **{name: Fact(array.dtype, array.shape) for name, array in self._constants.items()},
+            **{name: Fact(array.dtype, array.shape) for name, array in feeds.items()},
+            **{name: Fact(dtype, shape) for (name, dtype), shape in results},
+        }
+
+    def values(self, feeds: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
+        """Some values by name; see ``facts``.
+
+        Args:
+            feeds: One array for each input.
+            names: Inputs, or results that are arrays.
+
+        Returns:
+            Name to array.
+        """
+        asked = tuple(name for name in names if name not in feeds)
+        if asked not in self._sessions:
+            self._sessions[asked] = self._session(SubGraph(self._graph, asked).nodes, asked)
+        return {**self._sessions[asked].run(asked, feeds), **feeds}
+
+    @cached_property
+    def _computed(self) -> tuple[str, ...]:
+        return tuple(name for node in self._graph.nodes for name in node.outputs if name)
+
+    @cached_property
+    def _constants(self) -> Mapping[str, Array]:
+        fed = {entry.name for entry in self._graph.inputs}
+        return {name: a for name, a in self._graph.constants.items() if name not in fed}
+
+    def _measured(self) -> Iterator[Node]:
+        """Each node, and at once the shapes of its results: nothing is kept for them."""
+        for node in self._graph.nodes:
+            yield node
+            for name in node.outputs:
+                if name in self.dtypes:
+                    yield Node("Shape", (name,), (f"shape of {name}",))
+
+    def _session(self, nodes: Sequence[Node], outputs: Sequence[str]) -> Session:
+        model = compact_model(
+            nodes,
+            self._graph.inputs,
+            outputs,
+            read_by(nodes, self._constants, excluded=()),
+            self._graph.opset,
+            name=self._graph.name,
+            domains=self._graph.domains,
+            once=True,
+        )
+        return Session(model, threads=0, optimize=False, once=True, what=self._what)
+
+
+def open_run(graph: Graph) -> SampleRun:
+    """Sample runs on inputs of any size, whatever the model declares."""
+    return SampleRun(replace(graph, inputs=tuple(replace(e, shape=None) for e in graph.inputs)))
+
+
+def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:
+    """Element type and shape of every value, from one small run of the model.
+
+    Args:
+        graph: The model.
+        inputs: A real batch to run on, or its first examples where the declaration tells them. An
+            open axis of size one is doubled, to keep it apart from axes that are always one.
+            Inputs are made up from their declared shapes when left out.
+
+    Returns:
+        Value name to fact; sequences and optional values have none.
+
+    Raises:
+        ModelError: The model runs on none of the inputs that were made up.
+    """
+    run = SampleRun(graph)
+    failures = []
+    for feeds in _sample_feeds(graph, inputs):
+        try:
+            return run.facts(feeds)
+        except BackendError as failure:
+            failures.append(f"{failure}")
+    if inputs is None:
+        raise ModelError(
+            f"the model could not be run on made-up inputs; give it a real batch: sample_inputs, "
+            f"or --inputs on the command line. {failures[0]}"
+        )
+    differing = "; ".join(disagreements(graph, inputs))
+    raise ModelError(
+        f"the model could not be run on the batch. {failures[-1]}{differing and f' {differing}.'}"
+    )
+
+
+def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
+    """Element type and shape of every value on a given batch.
+
+    Args:
+        graph: A graph of any size.
+        feeds: All its inputs, and constants that have another value.
+
+    Returns:
+        Value name to fact.
+    """
+    inputs = tuple(Input(name, array.dtype, None) for name, array in feeds.items())
+    return SampleRun(replace(graph, inputs=inputs), "a measuring run").facts(feeds)
+
+
+def sample_batch(
+    graph: Graph, facts: Mapping[str, Fact], inputs: Mapping[str, Array] | None
+) -> dict[str, Array]:
+    """The inputs that facts were measured on.
+
+    Args:
+        graph: The model.
+        facts: As ``sample_facts`` gave them for ``inputs``.
+        inputs: A real batch; None makes some up.
+
+    Returns:
+        Input name to array.
+    """
+    return next(
+        feeds
+        for feeds in _sample_feeds(graph, inputs)
+        if all(facts[name].shape == array.shape for name, array in feeds.items())
+    )
+
+
+def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
+    """Inputs for a sample run, in the order in which they are tried."""
+    if inputs is None:
+        for first, other in _TRIED_SIZES:
+            symbols: dict[str, int] = {}
+            yield {entry.name: _made_up(entry, first, other, symbols) for entry in graph.inputs}
+    else:
+        given = check_inputs(graph, inputs)
+        few = first_examples(graph.inputs, given)
+        yield {entry.name: _doubled(entry, few[entry.name]) for entry in graph.inputs}
+        yield {entry.name: _doubled(entry, given[entry.name]) for entry in graph.inputs}
+        yield given
+
+
+def _made_up(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:
+    """Small positive numbers, zeros for indices, True for masks: legal for nearly all operators."""
+    if entry.shape is None:
+        raise ModelError(
+            f"input '{entry.name}' declares no shape; give the model a real batch: sample_inputs, "
+            f"or --inputs on the command line."
+        )
+    sides = []
+    for axis, side in enumerate(entry.shape):
+        size = first if axis == 0 or says_batch(side) else other
+        if isinstance(side, str):
+            size = symbols.setdefault(side, size)  # one symbol is one size, as for real inputs
+        sides.append(side if isinstance(side, int) else size)
+    if not 0 < prod(sides) <= _MOST_ENTRIES:
+        raise ModelError(
+            f"input '{entry.name}' declares the shape ({spelled(entry.shape)}), which "
+            f"{'no batch can have' if prod(sides) else 'holds nothing'}; correct the declaration."
+        )
+    if np.issubdtype(entry.dtype, np.floating):
+        return np.random.default_rng(0).uniform(0.1, 0.9, sides).astype(entry.dtype)
+    filling: bool | str = "" if entry.dtype == np.object_ else entry.dtype == np.bool_
+    return np.full(sides, filling, dtype=entry.dtype)
+
+
+def _doubled(entry: Input, array: Array) -> Array:
+    for axis, side in enumerate(entry.shape or ()):
+        if not isinstance(side, int) and array.shape[axis] == 1:
+            array = np.repeat(array, 2, axis=axis)
+    return array

@@ -1,0 +1,50 @@
+"""What the onnx package raises about a model, as one error of ours."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from google.protobuf.message import Error as ProtobufError  # type: ignore[import-untyped]  # has no stubs
+from onnx import checker, shape_inference, version_converter
+
+from kfac_engine.errors import KfacError, ModelError
+
+# Its passes are C++, whose exceptions arrive as whatever Python has for them.
+_RAISED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    ProtobufError,
+    checker.ValidationError,
+    shape_inference.InferenceError,
+    version_converter.ConvertError,
+)
+
+
+@contextmanager
+def model_errors(what: str, cure: str = "") -> Iterator[None]:
+    """While it is entered, an exception of the onnx package becomes a ModelError.
+
+    Args:
+        what: What was to be done, such as "the functions cannot be inlined".
+        cure: What the user can do, if anything.
+
+    Raises:
+        KfacError: As it was raised.
+        ModelError: Something was raised that is no error of this package.
+    """
+    try:
+        yield
+    except KfacError:
+        raise
+    except _RAISED as failure:
+        remedy = f"; {cure}" if cure else ""
+        raise ModelError(f"{what}: {_first_line(failure)}{remedy}.") from failure
+
+
+def _first_line(failure: Exception) -> str:
+    """What onnx's C++ says, without the path of its source file."""
+    text = next((line for line in str(failure).splitlines() if line.strip()), "no reason given")
+    return text.strip().rstrip(".")

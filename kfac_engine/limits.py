@@ -1,0 +1,77 @@
+"""How much memory this process may still take: of the machine, its container and its own limits."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+if sys.platform != "win32":
+    import resource
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+# Files of a control group: its limit, its use, and the key of what of it the kernel can take back.
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping; all of the machine's where nobody tells."""
+    return max(0, min(_of_the_machine(), *_of_control_groups(), *_of_the_process(), sys.maxsize))
+
+
+def _of_the_machine() -> int:
+    free = _fields(_PROC / "meminfo").get("MemAvailable")
+    if free is not None:
+        return free * 1024
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sys.maxsize
+
+
+def _of_control_groups() -> Iterator[int]:
+    """What is left to the control group of this process and to those around it, of a container."""
+    for line in _text(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names = _CGROUPS, _VERSION_2
+        elif "memory" in controllers.split(","):
+            root, names = _CGROUPS / "memory", _VERSION_1
+        else:
+            continue
+        # A container may see its own group as the root, whatever path it is told.
+        group = root / path.strip("/")
+        for folder in dict.fromkeys((group, *group.parents, root)):
+            if folder.is_relative_to(root):
+                yield from _left(folder, *names)
+
+
+def _left(group: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
+    most, used = _text(group / limit).strip(), _text(group / use).strip()
+    if most.isdigit() and used.isdigit():  # "max" is no limit
+        yield int(most) - int(used) + _fields(group / "memory.stat").get(reclaimable, 0)
+
+
+def _of_the_process() -> Iterator[int]:
+    """What its own limits leave to this process, such as those of ``ulimit -v``."""
+    if sys.platform == "win32":
+        return
+    held = _fields(_PROC / "self/status")
+    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            yield most - held.get(field, 0) * 1024
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Numbers of a file of lines such as ``MemFree:  123 kB`` or ``inactive_file 123``."""
+    words = (line.replace(":", " ").split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    """The text of a file of the system; empty where it has no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,283 @@
+"""Batch sizes and axes that files hide: squeezed, fixed, called otherwise, or named by the user."""
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.autodiff.axes import find_batch
+from kfac_engine.autodiff.model import load_model
+from kfac_engine.autodiff.places import Place
+from tests import models, oracle
+
+
+def floats(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def runs(model, feeds):
+    """What plain ONNX Runtime makes of a batch."""
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    return session.run(None, feeds)[0]
+
+
+# -- Squeeze without axes --------------------------------------------------------------------------
+
+
+def squeezed():
+    """One number an example, with axes of one that ``Squeeze`` takes away without naming them."""
+    net = models.Net()
+    y = net.op("MatMul", "input", net.weight("w", 3, 1), to="rows")
+    net.op("Squeeze", y, to="output")
+    model = net.model({"input": ["batch", 3]}, {"output": ["batch"]})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    return model
+
+
+@pytest.mark.parametrize("sample", [None, 1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_batch_size_runs_where_squeeze_names_no_axes(sample, size):
+    model = squeezed()
+    inputs = None if sample is None else {"input": floats(sample, 3)}
+    engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
+    assert engine.losses[0].fixed_batch == ""
+    x, t = floats(size, 3), floats(size)
+    found = engine.gradients({"input": x}, t)
+    y = runs(model, {"input": x}).reshape(size)
+    assert found.loss == pytest.approx(float(((y - t) ** 2).mean() + np.log(np.pi) / 2), rel=1e-5)
+    gradient = 2 * x.T.astype(np.float64) @ (y - t) / size
+    np.testing.assert_allclose(found.gradients["w"][:, 0], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_squeeze_that_names_its_axes_is_left_alone():
+    net = models.Net()
+    y = net.op("MatMul", "input", net.weight("w", 3, 1), to="rows")
+    net.op("Squeeze", y, net.constant("axes", np.array([1])), to="output")
+    loaded = load_model(net.model({"input": ["batch", 3]}, {"output": ["batch"]}))
+    assert [node.inputs for node in loaded.graph.nodes if node.op == "Squeeze"] == [
+        ("rows", "axes")
+    ]
+
+
+# -- symbols ---------------------------------------------------------------------------------------
+
+
+def images(height, width):
+    net = models.Net()
+    x = net.conv("conv", "input", 1, 2, 3)
+    x = net.op("GlobalAveragePool", x, to="pooled")
+    net.op("Flatten", x, to="output")
+    return net.model({"input": ["batch", 1, height, width]}, {"output": ["batch", 2]})
+
+
+@pytest.mark.parametrize("word", ["?", "None", "unk__7", "-1"])
+def test_words_for_unknown_sizes_are_no_symbols(word):
+    x = floats(4, 1, 8, 12)
+    found = ke.precondition(
+        images(word, word), {"input": x}, np.zeros(4, int), "categorical", damping=0.1
+    )
+    expected = ke.precondition(
+        images("height", "width"), {"input": x}, np.zeros(4, int), "categorical", damping=0.1
+    )
+    assert found.loss == expected.loss
+    assert found.notes == expected.notes == ()
+
+
+def test_sizes_that_differ_under_one_symbol_are_told_of_and_run():
+    model, x = images("side", "side"), floats(4, 1, 8, 12)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    found = engine.step({"input": x}, np.zeros(4, int))
+    value, _ = oracle.loss_and_gradient(
+        model, {"input": x}, "output", ["conv.bias"], "categorical", np.zeros(4, int)
+    )
+    assert found.loss == pytest.approx(value, rel=1e-5)
+    (note,) = found.notes
+    assert "axis 'side' of the inputs has several sizes: 8 in 'input', 12 in 'input'" in note
+    assert engine.step({"input": floats(4, 1, 8, 8)}, np.zeros(4, int)).notes == ()
+
+
+def two_inputs():
+    net = models.Net()
+    net.op("MatMul", "a", net.weight("w", 3, 2), to="rows")
+    net.op("Add", "rows", "b", to="output")
+    return net.model({"a": ["batch", 3], "b": ["batch", 2]}, {"output": ["batch", 2]})
+
+
+def test_inputs_that_do_not_fit_are_refused_by_their_sizes():
+    engine = ke.Engine.from_onnx(two_inputs(), loss="normal")
+    with pytest.raises(ke.ShapeError, match=r"axis 'batch' .* 3 in 'a', 4 in 'b'"):
+        engine.step({"a": floats(3, 3), "b": floats(4, 2)}, floats(4, 2))
+    with pytest.raises(ke.ModelError, match=r"axis 'batch' .* 3 in 'a', 4 in 'b'"):
+        ke.precondition(
+            two_inputs(), {"a": floats(3, 3), "b": floats(4, 2)}, floats(4, 2), "normal"
+        )
+
+
+# -- a batch of one --------------------------------------------------------------------------------
+
+
+def traced_with_one(symbols):
+    """Tokens of one example whose batch a trace has baked in, as rows."""
+    net = models.Net()
+    rows = net.op("Reshape", "input", net.constant("to", np.array([-1, 3])), to="rows_of")
+    y = net.op("MatMul", rows, net.weight("w", 3, 2), to="rows")
+    one = net.constant("one", np.array([1, -1, 2]))
+    y = net.op("Reshape", y, one, to="tokens")
+    # Two examples make a different length: this Add fails for them.
+    length = net.op("Shape", "input", to="length", start=1, end=2)
+    shape = net.op(
+        "Concat",
+        net.constant("first", np.array([1])),
+        length,
+        net.constant("last", np.array([2])),
+        to="wanted",
+        axis=0,
+    )
+    net.op("Add", y, net.op("ConstantOfShape", shape, to="zeros"), to="output")
+    return net.model({"input": [*symbols, 3]}, {"output": [1, "seq", 2]})
+
+
+def located(model, inputs=None, axes=None):
+    loaded = load_model(model, sample_inputs=inputs)
+    return find_batch(loaded.graph, loaded.facts, loaded.graph.outputs, inputs, axes)
+
+
+@pytest.mark.parametrize("inputs", [None, {"input": floats(1, 5, 3)}])
+def test_an_axis_called_batch_that_runs_with_one_only_holds_one_example(inputs):
+    batch = located(traced_with_one(("batch", "seq")), inputs)
+    assert (batch.size, batch.inputs, batch.places["output"]) == (1, {"input": 0}, Place(0, 1))
+    assert "fixes its batch of 1 inside" in batch.fixed
+
+
+def test_an_axis_of_another_name_that_grows_is_taken_with_a_doubt():
+    batch = located(traced_with_one(("first", "second")))
+    assert batch.inputs == {"input": 1}
+    assert "no other size runs along axis 0 of 'input'" in batch.note
+
+
+# -- axes that the user names ----------------------------------------------------------------------
+
+
+def fixed_columns():
+    """A weight from the left of a MatMul: examples are columns of the input; sizes are fixed."""
+    net = models.Net()
+    columns = net.op("MatMul", net.weight("w", 3, 3), "input", to="columns")
+    net.op("Transpose", columns, to="output")
+    return net.model({"input": [3, 4]}, {"output": [4, 3]})
+
+
+def fixed_transposed():
+    """Gemm with transA: examples are columns of the input and rows of the output."""
+    net = models.Net()
+    net.op("Gemm", "input", net.weight("w", 3, 2), to="output", transA=1)
+    return net.model({"input": [3, 3]}, {"output": [3, 2]})
+
+
+def fixed_recurrence():
+    """Time first, of an LSTM as PyTorch writes it, all sizes fixed."""
+    net = models.Net()
+    w, r = net.weight("w", 1, 8, 3), net.weight("r", 1, 8, 2)
+    net.op("LSTM", "input", w, r, to="states", hidden_size=2)
+    net.op("Squeeze", "states", net.constant("axes", np.array([1])), to="output")
+    return net.model({"input": [4, 2, 3]}, {"output": [4, 2, 2]})
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "size"),
+    [
+        (fixed_columns, Place(0, 1), 4),
+        (fixed_transposed, Place(0, 1), 3),
+        (fixed_recurrence, Place(1, 1), 2),
+    ],
+)
+def test_a_named_axis_is_taken_where_the_file_fixes_all_sizes(make, place, size):
+    batch = located(make(), axes={"input": 1})
+    assert (batch.inputs, batch.places["output"], batch.size) == ({"input": 1}, place, size)
+    assert located(make(), axes={"input": -2 if make is fixed_recurrence else -1}) == batch
+    assert batch.note == ""
+
+
+def test_results_follow_the_named_axis():
+    """Squared errors of four columns: their mean is over four examples, not three."""
+    x, t = floats(3, 4), floats(4, 3)
+    engine = ke.Engine.from_onnx(
+        fixed_columns(),
+        loss="normal",
+        batch_axes={"input": 1},
+        reduction="batch_mean",
+    )
+    w = engine.parameters["w"].astype(np.float64)
+    found = engine.gradients({"input": x}, t)
+    np.testing.assert_allclose(
+        found.gradients["w"], 2 * (w @ x - t.T) @ x.T / 4, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_examples_that_mix_along_the_axis_taken_are_told_of_with_the_option():
+    engine = ke.Engine.from_onnx(fixed_recurrence(), loss="normal")
+    (report,) = engine.losses
+    assert "depend on each other; if they lie elsewhere" in report.doubts[0]
+    assert "batch_axes" in report.doubts[0]
+
+
+def test_errors_that_find_no_axis_name_the_option():
+    net = models.Net()
+    columns = net.op("MatMul", net.weight("w", 2, 3), "input", to="columns")
+    net.op("Transpose", columns, to="output")
+    model = net.model({"input": [3, 5]}, {"output": [5, 2]})
+    with pytest.raises(ke.ShapeError, match=r"name the axis of the examples .* batch_axes"):
+        ke.Engine.from_onnx(model, loss="normal")
+    engine = ke.Engine.from_onnx(model, loss="normal", batch_axes={"input": 1})
+    assert engine.losses[0].batch_axis == 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "said"),
+    [
+        ({"inptu": 1}, ke.UnknownNameError, "'inptu', which is no input .* input"),
+        ({"a": 2}, ke.ShapeError, "axis 2 for input 'a', which has 2 axes"),
+        ({"a": -3}, ke.ShapeError, "axis -3 for input 'a'"),
+        ({"a": 0, "b": 1}, ke.ShapeError, "different sizes: 2 in 'a', 5 in 'b'"),
+    ],
+)
+def test_named_axes_that_do_not_fit_the_inputs_are_refused(axes, error, said):
+    net = models.Net()
+    net.op("MatMul", "a", net.weight("w", 3, 5), to="rows")
+    net.op("Add", "rows", "b", to="output")
+    model = net.model({"a": ["n", 3], "b": ["n", 5]}, {"output": ["n", 5]})
+    with pytest.raises(error, match=said):
+        ke.Engine.from_onnx(model, loss="normal", batch_axes=axes)
+
+
+def test_a_named_open_axis_is_the_batch_whatever_its_symbol():
+    net = models.Net()
+    net.op("MatMul", "input", net.weight("w", 3, 2), to="output")
+    model = net.model({"input": ["batch", "tokens", 3]}, {"output": ["batch", "tokens", 2]})
+    batch = located(model, axes={"input": 1})
+    assert (batch.inputs, batch.places["output"]) == ({"input": 1}, Place(1, 1))
+    assert located(model).inputs == {"input": 0}
+
+
+def test_gradient_models_take_the_named_axis():
+    from onnx.reference import ReferenceEvaluator
+
+    x, t = floats(3, 4), floats(4, 3)
+    model = ke.differentiate(
+        fixed_columns(), "normal", batch_axes={"input": 1}, reduction="batch_mean"
+    )
+    gradient = ReferenceEvaluator(model).run(["gradient/w"], {"input": x, "targets": t})[0]
+    w = load_model(fixed_columns()).parameters["w"].astype(np.float64)
+    np.testing.assert_allclose(gradient, 2 * (w @ x - t.T) @ x.T / 4, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_run_that_fails_on_made_up_inputs_asks_for_real_ones():
+    net = models.Net()
+    x = net.op("Reshape", "input", net.constant("to", np.array([-1, 55])), to="rows_of")
+    net.op("MatMul", x, net.weight("w", 55, 2), to="output")
+    model = net.model({"input": ["batch", "side", "side2"]}, {"output": ["batch", 2]})
+    with pytest.raises(ke.ModelError, match="real batch: sample_inputs, or --inputs") as caught:
+        ke.Engine.from_onnx(model, loss="normal")
+    assert "trainable" not in str(caught.value)
+    x = floats(4, 5, 11)
+    engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs={"input": x})
+    assert engine.step({"input": x}, floats(4, 2)).loss > 0

@@ -1,0 +1,155 @@
+"""Whatever a malformed model makes a library raise is one error of ours that says where."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+import kfac_engine as ke
+from kfac_engine.autodiff.runtime import FAILURES
+from kfac_engine.graph.failures import model_errors
+
+# A declared shape that contradicts the one that is inferred, in an operator set that is upgraded.
+FALSE_SHAPE = """
+<ir_version: 8, opset_import: ["": 9]>
+g (float[n,2] x) => (float[n,3] b) <float[2,3] W = {1,2,3,4,5,6}, float[3] b = {1,2,3}>
+{ h = MatMul(x, W)  y = Add(h, b) }
+"""
+# A function that passes on what it is not given.
+BODIES = {
+    "a Scan hands over more than its body takes": (
+        """y = Scan <num_scan_inputs = 1, body = b (float[4] a) => (float[4] c) {
+             c = Mul(a, W) }> (W, x)""",
+        "Scan .* body of 1 operands and 1 results, but 2 and 1 are needed",
+    ),
+    "a Scan scans nothing": (
+        """y = Scan <num_scan_inputs = 0, body = b (float[4] a) => (float[4] c) {
+             c = Mul(a, W) }> (x)""",
+        "Scan .* scans 0 of its 1 operands",
+    ),
+    "a Loop hands over more than its body takes": (
+        """y = Loop <body = b (int64 i, bool go) => (bool on) { on = Identity(go) }> (n, "", x)""",
+        "Loop .* body of 2 operands and 1 results, but 3 and 2 are needed",
+    ),
+    "a Loop gives more than its body": (
+        """y, z = Loop <body = b (int64 i, bool go, float[n, 4] a) => (bool on, float[n, 4] c) {
+             on = Identity(go)  c = Mul(a, W) }> (n, "", x)""",
+        "Loop .* body of 3 operands and 2 results, but 3 and 3 are needed",
+    ),
+    "a branch gives nothing": (
+        """y = If <then_branch = t () => () { }, else_branch = e () => (float c) {
+             c = Identity(x) }> (go)""",
+        "If .* then_branch of 0 operands and 0 results, but 0 and 1 are needed",
+    ),
+}
+GRAPH = """
+<ir_version: 8, opset_import: ["": 18]>
+g (float[n,4] x) => (float[n,4] y) <float[4] W = {{1,2,3,4}}, int64 n = {{3}}, bool go = {{1}}>
+{{ {} }}
+"""
+
+
+def test_a_false_shape_in_an_old_model_is_told():
+    with pytest.raises(ke.ModelError, match=r"operator set 9 cannot be brought to 18: .*rank"):
+        ke.load_model(onnx.parser.parse_model(FALSE_SHAPE))
+
+
+@pytest.mark.parametrize(("node", "message"), BODIES.values(), ids=BODIES)
+def test_a_body_that_does_not_fit_its_node_is_refused(node, message):
+    with pytest.raises(ke.ModelError, match=message):
+        ke.load_model(onnx.parser.parse_model(GRAPH.format(node)))
+
+
+def test_bodies_that_fit_are_taken():
+    """A loop without initial values, and one whose scanned results nobody reads."""
+    plain = """
+      z = Loop <body = b (int64 i, bool go_on) => (bool on, int64 k) {
+        on = Identity(go_on)  k = Identity(i) }> (n, "")
+      v, unread = Loop <body = c (int64 i, bool go_on, float[n, 4] a)
+        => (bool on, float[n, 4] c, int64 k) {
+        on = Identity(go_on)  c = Mul(a, W)  k = Identity(i) }> (n, "", x)
+      s = ReduceSum <keepdims = 0> (z)
+      f = CastLike(s, x)
+      y = Mul(v, f)
+    """
+    model = ke.load_model(onnx.parser.parse_model(GRAPH.format(plain)))
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    y = model.run({"x": x})["y"]
+    np.testing.assert_allclose(y, 3 * x * np.array([1, 2, 3, 4], np.float32) ** 3)
+
+
+RAISED = [
+    onnx.shape_inference.InferenceError,
+    onnx.checker.ValidationError,
+    onnx.version_converter.ConvertError,
+    IndexError,
+    TypeError,
+    OverflowError,
+    RuntimeError,
+    UnicodeError,
+]
+
+
+@pytest.mark.parametrize("kind", RAISED, ids=lambda kind: kind.__name__)
+def test_each_exception_of_onnx_becomes_a_model_error(kind):
+    with (
+        pytest.raises(ke.ModelError, match=r"^it failed: why; do that\.$"),
+        model_errors("it failed", "do that"),
+    ):
+        raise kind("why\nand where")
+
+
+def test_an_error_of_ours_keeps_its_type():
+    with pytest.raises(ke.UnsupportedError, match="mine"), model_errors("it failed"):
+        raise ke.UnsupportedError("mine")
+
+
+def test_each_exception_of_onnxruntime_is_caught():
+    own = {kind for kind in vars(ort_errors).values() if str(kind).startswith("<class")}
+    raised = {kind for kind in own if issubclass(kind, Exception)}
+    assert len(raised) > 10
+    assert raised <= set(FAILURES)
+
+
+def resized(scales):
+    layer = helper.make_node("Conv", ["x", "one"], ["same"])
+    scaled = helper.make_node("Resize", ["same", "", "scales"], ["y"], mode="nearest")
+    graph = helper.make_graph(
+        [layer, scaled],
+        "resize",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [
+            numpy_helper.from_array(np.array(scales, np.float32), "scales"),
+            numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "one"),
+        ],
+    )
+    opset = [helper.make_opsetid("", 18)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8)
+
+
+@pytest.mark.parametrize("scales", [[1, 1, 2, 2], [[1, 1, 2, 2]]], ids=["vector", "matrix"])
+def test_scales_in_a_matrix_are_scales_all_the_same(scales):
+    """ONNX Runtime takes them; each pixel is read by four."""
+    model = ke.load_model(resized(scales))
+    trace = model.run({"x": np.zeros((2, 1, 4, 4), np.float32)})
+    found = trace.vjp({"y": np.ones((2, 1, 8, 8), np.float32)}, ["x"])["x"]
+    np.testing.assert_array_equal(found, np.full((2, 1, 4, 4), 4, np.float32))
+
+
+def test_text_beside_the_data_does_not_keep_a_model_from_being_inspected():
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]>
+        g (float[n,4] x, string[n] s) => (float[n,3] y, string[n] t)
+        <float[4,3] W = {1,2,3,4,5,6,7,8,9,10,11,12}> { y = MatMul(x, W)  t = Identity(s) }"""
+    )
+    engine = ke.Engine.from_onnx(model, loss="categorical", output="y", threads=1)
+    assert engine.memory(2).total > 0
+    (report,) = engine.losses
+    assert (report.output, report.batch_axis, report.coupling) == ("y", 0, "")
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ke.InputError, match="seed must be at least 0, got -1"):
+        ke.Engine.from_onnx(resized([1, 1, 2, 2]), loss="normal", seed=-1)
