@@ -239,17 +239,17 @@ class OnnxModel:
             self._wanted.update(dict.fromkeys(missing))
             self._forward = None
 
-    def define(self, node: Node, constants: Mapping[str, Array], like: str) -> None:
+    def define(self, node: Node, constants: Mapping[str, Array], like: str | Fact) -> None:
         """Add a value that the file does not name; traces know it from now on.
 
         Args:
             node: Computes it as its first result, from values of the graph.
             constants: Further operands, by name.
-            like: A value of the graph with its element type and shape.
+            like: Its element type and shape, or a value of the graph that has them.
         """
         self._appended[node.name] = node
         self._appended_constants |= constants
-        self.facts[node.outputs[0]] = self.facts[like]
+        self.facts[node.outputs[0]] = self.facts[like] if isinstance(like, str) else like
         self.defined.add(node.outputs[0])
 
     def extend(

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from kfac_engine._types import Array, DType
 from kfac_engine.graph.moves import ONLY_SHAPES
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.graph.subgraph import of_data
 from kfac_engine.layers.parts import Held
 
@@ -22,12 +22,12 @@ class NewValue:
     Attributes:
         node: Computes it as its first result, from values of the graph.
         constants: Further operands, by name.
-        like: A value of the graph with its type and shape.
+        like: Its type and shape, or a value of the graph that has them.
     """
 
     node: Node
     constants: Mapping[str, Array]
-    like: str
+    like: str | Fact
 
 
 @dataclass(frozen=True, slots=True)

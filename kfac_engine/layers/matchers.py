@@ -10,6 +10,7 @@ from kfac_engine.layers.found import Found, Scene
 from kfac_engine.layers.moved_bias import moved_bias
 from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, slope
 from kfac_engine.layers.slots import match_slots
+from kfac_engine.layers.tables import identifiers, match_gather, picked
 from kfac_engine.layers.views import Padding
 
 # A matcher returns the layer a node is, or the reason why its weight makes none.
@@ -52,9 +53,9 @@ def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
         return match_slots(scene, node)
     if not scene.is_weight(weight, 2) or len(scene.shapes[x]) < 2:
         return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
-    ids = _identifiers(scene, x) if index == 1 else ""
+    ids = identifiers(scene, x) if index == 1 else ""
     if ids:
-        return _embedding(scene, weight, ids, node.outputs[0])
+        return picked(scene, weight, ids, node.outputs[0])
     left = index == 0  # s = W·x: features are the last axis but one
     d_out = scene.shapes[weight][0 if left else 1]
     outputs, bias = _with_bias(scene, node.outputs[0], weight, d_out, channel_axes=int(left))
@@ -134,39 +135,6 @@ def _padding(node: Node, axes: int) -> Padding:
     return tuple(zip(pads[:axes], pads[axes:], strict=True))
 
 
-# -- embeddings ------------------------------------------------------------------------------------
-
-
-def _gather(scene: Scene, node: Node, index: int) -> Found | str:
-    table, ids = node.inputs
-    shape = scene.shapes[ids]
-    if node.attributes.get("axis", 0) != 0 or not scene.is_weight(table, 2):
-        return f"table of Gather, shape {scene.shapes[table]}"
-    if ids not in scene.data or not shape:
-        return "table of Gather whose indices do not depend on the data"
-    return _embedding(scene, table, ids, node.outputs[0])
-
-
-def _embedding(scene: Scene, table: str, ids: str, rows: str) -> Found:
-    options = {"positions": True} if len(scene.shapes[ids]) > 1 else {}
-    return Found("embedding", (table,), ids, rows, options)
-
-
-def _identifiers(scene: Scene, value: str) -> str:
-    """What ``value`` has a one for on its last axis, one for each example and position; or none."""
-    maker = scene.graph.producers.get(value)
-    while maker is not None and maker.op in ("Cast", "Identity"):
-        maker = scene.graph.producers.get(maker.inputs[0])
-    if maker is None or maker.qualified_op != "OneHot":
-        return ""
-    ids, _, values = maker.inputs
-    last = maker.attributes.get("axis", -1) in (-1, len(scene.shapes[ids]))
-    known = scene.graph.constants.get(values)
-    fits = last and known is not None and known.tolist() == [0, 1] and ids in scene.data
-    shape = scene.shapes[ids]
-    return ids if fits and shape else ""
-
-
 # -- pieces ----------------------------------------------------------------------------------------
 
 
@@ -196,7 +164,7 @@ _MATCHERS: Mapping[tuple[str, int], Matcher] = {
     ("MatMul", 1): _matmul,
     ("Conv", 1): _conv,
     ("ConvTranspose", 1): _conv_transpose,
-    ("Gather", 0): _gather,
+    ("Gather", 0): match_gather,
     ("PRelu", 1): slope,
     ("Mul", 0): scale_of_product,
     ("Mul", 1): scale_of_product,
