@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import NotReadyError as NotReadyError
     from kfac_engine.errors import RegistrationError as RegistrationError
     from kfac_engine.errors import ShapeError as ShapeError
+    from kfac_engine.errors import UnknownAttributeError as UnknownAttributeError
     from kfac_engine.errors import UnknownNameError as UnknownNameError
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
@@ -117,6 +118,7 @@ _HOMES = {
     "NonFiniteError": "errors",
     "RegistrationError": "errors",
     "UnknownNameError": "errors",
+    "UnknownAttributeError": "errors",
     "UnsupportedError": "errors",
     "UnsupportedOpError": "errors",
     "NotReadyError": "errors",

@@ -7,6 +7,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.backend.namespace import numeric
 from kfac_engine.backend.place import HOST, Place
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import (
@@ -90,7 +91,9 @@ def checked_gradients(
             raise UnknownNameError(
                 f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
             )
-        checked[name] = array = in_single(backend.asarray(value))
+        checked[name] = array = in_single(
+            numeric(f"the gradient of '{name}'", backend.asarray(value))
+        )
         if array.shape != parameter.shape:
             raise ShapeError(
                 f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
@@ -100,6 +103,26 @@ def checked_gradients(
         if not finite:
             raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
     return checked
+
+
+def check_products(products: Mapping[str, Array], backend: Backend, exp: float) -> None:
+    """Refuse natural gradients that no step may be made of.
+
+    Args:
+        products: Parameter name to natural gradient.
+        backend: Array library.
+        exp: The power of the Fisher matrix.
+
+    Raises:
+        NonFiniteError: One holds NaN or infinity.
+    """
+    finite = backend.download([backend.are_finite(list(products.values()))])[0]
+    for name, good in zip(products, finite, strict=True):
+        if not good:
+            raise NonFiniteError(
+                f"the gradient of '{name}' times the Fisher matrix to the power {exp:g} overflows; "
+                f"raise the damping, or check the gradient and the data for huge numbers."
+            )
 
 
 def check_finite(gradients: Mapping[str, Array], place: Place = HOST) -> None:

@@ -4,19 +4,28 @@ Read ``Engine.step`` first; everything else sets up its parts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import NoReturn
 
 from kfac_engine._types import Array
 from kfac_engine.assembly import Assembly, build, multiplied, refreshes
 from kfac_engine.autodiff.feeds import disagreements
 from kfac_engine.autodiff.trace import Trace
-from kfac_engine.backend.namespace import in_library, on_host
+from kfac_engine.backend.namespace import in_library, on_host, read_only
 from kfac_engine.backend.place import HOST
 from kfac_engine.backend.threads import blas_alone
 from kfac_engine.checkpoint import State, load_state, save_state, write_model
-from kfac_engine.checks import batch_size, check_batch_size, check_finite, checked_gradients
+from kfac_engine.checks import (
+    batch_size,
+    check_batch_size,
+    check_finite,
+    check_products,
+    checked_gradients,
+)
+from kfac_engine.config import number
 from kfac_engine.divergence import LossHistory
+from kfac_engine.errors import NotReadyError, UnsupportedError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.factors.refresh import begin_refresh
 from kfac_engine.graph.export import export_files
@@ -31,17 +40,20 @@ from kfac_engine.inspection import (
 from kfac_engine.limits import available_memory
 from kfac_engine.memory import Footprint, MemoryReport
 from kfac_engine.objective import Targets
-from kfac_engine.options import EngineOptions, by_keyword
+from kfac_engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.profiling import Recorder
 from kfac_engine.propagation import Propagated, propagate
 from kfac_engine.result import Result
+from kfac_engine.rollback import quiet, undone_on_overflow
 from kfac_engine.scheduler import Plan, Schedule, plan
+from kfac_engine.sealed import Sealed
 
 
-class Engine:
+class Engine(Sealed):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
-    Made by ``from_onnx``.
+    Made by ``from_onnx``. Of its options ``damping`` and ``schedule`` can be changed later; any
+    other attribute that is set is an ``UnknownAttributeError``.
 
     Args:
         assembly: The model, its losses and its layers.
@@ -53,9 +65,10 @@ class Engine:
         collection: Layers, losses and factors.
         estimator: Statistics and products.
         objective: Losses and reduction.
-        schedule: As given.
         counter: Calls of ``observe`` and ``step`` so far.
     """
+
+    _fixed = tuple(field.name for field in fields(EngineOptions))
 
     def __init__(
         self,
@@ -78,6 +91,7 @@ class Engine:
         hints = (layer.hint for layer in self.layers if layer.hint)
         self._standing_notes = (*assembly.notes, *hints)
         self._history = LossHistory()
+        self._sealed = True
 
     @classmethod
     @by_keyword(EngineOptions)
@@ -98,6 +112,31 @@ class Engine:
         """
         assembly, estimator = build(model, options)
         return cls(assembly, estimator, options.schedule or Schedule(), options.exps)
+
+    @property
+    def damping(self) -> float:
+        """λ > 0, added to the Fisher matrix; can be set.
+
+        Diagonal blocks, those of parameters without a layer and products with the power 1 take a
+        new value at once, stored inverses at their next refresh. ``estimator.update_inverses()``
+        refreshes all of them.
+        """
+        return self.estimator.damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        check_damping(value, self._exps)
+        self.estimator.damping = float(value)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When statistics and inverses move; can be set."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, value: Schedule) -> None:
+        check_schedule(value)
+        self._schedule = value
 
     # -- the line ---------------------------------------------------------------------------------
 
@@ -135,12 +174,15 @@ class Engine:
             along = due.update_covariances and self.estimator.reads_gradients
             with record("backward"):
                 found = self._differentiate(trace, self.estimator.differentiated if along else None)
-            self._observe(trace, record, due, found.outputs)
-            with record("precondition"):
-                natural = self._precondition(found.gradients, self._exps[0])
+            handed = self._model.hand_out(found.gradients)
+            types = self._model.handed_out_types
+            with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
+                self._observe(trace, record, due, found.outputs)
+                with record("precondition"):
+                    natural = self._precondition(found.gradients, self._exps[0])
+            self.counter += 1
             if update_buffers:
                 self._model.update_buffers(trace)
-            handed = self._model.hand_out(found.gradients)
             return Result(found.loss, handed, natural, self._notes(trace), record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
@@ -160,7 +202,10 @@ class Engine:
         """
         with blas_alone():
             self._require_memory(inputs)
-            self._observe(self._run(inputs, targets), Recorder(), self._plan())
+            trace = self._run(inputs, targets)
+            with quiet():
+                self._observe(trace, Recorder(), self._plan())
+        self.counter += 1
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
         """Gradients times a power of the damped Fisher matrix, as of the last refresh.
@@ -180,6 +225,9 @@ class Engine:
             NonFiniteError: A gradient holds NaN or infinity.
             NotReadyError: Nothing was observed yet.
         """
+        number("exp", exp)
+        if any(factor.average.value is None for factor in self.estimator.factors):
+            raise NotReadyError("there are no statistics yet; call observe() or step() first.")
         given = checked_gradients(self._model, self.collection.backend, gradients)
         with blas_alone():
             return self._precondition(given, exp)
@@ -188,13 +236,13 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """Parameter name to current value; change them through ``set_parameters``."""
-        return self._on_device(self._model.hand_out(self._model.parameters))
+        """Parameter name to current value, read-only; ``set_parameters`` changes them."""
+        return self._shown(self._model.parameters)
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """Running statistics of normalizations in training form; no parameters."""
-        return self._on_device(self._model.hand_out(self._model.buffers))
+        """Running statistics of normalizations in training form, read-only; no parameters."""
+        return self._shown(self._model.buffers)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values, by arrays of any library; the next call uses them."""
@@ -236,6 +284,13 @@ class Engine:
             self._model.set_parameters(state.parameters)
             place = self._model.place
             self._model.buffers.update({n: place.take(a) for n, a in state.buffers.items()})
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``: sessions of ONNX Runtime can be neither."""
+        raise UnsupportedError(
+            "an engine cannot be copied or pickled; save its state with engine.save(path), make "
+            "another engine with the same options, and load it there."
+        )
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -296,9 +351,16 @@ class Engine:
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
         # Entries that nothing reads have no curvature: damping alone.
-        rest = self.estimator.damping**exp
-        products = multiplied(self.collection, self._found.parts, gradients, exp, rest)
+        rest = self.damping**exp
+        with quiet():
+            products = multiplied(self.collection, self._found.parts, gradients, exp, rest)
+        check_products(products, self.collection.backend, exp)
         return self._model.hand_out(products)
+
+    def _shown(self, held: Mapping[str, Array]) -> dict[str, Array]:
+        """What the model holds, for the caller: read-only, or a copy where arrays cannot be."""
+        shown = self._on_device(self._model.hand_out(held))
+        return {name: read_only(array) for name, array in shown.items()}
 
     def _on_device(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of the engine's library; a GPU is sent each once."""
@@ -328,7 +390,6 @@ class Engine:
             finish = begin_refresh(factors, self.collection.backend)
             if not self.schedule.overlap or self.counter == 0:
                 finish()
-        self.counter += 1
 
     @property
     def _footprint(self) -> Footprint:

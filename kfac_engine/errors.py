@@ -9,6 +9,7 @@ The tree (built-in parents in brackets: the types the specification names)::
     │   ├── NonFiniteError                             NaN or infinity where numbers were expected
     │   └── RegistrationError                          a layer, loss or parameter registered wrongly
     ├── UnknownNameError        [KeyError]             a name that nothing goes by
+    │   └── UnknownAttributeError [AttributeError]     an attribute that cannot be set
     ├── UnsupportedError        [NotImplementedError]  well-formed, but not covered
     │   └── UnsupportedOpError                         an ONNX operator without derivative rule
     ├── NotReadyError           [RuntimeError]         read before it was computed
@@ -51,6 +52,10 @@ class UnknownNameError(KfacError, KeyError):
     def __str__(self) -> str:
         """Return the message itself: ``KeyError`` would show its ``repr``."""
         return str(self.args[0]) if self.args else ""
+
+
+class UnknownAttributeError(UnknownNameError, AttributeError):
+    """An attribute that an object does not have, or that cannot be set."""
 
 
 class UnsupportedError(KfacError, NotImplementedError):

@@ -4,16 +4,25 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from math import inf
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from kfac_engine._types import Array
+from kfac_engine.config import flag, listed, number, one_of, texts, whole
 from kfac_engine.errors import InputError
+from kfac_engine.estimation_modes import MODES
 from kfac_engine.graph.widen import GradientDType
 from kfac_engine.heads import LossChoice, LossOptions
+from kfac_engine.losses import LOSSES, LossFunction
 from kfac_engine.objective import Reduction, check_reduction
 from kfac_engine.scheduler import Schedule
+
+# What dictionaries among the options look like, for messages.
+_DICTIONARIES = {
+    "approximations": "{'conv2d': 'diagonal'}",
+    "batch_axes": "{'input': 1}",
+    "sample_inputs": "{'input': array}",
+}
 
 Options = ParamSpec("Options")
 Owner = TypeVar("Owner")
@@ -35,7 +44,8 @@ class EngineOptions:
             model makes them of.
         loss_weights: What each loss is multiplied by; ones by default.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
-        trainable: Patterns of parameter names; by default what the graph uses like parameters.
+        trainable: Patterns of parameter names, or a single one; by default what the graph uses
+            like parameters.
         freeze: Patterns of names that are not trained even so.
         damping: λ > 0, added to the Fisher matrix.
         ema_decay: Decay of the moving averages, in [0, 1).
@@ -63,8 +73,8 @@ class EngineOptions:
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
     reduction: Reduction = "mean"
-    trainable: Sequence[str] | None = None
-    freeze: Sequence[str] | None = None
+    trainable: str | Sequence[str] | None = None
+    freeze: str | Sequence[str] | None = None
     damping: float = 1e-3
     ema_decay: float = 0.95
     estimation_mode: str = "gradients"
@@ -86,18 +96,45 @@ class EngineOptions:
         Raises:
             InputError: An option is outside its range.
         """
-        if not (np.isfinite(self.damping) and self.damping > 0):
-            raise InputError(f"damping must be a positive number, got {self.damping}.")
+        self._check_losses()
+        self._check_curvature()
+        for name in ("trainable", "freeze"):
+            if not isinstance(getattr(self, name), str | None):
+                texts(name, getattr(self, name), "['fc*']")
+        for name in ("threads", "scratch_bytes"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), least=1)
+        whole("seed", self.seed, least=0)
+        flag("tie_weights", self.tie_weights)
+        for name, like in _DICTIONARIES.items():
+            given = getattr(self, name)
+            if not isinstance(given, Mapping | None):
+                raise InputError(f"{name} must be a dictionary, such as {like}, got {given!r:.80}.")
+        if not isinstance(self.backend, str):
+            raise InputError(f"backend must be a name, such as 'numpy', got {self.backend!r}.")
+
+    def _check_curvature(self) -> None:
+        for exp in listed("exps", self.exps, "(-1,)"):
+            number("each of exps", exp)
+        if not self.exps:
+            raise InputError("exps must name one power at least, such as (-1,).")
+        check_damping(self.damping, self.exps)
+        number("ema_decay", self.ema_decay)
         if not 0 <= self.ema_decay < 1:
             raise InputError(f"ema_decay must lie in [0, 1), got {self.ema_decay}.")
-        if not self.exps or not all(np.isfinite(exp) for exp in self.exps):
-            raise InputError(f"exps must be one or more numbers, got {self.exps}.")
-        for name in ("threads", "scratch_bytes"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise InputError(f"{name} must be at least 1, got {count}.")
-        if self.seed < 0:
-            raise InputError(f"seed must be at least 0, got {self.seed}.")
+        one_of("estimation_mode", self.estimation_mode, MODES)
+        if self.schedule is not None:
+            check_schedule(self.schedule)
+
+    def _check_losses(self) -> None:
+        check_losses(self.loss)
+        if not isinstance(self.output, str | None):
+            texts("output", self.output, "['logits']")
+        whole("class_axis", self.class_axis, least=None)
+        flag("find_logits", self.find_logits)
+        if self.loss_weights is not None:
+            for weight in listed("loss_weights", self.loss_weights, "[1.0]"):
+                number("each of loss_weights", weight)
         check_reduction(self.reduction)
 
     @property
@@ -110,6 +147,61 @@ class EngineOptions:
             self.find_logits,
             self.loss_weights,
             self.batch_axes,
+        )
+
+
+def check_losses(loss: object) -> None:
+    """Refuse what is neither a name of a loss nor a loss object, nor a list of them.
+
+    Args:
+        loss: The losses that a user chose.
+
+    Raises:
+        InputError: It is something else.
+    """
+    choices = [loss] if isinstance(loss, str | LossFunction) else loss
+    if isinstance(choices, list | tuple) and choices:
+        wrong = [choice for choice in choices if not isinstance(choice, str | LossFunction)]
+    else:
+        wrong = [loss]
+    if wrong:
+        raise InputError(
+            f"loss must be a name ({', '.join(LOSSES)}), a loss object such as "
+            f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {wrong[0]!r}."
+        )
+
+
+def check_damping(damping: float, exps: Sequence[float]) -> None:
+    """Refuse a damping that is no positive number, or whose powers are none.
+
+    Args:
+        damping: The damping.
+        exps: Powers of the damped Fisher matrix.
+
+    Raises:
+        InputError: It is, with the power that overflows.
+    """
+    number("damping", damping)
+    if damping <= 0:
+        raise InputError(f"damping must be a positive number, got {damping}.")
+    for exp in exps:
+        try:
+            power = float(damping) ** exp
+        except OverflowError:
+            power = inf
+        if power == inf:
+            raise InputError(
+                f"damping {damping} to the power {exp} is more than a number can hold; choose "
+                f"another damping, or another power in exps."
+            )
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuse what is no schedule, with an InputError."""
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"schedule must be a kfac_engine.Schedule, such as Schedule(refresh_every=10, "
+            f"policy='round_robin'), got {schedule!r}."
         )
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.namespace import array_module, as_array, numeric
 from kfac_engine.backend.numpy_sums import all_finite
 from kfac_engine.backend.place import HOST, Place
 from kfac_engine.errors import (
@@ -127,7 +127,7 @@ def check_parameters(
                 f"{', '.join(parameters)}."
             )
         old = parameters[name]
-        array = place.own(value).astype(old.dtype)
+        array = numeric(f"parameter '{name}'", place.own(value)).astype(old.dtype)
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
         checked[name] = array

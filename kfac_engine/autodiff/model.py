@@ -103,7 +103,7 @@ class OnnxModel:
         self.ties = find_ties(self.parameters, self.parameters) if tie_weights else ()
         for tie in self.ties:
             del self.parameters[tie.copy]
-        self._handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
+        self.handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
         graph = tied(loaded.graph, self.ties) if self.ties else loaded.graph
         graph, self._statistics = with_running_statistics(graph)
         self.buffers = {name: graph.constants[name] for name in self._statistics}
@@ -197,7 +197,7 @@ class OnnxModel:
         Raises:
             NonFiniteError: A number is too large for its type.
         """
-        return in_types(spread(self.ties, values), self._handed_out_types)
+        return in_types(spread(self.ties, values), self.handed_out_types)
 
     def take_in(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of parameters and copies of them, by parameter.

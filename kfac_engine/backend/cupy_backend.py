@@ -18,6 +18,7 @@ from kfac_engine.backend.cupy_groups import GroupProducts, entries_first, few_ax
 from kfac_engine.backend.cupy_inverse import CupyInverses
 from kfac_engine.backend.cupy_moments import PatchMoments
 from kfac_engine.backend.cupy_roots import MOST_COPIES, inverse_roots
+from kfac_engine.backend.namespace import detached
 from kfac_engine.backend.numpy_sums import summed_in
 from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise
@@ -86,6 +87,7 @@ class CupyBackend:
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         if _is_foreign(value, self.xp):
+            value = detached(value)
             value = self.xp.from_dlpack(value) if _on_gpu(value) else np.from_dlpack(value)  # type: ignore[arg-type] # it has the protocol
         array: Array = self.xp.asarray(value, dtype)
         return array

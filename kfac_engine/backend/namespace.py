@@ -38,11 +38,51 @@ def array_module(array: Array) -> ModuleType:
 
 
 def as_array(value: Any) -> Array:
-    """An array of NumPy or CuPy as it is; anything else as NumPy's, shared if possible."""
+    """An array of NumPy or CuPy as it is; anything else as NumPy's, shared if possible.
+
+    Args:
+        value: An array of any library, a number, or nested lists of numbers.
+
+    Returns:
+        The array.
+
+    Raises:
+        InputError: It has a mask, or is nothing that NumPy makes an array of.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(
+            "masked arrays are not taken, as their mask would be ignored; fill it, for example "
+            "with array.filled(0)."
+        )
     if isinstance(value, np.ndarray) or _library(value) == "cupy":
         array: Array = value
         return array
-    return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
+    try:
+        return np.from_dlpack(detached(value)) if _is_foreign(value) else np.asarray(value)
+    except (TypeError, ValueError, BufferError) as failure:
+        raise InputError(f"{type(value).__name__} is no array of numbers: {failure}.") from failure
+
+
+def numeric(what: str, array: Array) -> Array:
+    """The array; an InputError where it holds texts, objects, times or complex numbers."""
+    if array.dtype.kind in "OSUMmc":
+        raise InputError(f"{what} holds {array.dtype}, not real numbers; give an array of numbers.")
+    return array
+
+
+def detached(value: Any) -> Any:
+    """A tensor without the graph of its gradients, which no other library reads."""
+    return value.detach() if getattr(value, "requires_grad", False) else value
+
+
+def read_only(array: Array) -> Array:
+    """The array as a view that cannot be written; a copy for a library without such views."""
+    if not isinstance(array, np.ndarray):
+        copy: Array = array.copy()
+        return copy
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
@@ -83,7 +123,7 @@ def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
 
 def _is_foreign(value: Any) -> bool:
-    return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray)
+    return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic)
 
 
 def _library(value: object) -> str:

@@ -43,6 +43,7 @@ class FisherFactor(ABC):
         statistic: As given.
         average: The moving average; changed by ``update`` and ``commit``.
         repeats: Uses × positions for each example in the last batch; None before the first.
+        narrowest: Least exact element type that the average may have.
         known_traces: What ``traces`` gives while a refresh has read it for many factors at once.
     """
 
@@ -60,7 +61,7 @@ class FisherFactor(ABC):
         self.repeats: int | None = None
         self.known_traces: Array | None = None
         self._finish: Callable[[], None] | None = None
-        self._narrowest: DType = np.dtype(np.float32)
+        self.narrowest: DType = np.dtype(np.float32)
         self._covariance_ready = False
         self._inverse_ready = False
 
@@ -172,14 +173,14 @@ class FisherFactor(ABC):
                 f"'{name}' holds numbers up to {float(abs(x).max()):.3g}, whose squares overflow; "
                 f"the batch was not taken into {self.name}."
             )
-        self._narrowest = _WIDE
+        self.narrowest = _WIDE
 
     def _check_product(self, pair: tuple[str, str], values: Values, known: Extents) -> None:
         """Numbers in range may have products whose squares are not: widen, or refuse."""
         # An example's sum of products is at most the product of its norms (Cauchy-Schwarz), and the
         # squares of these add up to no more than the product over all examples.
         bound = prod(known.norm_bound(name, values[name]) for name in pair)
-        kept = np.result_type(self._narrowest, *(values[n].dtype for n in pair if _real(values[n])))
+        kept = np.result_type(self.narrowest, *(values[n].dtype for n in pair if _real(values[n])))
         if bound < float(np.finfo(kept).max) ** 0.5:
             return
         if bound >= float(np.finfo(_WIDE).max) ** 0.5:
@@ -187,19 +188,19 @@ class FisherFactor(ABC):
                 f"the products of '{pair[0]}' and '{pair[1]}' are so large that their squares "
                 f"overflow; the batch was not taken into {self.name}."
             )
-        self._narrowest = _WIDE
+        self.narrowest = _WIDE
 
     def _empty(self, values: Values) -> Array:
         # Integers are identifiers or counts: they do not say how exact the statistic should be.
         arrays = (values[name] for name in self.statistic.names())
-        dtype = np.result_type(self._narrowest, *(x.dtype for x in arrays if _real(x)))
+        dtype = np.result_type(self.narrowest, *(x.dtype for x in arrays if _real(x)))
         # Zeros, for what measurements leave out is scaled and added along with the rest.
         room: Array = self.backend.xp.zeros(self.statistic.shape(values), dtype)
         return room
 
     def _widened(self, array: Array) -> Array:
         """``array``, in float64 once a batch needed it."""
-        return array.astype(np.result_type(array.dtype, self._narrowest), copy=False)
+        return array.astype(np.result_type(array.dtype, self.narrowest), copy=False)
 
     def _room(self, values: Values) -> Array:
         """The average's own array; at the first batch identity or zero."""

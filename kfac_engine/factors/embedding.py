@@ -75,7 +75,7 @@ class VocabularyFactor(DiagonalFactor):
     ) -> None:
         super().__init__(statistic, backend=backend, config=config)
         # Identifiers do not tell how exact the network is: exact enough for any.
-        self._narrowest = np.dtype(np.float64)
+        self.narrowest = np.dtype(np.float64)
 
     @overload
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array: ...
@@ -141,4 +141,4 @@ class EmbeddingInputKroneckerFactor(VocabularyFactor):
             )
         view = Ids(int(vocab_size), count_repeats=count_repeats)
         super().__init__(IdCounts((one_use(input_ids),), view), backend=backend, config=config)
-        self._narrowest = chosen
+        self.narrowest = chosen

@@ -122,7 +122,7 @@ class DiagonalKroneckerFactor(DiagonalFactor):
     ) -> None:
         statistic = KroneckerDiagonal(tensors_of(tensors), _MATRIX, homogeneous=has_bias)
         super().__init__(statistic, **options)
-        self._narrowest = average_type(dtype)
+        self.narrowest = average_type(dtype)
 
 
 class FullyConnectedMultiKF(LaggedFactor):
@@ -174,7 +174,7 @@ class DiagonalMultiKF(DiagonalFactor):
             names, _DENSE_LAYER, homogeneous=has_bias, num_uses=uses_in(names, num_uses)
         )
         super().__init__(statistic, **options)
-        self._narrowest = average_type(dtype)
+        self.narrowest = average_type(dtype)
 
 
 class FullyConnectedDiagonalFactor(DiagonalFactor):

@@ -1,0 +1,45 @@
+"""Objects that take no unknown attributes: an option set by a wrong name must not be silent."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import ClassVar
+
+from kfac_engine.errors import UnknownAttributeError
+
+
+class Sealed:
+    """A base class whose objects take no new attributes once ``_sealed`` is set.
+
+    Attributes:
+        _fixed: Names of options that are given when an object is made, for messages.
+    """
+
+    _fixed: ClassVar[Collection[str]] = ()
+    _sealed = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute.
+
+        Raises:
+            UnknownAttributeError: There is none of that name that can be set.
+        """
+        if self._sealed and name not in vars(self) and name not in _settable(type(self)):
+            raise UnknownAttributeError(f"{type(self).__name__} {self._reason(name)}")
+        object.__setattr__(self, name, value)
+
+    def _reason(self, name: str) -> str:
+        settable = _settable(type(self))
+        if name in self._fixed:
+            return (
+                f"takes '{name}' when it is made; later only {' and '.join(settable)} can be set."
+            )
+        if hasattr(type(self), name):
+            return f"has '{name}', but only {' and '.join(settable)} can be set."
+        near = get_close_matches(name, [*settable, *self._fixed], n=1)
+        hint = f"did you mean '{near[0]}'" if near else f"did you mean {' or '.join(settable)}"
+        return f"has no attribute '{name}'; {hint}?"
+
+
+def _settable(cls: type) -> list[str]:
+    """Names of the properties of a class that can be set."""
+    return [name for name in dir(cls) if getattr(getattr(cls, name), "fset", None) is not None]
