@@ -137,6 +137,17 @@ def test_restored_arrays_are_not_shared_between_estimators(saved):
     assert bits_of(second) == before
 
 
+def test_a_restored_factor_keeps_no_array_that_it_was_given(saved):
+    _, estimator = saved
+    given = estimator.factors[0].arrays()
+    before = {name: array.copy() for name, array in given.items()}
+    other = observe(make(), [3])
+    other.factors[0].restore(given, 1.0, 1)
+    observe(other, [5])
+    for name, array in before.items():
+        np.testing.assert_array_equal(given[name], array)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -202,6 +213,13 @@ def test_a_state_of_other_layers_or_options_is_refused(saved, options, observed)
     if observed and "hidden" not in options:
         observe(estimator, [0])
     refuse(path, estimator, "another model or options: ")
+
+
+def test_an_average_of_another_shape_is_refused(saved):
+    path, _ = saved
+    estimator = observe(make(), [0])
+    estimator.factors[0].average.value = np.eye(2)
+    refuse(path, estimator, r"has shape \(2, 2\) here and \(\d+, \d+\) there")
 
 
 def with_parameters(**changes):

@@ -51,6 +51,12 @@ def two_uses(net):
     return net.op("Concat", *uses, to="y", axis=1)
 
 
+def time_first(net):
+    """Positions lie on the first axis, of which there are fewer than examples."""
+    tokens = net.op("MatMul", "input", net.weight("w", WIDTH, WIDTH), to="tokens")
+    return net.op("Transpose", tokens, to="y", perm=[1, 0, 2])
+
+
 def layer_normalization(net):
     operands = net.positive("scale", WIDTH), net.weight("shift", WIDTH)
     y = net.op("LayerNormalization", "input", *operands, to="normal")
@@ -75,7 +81,7 @@ def view_along_another_axis(net):
 
 
 _IDS, _SENTENCES, _SQUARE = (BATCH,), (BATCH, 4), (BATCH, WIDTH, WIDTH)
-_EVEN, _LINE, _IMAGE = {"group": 2}, (BATCH, 4, 6), (BATCH, 4, 4, 5)
+_EVEN, _LINE, _IMAGE = {"group": 2}, (BATCH, 4, 6), (BATCH, 4, 4, 6)
 _UNEVEN = {"pads": [1, 0, 2, 1], "dilations": [2, 1], "strides": [1, 2]}
 # Name to builder, shape of the input, and the parameters of each block with its layer's kind.
 CASES = {
@@ -98,6 +104,7 @@ CASES = {
     "zero or three": (one_of(0, 3), _IDS, {("w",): "fully_connected"}),
     "one-cold": (one_of(1, 0), _IDS, {("w",): "fully_connected"}),
     "uses": (two_uses, (BATCH, WIDTH), {("w", "b"): "fully_connected_multi"}),
+    "time first": (time_first, (2, BATCH, WIDTH), {("w",): "fully_connected"}),
     "normalization": (
         layer_normalization,
         (BATCH, 2, WIDTH),
@@ -114,7 +121,8 @@ def network(build, sides):
     build(net)
     net.op("Flatten", "y", to="output")
     ids = "int64" if sides in (_IDS, _SENTENCES) else None
-    model = net.model({"input": ["batch", *sides[1:]]}, {"output": ["batch", "features"]}, ids)
+    shape = ["batch" if side == BATCH else side for side in sides]
+    model = net.model({"input": shape}, {"output": ["batch", "features"]}, ids)
     return model, models.random_inputs(model, BATCH)
 
 

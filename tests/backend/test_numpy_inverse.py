@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.backend.numpy_inverse import damping_floor
+from kfac_engine.backend.numpy_inverse import damping_floor, eigh_stack
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 BACKEND = NumpyBackend()
@@ -197,6 +197,12 @@ def test_non_finite_matrices_are_refused_before_lapack_sees_them(operation, bad)
     matrix[2, 1] = bad
     with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
         operation(matrix)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (3, 3), (0, 3, 3), (2, 0, 0)])
+def test_what_is_no_stack_of_square_matrices_is_refused(shape):
+    with pytest.raises(ShapeError, match="stack of square matrices"):
+        eigh_stack(np.ones(shape))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)

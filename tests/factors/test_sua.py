@@ -166,6 +166,15 @@ def test_the_named_block_is_the_registered_one():
     np.testing.assert_array_equal(block.full_fisher_block(), expected.full_fisher_block())
 
 
+def test_a_factor_names_each_inverse_that_it_stores():
+    """A checkpoint of other inverses is refused by these names."""
+    for exps in ((), (-1,)):
+        block = observe(registered(True, "mean modelled"), [["ds"]], [batch(1)], exps=exps)
+        assert block.input_factor.operations == ("-1.0",) * len(exps)
+        stored = [name for name in block.input_factor.arrays() if name.startswith("inverse/")]
+        assert bool(stored) == bool(exps)
+
+
 def test_a_restored_factor_multiplies_by_the_same_inverse():
     values = batch(10)
     saved, fresh = (

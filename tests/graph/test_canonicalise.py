@@ -93,6 +93,7 @@ BROADCAST_FORMS = {
         lambda x: x.reshape(-1, 4) @ WEIGHT + BIAS,
     ),
     "channels": ("y = Add <broadcast=1, axis=1> (x, c)", lambda x: x + PAIR[:, None]),
+    "axis_from_the_end": ("y = Add <broadcast=1, axis=-2> (x, c)", lambda x: x + PAIR[:, None]),
     "middle_axis": (
         "u = Unsqueeze <axes=[2, 4]> (x)  y = Sub <broadcast=1, axis=1> (u, c)",
         lambda x: (x - PAIR[:, None])[:, :, None, :, None],

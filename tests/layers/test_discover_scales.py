@@ -199,6 +199,13 @@ def test_a_scale_of_parameters_alone_is_no_layer():
     assert found == "operand 1 of Mul, which does not depend on the data"
 
 
+def test_a_scale_of_its_own_for_each_example_is_no_layer():
+    def build(net):
+        net.op("Mul", "input", net.positive("scale", 2, 3), to="output")
+
+    assert reason(build, [2, 3]) == "different for each example, on axis 0 of 'output'"
+
+
 def test_a_scale_of_examples_merged_with_positions_is_no_layer():
     def build(net):
         rows = net.op("Reshape", "input", net.constant("rows", np.array([-1, 3])), to="merged")

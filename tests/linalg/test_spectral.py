@@ -40,6 +40,15 @@ def test_powers_multiply_back(exp, undo, expected, damping):
     np.testing.assert_array_equal(found, found.T)
 
 
+def test_powers_of_a_stack_are_symmetric_to_the_last_bit():
+    C = np.stack([second_moment(seed=seed) for seed in range(3)])
+    found = power(C, 0.1, -0.5)
+    np.testing.assert_array_equal(found, found.swapaxes(-1, -2))
+    for root, matrix in zip(found, C, strict=True):
+        undone = root @ root @ (matrix + 0.1 * np.eye(40))
+        np.testing.assert_allclose(undone, np.eye(40), atol=ROUNDING)
+
+
 def test_eigenvalues_are_clipped_before_the_damping_is_added():
     found = power(np.diag([-1.0, 0.25, 4.0]), 1.0, -1, clip=0.5)
     np.testing.assert_allclose(found, np.diag([1 / 1.5, 1 / 1.5, 1 / 5.0]), rtol=1e-14)
