@@ -6,6 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.autodiff.model import load_model
+from tests import models
 
 RATIO = 0.25
 # Float32 sums of four products.
@@ -73,3 +74,22 @@ def test_layers_are_found_on_both_sides_of_dropout(batch):
     engine = ke.Engine.from_onnx(dropped(True), loss="normal", output="y")
     result = engine.step({"x": batch["x"]}, np.zeros((5, 2), "float32"))
     assert sorted(result.natural_gradients) == ["v", "w"]
+
+
+def test_a_number_drawn_for_a_weight_is_drawn_anew_for_each_batch():
+    net = models.Net()
+    w = net.weight("w", 4, 3)
+    net._nodes.append(helper.make_node("RandomUniform", [], ["r"], shape=[1], low=0.5, high=1.5))
+    net.op("MatMul", "input", net.op("Mul", w, "r", to="scaled"), to="output")
+    proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
+    model, inputs = ke.load_model(proto), models.random_inputs(proto, 5)
+    x, c = inputs["input"], np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
+    drawn = []
+    for _ in range(4):
+        trace = model.run(inputs)
+        r = np.median(trace["output"] / (x @ net._constants["w"]))
+        found = trace.vjp({"output": c}, ["w"])["w"]
+        # A few float32 products; the number is known to 1e-6.
+        np.testing.assert_allclose(found, r * (x.T @ c), atol=1e-5 * np.abs(found).max())
+        drawn.append(r)
+    assert len(set(drawn)) > 1
