@@ -33,9 +33,9 @@ TORCH_INDEX ?=
 
 # Tests whose results are sums, which each kernel of BLAS adds up in an order of its own.
 NUMERICAL := tests/backend tests/blocks tests/collection tests/factors tests/layers tests/linalg \
-	tests/losses $(patsubst %,tests/test_%.py,cache checkpoint curvature_products engine \
-	estimation_modes estimator estimator_products exactness gradient_model half_precision heads \
-	overlap recurrent_engine two_heads)
+	tests/losses $(patsubst %,tests/test_%.py,cache checkpoint curvature_products divergence docs \
+	engine estimation_modes estimator estimator_products exactness example_gradients \
+	gradient_model half_precision heads overlap recurrent_engine result two_heads)
 
 # $(call environment,FOLDER,REQUIREMENTS): a virtual environment of its own. Some systems ship venv
 # without its bundled pip; there the system's pip installs into the environment.
