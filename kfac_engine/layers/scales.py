@@ -134,6 +134,8 @@ def misfit(scene: Scene, value: str, y: str, axis: int = -1) -> str:
     if missing < 0:
         return _of_shapes(scene, value, y)
     aligned = (1,) * missing + shape + (1,) * trailing
+    if any(own not in (1, side) for own, side in zip(aligned, data, strict=True)):
+        return _of_shapes(scene, value, y)
     return f"different for each example, on axis {batch} of '{y}'" if aligned[batch] != 1 else ""
 
 

@@ -44,6 +44,7 @@ SHIFTS: Mapping[tuple[str, int], Callable[[Scene, Node], int | None]] = {
     ("Gemm", 2): _last,
     ("Sub", 0): _last,
     ("Sub", 1): _last,
+    ("Tile", 0): _last,
     ("Conv", 2): _channels,
     ("ConvTranspose", 2): _channels,
     ("BatchNormalization", 2): feature_axis,

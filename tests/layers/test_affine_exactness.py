@@ -79,15 +79,20 @@ def subtracted(net):
     tanh(net, net.op("Sub", "input", net.weight("b", 4, 1), to="y"))
 
 
-def class_token(net):
+def class_token(net, op="Expand"):
     """One row for all examples before those of each, as vision transformers have it."""
-    one, sides = net.constant("one", np.array([1])), net.constant("sides", np.array([1, 3]))
+    ones = net.constant("ones", np.array([1, 1]))
+    one = net.constant("one", np.array([1]))
     batch = net.op("Shape", "input", to="batch size", end=1)
-    shape = net.op("Concat", batch, sides, to="shape", axis=0)
-    token = net.op("Expand", net.weight("b", 1, 1, 3), shape, to="token")
+    times = net.op("Concat", batch, ones, to="times", axis=0)
+    token = net.op(op, net.weight("b", 1, 1, 3), times, to="token")
     x = net.op("Concat", token, "input", to="rows", axis=1)
     mean = net.op("ReduceMean", tanh(net, x, "t"), one, to="mean", keepdims=1)
     tanh(net, net.op("Mul", mean, "input", to="product"))
+
+
+def repeated_class_token(net):
+    class_token(net, "Tile")
 
 
 def shift_used_twice(net):
@@ -179,6 +184,7 @@ CASES = {
     "subtracted from": (subtracted_from, "b", SIDES),
     "subtracted": (subtracted, "b", SIDES),
     "class token": (class_token, "b", SIDES),
+    "repeated class token": (repeated_class_token, "b", SIDES),
     "shift used twice": (shift_used_twice, "b", SIDES),
     "scale used twice": (scale_used_twice, "scale", SIDES),
     "scale that stretches": (scale_that_stretches, "scale", SIDES),

@@ -58,6 +58,18 @@ def test_no_layer_where_each_example_has_an_entry_of_its_own(op):
     assert found.endswith("different for each example, on axis 0 of 'output'")
 
 
+def test_no_layer_where_a_parameter_is_repeated_along_an_axis_of_its_own():
+    def build(net):
+        batch = net.op("Shape", "input", to="batch size", end=1)
+        two = net.constant("two", np.array([2, 1]))
+        times = net.op("Concat", batch, two, to="times", axis=0)
+        rows = net.op("Tile", net.weight("b", 1, 2, 3), times, to="rows")
+        net.op("Mul", "input", rows, to="output")
+
+    found = layers(build, ["batch", 4, 3])
+    assert found == {("b",): "operand 0 of Tile, shape (1, 2, 3) with data of shape (2, 4, 3)"}
+
+
 def test_no_layer_where_the_result_has_no_examples():
     def build(net):
         axis = net.constant("axis", np.array([0]))
@@ -109,6 +121,27 @@ def test_a_bias_of_a_trained_layer_is_no_shift():
 
     assert layers(build, ["batch", 3]) == {("w", "b"): "fully_connected"}
     assert layers(build, ["batch", 3], trainable=["b"]) == {("b",): "shift"}
+
+
+def test_a_shift_that_stretches_what_is_scaled_is_a_layer_of_its_own():
+    def build(net):
+        x = net.op("Mul", "input", net.positive("scale", 3), to="scaled")
+        x = net.op("Add", x, net.weight("b", 4, 3), to="y")
+        net.op("ReduceSum", x, net.constant("axis", np.array([1])), to="output", keepdims=1)
+
+    found = layers(build, ["batch", 1, 3])
+    assert found == {("scale",): "scale_and_shift", ("b",): "shift"}
+
+
+def test_a_shift_along_another_axis_than_its_scale_is_a_layer_of_its_own():
+    def build(net):
+        axis = net.constant("axis", np.array([1]))
+        scale = net.op("Unsqueeze", net.positive("scale", 3), axis, to="wide")
+        x = net.op("Mul", "input", scale, to="scaled")
+        net.op("Add", x, net.weight("b", 3), to="output")
+
+    found = layers(build, ["batch", 3, 3])
+    assert found == {("scale",): "scale_and_shift", ("b",): "shift"}
 
 
 # -- scales that are multiplied by deviations ------------------------------------------------------
