@@ -19,6 +19,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.files import ModelFiles
+from kfac_engine.reading import check_file
 from kfac_engine.writing import write_file
 
 FORMAT_VERSION = 1
@@ -136,6 +137,7 @@ def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
+    check_file(Path(path))
     try:
         with safe_open(str(path), framework="numpy") as file:
             header = file.metadata() or {}

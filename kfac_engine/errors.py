@@ -18,12 +18,19 @@ The tree (built-in parents in brackets: the types the specification names)::
 
 One warning stands beside them: ``DivergenceWarning``, for a loss that explodes.
 
-Each message is one sentence or two: what was wrong, where, what to do.
+Each message is one sentence or two: what was wrong, where, what to do. It is one line, whatever
+names it holds.
 """
+
+from kfac_engine.printable import one_line
 
 
 class KfacError(Exception):
     """Base of all errors a user can cause."""
+
+    def __str__(self) -> str:
+        """Return the message, printable; ``KeyError`` would show its ``repr``."""
+        return one_line(BaseException.__str__(self))
 
 
 class InputError(KfacError, ValueError):
@@ -48,10 +55,6 @@ class RegistrationError(InputError):
 
 class UnknownNameError(KfacError, KeyError):
     """A name that no parameter, tensor, loss or option goes by."""
-
-    def __str__(self) -> str:
-        """Return the message itself: ``KeyError`` would show its ``repr``."""
-        return str(self.args[0]) if self.args else ""
 
 
 class UnknownAttributeError(UnknownNameError, AttributeError):

@@ -15,6 +15,7 @@ from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import Invocation, debug_option
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.errors import KfacError
+from kfac_engine.printable import one_line, printable
 
 WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 
@@ -51,9 +52,10 @@ def run(arguments: Sequence[str]) -> int:
             )
         except (Exception, KeyboardInterrupt, SignalReceived) as error:  # all failures end here
             if invocation.debug:
-                traceback.print_exception(error)
+                for line in "".join(traceback.format_exception(error)).splitlines():
+                    click.echo(printable(line), err=True)
             status, message = interruption.explanation or _explain(error)
-            click.echo(f"error: {' '.join(message.split())}", err=True)
+            click.echo(f"error: {one_line(message)}", err=True)
     # Without an exit of its own (--help has one), click hands back what the command returned: None.
     return status or 0
 

@@ -87,12 +87,12 @@ def _contest(model: bytes, data: "Digits", seed: int) -> "dict[str, Run]":
     return winners
 
 
-def _show_grid(tried: "Sequence[Run]") -> str:
+def _show_grid(tried: "Sequence[Run]") -> list[str]:
     cells = [
         f"{', '.join(f'{value:g}' for value in run.setting.values())}: {run.final_loss:.3g}"
         for run in tried
     ]
-    return "\n".join("   ".join(cells[start : start + 3]) for start in range(0, len(cells), 3))
+    return ["   ".join(cells[start : start + 3]) for start in range(0, len(cells), 3)]
 
 
 def _show_setting(setting: "Setting") -> str:

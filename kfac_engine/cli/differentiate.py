@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import report_beside, working
+from kfac_engine.cli.display import report_beside, say, working
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
@@ -64,8 +64,8 @@ def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, tar
 
 
 def _report(gradient: "ModelProto", target: Path) -> None:
-    click.echo(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
-    click.echo(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
-    if gradient.doc_string:
-        click.echo(gradient.doc_string)
-    click.echo(f"written to {target}")
+    say(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
+    say(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
+    for line in gradient.doc_string.splitlines():
+        say(line)
+    say(f"written to {target}")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from kfac_engine.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -56,7 +58,10 @@ def report_beside(path: Path) -> Iterator[None]:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; columns whose heads start with a blank are numbers, set flush right."""
+    """Print a table; columns whose heads start with a blank are numbers, set flush right.
+
+    A cell that is a list has an entry on each line.
+    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -66,8 +71,18 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
         side: Literal["left", "right"] = "right" if head.startswith(" ") else "left"
         table.add_column(head.strip(), justify=side, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+        table.add_row(*(escape(_lines(cell)) for cell in row))
     console().print(table)
+
+
+def _lines(cell: object) -> str:
+    entries = cell if isinstance(cell, list) else [cell]
+    return "\n".join(printable(str(entry)) for entry in entries)
+
+
+def say(text: str) -> None:
+    """Print a line that may hold names of a model."""
+    click.echo(printable(text))
 
 
 def print_json(report: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from kfac_engine import __version__
-from kfac_engine.cli.display import print_json, print_table
+from kfac_engine.cli.display import print_json, print_table, say
 from kfac_engine.cli.options import debug_option, json_option
 
 _PACKAGES = (
@@ -193,4 +193,4 @@ def _print_report(report: Mapping[str, Any]) -> None:
     ]
     print_table("kfac_engine doctor", ("what", "found"), rows)
     for warning in report["warnings"]:
-        click.echo(f"warning: {warning}")
+        say(f"warning: {warning}")

@@ -1,5 +1,10 @@
 """Arrays from and to files, checked before they take memory and written whole or not at all."""
 
+import io
+import lzma
+import os
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -11,14 +16,30 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, KfacError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
+from kfac_engine.limits import available_memory
+from kfac_engine.reading import check_file, is_pipe, read_bounded
 from kfac_engine.writing import check_outputs, write_file
 
 TARGETS = "targets"
 GRADIENT = "gradient/"
 NATURAL_GRADIENT = "natural_gradient/"
 
-# Of one file's arrays together. A header can announce any size; this would fit few machines.
-_MAX_BYTES = 1 << 38
+_ZIP, _NPY = b"PK", b"\x93NUMPY"
+# What NumPy and zipfile raise for damaged bytes.
+_DAMAGED = (
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    RuntimeError,  # encrypted, or of an unknown version
+    SyntaxError,
+    TypeError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -120,28 +141,45 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
     Raises:
         InputError: The file is missing, is of another kind, is broken, or announces absurd sizes.
     """
+    piped = is_pipe(path)
+    if not piped:
+        check_file(path)
     try:
         with path.open("rb") as file:
-            start = file.read(6)
-            file.seek(0)
-            if start == b"\x93NUMPY":
-                return {None: _read_array(file, path.stat().st_size)}
-            with zipfile.ZipFile(file) as archive:
-                return _read_archive(archive)
+            return _read_arrays(_kept(file) if piped else file)
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror or error}.") from error
     except KfacError as error:
         raise InputError(f"cannot read '{path}': {error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGED as error:
         raise InputError(
             f"cannot read '{path}': {error}; expected what numpy.savez or numpy.save writes."
         ) from error
 
 
+def _kept(pipe: IO[bytes]) -> IO[bytes]:
+    """What comes from a pipe, if it begins like arrays: no endless text is waited for."""
+    start = pipe.read(len(_NPY))
+    if not start.startswith((_ZIP, _NPY)):
+        raise ValueError("what comes from this pipe begins otherwise")
+    # The arrays lie beside these bytes later.
+    return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
+
+
+def _read_arrays(file: IO[bytes]) -> dict[str | None, Array]:
+    start = file.read(len(_NPY))
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if start == _NPY:
+        return {None: _read_array(file, size)}
+    with zipfile.ZipFile(file) as archive:
+        return _read_archive(archive)
+
+
 def _read_archive(archive: zipfile.ZipFile) -> dict[str | None, Array]:
-    total = sum(entry.file_size for entry in archive.infolist())
-    if total > _MAX_BYTES:
-        raise InputError(f"its arrays would take {total} bytes.")
+    total, free = sum(entry.file_size for entry in archive.infolist()), available_memory()
+    if total > free:
+        raise InputError(f"its arrays would take {total} bytes, and {free} are free.")
     arrays: dict[str | None, Array] = {}
     for entry in archive.infolist():
         with archive.open(entry) as file:
@@ -182,6 +220,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    check_file(path)
     try:
         arrays = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError) as error:

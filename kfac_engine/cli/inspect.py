@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from kfac_engine.cli.display import print_json, print_table, show_bytes, show_shape, working
+from kfac_engine.cli.display import print_json, print_table, say, show_bytes, show_shape, working
 from kfac_engine.cli.options import (
     debug_option,
     engine_options,
@@ -88,11 +88,11 @@ def print_layers(engine: "ke.Engine") -> None:
         ("parameters", "shapes", "kind", "block", "factors", " bytes", " flops to refresh"),
         [
             (
-                "\n".join(_names(layer)),
-                "\n".join(show_shape(engine.parameters[name].shape) for name in layer.parameters),
+                _names(layer),
+                [show_shape(engine.parameters[name].shape) for name in layer.parameters],
                 layer.kind,
                 layer.formula,
-                "\n".join(show_shape(shape) for shape in layer.factor_shapes),
+                [show_shape(shape) for shape in layer.factor_shapes],
                 show_bytes(layer.factor_bytes),
                 f"{layer.inverse_flops:.2g}",
             )
@@ -127,9 +127,9 @@ def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
         if layer.reason:
             reasons.setdefault(layer.reason, []).extend(_names(layer))
     for reason, names in reasons.items():
-        click.echo(f"{', '.join(names)}: no layer, {reason}")
+        say(f"{', '.join(names)}: no layer, {reason}")
     if reasons:
-        click.echo("without a layer: each update differentiates the examples one by one")
+        say("without a layer: each update differentiates the examples one by one")
 
 
 def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
@@ -140,7 +140,7 @@ def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
         copies.setdefault(f"{tie.first}{turned}", []).append(tie.copy)
     kept = "trained as one" if as_one else "trained apart, as one with --tie-weights"
     for first, names in copies.items():
-        click.echo(f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {kept}")
+        say(f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {kept}")
 
 
 def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]]:
@@ -177,9 +177,9 @@ def _print_losses(losses: "tuple[LossReport, ...]") -> None:
     ]
     print_table("losses", ("loss", "output", "reads", "examples"), rows)
     if losses[0].fixed_batch:
-        click.echo(f"one batch size only: {losses[0].fixed_batch}.")
+        say(f"one batch size only: {losses[0].fixed_batch}.")
     if losses[0].coupling:
-        click.echo(
+        say(
             f"examples depend on each other, first by {losses[0].coupling}: "
             f"the curvature takes them for independent."
         )

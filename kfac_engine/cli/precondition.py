@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import print_json, print_table, report_beside, show_shape, working
+from kfac_engine.cli.display import print_json, print_table, report_beside, say, show_shape, working
 from kfac_engine.cli.options import (
     debug_option,
     engine_options,
@@ -138,9 +138,9 @@ def _report(outcome: Outcome, path: Path, as_json: bool) -> None:
         print_json({"loss": outcome.loss, "parameters": parameters, "out": str(path)})
         return
     if outcome.loss is not None:
-        click.echo(f"loss {outcome.loss:.6g}")
+        say(f"loss {outcome.loss:.6g}")
     print_norms(rows)
-    click.echo(f"written to {path}")
+    say(f"written to {path}")
 
 
 def norm_rows(

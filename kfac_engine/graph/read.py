@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped] 
 
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.graph.write import MAX_BYTES
+from kfac_engine.reading import check_file
 
 # What people give by mistake, by its first bytes.
 _OTHER_FORMATS = {
@@ -53,11 +54,8 @@ def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> on
 
 
 def _read(path: Path) -> bytes:
+    check_file(path, ModelError)
     try:
-        if path.is_dir():
-            raise ModelError(f"'{path}' is a folder; give the .onnx file in it.")
-        if not path.is_file():
-            raise ModelError(f"there is no file '{path}'; give the path of an .onnx file.")
         if path.stat().st_size > MAX_BYTES:
             raise ModelError(
                 f"'{path}' is larger than 2 GB, the limit of the format; save its weights as "

@@ -57,9 +57,9 @@ def a_pipe(folder: Path) -> Path:
 
 
 NO_MODELS: dict[str, tuple[Make, tuple[str, ...]]] = {
-    "missing": (lambda folder: folder / "gone.onnx", ("no file", "gone.onnx")),
-    "folder": (lambda folder: folder, ("is a folder",)),
-    "pipe": (a_pipe, ("no file", "pipe.onnx")),
+    "missing": (lambda folder: folder / "gone.onnx", ("no such file", "gone.onnx")),
+    "folder": (lambda folder: folder, ("it is a folder",)),
+    "pipe": (a_pipe, ("is a pipe", "pipe.onnx")),
     "empty": (written("empty.onnx", b""), ("empty.onnx", "is empty")),
     "empty_bytes": (lambda folder: b"", ("the given bytes", "is empty")),
     "random": (written("noise.onnx", random.Random(0).randbytes(4096)), ("noise.onnx",)),
@@ -72,7 +72,7 @@ NO_MODELS: dict[str, tuple[Make, tuple[str, ...]]] = {
         ("net.onnx", "git lfs pull"),
     ),
     "no_graph": (lambda folder: onnx.ModelProto(ir_version=8), ("no graph",)),
-    "name_too_long": (lambda folder: folder / ("x" * 5000), ("cannot be read",)),
+    "name_too_long": (lambda folder: folder / ("x" * 5000), ("cannot read",)),
 }
 
 
