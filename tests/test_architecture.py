@@ -83,6 +83,55 @@ def test_the_rank_table_has_ten_rows():
     assert {rank for rank, _ in places().values()} == set(range(10))
 
 
+def sections():
+    """Heading to text, of ARCHITECTURE.md."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^##+ ([^\n]*)\n(.*?)(?=^##|\Z)", text, re.M | re.S))
+
+
+def named_last(section):
+    """What the last column of the tables of a section names in code quotes."""
+    rows = re.findall(r"^\|.*\| ([^|]*) \|$", sections()[section].partition("|--")[2], re.M)
+    return [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("name", places())
+def test_a_name_in_the_rank_table_is_a_package_or_module(name):
+    roots = (PACKAGE, ROOT)
+    assert any((root / name).is_dir() or (root / f"{name}.py").is_file() for root in roots)
+
+
+FOLDERS = {"Beside the folders": PACKAGE} | {
+    heading: PACKAGE / heading.split("`")[1]
+    for heading in sections()
+    if heading.startswith("Inside `")
+}
+
+
+@pytest.mark.parametrize("section", FOLDERS)
+def test_a_name_in_a_table_of_files_is_a_file_or_a_folder(section):
+    for name in named_last(section):
+        folder = FOLDERS[section]
+        found = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+        assert found or not re.fullmatch(r"[a-z_/]+", name), f"{section}: there is no '{name}'"
+
+
+def test_what_a_recipe_names_exists():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
+    for name in named_last("Where to add what"):
+        if name.startswith("python -m "):
+            paths = [name.removeprefix("python -m ").replace(".", "/") + ".py"]
+        elif re.fullmatch(r"\w+\.\w+", name) and not name.endswith((".py", ".md")):
+            paths = [name.split(".")[0] + ".py"]
+            assert re.search(rf"^def {name.split('.')[1]}\(", text, re.M), name
+        elif "/" in name or "." in name:
+            paths = [name.replace("<family>", "*")]
+        else:
+            assert re.search(rf"^(class |def )?{name}\b", text, re.M), name
+            continue
+        assert any(list(root.glob(path)) for root in (PACKAGE, ROOT) for path in paths), name
+
+
 @pytest.mark.parametrize("path", MODULES, ids=identify)
 def test_imports_go_up_the_rank_table(path):
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
