@@ -17,7 +17,7 @@ from kfac_engine.autodiff.activity import left_out, notes_of, nothing_to_train
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.examples import with_batch_axes
-from kfac_engine.autodiff.lower import lowered
+from kfac_engine.autodiff.lower import lowered, with_taken_branches
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.checkpoint import write_model
 from kfac_engine.errors import InputError, ModelError, UnknownNameError
@@ -88,7 +88,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
-    loaded = load_model(model)
+    loaded = with_taken_branches(load_model(model), sample_inputs)
     narrow = {
         _free(f"{GRADIENT}{name}", loaded.graph): dtype
         for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()

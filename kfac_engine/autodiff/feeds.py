@@ -100,6 +100,28 @@ def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
         raise ShapeError(f"{failure} {'; '.join(differing)}.") from failure
 
 
+def is_one_number(entry: Input) -> bool:
+    """Whether an input is a whole number or a truth value by declaration: a setting, not data."""
+    shape = entry.shape
+    return entry.dtype.kind in "iub" and shape is not None and set(shape) <= {1}
+
+
+def fixed_inputs(graph: Graph, inputs: Mapping[str, Array] | None) -> dict[str, Array]:
+    """The inputs of one whole number each, as a given batch has them.
+
+    Args:
+        graph: The model.
+        inputs: A batch, not checked yet; None where it would be made up.
+
+    Returns:
+        Name to value.
+    """
+    if not isinstance(inputs, Mapping):
+        return {}
+    numbers = [entry.name for entry in graph.inputs if is_one_number(entry)]
+    return {name: np.asarray(inputs[name]) for name in numbers if name in inputs}
+
+
 def check_parameters(
     model: str, parameters: Mapping[str, Array], values: Mapping[str, Array], place: Place = HOST
 ) -> dict[str, Array]:

@@ -12,11 +12,15 @@ from itertools import chain
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.feeds import fixed_inputs
 from kfac_engine.autodiff.lowering import Lowering, find_lowering
+from kfac_engine.autodiff.lowering.known import Origin
+from kfac_engine.autodiff.lowering.loops import if_
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
 from kfac_engine.autodiff.samples import sample_facts
 from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.graph.subgraph import dependents
 
@@ -44,7 +48,7 @@ def lowered(
     graph, facts = _with_named_axes(graph, sample_facts(graph, inputs))
     wrt = tuple(wrt)
     for _ in range(_MOST_ROUNDS):
-        rewritten = _rewritten(graph, facts, wrt)
+        rewritten = _rewritten(graph, facts, _targets(graph, wrt))
         if rewritten is graph:
             break
         graph, facts = _with_named_axes(rewritten, sample_facts(rewritten, inputs))
@@ -69,6 +73,42 @@ def _with_named_axes(graph: Graph, facts: dict[str, Fact]) -> tuple[Graph, dict[
     return graph, {**facts, **known}
 
 
+def with_taken_branches(
+    loaded: LoadedModel, inputs: Mapping[str, Array] | None = None
+) -> LoadedModel:
+    """The model with the branch in the place of each ``If`` that constants decide.
+
+    Inputs of one whole number each count as constants if they are given. What sizes decide stays,
+    as it may be decided otherwise in another batch. Weights of other branches are gone.
+
+    Args:
+        loaded: The model.
+        inputs: A batch for sample runs; made up when left out.
+
+    Returns:
+        The model; its file is the same.
+
+    Raises:
+        ModelError: The model runs on none of the inputs that were made up.
+    """
+    graph = replace(loaded.graph, fixed=fixed_inputs(loaded.graph, inputs))
+    while ifs := [node for node in graph.nodes if node.qualified_op == "If"]:
+        facts = sample_facts(graph, inputs)
+        taken = [(node, if_) for node in ifs if _is_decided(node, graph, facts)]
+        rewritten = _rewritten(graph, facts, taken)
+        if rewritten is graph:
+            break
+        graph = rewritten
+    read = set(graph.outputs).union(*((*node.inputs, *node.captures) for node in graph.nodes))
+    kept = {n: a for n, a in graph.constants.items() if n in read or n not in graph.inner}
+    return replace(loaded, graph=replace(graph, constants=kept))
+
+
+def _is_decided(node: Node, graph: Graph, facts: Mapping[str, Fact]) -> bool:
+    origin = Origin(graph, facts, node.inputs[0])
+    return not (origin.undecided or origin.sized)
+
+
 def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
     """The graph without values that are no tensors, where rewriting left them without readers."""
     read = set(graph.outputs)
@@ -80,10 +120,12 @@ def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
     return graph if len(kept) == len(graph.nodes) else replace(graph, nodes=tuple(kept[::-1]))
 
 
-def _rewritten(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Graph:
+def _rewritten(
+    graph: Graph, facts: Mapping[str, Fact], targets: Iterable[tuple[Node, Lowering]]
+) -> Graph:
     taken = sorted((*graph.values(), *(node.name for node in graph.nodes)))
     pens: dict[str, Pen] = {}
-    for node, rewriting in _targets(graph, wrt):
+    for node, rewriting in targets:
         pen = Pen(graph, facts, _free_prefix(node, taken))
         # What is refused may be known better in another round. What stays is refused by
         # `differentiate`, if it is asked for a derivative there.

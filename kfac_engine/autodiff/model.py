@@ -22,7 +22,7 @@ from kfac_engine.autodiff.draws import drawn_values, given_draws
 from kfac_engine.autodiff.feeds import check_inputs, check_parameters, explained
 from kfac_engine.autodiff.finish import FinishingSession
 from kfac_engine.autodiff.layouts import laid_out
-from kfac_engine.autodiff.lower import lowered
+from kfac_engine.autodiff.lower import lowered, with_taken_branches
 from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
@@ -90,7 +90,7 @@ class OnnxModel:
         tie_weights: bool = False,
         scratch_bytes: int | None = None,
     ) -> None:
-        self.loaded = loaded
+        self.loaded = loaded = with_taken_branches(loaded, sample_inputs)
         self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
         self.place = HOST
         # Read-only, as the file holds them: a copy would double the memory of a large model.

@@ -1,19 +1,20 @@
 """The bodies of If, Loop and Scan: what they hold, in the form of the graph around them."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import onnx
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.branches import rename
-from kfac_engine.graph.constants import lift_constants
+from kfac_engine.graph.constants import constant_value, lift_constants
 from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.order import all_nodes, captures, describe
 from kfac_engine.graph.structure import Graph, Node, Subgraph
-from kfac_engine.graph.tensors import to_array
+from kfac_engine.graph.tensors import FLOATS, to_array
 
 
 @dataclass(frozen=True)
@@ -120,35 +121,73 @@ def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:
     return Subgraph(proto.SerializeToString(), captures(proto))
 
 
-def hoist_initializers(graph: onnx.GraphProto, constants: dict[str, Array]) -> None:
-    """Move the initializers of bodies out into ``constants``: weights are weights anywhere.
+def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozenset[str]:
+    """Move what bodies hold out into ``constants``: weights are weights anywhere.
 
     Args:
-        graph: Its bodies lose their initializers, and read outer values instead.
-        constants: Value names to arrays; grows. A new name is that of the node's first result,
-            a dot, and the name in the body.
+        graph: Its bodies lose their initializers and the nodes that hold floating-point numbers,
+            and read outer values instead.
+        constants: Value names to arrays; grows. A name that the file gives twice gets the name of
+            the node's first result and a dot in front.
+
+    Returns:
+        The names of what was moved.
     """
-    taken = taken_names(graph, constants)
+    made = Counter((*constants, *(entry.name for entry in graph.input)))
+    made.update(_made(graph.node))
+    hoist = _Hoist({name for name, count in made.items() if count == 1}, set(made), constants)
+    hoist.taken.update(taken_names(graph, constants))
     for node in graph.node:
         for body in _bodies(node):
-            _hoist(body, _prefix(node), taken, constants)
+            hoist.out_of(body, _prefix(node))
+    return frozenset(hoist.moved)
 
 
-def _hoist(
-    body: onnx.GraphProto, prefix: str, taken: set[str], constants: dict[str, Array]
-) -> None:
-    names = {}
-    for entry in body.initializer:
-        names[entry.name] = name = claim(prefix + entry.name, taken)
-        constants[name] = to_array(entry)
+def _made(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Names that nodes and their bodies give to values, as often as they do."""
+    for node in nodes:
+        yield from filter(None, node.output)
+        for body in _bodies(node):
+            yield from (entry.name for entry in (*body.input, *body.initializer))
+            yield from _made(body.node)
+
+
+@dataclass(frozen=True)
+class _Hoist:
+    """Names that the file gives once, all that are taken, what grows, and what it grew by."""
+
+    unique: set[str]
+    taken: set[str]
+    constants: dict[str, Array]
+    moved: list[str] = field(default_factory=list)
+
+    def out_of(self, body: onnx.GraphProto, prefix: str) -> None:
+        names, results = {}, {entry.name for entry in body.output}
+        for inner, array in _held(body):
+            # A result of a body is made in it, under its own name.
+            own = inner in self.unique and inner not in results
+            name = inner if own else claim(prefix + inner, self.taken)
+            self.constants[name] = array
+            names[inner] = name
+        self.moved.extend(names.values())
+        rename(body, {inner: name for inner, name in names.items() if inner != name})
+        for result in results.intersection(names):
+            body.node.add(op_type="Identity", input=[names[result]], output=[result])
+        for node in body.node:
+            for nested in _bodies(node):
+                self.out_of(nested, prefix + _prefix(node))
+
+
+def _held(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
+    """The initializers of a body and its floating-point constants, which it loses."""
+    yield from ((entry.name, to_array(entry)) for entry in body.initializer)
     del body.initializer[:]
-    rename(body, names)
-    # A result of a body is made in it.
-    for result in {entry.name for entry in body.output}.intersection(names):
-        body.node.add(op_type="Identity", input=[names[result]], output=[result])
-    for node in body.node:
-        for inner in _bodies(node):
-            _hoist(inner, prefix + _prefix(node), taken, constants)
+    for index in reversed(range(len(body.node))):
+        node = body.node[index]
+        array = constant_value(node, {})
+        if array is not None and array.dtype.name in FLOATS:
+            yield node.output[0], array
+            del body.node[index]
 
 
 def _prefix(node: onnx.NodeProto) -> str:

@@ -10,6 +10,8 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.files import ModelFiles, model_files
 from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.order import all_nodes
+from kfac_engine.graph.tensors import nested_initializers
 from kfac_engine.graph.widen import in_types
 from kfac_engine.graph.write import tensor
 
@@ -30,7 +32,8 @@ def export_files(model: LoadedModel, values: Mapping[str, Array], location: str)
         UnknownNameError: The model has no such constant.
         ShapeError: A value does not have the shape of the constant.
         NonFiniteError: A value does not fit the file's element type.
-        UnsupportedError: The constant sits inside a function or a branch of the file.
+        UnsupportedError: The constant sits inside a function of the file, or has a name that
+            several constants have.
     """
     return model_files(*_with_nodes(model, values), location)
 
@@ -43,16 +46,20 @@ def _with_nodes(
     result = onnx.ModelProto()
     result.CopyFrom(model.template)
     written = {entry.name for entry in result.graph.initializer}
-    for node in result.graph.node:
+    for node in all_nodes(result.graph.node):
         made = [name for name in node.output if name in values]
         if made:
             _become_constant(node, constants[made[0]])
             written.update(made)
+    for held in nested_initializers(result.graph.node):
+        if held.name in values:
+            held.CopyFrom(tensor(constants[held.name], held.name))
+            written.add(held.name)
     inner = [name for name in values if name not in written]
     if inner:
         raise UnsupportedError(
-            f"'{inner[0]}' lies inside a function or an If of the file, so it cannot be written "
-            f"back; export the model again without functions."
+            f"'{inner[0]}' lies inside a function of the file, or in one of several bodies that "
+            f"call it so: it cannot be written back; export the model again without functions."
         )
     return result, constants
 

@@ -16,7 +16,7 @@ import onnx
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.batchwise import put_steps_first
-from kfac_engine.graph.bodies import hoist_initializers
+from kfac_engine.graph.bodies import hoist_weights
 from kfac_engine.graph.branches import fold_constant_ifs
 from kfac_engine.graph.canonicalise import (
     OLDEST_OPSET,
@@ -131,7 +131,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     template = _template(model, external)
     separate_statistics(template, constants)
-    working, filled = _canonical(template, constants)
+    working, filled, inner = _canonical(template, constants)
     _decode_all(working.graph, template.graph)
     stored = declared_halves((*template.graph.input, *template.graph.output))
     stored |= widen(working.graph, constants)
@@ -145,6 +145,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
             name=path.name if path else _text(model.graph.name) or "model",
             domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
             filled=filled,
+            inner=inner,
         ),
         template=template,
         stored=stored,
@@ -171,7 +172,7 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
 
 def _canonical(
     template: onnx.ModelProto, constants: dict[str, Array]
-) -> tuple[onnx.ModelProto, frozenset[str]]:
+) -> tuple[onnx.ModelProto, frozenset[str], frozenset[str]]:
     """``template`` in one spelling.
 
     Args:
@@ -179,7 +180,8 @@ def _canonical(
         constants: Grows by what was written as nodes.
 
     Returns:
-        A copy in the canonical spelling, and the names of filled constants.
+        A copy in the canonical spelling; the names of constants that are filled, and of those that
+        bodies hold.
     """
     # Inputs of its graph are the data and the large constants.
     working = onnx.ModelProto()
@@ -189,7 +191,7 @@ def _canonical(
     unify_standard_domain(working)
     sort_nodes(working.graph)
     filled = lift_constants(working.graph, constants)
-    hoist_initializers(working.graph, constants)
+    inner = hoist_weights(working.graph, constants)
     _declare_constants(working.graph, constants)
     check_nodes(working)
     working = executable(working)
@@ -202,7 +204,7 @@ def _canonical(
         constants.update((entry.name, to_array(entry)) for entry in working.graph.initializer)
         filled |= lift_constants(working.graph, constants)
     put_steps_first(working.graph)
-    return working, filled
+    return working, filled, inner
 
 
 def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:

@@ -104,6 +104,8 @@ class Graph:
         name: Name of the model, for messages.
         domains: Versions of other operator domains in use.
         filled: Constants that the file does not store, but fills with one number.
+        inner: Constants that the file holds in the bodies of nodes.
+        fixed: Inputs of one whole number each, as a sample has them: what they decide is decided.
     """
 
     nodes: tuple[Node, ...]
@@ -114,6 +116,8 @@ class Graph:
     name: str = "model"
     domains: Mapping[str, int] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
+    inner: frozenset[str] = frozenset()
+    fixed: Mapping[str, Array] = field(default_factory=dict)
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:

@@ -11,6 +11,9 @@ from kfac_engine.errors import ModelError
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.order import all_nodes
 
+# Element types of real numbers.
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
 
 def element_type(code: int, what: str) -> DType:
     """The NumPy type of ``TensorProto.DataType`` number ``code``.
@@ -90,11 +93,19 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
 
 def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
     """All tensors inside ``nodes``: in their attributes, and in the bodies of If, Loop and Scan."""
+    nodes = tuple(nodes)
     for node in all_nodes(nodes):
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+    yield from nested_initializers(nodes)
+
+
+def nested_initializers(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
+    """The initializers of the bodies of If, Loop and Scan."""
+    for node in all_nodes(nodes):
+        for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):
                 yield from body.initializer
 

@@ -18,8 +18,7 @@ from kfac_engine.graph.bodies import Body, body_of
 from kfac_engine.graph.moves import RELAYS
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tables import is_count, is_mask
-
-_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+from kfac_engine.graph.tensors import FLOATS
 
 # Operands that are settings, not weights: (operator, operand index) to what they are.
 _SETTINGS: Mapping[tuple[str, int], str] = {
@@ -303,7 +302,7 @@ def _follows_layer(graph: Graph, node: Node) -> bool:
 
 
 def _is_float(array: Array) -> bool:
-    return array.dtype.name in _FLOATS and array.size > 0
+    return array.dtype.name in FLOATS and array.size > 0
 
 
 def _distinct(array: Array) -> Array:

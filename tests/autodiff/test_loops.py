@@ -213,7 +213,7 @@ Function = Callable[[NDArray, NDArray, NDArray], NDArray]
 CASES: Mapping[str, tuple[str, Function, tuple[object, ...], Mapping[str, str]]] = {
     "scan-as-loop": (RECURRENCE, recurrence, (4, "n", 3), {"w": "w", "b": "b"}),
     "while-a-counter": (COUNTER, counter, ("n", 3), {"w": "w", "b": "b"}),
-    "times-a-size": (SIZED, sized, ("n", 3), {"w": "y.w", "b": "b"}),
+    "times-a-size": (SIZED, sized, ("n", 3), {"w": "w", "b": "b"}),
     "scan": (SCAN, scan, ("n", 5, 3), {"w": "w", "b": "b"}),
     "loop-in-loop": (NESTED, nested, ("n", 3), {"w": "w", "b": "b"}),
     "no-iteration": (IDLE, idle, ("n", 3), {"w": "w"}),
@@ -288,14 +288,14 @@ DATA_BRANCH = BRANCH.replace("narrow = Equal (width, one)", "t = ReduceMax <keep
     "int64 one = {1}", "int64 one = {1}, float half = {0.5}"
 )  # fmt: skip
 REFUSED = {
-    "condition": (DATA_LOOP, "'Loop_0': data decides how often it runs, by way of 'x'"),
+    "condition": (DATA_LOOP, "'Loop_0': nobody knows how often it runs, as data decides 'x'"),
     "count": (
         SIZED.replace("columns = Gather (shape, at)", "top = ReduceMax <keepdims = 0> (x) "
                       " columns = Cast <to = 7> (top)"),
-        "'Loop_3': data decides how often it runs, by way of 'columns'",
+        "'Loop_3': .* data decides 'columns', by way of 'x'",
     ),
     "limit": (RECURRENCE.replace("m = {4}", "m = {5000}"), "runs more than 1024 times"),
-    "branch": (DATA_BRANCH, "If at node 'If_4': its condition depends on data"),
+    "branch": (DATA_BRANCH, "If at node 'If_4': its branches .* data decides 'narrow'"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What lies in the bodies of loops and branches belongs to the graph around them."""
 
 import numpy as np
+import onnx
 import pytest
 from onnx import parser
 
@@ -32,17 +33,71 @@ INSIDE = f"""{HEAD} <int64 m = {{2}}, bool on = {{1}}, float[2] e = {{3, 4}}> {{
 def test_weights_of_bodies_are_constants_of_the_graph() -> None:
     model = parser.parse_model(INSIDE)
     graph = load_graph(model)
-    assert trainable_parameters(graph) == ("e", "y.a", "y.g.b")
-    np.testing.assert_array_equal(graph.constants["y.g.b"], [5, 6])
-    assert set(graph.nodes[1].captures) == {"y.a", "y.g.b"}
+    assert trainable_parameters(graph) == ("e", "a", "b")
+    np.testing.assert_array_equal(graph.constants["b"], [5, 6])
+    assert set(graph.nodes[1].captures) == {"a", "b"}
     feeds = {"x": np.arange(6, dtype=np.float32).reshape(3, 2)}
     assert_same(run_graph(graph, feeds), run_model(model.SerializeToString(), feeds), CLOSE)
 
 
-def test_a_weight_of_a_body_cannot_be_written_back() -> None:
-    loaded = load_model(parser.parse_model(INSIDE))
-    with pytest.raises(UnsupportedError, match=r"'y\.a' lies inside"):
-        export_files(loaded, {"y.a": np.zeros(2)}, "weights")
+SPELLED = {
+    "initializers": INSIDE,
+    "nodes": INSIDE.replace("<float[2] a = {1, 2}>", "")
+    .replace("c_out =", "a = Constant <value = float[2] {1, 2}> ()  c_out =")
+    .replace("<float[2] b = {5, 6}> { p =", "{ b = Constant <value_floats = [5.0, 6.0]> ()  p ="),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLED)
+def test_weights_of_bodies_are_those_of_the_formula_and_take_new_values(spelling: str) -> None:
+    model = parser.parse_model(SPELLED[spelling])
+    loaded = load_model(model)
+    assert trainable_parameters(loaded.graph) == ("e", "a", "b")
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+    def formula(e, a, b):
+        h = x + e
+        return (h * a + b) * a + b
+
+    values = {"e": [3, 4], "a": [1, 2], "b": [5, 6]}
+    found = run_graph(loaded.graph, {"x": x})["y"]
+    np.testing.assert_array_equal(found, formula(*map(np.array, values.values())))
+    values = {"e": [7, 8], "a": [9, 10], "b": [11, 12]}
+    arrays = {name: np.array(value, np.float32) for name, value in values.items()}
+    written = onnx.ModelProto.FromString(export_files(loaded, arrays, "weights").message)
+    found = run_model(written.SerializeToString(), {"x": x})["y"]
+    np.testing.assert_array_equal(found, formula(*arrays.values()))
+
+
+TWICE = f"""{HEAD} <float[2] k = {{1, 1}}> {{
+    s = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (s)
+    y = If (c) <
+      then_branch = t () => (float[n,2] p) <float[2] w = {{1, 2}}> {{ p = Add (x, w) }},
+      else_branch = e () => (float[n,2] q) <float[2] w = {{3, 4}}> {{ q = Add (x, w) }}
+    >
+  }}"""
+
+
+def test_two_weights_of_one_name_are_told_apart_and_not_written_back() -> None:
+    loaded = load_model(parser.parse_model(TWICE))
+    held = {name: array.tolist() for name, array in loaded.graph.constants.items()}
+    assert held == {"k": [1, 1], "y.w": [1, 2], "y.w_": [3, 4]}
+    with pytest.raises(UnsupportedError, match=r"'y\.w' lies inside"):
+        export_files(loaded, {"y.w": np.zeros(2)}, "weights")
+
+
+def test_a_weight_that_is_the_result_of_a_body_is_that_of_the_node() -> None:
+    text = f"""{HEAD} {{
+        s = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (s)
+        y = If (c) <
+          then_branch = t () => (float[1,2] p) <float[1,2] p = {{1, 2}}> {{}},
+          else_branch = e () => (float[1,2] q) {{ q = Constant <value = float[1,2] {{3, 4}}> () }}
+        >
+      }}"""
+    graph = load_graph(parser.parse_model(text))
+    for number, expected in ((1, [[1, 2]]), (0, [[3, 4]])):
+        found = run_graph(graph, {"x": np.full((1, 2), number, np.float32)})["y"]
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_loop_without_results_is_refused_by_name() -> None:
@@ -57,8 +112,8 @@ def test_a_body_has_the_names_that_its_captures_are_given() -> None:
     graph = load_graph(parser.parse_model(INSIDE))
     subgraph = graph.nodes[1].attributes["body"]
     assert isinstance(subgraph, Subgraph)
-    renamed = with_names(subgraph, {"y.g.b": "other", "h": "inner names stay"})
-    assert set(renamed.captures) == {"y.a", "other"}
+    renamed = with_names(subgraph, {"b": "other", "h": "inner names stay"})
+    assert set(renamed.captures) == {"a", "other"}
     body = body_of(graph.nodes[1], "body", graph.opset)
     assert body.inputs == ("i", "c", "h")
     assert body.graph.outputs == ("c_out", "g")

@@ -79,7 +79,7 @@ def test_branch_on_data_stays_a_node_that_tells_what_it_reads() -> None:
     graph = load_graph(model)
     assert [node.op for node in graph.nodes] == ["If", "If"]
     # The initializer v of the branch lies with the weights of the graph now.
-    assert set(graph.nodes[0].captures) == {"x", "w", "y.v"}
+    assert set(graph.nodes[0].captures) == {"x", "w", "v"}
     assert (graph.nodes[0], -1) in graph.consumers["w"]
     feeds = {"x": np.arange(6, dtype=np.float32).reshape(2, 1, 3), "c": np.asarray(True)}
     assert_same(run_graph(graph, feeds), run_model(model.SerializeToString(), feeds), CLOSE)

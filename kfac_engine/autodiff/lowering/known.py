@@ -11,6 +11,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.draws import draws
+from kfac_engine.autodiff.feeds import is_one_number
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import label_last
 from kfac_engine.autodiff.rules.attributes import integer
@@ -40,8 +41,11 @@ class KnownValues:
         graph = self._pen.graph
         if name in graph.constants and graph.constants[name].dtype.kind != "f":
             return graph.constants[name]
-        found = _decided(graph, self._pen.facts, name)
-        if found is not None:
+        origin = Origin(graph, self._pen.facts, name)
+        if origin.undecided:
+            return None
+        found = origin.value()
+        if origin.varies:
             self.checks[name] = found
         return found
 
@@ -120,28 +124,67 @@ def _zero_if_same(pen: Pen, node: Node, name: str, array: Array) -> str:
     return pen.op("Squeeze", zero)
 
 
-def _decided(graph: Graph, facts: Mapping[str, Fact], name: str) -> Array | None:
-    """``name`` computed from constants and the sizes of the sample run, if that is possible."""
-    constants = dict(graph.constants)
-    nodes: list[Node] = []
-    waiting, seen = [name], {name}
-    while waiting:
-        value = waiting.pop()
-        node = graph.producers.get(value)
-        if value in constants:
-            continue
-        if node is None or draws(graph, node):
-            return None
-        if node.op in ONLY_SHAPES and node.inputs[0] in facts:
-            constants[value] = _size(node, facts[node.inputs[0]])
-            continue
-        nodes.append(node)
-        reads = [read for read in (*node.inputs, *node.captures) if read and read not in seen]
-        waiting += reads
-        seen.update(reads)
-    if not nodes:
-        return constants[name]
-    return _evaluated(graph, [node for node in graph.nodes if node in nodes], constants, name)
+class Origin:
+    """What a value is computed from.
+
+    Args:
+        graph: Holds the value.
+        facts: Sizes of the sample run.
+        name: Of the value.
+
+    Attributes:
+        undecided: Inputs, and results drawn at random, that it depends on.
+        sized: Whether sizes are among what decides it.
+        varies: Whether another batch, or other weights, may lead to another value.
+    """
+
+    def __init__(self, graph: Graph, facts: Mapping[str, Fact], name: str) -> None:
+        self._graph, self._name = graph, name
+        self._nodes: list[Node] = []
+        self._held: dict[str, Array] = {}
+        self.undecided: list[str] = []
+        self.sized = False
+        waiting, seen = [name], {name}
+        while waiting:
+            value = waiting.pop()
+            node = graph.producers.get(value)
+            if value in graph.constants:
+                self._held[value] = graph.constants[value]
+            elif value in graph.fixed:
+                self._held[value] = graph.fixed[value]
+            elif node is None or draws(graph, node):
+                self.undecided.append(value)
+            elif node.op in ONLY_SHAPES and node.inputs[0] in facts:
+                self._held[value] = _size(node, facts[node.inputs[0]])
+                self.sized = True
+            else:
+                self._nodes.append(node)
+                reads = dict.fromkeys((*node.inputs, *node.captures))
+                new = [read for read in reads if read and read not in seen]
+                waiting += new
+                seen.update(new)
+        fixed = not graph.fixed.keys().isdisjoint(self._held)
+        weighed = any(array.dtype.kind == "f" for array in self._held.values())
+        self.varies = self.sized or fixed or weighed
+
+    def value(self) -> Array:
+        """The value, where nothing is undecided."""
+        if not self._nodes:
+            return self._held[self._name]
+        names = {node.name for node in self._nodes}
+        nodes = [node for node in self._graph.nodes if node.name in names]
+        return _evaluated(self._graph, nodes, self._held, self._name)
+
+    def why_undecided(self) -> str:
+        """What decides the value, and how to tell it beforehand where that can be done."""
+        listed = ", ".join(f"'{value}'" for value in self.undecided)
+        numbers = {entry.name for entry in self._graph.inputs if is_one_number(entry)}
+        if not numbers.issuperset(self.undecided):
+            return f"data decides '{self._name}', by way of {listed}"
+        return (
+            f"'{self._name}' depends on {listed}: give a batch with the value to come, as "
+            f"sample_inputs=… or --inputs, or make {listed} a constant of the file"
+        )
 
 
 def _size(node: Node, fact: Fact) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
-from kfac_engine.autodiff.lowering.known import KnownValues, gated, gated_reads
+from kfac_engine.autodiff.lowering.known import KnownValues, Origin, gated, gated_reads
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import stacked, taken_apart
 from kfac_engine.autodiff.lowering.trips import trip_count
@@ -25,7 +25,8 @@ def if_(pen: Pen, node: Node) -> None:
     known = KnownValues(pen)
     condition = known.get(node.inputs[0])
     if condition is None:
-        raise pen.refuse(node, "its condition depends on data, so its branches are no one function")
+        why = Origin(pen.graph, pen.facts, node.inputs[0]).why_undecided()
+        raise pen.refuse(node, f"its branches are no one function, as {why}")
     body = body_of(node, "then_branch" if condition.all() else "else_branch", pen.graph.opset)
     reads = gated_reads(pen, node, known)
     results = write_body(pen, body, reads | constants_of(pen, body))

@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.lowering.known import KnownValues
+from kfac_engine.autodiff.lowering.known import KnownValues, Origin
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import MOST_STEPS
 from kfac_engine.autodiff.runtime import Session
@@ -54,7 +54,8 @@ def _operand(pen: Pen, node: Node, known: KnownValues, index: int) -> Array | No
 def _known(pen: Pen, node: Node, known: KnownValues, name: str) -> Array:
     value = known.get(name)
     if value is None:
-        raise pen.refuse(node, f"data decides how often it runs, by way of '{name}'")
+        why = Origin(pen.graph, pen.facts, name).why_undecided()
+        raise pen.refuse(node, f"nobody knows how often it runs, as {why}")
     return value
 
 
