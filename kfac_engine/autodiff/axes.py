@@ -316,7 +316,18 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
         together = {name: 0 for items in firsts for name, axis in items if axis == 0}
     if len(together) > 1 and all(candidate.axes != together for candidate in found):
         found.insert(0, _Candidate(together, named, is_open=True))
-    return found
+    found += [_Candidate(axes, named=False, is_open=True) for axes in _of_one_size(graph, facts)]
+    return [c for c in found if len({facts[n].shape[axis] for n, axis in c.axes.items()}) == 1]
+
+
+def _of_one_size(graph: Graph, facts: Mapping[str, Fact]) -> list[dict[str, int]]:
+    """Open axes of several inputs that are as long as each other, one of each input."""
+    sizes: dict[int, dict[str, int]] = {}
+    for entry in graph.inputs:
+        for axis, side in enumerate(entry.shape or ()):
+            if not isinstance(side, int):
+                sizes.setdefault(facts[entry.name].shape[axis], {}).setdefault(entry.name, axis)
+    return [axes for axes in sizes.values() if len(axes) > 1]
 
 
 def _placed(batch: Batch, outputs: Sequence[str]) -> bool:

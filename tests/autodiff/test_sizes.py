@@ -281,3 +281,21 @@ def test_a_sample_run_that_fails_on_made_up_inputs_asks_for_real_ones():
     x = floats(4, 5, 11)
     engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs={"input": x})
     assert engine.step({"input": x}, floats(4, 2)).loss > 0
+
+
+def test_open_axes_without_names_that_are_equally_long_hold_the_batch():
+    """A recurrence with its state: examples come first in the data and second in the state."""
+    net = models.Net()
+    h = net.op("MatMul", "input", net.weight("w", 3, 4), to="rows")
+    last = net.op("Gather", "state", net.constant("zero", np.array(0)), to="last")
+    net.op("Add", h, last, to="output")
+    model = net.model({"input": [None, None], "state": [2, None, 4]}, {"output": [None, 4]})
+    inputs = {"input": floats(5, 3), "state": floats(2, 5, 4)}
+    engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
+    assert engine.losses[0].batch_axis == 0
+    for size in (1, 5, 7):
+        x, state, t = floats(size, 3), floats(2, size, 4), floats(size, 4)
+        found = engine.step({"input": x, "state": state}, t).gradients["w"]
+        y = runs(model, {"input": x, "state": state})
+        expected = 2 * x.T @ (y - t) / size
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
