@@ -61,8 +61,8 @@ def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
     if outer is not None and outer.op == "Mul":
         z, product = outer.inputs[1 - position], outer.outputs[0]
         shift, shifted = _shift(scene, scale, product)
-        whole = np.broadcast_shapes(scene.shapes[x], scene.shapes.get(z, ()))
-        if shift and z in scene.data and whole == scene.shapes[y] == scene.shapes[product]:
+        whole = np.broadcast_shapes(scene.shapes[x], scene.shapes[z]) == scene.shapes[product]
+        if shift and whole and _alike(scene, y, product):
             made = f"{product} before its scale"
             computed = NewValue(Node("Mul", (x, z), (made,), {}, f"make {made}"), {}, product)
             names = scale.parameter, shift
@@ -82,7 +82,7 @@ def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
     if reason:
         return f"scale of {node.op}, {reason}"
     shift = node.inputs[2] if len(node.inputs) > 2 else ""
-    own = scene.goes_with(shift, scale) and not misfit(scene, shift, y, axis)
+    own = scene.goes_with(shift, scale)
     computed = _normalised(scene, node)
     return Found(
         "scale_and_shift",
@@ -170,6 +170,12 @@ def _carried(scene: Scene, value: str) -> _Carried | None:
         return _Carried(value, value)
     axis = wide[0] - len(scene.shapes[value]) if wide else -1
     return _Carried(held.parameter, value, axis)
+
+
+def _alike(scene: Scene, first: str, second: str) -> bool:
+    """Whether two values have as many axes, and the examples on the same one."""
+    ranks = {len(scene.shapes[name]) for name in (first, second)}
+    return len(ranks) == 1 and scene.axes.get(first) == scene.axes.get(second)
 
 
 def _of_shapes(scene: Scene, value: str, data: str) -> str:

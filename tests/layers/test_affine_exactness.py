@@ -135,6 +135,21 @@ def normalization_of_flax(net):
     tanh(net, net.op("Add", product, net.weight("b", 1, 1, 3), to="y"))
 
 
+def instance_normalization_of_flax(net):
+    """The scale meets what is smaller than the data: one deviation for all positions."""
+    axis = net.constant("axis", np.array([1]))
+    rsqrt = net.op("Exp", net.op("ReduceMean", "input", axis, to="mean"), to="rsqrt")
+    scaled = net.op("Mul", rsqrt, net.positive("scale", 3), to="scaled")
+    product = net.op("Mul", scaled, "input", to="product")
+    tanh(net, net.op("Add", product, net.weight("b", 3), to="y"))
+
+
+def shift_of_a_normalization_and_a_sum(net):
+    names = net.positive("scale", 3), net.weight("b", 3)
+    x = net.op("LayerNormalization", "input", *names, to="y0", epsilon=0.1)
+    tanh(net, net.op("Add", net.op("Sin", x, to="x1"), "b", to="y1"))
+
+
 def normalization_of_keras(net):
     """``x·(r·scale) + (b − mean·(r·scale))``: blocks of their own."""
     mean, _, rsqrt = deviations(net)
@@ -190,6 +205,8 @@ CASES = {
     "scale that stretches": (scale_that_stretches, "scale", SIDES),
     "normalization used twice": (normalization_used_twice, ("scale", "b"), SIDES),
     "normalization of Flax": (normalization_of_flax, ("scale", "b"), SIDES),
+    "instance normalization of Flax": (instance_normalization_of_flax, ("scale", "b"), SIDES),
+    "of a normalization and a sum": (shift_of_a_normalization_and_a_sum, "b", SIDES),
     "scale of Keras": (normalization_of_keras, "scale", SIDES),
     "shift of Keras": (normalization_of_keras, "b", SIDES),
     "time-major normalization": (time_major(normalization), ("scale", "b"), SIDES),

@@ -194,6 +194,29 @@ def test_a_product_that_is_an_output_keeps_scale_and_shift_apart():
     assert kinds == {("scale",): "scale_and_shift", ("b",): "shift"}
 
 
+def test_a_scale_that_stretches_all_that_multiplies_it_keeps_its_shift_apart():
+    def build(net):
+        axis = net.constant("axis", np.array([1]))
+        r = net.op("ReduceMax", "input", axis, to="r")
+        scaled = net.op("Mul", r, net.positive("scale", 1, 3), to="scaled")
+        z = net.op("ReduceMin", "input", axis, to="z")
+        x = net.op("Mul", z, scaled, to="product")
+        net.op("Add", x, net.weight("b", 1, 3), to="output")
+
+    found = layers(build, ["batch", 3])
+    assert found == {("scale",): "scale_and_shift", ("b",): "shift"}
+
+
+def test_a_shift_of_each_example_does_not_belong_to_a_scale():
+    def build(net):
+        x = net.op("Mul", "input", net.positive("scale", 3), to="scaled")
+        net.op("Add", x, net.weight("b", 2, 3), to="output")
+
+    found = layers(build, [2, 3])
+    assert found.pop(("scale",)) == "scale_and_shift"
+    assert found.pop(("b",)).endswith("different for each example, on axis 0 of 'output'")
+
+
 # -- biases behind views ---------------------------------------------------------------------------
 
 
@@ -232,3 +255,22 @@ def test_a_bias_behind_a_slice_of_the_channels_is_a_shift():
     build = convolved(0, 1, 1, 1, channels=1)
     found = layers(build, ["batch", 1, 1, 5], ["batch", 1, 5], trainable=["w", "b"])
     assert found == {("w",): "conv2d", ("b",): "shift"}
+
+
+# -- scales and shifts in one array ----------------------------------------------------------------
+
+
+def test_a_scale_and_a_shift_that_are_joined_and_cut_again_may_be_used_twice():
+    def build(net):
+        names = net.positive("scale", 3), net.weight("b", 3)
+        joined = net.op("Concat", *names, to="joined", axis=0)
+        s, b = (cut_line(net, joined, start) for start in (0, 3))
+        x = net.op("Sin", net.op("Add", net.op("Mul", "input", s, to="x0"), b, to="y0"), to="x1")
+        net.op("Add", net.op("Mul", x, s, to="x2"), b, to="output")
+
+    assert layers(build, ["batch", 3]) == {("scale", "b"): "scale_and_shift"}
+
+
+def cut_line(net, value, start):
+    bounds = [net.constant(f"{k} {start}", np.array([start + k])) for k in (0, 3)]
+    return net.op("Slice", value, *bounds, to=f"cut at {start}")
