@@ -130,3 +130,15 @@ def test_rows_that_meet_examples_folded_with_positions_are_no_layer():
 
     sides = ("batch", 4, 4, WIDTH)
     assert reason(build, sides) == UNKNOWN
+
+
+def test_the_row_of_a_single_position_does_not_tell_its_axis():
+    assert reason(added, ("batch", 1, WIDTH)) == UNKNOWN
+
+
+def test_rows_that_are_narrower_than_the_data_are_no_layer():
+    def build(net):
+        rows = net.op("Gather", net.weight("table", ROWS, 1), counted(net), to="rows")
+        net.op("Add", "input", rows, to="output")
+
+    assert reason(build) == UNKNOWN
