@@ -310,15 +310,20 @@ def _frugal(layer: Found, collection: LayerCollection) -> str | None:
     return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None
 
 
+def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
+    """Identity of each factor to the shape of its average, known before any batch."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    for key, block in collection.fisher_blocks.items():
+        own = block.factor_shapes([collection.require_shape(name) for name in uses(key)])
+        shapes |= {id(f): shape for f, shape in zip(block.factors, own, strict=True)}
+    return shapes
+
+
 def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work]]:
     """Every factor that stores powers, with what its refresh costs: cubic in its side."""
-    costs: dict[int, float] = {}
-    for key, block in collection.fisher_blocks.items():
-        shapes = block.factor_shapes([collection.require_shape(name) for name in uses(key)])
-        for factor, shape in zip(block.factors, shapes, strict=True):
-            costs[id(factor)] = refresh_cost(shape)
+    shapes = factor_shapes(collection)
     return {
-        str(index): (factor, Work(str(index), costs[id(factor)]))
+        str(index): (factor, Work(str(index), refresh_cost(shapes[id(factor)])))
         for index, factor in enumerate(collection.get_factors())
         if factor.has_inverses
     }

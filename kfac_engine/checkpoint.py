@@ -6,10 +6,14 @@ recomputing them at load would not give the stale ones back.
 """
 
 import json
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -36,12 +40,39 @@ class State:
         generator: State of the random generator, as NumPy describes it.
         parameters: Parameter name to value.
         buffers: Running statistic to value.
+        damping: That of the engine, or None where it is not known.
     """
 
     counter: int
     generator: Mapping[str, object]
     parameters: Mapping[str, Array]
     buffers: Mapping[str, Array] = field(default_factory=dict)
+    damping: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a whole state of an engine must fit, besides the factors.
+
+    Attributes:
+        generator: Must accept the state's generator.
+        shapes: Identity of a factor to the shape of its average.
+        damping: That of the engine; a warning tells where the state has another.
+    """
+
+    generator: np.random.Generator
+    shapes: Mapping[int, tuple[int, ...]]
+    damping: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a state says of a factor."""
+
+    name: str
+    operations: list[str]
+    weight: float
+    repeats: int | None
 
 
 def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) -> None:
@@ -61,6 +92,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         "counter": str(state.counter),
         "generator": json.dumps(state.generator),
         "factors": json.dumps([_description(factor) for factor in factors]),
+        "damping": json.dumps(state.damping),
     }
     # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
@@ -73,6 +105,7 @@ def load_state(
     factors: Sequence[FisherFactor],
     parameters: Mapping[str, Array],
     buffers: Mapping[str, Array] | None = None,
+    expected: Expected | None = None,
 ) -> State:
     """Read a checkpoint into factors of the same model and options.
 
@@ -81,6 +114,7 @@ def load_state(
         factors: All factors, in the order of creation; changed only when everything fits.
         parameters: Parameter name to an array of the right shape.
         buffers: Running statistic to an array of the right shape.
+        expected: What the state of an engine must fit as well.
 
     Returns:
         The rest.
@@ -90,7 +124,7 @@ def load_state(
             is listed.
     """
     header, tensors = _read(path)
-    saved = json.loads(header["factors"])
+    saved = _entries(path, header)
     arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
     values, statistics = _below("parameter/", tensors), _below("buffer/", tensors)
     differences = _factor_differences(factors, saved, arrays)
@@ -100,9 +134,30 @@ def load_state(
         raise InputError(
             f"state '{path}' belongs to another model or options: {'; '.join(differences)}."
         )
-    for factor, old, its_arrays in zip(factors, saved, arrays, strict=True):
-        factor.restore(its_arrays, old["weight"], old["repeats"])
-    return State(int(header["counter"]), json.loads(header["generator"]), values, statistics)
+    state = State(
+        counter=_parsed(path, header, "counter", lambda value: type(value) is int and value >= 0),
+        generator=_parsed(path, header, "generator", lambda value: isinstance(value, dict)),
+        parameters=values,
+        buffers=statistics,
+        damping=_parsed(path, {"damping": "null"} | header, "damping", _is_damping),
+    )
+    faults = [f"'{name}' holds NaN or infinity" for name in tensors if not _finite(tensors[name])]
+    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+        faults += _factor_faults(factor, entry, its_arrays, expected, state.counter)
+    if expected is not None and not _accepts(expected.generator, state.generator):
+        faults.append("the state of the random generator is none")
+    if faults:
+        raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
+    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+        factor.restore(its_arrays, entry.weight, entry.repeats)
+    if expected is not None and state.damping not in (None, expected.damping):
+        warnings.warn(
+            f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
+            f"{expected.damping:g}: inverses keep the old one until their next refresh. Set "
+            f"engine.damping to go on as before.",
+            stacklevel=3,
+        )
+    return state
 
 
 def write_model(path: str | Path, files: ModelFiles) -> None:
@@ -173,25 +228,105 @@ def _description(factor: FisherFactor) -> dict[str, object]:
     }
 
 
+def _parsed(
+    path: str | Path, header: Mapping[str, str], key: str, fits: Callable[[Any], bool]
+) -> Any:
+    """A value of the header, which is JSON; an InputError where it is missing or does not fit."""
+    try:
+        value = json.loads(header[key])
+    except (KeyError, ValueError, RecursionError):
+        value = None
+        fits = lambda _: False  # noqa: E731 (nothing fits)
+    if not fits(value):
+        raise InputError(
+            f"the state '{path}' is damaged: its {key} is missing or none; use another."
+        )
+    return value
+
+
+def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
+    def fits(value: Any) -> bool:
+        entries = value if isinstance(value, list) else [None]
+        return all(
+            isinstance(entry, dict)
+            and entry.keys() == {"name", "operations", "weight", "repeats"}
+            and isinstance(entry["operations"], list)
+            and type(entry["weight"]) in (int, float)
+            and 0 <= entry["weight"] < inf
+            and (
+                entry["repeats"] is None or (type(entry["repeats"]) is int and entry["repeats"] > 0)
+            )
+            for entry in entries
+        )
+
+    return [_Entry(**entry) for entry in _parsed(path, header, "factors", fits)]
+
+
+def _is_damping(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < inf)
+
+
+def _finite(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _accepts(generator: np.random.Generator, state: Mapping[str, object]) -> bool:
+    """Whether a state is one of such a generator."""
+    trial = type(generator.bit_generator)()
+    try:
+        trial.state = state
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return False
+    return True
+
+
+def _factor_faults(
+    factor: FisherFactor,
+    entry: _Entry,
+    arrays: Mapping[str, Array],
+    expected: Expected | None,
+    counter: int,
+) -> list[str]:
+    """Why a factor cannot be what a state says, tried on a copy of it."""
+    average = arrays.get("average")
+    if (average is None) != (entry.weight == 0):
+        having = "without" if average is None else "with"
+        return [f"{factor.name} has weight {entry.weight} {having} an average"]
+    if expected is not None and average is not None:
+        shape = expected.shapes[id(factor)]
+        if average.shape != shape or average.dtype.kind != "f":
+            return [f"the average of {factor.name} is {_form(average)}, not of shape {shape}"]
+        if counter and factor.has_inverses and len(arrays) == 1:
+            return [f"{factor.name} has no inverse"]
+    factor.settle()
+    trial = copy(factor)
+    try:
+        trial.restore(arrays, entry.weight, entry.repeats)
+        same = trial.arrays().keys() == arrays.keys()
+    except (KeyError, TypeError, ValueError, IndexError):
+        same = False
+    return [] if same else [f"{factor.name} has other arrays than it stores"]
+
+
 def _below(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def _factor_differences(
     factors: Sequence[FisherFactor],
-    saved: Sequence[Mapping[str, object]],
+    saved: Sequence[_Entry],
     arrays: Sequence[Mapping[str, Array]],
 ) -> list[str]:
     found = []
     if len(saved) != len(factors):
         found.append(f"{len(factors)} factors here and {len(saved)} there")
     for factor, old, its_arrays in zip(factors, saved, arrays, strict=False):
-        if factor.name != old["name"]:
-            found.append(f"a factor is {factor.name} here and {old['name']} there")
-        elif list(factor.operations) != old["operations"]:
+        if factor.name != old.name:
+            found.append(f"a factor is {factor.name} here and {old.name} there")
+        elif list(factor.operations) != old.operations:
             found.append(
                 f"{factor.name} is refreshed to {list(factor.operations)} here and "
-                f"{old['operations']} there"
+                f"{old.operations} there"
             )
         here, there = factor.average.value, its_arrays.get("average")
         if here is not None and there is not None and here.shape != there.shape:

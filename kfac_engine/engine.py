@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from kfac_engine._types import Array
-from kfac_engine.assembly import Assembly, build, multiplied, refreshes
+from kfac_engine.assembly import Assembly, build, factor_shapes, multiplied, refreshes
 from kfac_engine.autodiff.feeds import disagreements
 from kfac_engine.autodiff.trace import Trace
 from kfac_engine.backend.namespace import in_library, on_host, read_only
 from kfac_engine.backend.place import HOST
 from kfac_engine.backend.threads import blas_alone
-from kfac_engine.checkpoint import State, load_state, save_state, write_model
+from kfac_engine.checkpoint import Expected, State, load_state, save_state, write_model
 from kfac_engine.checks import (
     batch_size,
     check_batch_size,
@@ -264,7 +264,7 @@ class Engine(Sealed):
         for factor in self.estimator.factors:
             factor.settle()
         generator = self.estimator.rng.bit_generator.state
-        state = State(self.counter, generator, *self._held)
+        state = State(self.counter, generator, *self._held, self.damping)
         save_state(path, self.estimator.factors, state)
 
     def load(self, path: str | Path, *, parameters: bool = True) -> None:
@@ -277,7 +277,8 @@ class Engine(Sealed):
         Raises:
             InputError: The file does not fit this engine.
         """
-        state = load_state(path, self.estimator.factors, *self._held)
+        expected = Expected(self.estimator.rng, factor_shapes(self.collection), self.damping)
+        state = load_state(path, self.estimator.factors, *self._held, expected)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
         if parameters:

@@ -1,5 +1,6 @@
 """``precondition``: a model and a batch in, gradients and natural gradients out."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,11 @@ def precondition(
         )
         if files.state is not None and files.state.exists():
             # The parameters are those of the model's file, not those of the state's time.
-            engine.load(files.state, parameters=False)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                engine.load(files.state, parameters=False)
+            for warning in told:
+                click.echo(f"warning: {warning.message}", err=True)
         given = (
             None
             if files.gradients is None
