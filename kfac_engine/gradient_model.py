@@ -28,7 +28,7 @@ from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.trainable import matching, trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
 from kfac_engine.graph.write import ModelProto, build_model
-from kfac_engine.heads import LossOptions, choose_heads
+from kfac_engine.heads import LossOptions, check_real, choose_heads, real_outputs
 from kfac_engine.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.objective import Reduction, check_reduction
 
@@ -97,7 +97,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     graph = replace(loaded.graph, inputs=with_batch_axes(loaded.graph.inputs, batch_axes))
     graph, facts = lowered(graph, names, sample_inputs)
     if loss is None:
-        value = _only_output(graph, output)
+        value = _only_output(graph, facts, output)
         sides = _declared(loaded, value, facts[value])
     else:
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
@@ -158,18 +158,20 @@ def _minimised(
     return with_losses(graph, facts, terms, reduction)
 
 
-def _only_output(graph: Graph, output: str | Sequence[str] | None) -> str:
+def _only_output(
+    graph: Graph, facts: Mapping[str, Fact], output: str | Sequence[str] | None
+) -> str:
     if output is not None and not isinstance(output, str):
         raise InputError("several outputs are differentiated together through losses: name those.")
-    if output is None and len(graph.outputs) == 1:
-        return graph.outputs[0]
-    if output is None:
+    if output is not None and output not in set(graph.values()):
+        raise UnknownNameError(f"'{output}' is not a value of model '{graph.name}'.")
+    check_real(graph, facts, graph.outputs if output is None else [output])
+    real = real_outputs(graph, facts)
+    if output is None and len(real) != 1:
         raise InputError(
             f"the model has the outputs {', '.join(graph.outputs)}; name one with output=…."
         )
-    if output not in set(graph.values()):
-        raise UnknownNameError(f"'{output}' is not a value of model '{graph.name}'.")
-    return output
+    return real[0] if output is None else output
 
 
 def _chosen(

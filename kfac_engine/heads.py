@@ -1,6 +1,6 @@
 """Which values of a model the losses read, and where the examples lie in them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -150,11 +150,47 @@ def _before_link(
     return Head(moved, output, logits)
 
 
+def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:
+    """The outputs of floating-point numbers."""
+    return [name for name in graph.outputs if _is_real(facts, name)]
+
+
+def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -> None:
+    """Refuse to differentiate values of which none holds real numbers.
+
+    Args:
+        graph: The model.
+        facts: Of a sample run.
+        values: Their names; tensors.
+
+    Raises:
+        InputError: All hold whole numbers, truth values or text.
+    """
+    whole = {name: facts[name].dtype for name in values if name in facts}
+    if not whole or any(_is_real(facts, name) for name in whole):
+        return
+    told = []
+    for name, dtype in whole.items():
+        maker = graph.producers.get(name)
+        by = f", made by {maker.op} node '{maker.name}' of '{maker.inputs[0]}'" if maker else ""
+        told.append(f"'{name}' holds {'text' if dtype.kind in 'OU' else dtype}{by}")
+    raise InputError(
+        f"nothing can be differentiated: {'; '.join(told)}. Name a value of real numbers before it "
+        f"with output=…."
+    )
+
+
+def _is_real(facts: Mapping[str, Fact], name: str) -> bool:
+    return name in facts and facts[name].dtype.kind == "f"
+
+
 def _outputs(
     graph: Graph, facts: Mapping[str, Fact], count: int, output: str | Sequence[str] | None
 ) -> list[str]:
     """The outputs that losses given by name are put on; labels are passed over."""
-    real = [name for name in graph.outputs if name in facts and facts[name].dtype.kind == "f"]
+    real = real_outputs(graph, facts)
+    if output is None and count and not real:
+        check_real(graph, facts, graph.outputs)
     if output is None and count in (len(real), 0):
         return real[:count]
     chosen = [output] if isinstance(output, str) else list(output or ())
@@ -180,6 +216,8 @@ def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[Head])
             f"the loss reads '{name}', which is no tensor but what {maker.op} (node "
             f"'{maker.name}') makes of {', '.join(maker.inputs)}; put it on a tensor before."
         )
+    for head in heads:
+        check_real(graph, facts, [head.output])
 
 
 def _check_place(head: Head, facts: Mapping[str, Fact], place: Place | None) -> None:

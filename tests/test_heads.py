@@ -6,7 +6,7 @@ The truth is the same network written plainly: ending in its logits, with the ba
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, parser
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -317,3 +317,37 @@ def test_channels_that_were_put_last_are_the_classes(ending):
 
 def test_tokens_have_their_classes_last():
     assert ke.Engine.from_onnx(tokens("plain"), loss="categorical").losses[0].doubts == ()
+
+
+# -- outputs that hold no real numbers -------------------------------------------------------------
+
+LABELS = """<ir_version: 8, opset_import: ["": 18]>
+    m (float[n,3] x) => (OUTPUTS) <float[3,2] w = {1, 2, 3, 4, 5, 7}> {
+      logits = MatMul (x, w)  label = ArgMax <axis = 1, keepdims = 0> (logits)
+    }"""
+
+
+@pytest.mark.parametrize("call", [ke.Engine.from_onnx, ke.differentiate])
+@pytest.mark.parametrize("output", [None, "label"])
+def test_an_output_of_integers_is_refused_by_name_and_node(call, output):
+    outputs = "int64[n] label" if output is None else "int64[n] label, float[n,2] logits"
+    model = parser.parse_model(LABELS.replace("OUTPUTS", outputs))
+    said = r"'label' holds int64, made by ArgMax node 'ArgMax_1' of 'logits'.*output="
+    with pytest.raises(ke.InputError, match=said):
+        call(model, loss="categorical", output=output)
+    engine = ke.Engine.from_onnx(model, loss="categorical", output="logits")
+    assert list(engine.parameters) == ["w"]
+
+
+def test_a_cotangent_for_an_output_of_integers_is_refused():
+    model = parser.parse_model(LABELS.replace("OUTPUTS", "int64[n] label"))
+    with pytest.raises(ke.InputError, match="'label' holds int64, made by ArgMax"):
+        ke.differentiate(model)
+
+
+@pytest.mark.parametrize("loss", [None, "categorical"])
+def test_the_only_output_of_real_numbers_is_differentiated(loss):
+    model = parser.parse_model(LABELS.replace("OUTPUTS", "int64[n] label, float[n,2] logits"))
+    gradient = ke.differentiate(model, loss=loss)
+    made = [entry.name for entry in gradient.graph.output]
+    assert made == ["loss" if loss else "logits", "gradient/w"]

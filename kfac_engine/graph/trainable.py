@@ -80,6 +80,7 @@ _MASKED = -3e4
 _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
 # The values of these are their operand's, elsewhere or in another form.
+_ROWS = RELAYS | {"Gather"}
 _VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
 
 
@@ -270,6 +271,8 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
         setting = "part of a quantized layer, which stays as it is"
     if _of_bare_groups(graph, array, node, index):
         setting = "the scale or shift of a normalization of groups, which has none here"
+    if not node.domain and _scales_whole(graph, node, index):
+        setting = "a scale or zero point of whole numbers, which stay as they are"
     if setting:
         return f"{setting} {where}"
     if node.domain or node.op not in _ARITHMETIC:
@@ -294,6 +297,25 @@ def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
     around += [user for user, _ in graph.consumers.get(node.outputs[0], ())]
     shaped = all(other is not None and other.op == "Reshape" for other in around)
     return shaped and bool((array == neutral).all())
+
+
+def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
+    """Whether an operand scales or shifts stored whole numbers, as by a dequantization by hand."""
+    if node.op in _ROWS and index == 0:
+        users = graph.consumers.get(node.outputs[0], ())
+        return bool(users) and all(_scales_whole(graph, *use) for use in users)
+    others = [name for place, name in enumerate(node.inputs) if place != index]
+    return node.op in {"Div", "Mul", "Sub"} and any(_is_whole(graph, name) for name in others)
+
+
+def _is_whole(graph: Graph, name: str) -> bool:
+    """Whether a value is stored in a few bits: views, casts and shifts of it count."""
+    while name in graph.producers and graph.producers[name].op in {*_ROWS, "Sub"}:
+        name = graph.producers[name].inputs[0]
+    array = graph.constants.get(name)
+    if array is None or array.dtype.name not in _WHOLE:
+        return False
+    return bool((np.abs(array.astype(np.int64)) > 1).any())  # zeros and ones are a mask
 
 
 def _follows_layer(graph: Graph, node: Node) -> bool:

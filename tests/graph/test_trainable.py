@@ -46,6 +46,9 @@ def test_every_weight_and_nothing_else_is_a_parameter(name: str) -> None:
 
 # -- operand by operand ---------------------------------------------------------------------------
 
+# A weight of eight bits, cast.
+WHOLE = "q = Constant <value = int8[3,2] {4, -7, 9, 100, -3, 5}> ()  k = Cast <to=1> (q)"
+
 # Body, its constants, and what the reason for leaving "c" out says.
 EXCLUDED = {
     "clip_bound": ("y = Clip (x, c)", {"c": 0.0}, "bound"),
@@ -78,12 +81,28 @@ EXCLUDED = {
                               {"c": [0.0, LOWEST, 0.0], "p": [0]}, "mask"),
     "number_made_wide": ("m = Expand (c, p)  y = Clip (x, m)", {"c": 0.0, "p": [1]}, "bound"),
     "two_settings": ("h = Clip (x, c)  y = Pow (h, c)", {"c": 2.0}, "bound"),
+    "scale": (f"{WHOLE} w = Mul (k, c)  y = MatMul (x, w)", {"c": [0.1, 0.2]}, "whole numbers"),
+    "scale_of_shifted": (f"{WHOLE} s = Sub (k, z)  w = Mul (s, c)  y = MatMul (x, w)",
+                         {"c": [0.1, 0.2], "z": [3.0, 1.0]}, "whole numbers"),
+    "zero_point": (f"{WHOLE} s = Sub (k, c)  w = Mul (s, z)  y = MatMul (x, w)",
+                   {"c": [3.0, 1.0], "z": [0.1, 0.2]}, "whole numbers"),
+    "scale_of_rows": (f"{WHOLE} i = Cast <to=7> (x)  r = Gather (k, i)  g = Gather (c, i)"
+                      "  y = Mul (r, g)", {"c": [[0.1], [0.2], [0.3]]}, "whole numbers"),
     "integer": ("y = Gather (x, c)", {"c": [0, 0]}, "int64"),
     "unread": ("y = Neg (x)", {"c": [1.0, 2.0]}, "read by nothing"),
     "empty": ("y = Resize (x, c, s)", {"c": np.zeros(0), "s": [1.0, 2.0]}, "empty"),
 }  # fmt: skip
 
 KEPT = {
+    "scale_of_a_float_weight": ("s = Mul (w, c)  y = MatMul (x, s)",
+                                {"c": [0.1, 0.2], "w": np.ones((3, 2))}),
+    "scale_of_a_mask_of_whole_numbers": (
+        "q = Constant <value = int8[2] {0, 1}> ()  k = Cast <to=1> (q)  w = Mul (k, c)"
+        "  y = MatMul (x, w)", {"c": np.ones((3, 2))}),
+    "rows_beside_whole_numbers": (f"{WHOLE} i = Cast <to=7> (x)  g = Gather (c, i)  y = Add (g, k)",
+                                  {"c": np.ones((3, 2))}),
+    "scale_of_data_that_was_cast": ("i = Cast <to=3> (x)  k = Cast <to=1> (i)  y = Mul (k, c)",
+                                    {"c": [0.1, 0.2, 0.3]}),
     "matrix": ("y = MatMul (x, c)", {"c": np.ones((3, 2))}),
     "matrix_of_one": ("y = Gemm (x, c)", {"c": np.ones((3, 1))}),
     "bias_of_one": ("y = Gemm (x, w, c)", {"c": [0.5], "w": np.ones((3, 1))}),
