@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 
 import numpy as np
 import pytest
@@ -81,6 +82,7 @@ def test_two_packages_of_one_library_are_warned_of(gpu):
     assert all("uninstall both" in warning for warning in warnings)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="runs a shell script")
 def test_a_gpu_is_reported_as_nvidia_smi_tells(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 550.1, 9.0'\n")

@@ -110,7 +110,7 @@ READERS = {
 NOT_FILES = {
     "endless device": lambda path: path.symlink_to("/dev/zero"),
     "folder": Path.mkdir,
-    "pipe": os.mkfifo,
+    "pipe": lambda path: os.mkfifo(path),
     "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
     "link to itself": lambda path: path.symlink_to(path.name),
     "nothing": lambda path: None,

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,8 +41,11 @@ Launch = Callable[..., None]
 
 
 def compiler() -> str | None:
-    """The compiler the shim needs; None where there is none."""
-    return shutil.which("g++")
+    """The compiler the shim needs; None where there is none.
+
+    Other systems have others by this name, and kernels are the same everywhere.
+    """
+    return shutil.which("g++") if sys.platform == "linux" else None
 
 
 class Module:
