@@ -152,6 +152,13 @@ def _scaled(net):
     return net.op("Conv", "input", kernel, to="output")
 
 
+def _used_otherwise(net):
+    """As a kernel and in a penalty: what a product gives is part of the gradient only."""
+    w = net.weight("w", 4, 4, 3, 3)
+    penalty = net.op("ReduceSum", net.op("Mul", w, w, to="squares"), to="penalty")
+    return net.op("Add", net.op("Conv", "input", w, to="y"), penalty, to="output")
+
+
 def _used_often(net):
     w, x = net.weight("w", 4, 4, 3, 3), "input"
     for index in range(9):
@@ -168,6 +175,7 @@ NETS = {
     "a matrix on its side": (_matrix_on_its_side, 0),
     "in two forms": (_in_two_forms, 1),
     "scaled by a parameter": (_scaled, 0),
+    "used otherwise": (_used_otherwise, 0),
     "used nine times": (_used_often, 0),
 }
 
