@@ -112,7 +112,7 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
         node = replace(old, inputs=tuple(names.get(name, name) for name in old.inputs))
         if _moves_one_of(weights, node):
             same = first.setdefault(_content(node, graph.constants), node)
-            if kept.isdisjoint(node.outputs) and node.op == "Identity":
+            if node.op == "Identity":
                 names[node.outputs[0]] = node.inputs[0]
             elif kept.isdisjoint(node.outputs) and same is not node:
                 names |= zip(node.outputs, same.outputs, strict=True)

@@ -261,7 +261,7 @@ def _owned(held: Held, owners: Sequence[Held]) -> Held:
 def _is_read(name: str, graph: Graph, held: Mapping[str, Held]) -> bool:
     """Whether a value is more than moved about."""
     users = graph.consumers.get(name, ())
-    return name in graph.outputs or not all(is_move(node, i, held) for node, i in users)
+    return not all(is_move(node, index, held) for node, index in users)
 
 
 # -- moves -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests import models, oracle
 
 # float32 sums of a few hundred terms, relative to the largest entry.
 SINGLE = 2e-5
-BATCH = 4
+BATCH = 5  # unlike all other sides
 SIDES = ("batch", 4, 3)  # of input and output, but where a case says otherwise
 
 

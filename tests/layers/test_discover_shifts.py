@@ -257,6 +257,18 @@ def test_a_bias_behind_a_slice_of_the_channels_is_a_shift():
     assert found == {("w",): "conv2d", ("b",): "shift"}
 
 
+def test_a_bias_behind_a_slice_of_unknown_length_is_a_shift():
+    def build(net):
+        x = net.op("Conv", "input", net.weight("w", 2, 1, 1), to="s")
+        start, axis = net.constant("start", np.array([0])), net.constant("axis", np.array([2]))
+        end = net.op("Shape", "input", to="end", start=2)
+        x = net.op("Slice", x, start, end, axis, to="cut")
+        net.op("Add", x, net.weight("b", 1, 2, 1), to="output")
+
+    found = layers(build, ["batch", 1, "time"], ["batch", 2, "time"])
+    assert found == {("w",): "conv1d", ("b",): "shift"}
+
+
 # -- scales and shifts in one array ----------------------------------------------------------------
 
 
