@@ -4,6 +4,7 @@
 #   make test-oldest-kernel    numerical tests on OpenBLAS's kernel for the oldest x86-64 processors
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
+#   make fuzz SECONDS=3600 SEED=1    attacks with damaged files; those that failed are kept in .fuzz
 #   make test-exporters    models written by PyTorch, transformers and scikit-learn (installs them)
 # Choose the interpreter with `make PYTHON=python3.13 …`.
 
@@ -13,6 +14,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
+SECONDS ?= 3600
+SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
 DEMO := .venv-demo
@@ -48,10 +51,10 @@ define environment
 	else $(PYTHON) -m pip --python $(1)/bin/python install --quiet $(2); fi
 endef
 
-.PHONY: help setup format lint test test-oldest-kernel test-minimum test-exporters test-gpu demo clean
+.PHONY: help setup format lint test test-oldest-kernel test-minimum test-exporters test-gpu fuzz demo clean
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,9s/^# *//p' Makefile
 
 setup: $(READY)
 
@@ -121,6 +124,9 @@ test-gpu: $(GPU_READY)
 $(DEMO_READY): pyproject.toml
 	$(call environment,$(DEMO),--editable '.[plot]')
 	touch $@
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz.campaign --seconds $(SECONDS) --seed $(SEED)
 
 demo: $(DEMO_READY)
 	$(DEMO)/bin/python -m kfac_engine demo --out demo-output

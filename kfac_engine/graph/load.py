@@ -132,7 +132,7 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     template = _template(model, external)
     separate_statistics(template, constants)
     working, filled, inner = _canonical(template, constants)
-    _decode_all(working.graph, template.graph)
+    _decode_all(working.graph, template)
     stored = declared_halves((*template.graph.input, *template.graph.output))
     stored |= widen(working.graph, constants)
     return LoadedModel(
@@ -245,9 +245,11 @@ def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
     return None if unknown else side.dim_param
 
 
-def _decode_all(working: onnx.GraphProto, template: onnx.GraphProto) -> None:
+def _decode_all(working: onnx.GraphProto, template: onnx.ModelProto) -> None:
     """Read all names once, so that a damaged one is found here."""
-    for entry in (*template.input, *template.output):
+    for imported in template.opset_import:
+        _text(imported.domain)
+    for entry in (*template.graph.input, *template.graph.output):
         for side in entry.type.tensor_type.shape.dim:
             _text(side.dim_param)
     for node in all_nodes(working.node):

@@ -14,7 +14,8 @@ def gemm(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Products with the other operand, transposed as the flags ask; C as broadcast."""
     A, B = node.inputs[:2]
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
-    ta, tb = integer(node, "transA", 0), integer(node, "transB", 0)
+    # Any number but zero transposes.
+    ta, tb = (int(integer(node, flag, 0) != 0) for flag in ("transA", "transB"))
     gradients = {}
     if 0 in wanted:
         left, right, t_left, t_right = (B, g[0], tb, 1) if ta else (g[0], B, 0, 1 - tb)

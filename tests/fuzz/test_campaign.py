@@ -1,0 +1,48 @@
+"""Whatever bytes are given for a model, arrays, gradients or a state, they work or are refused."""
+
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.fuzz import campaign as module
+from tests.fuzz.attacks import ATTACKS
+from tests.fuzz.campaign import FINE, campaign
+
+SEED, EACH = 7, 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the memory of a process")
+def test_attacks_end_in_a_result_or_in_one_error():
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for kind, seed, found in campaign(SEED, seconds=600):
+        assert found in FINE, f"{kind}, seed {seed}: {found}"
+        outcomes[kind, found] += 1
+        if outcomes.total() == EACH * len(ATTACKS):
+            break
+    # Otherwise the test would hold of a library that refuses everything, or nothing.
+    for kind in ATTACKS:
+        assert outcomes[kind, "done"] > 0, outcomes
+        assert outcomes[kind, "refused"] > EACH // 4, outcomes
+
+
+ENDINGS = {
+    "crash with status 3": "import os; print('begin\\tmodel\\t5', flush=True); os._exit(3)",
+    "hang": "import time; print('begin\\tmodel\\t5', flush=True); time.sleep(60)",
+    "KeyError in x.py:1": "print('begin\\tmodel\\t5\\nend\\tKeyError in x.py:1', flush=True)",
+}
+
+
+@pytest.mark.parametrize(("wanted", "code"), ENDINGS.items(), ids=ENDINGS)
+def test_a_crash_a_hang_and_an_exception_are_told(wanted, code, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SECONDS", 5)
+    attacks = campaign(0, 60, ["-c", code])
+    assert next(attacks) == ("model", 5, wanted)
+    attacks.close()
+
+
+def test_attacks_follow_from_their_seed():
+    for kind, (make, _) in ATTACKS.items():
+        assert make(3) == make(3), kind
+        assert len({make(seed) for seed in range(20)}) > 15, kind
