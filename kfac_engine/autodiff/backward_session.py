@@ -63,7 +63,7 @@ def _open(
         laid.nodes,
         inputs,
         tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
-        read_by(laid.nodes, {**constants, **laid.constants}, excluded=fed),
+        read_by(laid.nodes, {**constants, **laid.constants}, excluded=frozenset(fed)),
         graph.opset,
         name=f"{graph.name}_backward",
         domains=graph.domains,

@@ -100,19 +100,11 @@ class Session:
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
         """
-        has_text = any(array.dtype.kind not in "biuf" for array in feeds.values())
-        try:
-            # Text cannot be handed over in place.
-            run = self._run_on_copies if has_text else self._run_in_place
-            call = partial(run, list(outputs), feeds)
-            results = interruptible(call) if self._once else call(None)
-            return dict(zip(outputs, results, strict=True))
-        except BackendError:  # a RuntimeError, too
-            raise
-        except FAILURES as failure:
-            raise BackendError(
-                f"ONNX Runtime failed in {self._what}: {reason(failure)}"
-            ) from failure
+        if all(array.dtype.kind in "biuf" for array in feeds.values()):
+            return self.run_into({}, feeds, outputs)
+        # Text cannot be handed over in place.
+        call = partial(self._session.run, list(outputs), {**feeds, **self._fed})
+        return dict(zip(outputs, self._done(call), strict=True))
 
     def run_into(
         self,
@@ -133,6 +125,7 @@ class Session:
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
         """
+        # Other ways to run compare each input with all that are fed.
         binding = self._session.io_binding()
         for name, value in (host_values(feeds) | self._fed).items():
             binding.bind_ortvalue_input(name, value)
@@ -140,12 +133,7 @@ class Session:
             binding.bind_ortvalue_output(name, value)
         for name in others:
             binding.bind_output(name)
-        try:
-            self._session.run_with_iobinding(binding)
-        except RuntimeError as failure:  # all that bound runs raise
-            raise BackendError(
-                f"ONNX Runtime failed in {self._what}: {reason(failure)}"
-            ) from failure
+        self._done(partial(self._session.run_with_iobinding, binding))
         found = binding.get_outputs()[len(results) :] if others else []
         return {name: self._view(name, value) for name, value in zip(others, found, strict=True)}
 
@@ -153,12 +141,14 @@ class Session:
     def _session(self) -> ort.InferenceSession:
         return self._open[0]
 
-    def _run_in_place(
-        self, outputs: list[str], feeds: Mapping[str, Array], options: ort.RunOptions | None
-    ) -> list[Array]:
-        values = host_values(feeds) | self._fed
-        results = self._session.run_with_ort_values(outputs, values, options)
-        return [self._view(name, value) for name, value in zip(outputs, results, strict=True)]
+    def _done(self, call: Callable[[ort.RunOptions | None], _T]) -> _T:
+        """The result of a run."""
+        try:
+            return interruptible(call) if self._once else call(None)
+        except FAILURES as failure:
+            raise BackendError(
+                f"ONNX Runtime failed in {self._what}: {reason(failure)}"
+            ) from failure
 
     def _view(self, name: str, value: ort.OrtValue) -> Array:
         """An output where it lies; the array keeps it alive."""
@@ -166,12 +156,6 @@ class Session:
             raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
         # DLPack shows truth values as bytes: the view gives them their type back.
         return np.from_dlpack(value).view(self.output_dtypes[name])
-
-    def _run_on_copies(
-        self, outputs: list[str], feeds: Mapping[str, Array], options: ort.RunOptions | None
-    ) -> list[Array]:
-        results: list[Array] = self._session.run(outputs, {**feeds, **self._fed}, options)
-        return results
 
 
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
@@ -285,6 +269,7 @@ def reason(failure: Exception) -> str:
             f"it has no {kernel[1]} for the CPU in the element types of node '{kernel[2]}'; "
             f"float32 has the most kernels, so export the model in float32"
         )
+    text = text.removeprefix("Error in execution: ")
     said = text.split("Status Message: ")[-1].split(" : ", 3)[-1].strip()
     node = re.search(r"while running \w+ node\. Name:'([^']+)'", text)
     return f"at node '{node[1]}': {said}" if node else said

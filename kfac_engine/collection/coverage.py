@@ -61,9 +61,10 @@ class Coverage(LossCollection):
             RegistrationError: One is not covered, a covered one is not listed, or uses differ; the
                 message lists all.
         """
-        wrong = [f"{name} is not registered" for name in variables if name not in self._uses]
+        listed = dict.fromkeys(variables)
+        wrong = [f"{name} is not registered" for name in listed if name not in self._uses]
         wrong += [
-            f"{name} is registered, but not listed" for name in self._uses if name not in variables
+            f"{name} is registered, but not listed" for name in self._uses if name not in listed
         ]
         if isinstance(self.graph, OnnxModel):
             graph = self.graph.graph

@@ -255,7 +255,7 @@ class BlockRegistry(ApproximationChoices):
         return known
 
     def _require_free(self, key: Params) -> None:
-        taken = set(self.registered_variables).intersection(names_of(key))
+        taken = self._uses.keys() & set(names_of(key))
         if taken:
             raise RegistrationError(
                 f"{', '.join(sorted(taken))} of {key} belong(s) to another registered layer."

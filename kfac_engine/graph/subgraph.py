@@ -97,8 +97,11 @@ class SubGraph:
 
     def variable_uses(self, name: str) -> int:
         """Number of nodes that read a value; a node that only hands it on counts as its readers."""
-        return sum(
-            self.variable_uses(node.outputs[0]) if node.qualified_op in _HAND_ON else 1
-            for node in self._readers.get(name, ())
-            if node.qualified_op not in ONLY_SHAPES
-        )
+        count, waiting = 0, [name]
+        while waiting:
+            for node in self._readers.get(waiting.pop(), ()):
+                if node.qualified_op in _HAND_ON:
+                    waiting.append(node.outputs[0])
+                elif node.qualified_op not in ONLY_SHAPES:
+                    count += 1
+        return count
