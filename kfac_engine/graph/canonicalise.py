@@ -5,7 +5,6 @@ passes of onnx are quick.
 """
 
 from collections.abc import Callable, Mapping
-from graphlib import CycleError, TopologicalSorter
 
 import onnx
 from onnx import checker, defs, helper, inliner, shape_inference, version_converter
@@ -79,27 +78,11 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not model.functions:
         return model
-    _check_recursion(model)
     called = onnx.ModelProto()
     called.CopyFrom(model)
     _spell_out_defaults(called)
     with model_errors("the model's functions cannot be inlined"):
         return inliner.inline_local_functions(called, convert_version=True)
-
-
-def _check_recursion(model: onnx.ModelProto) -> None:
-    """Refuse functions that call themselves, which crash the inliner of onnx before 1.22."""
-    calls = {
-        (f.domain, f.name, f.overload): {
-            (node.domain, node.op_type, node.overload) for node in all_nodes(f.node)
-        }
-        for f in model.functions
-    }
-    try:
-        TopologicalSorter(calls).prepare()
-    except CycleError as failure:
-        names = " → ".join(f"'{name}'" for _, name, _ in failure.args[1])
-        raise ModelError(f"the model's functions call themselves: {names}.") from None
 
 
 def _spell_out_defaults(model: onnx.ModelProto) -> None:

@@ -231,7 +231,7 @@ def test_function_that_calls_itself_is_refused() -> None:
         <domain: "own", opset_import: ["": 18, "own": 1]>
         loop (a) => (b) { b = own.loop (a) }"""
     )
-    check(model, ModelError, ("function", "'loop' → 'loop'"))
+    check(model, ModelError, ("function",))
 
 
 def test_functions_that_call_each_other_are_refused() -> None:
@@ -243,7 +243,7 @@ def test_functions_that_call_each_other_are_refused() -> None:
         <domain: "own", opset_import: ["": 18, "own": 1]>
         second (a) => (b) { b = own.first (a) }"""
     )
-    check(model, ModelError, ("'first'", "'second'"))
+    check(model, ModelError, ("function",))
 
 
 # -- external data --------------------------------------------------------------------------------

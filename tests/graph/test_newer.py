@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
-from onnx import TensorProto, defs, helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.canonicalise import NEWEST_OPSET
 from kfac_engine.graph.load import load_graph
 from tests.graph.running import run_graph
-
-pytestmark = pytest.mark.skipif(
-    defs.onnx_opset_version() < 28, reason="this onnx does not know operator set 28"
-)
 
 # One operator in float32, by two programs.
 CLOSE = 1e-5
