@@ -121,6 +121,9 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     if isinstance(inputs, Mapping):
         inputs = on_host(inputs, backend)
     loaded = load_model(source)
+    # Told before the model runs, which may take long.
+    if loaded.float_outputs:
+        options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
     named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
     model = OnnxModel(
         replace(loaded, graph=replace(loaded.graph, inputs=named)),

@@ -69,6 +69,32 @@ class LossOptions:
         """The losses as a list."""
         return [self.loss] if isinstance(self.loss, str | LossFunction) else list(self.loss)
 
+    def outputs_among(self, outputs: Sequence[str], real: Sequence[str]) -> list[str]:
+        """The outputs that losses given by name are put on.
+
+        Args:
+            outputs: Those of the model.
+            real: Those that hold floating-point numbers; labels are passed over.
+
+        Returns:
+            One output for each such loss.
+
+        Raises:
+            UnknownNameError: A loss goes by no such name.
+            InputError: It is not clear which outputs are meant.
+        """
+        count = len([LOSSES[choice] for choice in self.choices if isinstance(choice, str)])
+        if self.output is None and count in (len(real), 0):
+            return list(real[:count])
+        chosen = [self.output] if isinstance(self.output, str) else list(self.output or ())
+        if len(chosen) != count:
+            raise InputError(
+                f"the model has the outputs {', '.join(outputs)}; name "
+                f"{'the one that the loss is' if count == 1 else f'those {count} that losses are'} "
+                f"put on with output=…."
+            )
+        return chosen
+
     @property
     def coefficients(self) -> Sequence[float]:
         """One weight a loss.
@@ -106,10 +132,10 @@ def choose_heads(
         ShapeError: The classes lie on another axis, or an output has no examples.
     """
     choices, axis = options.choices, options.class_axis
-    for name in (choice for choice in choices if isinstance(choice, str)):
-        LOSSES[name]  # a loss by no known name is said before which output it would be put on
-    count = sum(isinstance(choice, str) for choice in choices)
-    named = _outputs(graph, facts, count, options.output)
+    real = real_outputs(graph, facts)
+    if options.output is None and not real and any(isinstance(c, str) for c in choices):
+        check_real(graph, facts, graph.outputs)
+    named = options.outputs_among(graph.outputs, real)
     heads = []
     for choice in choices:
         if isinstance(choice, str):
@@ -182,25 +208,6 @@ def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -
 
 def _is_real(facts: Mapping[str, Fact], name: str) -> bool:
     return name in facts and facts[name].dtype.kind == "f"
-
-
-def _outputs(
-    graph: Graph, facts: Mapping[str, Fact], count: int, output: str | Sequence[str] | None
-) -> list[str]:
-    """The outputs that losses given by name are put on; labels are passed over."""
-    real = real_outputs(graph, facts)
-    if output is None and count and not real:
-        check_real(graph, facts, graph.outputs)
-    if output is None and count in (len(real), 0):
-        return real[:count]
-    chosen = [output] if isinstance(output, str) else list(output or ())
-    if len(chosen) != count:
-        raise InputError(
-            f"the model has the outputs {', '.join(graph.outputs)}; name "
-            f"{'the one that the loss is' if count == 1 else f'those {count} that losses are'} "
-            f"put on with output=…."
-        )
-    return chosen
 
 
 def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[Head]) -> None:

@@ -351,3 +351,16 @@ def test_the_only_output_of_real_numbers_is_differentiated(loss):
     gradient = ke.differentiate(model, loss=loss)
     made = [entry.name for entry in gradient.graph.output]
     assert made == ["loss" if loss else "logits", "gradient/w"]
+
+
+def test_the_output_is_asked_for_before_a_model_runs():
+    """No made-up input fits this model: its sample run would fail, and with another error."""
+    model = dense_net(("Relu", (), {}))
+    model.graph.output.append(helper.make_tensor_value_info("act0", 1, ["batch", 5]))
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 9
+    with pytest.raises(ke.InputError, match="has the outputs output, act0; name the one"):
+        ke.Engine.from_onnx(model, loss="categorical")
+    with pytest.raises(ke.UnknownNameError, match="unknown loss 'catgorical'"):
+        ke.Engine.from_onnx(model, loss="catgorical")
+    with pytest.raises(ke.ModelError, match="made-up inputs"):
+        ke.Engine.from_onnx(model, loss="categorical", output="output")

@@ -132,3 +132,37 @@ def test_scratch_memory_is_bounded_by_the_argument_and_changes_no_number():
     for little, much in zip(*found, strict=True):
         # Sums of 65,536 float32 numbers in another order.
         np.testing.assert_allclose(little, much, atol=1e-5 * np.abs(much).max())
+
+
+INSPECTED = """
+import resource, sys
+import numpy as np
+import onnxruntime, scipy.linalg
+import kfac_engine as ke
+from tests.models import Net
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+net = Net()
+x = net.conv("conv0", "input", 1, 16, 3)
+for index in range(1, 6):
+    x = net.op("Relu", x, to=f"relu{index}")
+    x = net.conv(f"conv{index}", x, 16, 16, 3)
+x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat")
+model = net.model({"input": ["N", 1, 400, 320]}, {"flat": ["N", 16]})
+before = peak()
+engine = ke.Engine.from_onnx(model, loss="normal", threads=1)
+announced = engine.memory(1).total
+engine.losses
+print((peak() - before) / announced)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
+def test_inspection_takes_at_most_twice_the_memory_that_it_announces():
+    """All values of a sample run at once, in several runs, took seven times as much."""
+    done = subprocess.run(
+        [sys.executable, "-c", INSPECTED], check=True, capture_output=True, text=True
+    )
+    assert float(done.stdout) < 2

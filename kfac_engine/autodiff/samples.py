@@ -13,6 +13,7 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.examples import first_examples, says_batch
 from kfac_engine.autodiff.feeds import check_inputs, disagreements, spelled
+from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.errors import BackendError, ModelError
 from kfac_engine.graph.compact import compact_model
@@ -24,6 +25,7 @@ from kfac_engine.graph.subgraph import SubGraph, read_by
 # must be long enough for pooling and short enough for position tables. A batch of one comes last:
 # some exporters bake it into Reshape targets.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
+_POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
 _MOST_ENTRIES = 2**31  # of an input that is made up
 
 
@@ -143,12 +145,18 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         ModelError: The model runs on none of the inputs that were made up.
     """
     run = SampleRun(graph)
-    failures = []
+    failures: list[str] = []
+    ran: list[dict[str, Fact]] = []
     for feeds in _sample_feeds(graph, inputs):
         try:
-            return run.facts(feeds)
+            ran.append(run.facts(feeds))
         except BackendError as failure:
             failures.append(f"{failure}")
+            continue
+        if inputs is not None or _pools_fit(graph, ran[-1]):
+            return ran[-1]
+    if ran:
+        return ran[0]
     if inputs is None:
         raise ModelError(
             f"the model could not be run on made-up inputs; give it a real batch: sample_inputs, "
@@ -206,6 +214,19 @@ def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[
         yield {entry.name: _doubled(entry, few[entry.name]) for entry in graph.inputs}
         yield {entry.name: _doubled(entry, given[entry.name]) for entry in graph.inputs}
         yield given
+
+
+def _pools_fit(graph: Graph, facts: Mapping[str, Fact]) -> bool:
+    """Whether no pooling window is larger than its image, which ONNX Runtime would let pass."""
+    for node in graph.nodes:
+        if node.op in _POOLS:
+            image = facts[node.inputs[0]].shape[2:]
+            window = integers(node, "kernel_shape", image)
+            pads = integers(node, "pads", (0,) * 2 * len(image))
+            padded = zip(image, pads, pads[len(image) :], window, strict=False)
+            if any(side + before + after < taps for side, before, after, taps in padded):
+                return False
+    return True
 
 
 def _made_up(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:

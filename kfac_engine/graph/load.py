@@ -49,6 +49,11 @@ from kfac_engine.graph.write import tensor, value_info
 # their values, only their types.
 _LARGE_BYTES = 4096
 
+_FLOATS = frozenset(
+    {onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}
+    | {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+)
+
 # What exporters write in place of a symbol.
 _NO_SYMBOLS = frozenset({"", "?", "-1", "None"})
 
@@ -71,6 +76,12 @@ class LoadedModel:
     graph: Graph
     template: onnx.ModelProto
     stored: Mapping[str, DType] = field(default_factory=dict)
+
+    @property
+    def float_outputs(self) -> tuple[str, ...]:
+        """Outputs that the file declares as numbers with a point."""
+        entries = self.template.graph.output
+        return tuple(e.name for e in entries if e.type.tensor_type.elem_type in _FLOATS)
 
     @property
     def output_shapes(self) -> dict[str, tuple[int | str | None, ...]]:

@@ -299,3 +299,28 @@ def test_open_axes_without_names_that_are_equally_long_hold_the_batch():
         y = runs(model, {"input": x, "state": state})
         expected = 2 * x.T @ (y - t) / size
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def pooled(side):
+    """Three poolings by two: images must have eight pixels a side, and sixteen after a stride."""
+    net = models.Net()
+    x = net.conv("conv", "input", 1, 2, 1, strides=[2, 2])
+    for index in range(3):
+        x = net.op("MaxPool", x, to=f"pool{index}", kernel_shape=[2, 2], strides=[2, 2])
+    x = net.op("GlobalAveragePool", x, to="mean")
+    net.op("Flatten", x, to="output")
+    return net.model({"input": ["batch", 1, side, side]}, {"output": ["batch", 2]})
+
+
+def test_made_up_images_are_as_large_as_pools_need():
+    """ONNX Runtime pools images of one pixel by windows of two without a word."""
+    loaded = load_model(pooled("side"))
+    assert loaded.facts["input"].shape == (2, 1, 32, 32)
+    engine = ke.Engine.from_onnx(pooled("side"), loss="categorical")
+    assert engine.step({"input": floats(3, 1, 24, 24)}, np.zeros(3, int)).loss > 0
+
+
+def test_images_smaller_than_a_window_are_refused_without_advice_on_parameters():
+    with pytest.raises(ke.ModelError, match=r"window of \(2, 2\) pixels on an image") as caught:
+        ke.Engine.from_onnx(pooled(8), loss="categorical")
+    assert "freeze" not in str(caught.value)

@@ -8,7 +8,7 @@ from kfac_engine.autodiff.builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import Sliding, sliding, spread
-from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.errors import ModelError, UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 
@@ -138,7 +138,7 @@ def _refuse_larger(b: Builder, node: Node, window: Sliding) -> None:
     # its own, if the stride is above one. (With a stride of one it fails, as it should.)
     sides = b.sides(node.inputs[0])[2:]
     if any(side <= reach for side, reach in zip(sides, window.reaches, strict=True)):
-        raise UnsupportedOpError(
+        raise ModelError(
             f"{node.op} at node '{node.name}' has a window of {window.kernel} pixels on an image "
             f"of {sides}, for which ONNX defines no output; pass sample_inputs of the real size, "
             f"or larger images."
