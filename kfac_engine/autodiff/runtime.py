@@ -86,6 +86,7 @@ class Session:
             weakref.finalize(self, _close, self._open).atexit = False
 
         self.output_dtypes = array_types(session)
+        self.output_shapes = {output.name: tuple(output.shape) for output in session.get_outputs()}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Evaluate ``outputs``.

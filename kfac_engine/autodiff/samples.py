@@ -3,7 +3,7 @@
 A run hands out shapes; a value itself is handed out where somebody reads it, and released after.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -49,16 +49,30 @@ class SampleRun:
         Raises:
             BackendError: ONNX Runtime refuses the graph.
         """
-        # Results of a graph are kept until a run ends: this session, which has all, never runs.
-        session = self._session(self._graph.nodes, self._computed)
-        known = session.output_dtypes
+        known = self._unrun.output_dtypes
         return {name: known[name] for name in self._computed if name in known}
 
-    def facts(self, feeds: Mapping[str, Array]) -> dict[str, Fact]:
+    def inferred_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of results that ONNX Runtime infers from those of the inputs, without a run."""
+        shapes = {name: self._unrun.output_shapes[name] for name in self.dtypes}
+        # An unknown rank looks like that of a scalar, whose shape has no entries.
+        empty = [name for name, shape in shapes.items() if not shape]
+        ranks = self._measures(empty, self._graph.nodes).output_shapes if empty else {}
+        return {
+            name: shape
+            for name, shape in shapes.items()
+            if all(isinstance(side, int) for side in shape)
+            and (shape or ranks[f"shape of {name}"] == (0,))
+        }
+
+    def facts(
+        self, feeds: Mapping[str, Array], known: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, Fact]:
         """Element type and shape of constants, inputs and results; sequences have none.
 
         Args:
             feeds: One array for each input.
+            known: Results to shapes that need no run.
 
         Returns:
             Name to fact.
@@ -66,16 +80,19 @@ class SampleRun:
         Raises:
             BackendError: An operator failed: the sizes of the feeds do not fit.
         """
-        shapes = tuple(f"shape of {name}" for name in self.dtypes)
-        if shapes not in self._sessions:
-            self._sessions[shapes] = self._session(tuple(self._measured()), shapes)
-        found = self._sessions[shapes].run(shapes, feeds)
-        sides = (tuple(int(side) for side in found[shape]) for shape in shapes)
-        results = zip(self.dtypes.items(), sides, strict=True)
+        shapes = dict(known or {})
+        asked = tuple(name for name in self.dtypes if name not in shapes)
+        if asked:
+            nodes = SubGraph(self._graph, asked).nodes
+            key = tuple(f"shape of {name}" for name in asked)
+            if key not in self._sessions:
+                self._sessions[key] = self._measures(asked, nodes)
+            found = self._sessions[key].run(key, feeds)
+            shapes |= {name: tuple(int(s) for s in found[f"shape of {name}"]) for name in asked}
         return {
             **{name: Fact(array.dtype, array.shape) for name, array in self._constants.items()},
             **{name: Fact(array.dtype, array.shape) for name, array in feeds.items()},
-            **{name: Fact(dtype, shape) for (name, dtype), shape in results},
+            **{name: Fact(dtype, shapes[name]) for name, dtype in self.dtypes.items()},
         }
 
     def values(self, feeds: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
@@ -102,13 +119,19 @@ class SampleRun:
         fed = {entry.name for entry in self._graph.inputs}
         return {name: a for name, a in self._graph.constants.items() if name not in fed}
 
-    def _measured(self) -> Iterator[Node]:
-        """Each node, and at once the shapes of its results: nothing is kept for them."""
-        for node in self._graph.nodes:
-            yield node
-            for name in node.outputs:
-                if name in self.dtypes:
-                    yield Node("Shape", (name,), (f"shape of {name}",))
+    @cached_property
+    def _unrun(self) -> Session:
+        """Has all results, which it would keep until a run ends: for types and shapes alone."""
+        return self._session(self._graph.nodes, self._computed)
+
+    def _measures(self, names: Collection[str], nodes: Iterable[Node]) -> Session:
+        """A session that hands out shapes, each as soon as its value is there."""
+        wanted = set(names)
+        placed: list[Node] = []
+        for node in nodes:
+            found = [name for name in node.outputs if name in wanted]
+            placed += [node, *(Node("Shape", (name,), (f"shape of {name}",)) for name in found)]
+        return self._session(placed, tuple(f"shape of {name}" for name in names))
 
     def _session(self, nodes: Sequence[Node], outputs: Sequence[str]) -> Session:
         model = compact_model(
@@ -178,8 +201,9 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
     Returns:
         Value name to fact.
     """
-    inputs = tuple(Input(name, array.dtype, None) for name, array in feeds.items())
-    return SampleRun(replace(graph, inputs=inputs), "a measuring run").facts(feeds)
+    inputs = tuple(Input(name, array.dtype, array.shape) for name, array in feeds.items())
+    run = SampleRun(replace(graph, inputs=inputs), "a measuring run")
+    return run.facts(feeds, run.inferred_shapes())
 
 
 def sample_batch(
