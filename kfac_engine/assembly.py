@@ -23,7 +23,7 @@ from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.estimator import FisherEstimator
 from kfac_engine.example_gradients import ExampleGradients
 from kfac_engine.factors.base import FisherFactor
-from kfac_engine.graph.load import ModelSource, load_model
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.structure import Node
 from kfac_engine.heads import Head, LossOptions, choose_heads
 from kfac_engine.inspection import refresh_cost
@@ -120,13 +120,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     inputs = options.sample_inputs
     if isinstance(inputs, Mapping):
         inputs = on_host(inputs, backend)
-    loaded = load_model(source)
-    # Told before the model runs, which may take long.
-    if loaded.float_outputs:
-        options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
-    named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
     model = OnnxModel(
-        replace(loaded, graph=replace(loaded.graph, inputs=named)),
+        _loaded(source, options),
         trainable=options.trainable,
         freeze=options.freeze,
         threads=threads,
@@ -156,6 +151,15 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     model.move(placed(place_of(backend)))
     assembly.prepare(estimator)
     return assembly, estimator
+
+
+def _loaded(source: ModelSource, options: EngineOptions) -> LoadedModel:
+    """A model that knows its batch axes; its outputs are chosen before anything runs."""
+    loaded = load_model(source)
+    if loaded.float_outputs:
+        options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
+    named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
+    return replace(loaded, graph=replace(loaded.graph, inputs=named))
 
 
 def register_losses(
