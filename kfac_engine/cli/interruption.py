@@ -29,7 +29,7 @@ _MESSAGES: Mapping[int, str] = {
 # Exit statuses of programs that a signal ended begin here.
 _SIGNAL_STATUS = 128
 # What is left of two seconds is for a busy machine.
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 0.7
 # A progress bar may have left the cursor in the middle of a line, and hidden.
 _RESTORE_TERMINAL = "\r\x1b[2K\x1b[?25h"
 
@@ -39,7 +39,7 @@ class SignalReceived(BaseException):
 
 
 class Interruption:
-    """While it is entered, a signal raises SignalReceived, and ends the process a second later.
+    """While it is entered, a signal raises SignalReceived, and ends the process soon after.
 
     Does nothing in threads other than the main one, where Python has no signals.
 

@@ -150,14 +150,14 @@ def wait_for_handler(process):
 @pytest.mark.parametrize("body", STUCK.values(), ids=STUCK)
 @pytest.mark.parametrize(("number", "status", "line"), ENDINGS.values(), ids=ENDINGS)
 def test_a_signal_ends_a_command_inside(
-    body, number, status, line, start, tmp_path, record_property
+    body, number, status, line, start, tmp_path, record_testsuite_property
 ):
     (tmp_path / "out").write_bytes(b"old")
     process = start("-c", PROGRAM.format(body=body))
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     found, err, seconds = end(process, number)
-    record_property("seconds", seconds)
+    record_testsuite_property("seconds to the end", f"{seconds:.2f}")
     assert (found, err) == (status, line)
     assert seconds < SOON
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"out": b"old"}
@@ -175,7 +175,7 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
-def test_a_signal_ends_each_command(arguments, start, tmp_path, record_property):
+def test_a_signal_ends_each_command(arguments, start, tmp_path, record_testsuite_property):
     onnx.save(models.linear(), tmp_path / "m.onnx")
     np.savez(tmp_path / "y.npz", targets=np.zeros(6, np.int64))
     os.mkfifo(tmp_path / "pipe")  # nobody writes into it: whoever reads it waits
@@ -188,7 +188,7 @@ def test_a_signal_ends_each_command(arguments, start, tmp_path, record_property)
     wait_for_handler(process)
     time.sleep(1)
     status, err, seconds = end(process, signal.SIGTERM)
-    record_property("seconds", seconds)
+    record_testsuite_property("seconds to the end", f"{seconds:.2f}")
     assert (status, err) == (143, "error: terminated.\n")
     assert seconds < SOON
     assert set(tmp_path.iterdir()) == before
