@@ -24,7 +24,7 @@ from kfac_engine.errors import InputError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.graph.files import ModelFiles
 from kfac_engine.reading import check_file
-from kfac_engine.writing import write_file
+from kfac_engine.writing import checked_path, write_file
 
 FORMAT_VERSION = 1
 # What a safetensors file begins with: the length of its header.
@@ -192,7 +192,7 @@ def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
-    check_file(Path(path))
+    check_file(checked_path(path))
     try:
         with safe_open(str(path), framework="numpy") as file:
             header = file.metadata() or {}

@@ -23,7 +23,7 @@ from kfac_engine.checks import (
     check_products,
     checked_gradients,
 )
-from kfac_engine.config import number
+from kfac_engine.config import number, whole
 from kfac_engine.divergence import LossHistory
 from kfac_engine.errors import NotReadyError, UnsupportedError
 from kfac_engine.estimator import FisherEstimator
@@ -47,6 +47,7 @@ from kfac_engine.result import Result
 from kfac_engine.rollback import quiet, undone_on_overflow
 from kfac_engine.scheduler import Plan, Schedule, plan
 from kfac_engine.sealed import Sealed
+from kfac_engine.writing import checked_path
 
 
 class Engine(Sealed):
@@ -256,7 +257,7 @@ class Engine(Sealed):
         Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
         """
         values = {**spread(self._model.ties, self._held[0]), **self._held[1]}
-        location = f"{Path(path).name}.data"
+        location = f"{checked_path(path).name}.data"
         write_model(path, export_files(self._model.loaded, values, location))
 
     def save(self, path: str | Path) -> None:
@@ -312,6 +313,7 @@ class Engine(Sealed):
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Peak memory of a step, known before anything runs."""
+        whole("batch_size", batch_size, least=1)
         return self._footprint.peak(batch_size)
 
     # -- private ----------------------------------------------------------------------------------

@@ -11,15 +11,17 @@ from kfac_engine.blocks.base import FisherBlock, GradsList, uses
 from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.blocks.together import Pairs, Product, multiply_named
 from kfac_engine.collection import LayerCollection, get_default_layer_collection
+from kfac_engine.config import listed, number, texts, whole
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.estimation_modes import MODES, Draws, MatType
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.factors.intake import Intake, LetGo
 from kfac_engine.factors.refresh import refresh
+from kfac_engine.sealed import Sealed
 from kfac_engine.sources import ExampleGradients, Sources, Trace
 
 
-class FisherEstimator:
+class FisherEstimator(Sealed):
     """Estimates the block-diagonal Fisher matrix of a collection and multiplies by it.
 
     Args:
@@ -45,7 +47,6 @@ class FisherEstimator:
             gradient of the batch, as their classes say.
 
     Attributes:
-        damping: λ, read at each refresh.
         params_stats: Per variable, ``Σ_sources gradient / batch_size`` of the last update.
 
     Raises:
@@ -74,14 +75,14 @@ class FisherEstimator:
     ) -> None:
         if compute_params_stats and batch_size is None:
             raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
-        if estimation_mode not in MODES:
-            raise InputError(
-                f"unknown estimation_mode '{estimation_mode}'; choose one of: {', '.join(MODES)}."
-            )
-        if not 0 <= cov_ema_decay <= 1:
-            raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
+        _check_options(variables, cov_ema_decay, exps, estimation_mode)
+        whole("seed", seed, least=0)
+        if batch_size is not None:
+            whole("batch_size", batch_size, least=1)
         if layer_collection is None:
             layer_collection = get_default_layer_collection()
+        if not isinstance(layer_collection, LayerCollection):
+            raise InputError(f"a LayerCollection is needed, got {layer_collection!r}.")
         self.variables = tuple(variables)
         self.damping = damping
         self.name = name
@@ -108,6 +109,19 @@ class FisherEstimator:
             self._instantiate(block, exps, compute_cholesky, compute_cholesky_inverse)
             if examples is not None and isinstance(block, NaiveFullFB):
                 self._sources.alone += block.factors
+        self._sealed = True
+
+    @property
+    def damping(self) -> float:
+        """λ, read at each refresh; can be set."""
+        return self._damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        number("damping", value)
+        if value < 0:
+            raise InputError(f"damping must not be negative, got {value}.")
+        self._damping = value
 
     @property
     def mat_type(self) -> MatType:
@@ -333,6 +347,22 @@ class FisherEstimator:
     def _apply(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
         blocks, backend = self._collection.fisher_blocks, self._collection.backend
         return multiply_named(blocks, vecs_and_vars, product, backend)
+
+
+def _check_options(
+    variables: object, cov_ema_decay: float, exps: object, estimation_mode: object
+) -> None:
+    """Refuse options of a wrong type or outside their range, with an InputError."""
+    if not isinstance(estimation_mode, str) or estimation_mode not in MODES:
+        raise InputError(
+            f"unknown estimation_mode '{estimation_mode}'; choose one of: {', '.join(MODES)}."
+        )
+    texts("variables", variables, "['w', 'b']")
+    for exp in listed("exps", exps, "(-1,)"):
+        number("each of exps", exp)
+    number("cov_ema_decay", cov_ema_decay)
+    if not 0 <= cov_ema_decay <= 1:
+        raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
 
 
 @dataclass(slots=True)

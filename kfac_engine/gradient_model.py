@@ -20,6 +20,7 @@ from kfac_engine.autodiff.examples import with_batch_axes
 from kfac_engine.autodiff.lower import lowered, with_taken_branches
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.checkpoint import write_model
+from kfac_engine.config import texts
 from kfac_engine.errors import InputError, ModelError, UnknownNameError
 from kfac_engine.graph.borders import with_borders
 from kfac_engine.graph.files import declare, model_files, with_constants
@@ -31,6 +32,7 @@ from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.heads import LossOptions, check_real, choose_heads, real_outputs
 from kfac_engine.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.objective import Reduction, check_reduction
+from kfac_engine.writing import checked_path
 
 TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
 Sides: TypeAlias = tuple[int | str | None, ...]
@@ -88,6 +90,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
+    if not isinstance(wrt, str | None):
+        texts("wrt", wrt, "['fc*']")
     loaded = with_taken_branches(load_model(model), sample_inputs)
     narrow = {
         _free(f"{GRADIENT}{name}", loaded.graph): dtype
@@ -114,7 +118,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     result.doc_string = "; ".join(notes_of(left))
     if path is None:
         return with_constants(result, constants)
-    files = model_files(declare(result, constants), constants, f"{Path(path).name}.data")
+    files = model_files(declare(result, constants), constants, f"{checked_path(path).name}.data")
     write_model(path, files)
     return result
 

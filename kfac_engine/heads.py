@@ -8,6 +8,7 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.axes import Axes, Batch, find_batch
 from kfac_engine.autodiff.places import Place
 from kfac_engine.autodiff.samples import open_run, sample_batch
+from kfac_engine.config import flag, listed, number, texts, whole
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.losses import LOSSES
@@ -63,6 +64,28 @@ class LossOptions:
     find_logits: bool = True
     weights: Sequence[float] | None = None
     batch_axes: Axes | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: An option is of a wrong type.
+        """
+        choices = [self.loss] if isinstance(self.loss, str | LossFunction) else self.loss
+        listed_choices = choices if isinstance(choices, list | tuple) and choices else [self.loss]
+        for choice in listed_choices:
+            if not isinstance(choice, str | LossFunction):
+                raise InputError(
+                    f"loss must be a name ({', '.join(LOSSES)}), a loss object such as "
+                    f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {choice!r}."
+                )
+        if not isinstance(self.output, str | None):
+            texts("output", self.output, "['logits']")
+        whole("class_axis", self.class_axis, least=None)
+        flag("find_logits", self.find_logits)
+        if self.weights is not None:
+            for weight in listed("loss_weights", self.weights, "[1.0]"):
+                number("each of loss_weights", weight)
 
     @property
     def choices(self) -> list[LossChoice]:

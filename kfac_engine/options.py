@@ -13,7 +13,6 @@ from kfac_engine.errors import InputError
 from kfac_engine.estimation_modes import MODES
 from kfac_engine.graph.widen import GradientDType
 from kfac_engine.heads import LossChoice, LossOptions
-from kfac_engine.losses import LOSSES, LossFunction
 from kfac_engine.objective import Reduction, check_reduction
 from kfac_engine.scheduler import Schedule
 
@@ -96,7 +95,8 @@ class EngineOptions:
         Raises:
             InputError: An option is outside its range.
         """
-        self._check_losses()
+        check_reduction(self.reduction)
+        self.losses  # noqa: B018 (they check themselves)
         self._check_curvature()
         for name in ("trainable", "freeze"):
             if not isinstance(getattr(self, name), str | None):
@@ -110,6 +110,8 @@ class EngineOptions:
             given = getattr(self, name)
             if not isinstance(given, Mapping | None):
                 raise InputError(f"{name} must be a dictionary, such as {like}, got {given!r:.80}.")
+        for name, axis in (self.batch_axes or {}).items():
+            whole(f"batch_axes['{name}']", axis, least=None)
         if not isinstance(self.backend, str):
             raise InputError(f"backend must be a name, such as 'numpy', got {self.backend!r}.")
 
@@ -126,17 +128,6 @@ class EngineOptions:
         if self.schedule is not None:
             check_schedule(self.schedule)
 
-    def _check_losses(self) -> None:
-        check_losses(self.loss)
-        if not isinstance(self.output, str | None):
-            texts("output", self.output, "['logits']")
-        whole("class_axis", self.class_axis, least=None)
-        flag("find_logits", self.find_logits)
-        if self.loss_weights is not None:
-            for weight in listed("loss_weights", self.loss_weights, "[1.0]"):
-                number("each of loss_weights", weight)
-        check_reduction(self.reduction)
-
     @property
     def losses(self) -> LossOptions:
         """The options that choose the losses."""
@@ -147,27 +138,6 @@ class EngineOptions:
             self.find_logits,
             self.loss_weights,
             self.batch_axes,
-        )
-
-
-def check_losses(loss: object) -> None:
-    """Refuse what is neither a name of a loss nor a loss object, nor a list of them.
-
-    Args:
-        loss: The losses that a user chose.
-
-    Raises:
-        InputError: It is something else.
-    """
-    choices = [loss] if isinstance(loss, str | LossFunction) else loss
-    if isinstance(choices, list | tuple) and choices:
-        wrong = [choice for choice in choices if not isinstance(choice, str | LossFunction)]
-    else:
-        wrong = [loss]
-    if wrong:
-        raise InputError(
-            f"loss must be a name ({', '.join(LOSSES)}), a loss object such as "
-            f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {wrong[0]!r}."
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kfac_engine.config import one_of, whole
+from kfac_engine.config import flag, one_of, whole
 from kfac_engine.registry import Registry
 
 
@@ -42,6 +42,7 @@ class Schedule:
         """
         whole("covariance_every", self.covariance_every, least=1)
         whole("refresh_every", self.refresh_every, least=1)
+        flag("overlap", self.overlap)
         one_of("policy", self.policy, POLICIES)
 
 

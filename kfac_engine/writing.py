@@ -36,6 +36,13 @@ _TEMPORARY: set[Path] = set()
 _CREATION = Lock()
 
 
+def checked_path(path: object) -> Path:
+    """A path from what a caller gives; an InputError where it is none."""
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise InputError(f"{path!r} is no path of a file; give its name.")
+    return Path(path)
+
+
 def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
     """Write a file whole or not at all.
 

@@ -1,6 +1,6 @@
 """Which approximation a layer gets: the one named, that of its linked group, or the default."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kfac_engine._types import Params
 from kfac_engine.approximations import KINDS, accepted
@@ -49,6 +49,8 @@ class ApproximationChoices(Coverage):
             RegistrationError: One of them is linked already, or registered with other parameters.
             InputError: There is none, or one is named twice.
         """
+        if not isinstance(params, Iterable):
+            raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
         group = frozenset(uses(params))
         if not group or len(group) < len(uses(params)):
             raise InputError(f"a group has one or more distinct parameters, got {params!r}.")

@@ -4,7 +4,7 @@
 as a mapping from names to arrays.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from kfac_engine.backend.select import select
 from kfac_engine.blocks.base import FisherBlock, TowerNames, uses
 from kfac_engine.blocks.single import NaiveFullFB
 from kfac_engine.collection.choices import ApproximationChoices
-from kfac_engine.config import CollectionConfig
+from kfac_engine.config import CollectionConfig, whole
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.factors.base import FisherFactor
 from kfac_engine.losses.collection import Reuse, check_reuse
@@ -152,6 +152,8 @@ class BlockRegistry(ApproximationChoices):
             reuse: Whether this is a further tower.
         """
         key = canonical_key(params)
+        if not isinstance(batch_size, str):
+            whole("batch_size", batch_size, least=1)
         approx = self._resolve("generic", approx, key)
         block = row_of("generic", approx).build(self, key)
         found = self._find_or_use(key, block, reuse, ("generic", approx), exact=True)
@@ -207,6 +209,11 @@ class BlockRegistry(ApproximationChoices):
             raise RegistrationError(
                 f"a layer has one parameter, given by its name, or a pair of them; got {key}."
             )
+        for names in tensors:
+            if not all(isinstance(name, str) for name in uses_of(names)):
+                raise RegistrationError(
+                    f"inputs and outputs of {key} must be names of tensors, got {names!r}."
+                )
         approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
         block = self._find_or_use(key, row_of(kind, approx).build(self, form), reuse, row)
@@ -273,6 +280,12 @@ class BlockRegistry(ApproximationChoices):
         self._count_uses(names_of(key), count)
 
 
+def uses_of(names: object) -> tuple[object, ...]:
+    """The names of a tower, whatever a caller gave for them."""
+    listed = isinstance(names, Iterable) and not isinstance(names, str)
+    return tuple(names) if listed else (names,)  # type: ignore[arg-type] # it is iterable
+
+
 def canonical_key(params: Params | Sequence[str]) -> Params:
     """The key of a block.
 
@@ -285,7 +298,8 @@ def canonical_key(params: Params | Sequence[str]) -> Params:
     Raises:
         RegistrationError: There is none, one comes twice, or one is no name.
     """
-    key = params if isinstance(params, str) else tuple(params)
+    given = isinstance(params, str | Iterable)
+    key = params if isinstance(params, str) else tuple(params if given else ())
     names = names_of(key)
     if (
         not all(isinstance(name, str) for name in names)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
+from kfac_engine.config import listed, whole
 from kfac_engine.errors import InputError
 from kfac_engine.layers.ids import Ids
 from kfac_engine.layers.masked import masked
@@ -101,6 +102,9 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     data_format = data_format or last
     if data_format not in (last, first):
         raise InputError(f"data_format is '{data_format}'; choose '{last}' or '{first}'.")
+    if not isinstance(padding, str):
+        for pair in listed("padding", padding, "((1, 1), (1, 1)) or 'SAME'"):
+            listed("each of padding", pair, "(1, 1)")
     packing = Packing(weight_format or f"{spatial}IO", has_bias)
     patches = Patches(
         kernel=packing.kernel(filter_shape),
@@ -168,6 +172,8 @@ def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str)
     axes = len(data_format) - 2
     if entries is None:
         return (1,) * axes
+    for entry in listed(name, entries, str([1] * (axes + 2))):
+        whole(f"each of {name}", entry, least=None)
     found = tuple(int(entry) for entry in entries)
     if len(found) == axes + 2:
         batch_and_channel = found[0], found[data_format.index("C")]

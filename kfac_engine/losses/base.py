@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, prod
+from numbers import Real
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -56,6 +57,10 @@ class PredictiveDistribution(ABC):
     def __init__(
         self, inputs: tuple[str, ...], targets: str | None, seed: int | None, class_axis: int
     ) -> None:
+        if not all(isinstance(name, str) for name in inputs):
+            raise InputError(
+                f"a loss is on outputs given by name, got {', '.join(map(repr, inputs))}."
+            )
         self.inputs = inputs
         self.targets = targets
         self.seed = seed
@@ -357,7 +362,8 @@ class RegisteredLoss:
     coefficient: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.coefficient) and self.coefficient >= 0):
+        real = isinstance(self.coefficient, Real) and isfinite(self.coefficient)
+        if not (real and self.coefficient >= 0):
             raise RegistrationError(
                 f"loss '{self.name}' has the coefficient {self.coefficient}; "
                 f"it must be finite and not negative, or the Fisher matrix is not one."

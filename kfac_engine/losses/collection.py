@@ -109,6 +109,8 @@ class LossCollection:
         """
         self._require_open("a loss")
         check_reuse(reuse)
+        if not isinstance(loss, LossFunction):
+            raise InputError(f"a loss object is needed, got {loss!r}.")
         if reuse is True and name is None:
             raise RegistrationError("reuse=True needs the name of the loss that gets a tower.")
         if reuse is True and loss.seed is not None:

@@ -1,0 +1,289 @@
+"""Careless calls: each gets one clear error that is a ``KfacError`` and names what was wrong."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.data import demo_model, digits
+
+IMAGES, LABELS = digits()
+X, Y = {"image": IMAGES[:8]}, LABELS[:8]
+MODEL = demo_model("mlp")
+LOSS = ke.CategoricalLogitsNegativeLogProbLoss
+
+
+def engine_of(**options):
+    return ke.Engine.from_onnx(MODEL, **{"loss": "categorical", "threads": 1} | options)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = engine_of()
+    engine.step(X, Y)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def gradients(engine):
+    return {name: np.ones_like(array) for name, array in engine.parameters.items()}
+
+
+# Option, its wrong value, what the message says.
+OPTIONS = [
+    ("exps", -1, "exps must be a list"),
+    ("exps", None, "exps must be a list"),
+    ("exps", (), "exps must name one power"),
+    ("exps", ("-1",), "each of exps must be a finite number"),
+    ("exps", (float("nan"),), "each of exps must be a finite number"),
+    ("loss", None, "loss must be a name"),
+    ("loss", LOSS, "loss must be a name"),
+    ("loss", 3, "loss must be a name"),
+    ("loss", [], "loss must be a name"),
+    ("loss", [None], "loss must be a name"),
+    ("loss", "hinge", "unknown loss 'hinge'"),
+    ("output", 3, "output must be a list"),
+    ("output", [3], "output must be a list of names"),
+    ("class_axis", "1", "class_axis must be a whole number"),
+    ("class_axis", None, "class_axis must be a whole number"),
+    ("class_axis", 0.5, "class_axis must be a whole number"),
+    ("find_logits", "no", "find_logits must be True or False"),
+    ("loss_weights", 1, "loss_weights must be a list"),
+    ("loss_weights", ["1"], "each of loss_weights must be a finite number"),
+    ("loss_weights", [-1.0], "coefficient"),
+    ("reduction", None, "unknown reduction"),
+    ("reduction", ["mean"], "unknown reduction"),
+    ("trainable", 3, "trainable must be a list"),
+    ("trainable", [3], "trainable must be a list of names"),
+    ("trainable", ["nothing*"], "nothing"),
+    ("freeze", 3, "freeze must be a list"),
+    ("damping", "1e-3", "damping must be a finite number"),
+    ("damping", None, "damping must be a finite number"),
+    ("damping", [1e-3], "damping must be a finite number"),
+    ("damping", 0, "damping must be a positive number"),
+    ("damping", True, "damping must be a finite number"),
+    ("damping", 1j, "damping must be a finite number"),
+    ("ema_decay", "0.9", "ema_decay must be a finite number"),
+    ("ema_decay", 1.0, "ema_decay must lie in"),
+    ("estimation_mode", None, "estimation_mode must be one of"),
+    ("estimation_mode", ["exact"], "estimation_mode must be one of"),
+    ("estimation_mode", "exakt", "estimation_mode must be one of"),
+    ("approximations", "kron", "approximations must be a dictionary"),
+    ("approximations", ["kron"], "approximations must be a dictionary"),
+    ("approximations", {"dense": "kron"}, "unknown kind of layer 'dense'"),
+    ("approximations", {"fully_connected": None}, "not a valid approximation"),
+    ("approximations", {"fully_connected": ["kron"]}, "not a valid approximation"),
+    ("schedule", "round_robin", "schedule must be a kfac_engine.Schedule"),
+    ("schedule", 3, "schedule must be a kfac_engine.Schedule"),
+    ("schedule", ke.Schedule, "schedule must be a kfac_engine.Schedule"),
+    ("threads", "2", "threads must be a whole number"),
+    ("threads", 0, "threads must be a whole number"),
+    ("threads", 1.5, "threads must be a whole number"),
+    ("scratch_bytes", "1", "scratch_bytes must be a whole number"),
+    ("backend", None, "backend must be a name"),
+    ("backend", "torch", "backend"),
+    ("seed", -1, "seed must be a whole number"),
+    ("seed", None, "seed must be a whole number"),
+    ("seed", "0", "seed must be a whole number"),
+    ("sample_inputs", IMAGES[:2], "sample_inputs must be a dictionary"),
+    ("gradient_dtype", None, "gradient_dtype"),
+    ("gradient_dtype", np.float32, "gradient_dtype"),
+    ("tie_weights", 1, "tie_weights must be True or False"),
+    ("batch_axes", 1, "batch_axes must be a dictionary"),
+    ("batch_axes", {"image": "0"}, "batch_axes"),
+    ("batch_axes", {"image": 9}, "batch_axes"),
+    ("batch_axes", {"other": 0}, "batch_axes"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OPTIONS)
+def test_a_wrong_option_is_told_by_the_engine_and_by_precondition(name, value, message):
+    with pytest.raises(ke.KfacError, match=message):
+        engine_of(**{name: value})
+    options = {"loss": "categorical", "threads": 1} | {name: value}
+    with pytest.raises(ke.KfacError, match=message):
+        ke.precondition(MODEL, X, Y, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name, value, _ in OPTIONS
+        if name in ("output", "class_axis", "find_logits", "loss_weights", "reduction", "loss")
+        and not (name == "loss" and value is None)
+        and value != [-1.0]  # a gradient may be that of a difference
+    ]
+    + [
+        ("wrt", 3),
+        ("wrt", []),
+        ("wrt", [3]),
+        ("sample_inputs", IMAGES[:2]),
+        ("gradient_dtype", None),
+        ("path", ""),
+        ("path", 3),
+    ],
+)
+def test_a_wrong_option_is_told_by_differentiate(name, value):
+    options = {"loss": "categorical"} | {name: value}
+    with pytest.raises(ke.KfacError):
+        ke.differentiate(MODEL, **options)
+
+
+@pytest.mark.parametrize("model", [None, 3, [], {}, b"", "", "nowhere.onnx", Path(), 1.5, object()])
+def test_what_is_no_model_is_told(model):
+    for call in (
+        lambda: ke.Engine.from_onnx(model, loss="categorical"),
+        lambda: ke.differentiate(model, "categorical"),
+        lambda: ke.load_model(model),
+    ):
+        with pytest.raises(ke.KfacError):
+            call()
+
+
+RAGGED = [[1.0], [1.0, 2.0]]
+MASKED = np.ma.masked_array(np.ones((8, 64), np.float32), mask=True)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [None, 3, "image", [X], IMAGES[:8], {}, {"x": IMAGES[:8]}, {"image": None}, {"image": "text"},
+     {"image": RAGGED}, {"image": MASKED}, {"image": object()}, {"image": {}},
+     {"image": np.array(["a"] * 8)}, {"image": IMAGES[:0]}, {3: IMAGES[:8]}, {"image": 1.0}],
+    ids=repr,
+)  # fmt: skip
+def test_wrong_inputs_are_told(engine, inputs):
+    for call in (engine.step, engine.gradients, engine.observe):
+        with pytest.raises(ke.KfacError):
+            call(inputs, Y)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [None, "text", 3, object(), Y[:5], Y.astype(float), {"nothing": Y}, RAGGED, [None] * 8,
+     np.ma.masked_array(Y, mask=True), Y + 100, -Y - 1, np.array(["a"] * 8)],
+    ids=repr,
+)  # fmt: skip
+def test_wrong_targets_are_told(engine, targets):
+    for call in (engine.step, engine.gradients):
+        with pytest.raises(ke.KfacError):
+            call(X, targets)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [None, 3, "text", RAGGED, object(), [], {}, np.array(["a"]), MASKED, np.ones(3), 1j,
+     np.array([object()])],
+    ids=repr,
+)  # fmt: skip
+def test_wrong_gradients_and_parameters_are_told(engine, gradients, change):
+    for call in (engine.precondition, engine.set_parameters):
+        with pytest.raises(ke.KfacError):
+            call(gradients | {"dense1.bias": change})
+        with pytest.raises(ke.KfacError):
+            call({"nothing": np.ones(3)})
+        if not isinstance(change, dict):
+            with pytest.raises(ke.KfacError):
+                call(change)
+
+
+@pytest.mark.parametrize("exp", ["-1", None, [-1], 7, float("nan"), 1j])
+def test_a_wrong_power_is_told(engine, gradients, exp):
+    with pytest.raises(ke.KfacError):
+        engine.precondition(gradients, exp=exp)
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "nowhere/s.safetensors", "a\0b"])
+def test_a_wrong_path_is_told(engine, path):
+    for call in (engine.save, engine.load, engine.export):
+        with pytest.raises(ke.KfacError):
+            call(path)
+
+
+@pytest.mark.parametrize("size", [0, -1, "8", None, 1.5])
+def test_a_wrong_batch_size_is_told(engine, size):
+    with pytest.raises(ke.KfacError):
+        engine.memory(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("covariance_every", 0), ("refresh_every", "1"), ("policy", None), ("policy", ["balanced"]),
+     ("policy", "never"), ("overlap", "yes")],
+)  # fmt: skip
+def test_a_wrong_schedule_is_told(name, value):
+    with pytest.raises(ke.InputError, match=name):
+        ke.Schedule(**{name: value})
+
+
+# -- the level of the specification ----------------------------------------------------------------
+
+SHAPES = {"w": (4, 3), "b": (3,), "x": (8, 4), "s": (8, 3), "k": (3, 3, 2, 4), "i": (8, 5, 5, 2)}
+
+
+def collection(**options):
+    return ke.LayerCollection(graph=SHAPES, **options)
+
+
+REGISTRATIONS = {
+    "no parameters": lambda lc: lc.register_fully_connected(None, "x", "s"),
+    "a number of parameters": lambda lc: lc.register_fully_connected(3, "x", "s"),
+    "an unknown parameter": lambda lc: lc.register_conv2d("q", [1] * 4, "SAME", "i", "o"),
+    "inputs without a name": lambda lc: lc.register_fully_connected("w", None, "s"),
+    "outputs without a name": lambda lc: lc.register_fully_connected("w", "x", 3),
+    "an approximation that is a number": lambda lc: lc.register_fully_connected(
+        "w", "x", "s", approx=3
+    ),
+    "an approximation that is a list": lambda lc: lc.register_fully_connected(
+        "w", "x", "s", approx=["kron"]
+    ),
+    "an unknown layout": lambda lc: lc.register_fully_connected("w", "x", "s", weight_format="ab"),
+    "reuse that is a word": lambda lc: lc.register_fully_connected("w", "x", "s", reuse="yes"),
+    "strides that are a number": lambda lc: lc.register_conv2d("k", 1, "SAME", "i", "o"),
+    "strides that are words": lambda lc: lc.register_conv2d("k", ["a"] * 4, "SAME", "i", "o"),
+    "padding that is a number": lambda lc: lc.register_conv2d("k", [1] * 4, 3, "i", "o"),
+    "padding that is unknown": lambda lc: lc.register_conv2d("k", [1] * 4, "HALF", "i", "o"),
+    "a batch that is nothing": lambda lc: lc.register_generic("w", None),
+    "a batch of none": lambda lc: lc.register_generic("w", 0),
+    "a default that is unknown": lambda lc: lc.set_default_approximation("conv2d", None),
+    "a kind that is unknown": lambda lc: lc.set_default_approximation(None, "kron"),
+    "a loss of a wrong class": lambda lc: lc.register_loss_function(3, "x", "loss"),
+    "logits without a name": lambda lc: lc.register_categorical_predictive_distribution(3),
+    "a weight that is a word": lambda lc: lc.register_categorical_predictive_distribution(
+        "z", coeff="1"
+    ),
+    "linked nothing": lambda lc: lc.define_linked_parameters(None),
+}
+
+
+@pytest.mark.parametrize("call", REGISTRATIONS)
+def test_a_careless_registration_is_told(call):
+    with pytest.raises(ke.KfacError):
+        REGISTRATIONS[call](collection())
+
+
+def estimator(**options):
+    lc = collection()
+    lc.register_categorical_predictive_distribution("s", targets="t", name="loss")
+    lc.register_fully_connected(("w", "b"), "x", "s")
+    given = {"variables": ("w", "b"), "cov_ema_decay": 0.9, "damping": 0.1, "layer_collection": lc}
+    return ke.FisherEstimator(**given | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("variables", None), ("variables", ("w",)), ("variables", 3), ("cov_ema_decay", "0.9"),
+     ("cov_ema_decay", None), ("cov_ema_decay", 2), ("damping", None), ("damping", "1"),
+     ("damping", -1.0), ("exps", -1), ("exps", ("a",)), ("exps", None), ("estimation_mode", None),
+     ("estimation_mode", ["exact"]), ("layer_collection", 3), ("batch_size", "8"), ("seed", -1),
+     ("seed", "0")],
+)  # fmt: skip
+def test_a_careless_estimator_is_told(name, value):
+    with pytest.raises(ke.KfacError):
+        estimator(**{name: value})
+
+
+def test_an_estimator_takes_no_unknown_attribute():
+    with pytest.raises(ke.UnknownAttributeError, match="did you mean 'damping'"):
+        estimator().dampin = 3
