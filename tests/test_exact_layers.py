@@ -38,6 +38,14 @@ def one_of(*values):
     return build
 
 
+def one_hot_along_the_middle(net):
+    """Ones lie along the axis before the last: what meets the weight are positions."""
+    depth = net.constant("depth", np.array(models.VOCABULARY))
+    known = net.constant("values", np.array([0, 1], np.float32))
+    hot = net.op("OneHot", "input", depth, known, to="hot", axis=1)
+    return net.op("MatMul", hot, net.weight("w", 4, WIDTH), to="y")
+
+
 def embedding(net):
     return net.op("Gather", net.weight("w", models.VOCABULARY, WIDTH), "input", to="y")
 
@@ -103,6 +111,11 @@ CASES = {
     "one-hot": (one_of(0, 1), _IDS, {("w",): "embedding"}),
     "zero or three": (one_of(0, 3), _IDS, {("w",): "fully_connected"}),
     "one-cold": (one_of(1, 0), _IDS, {("w",): "fully_connected"}),
+    "one-hot along the middle": (
+        one_hot_along_the_middle,
+        _SENTENCES,
+        {("w",): "fully_connected"},
+    ),
     "uses": (two_uses, (BATCH, WIDTH), {("w", "b"): "fully_connected_multi"}),
     "time first": (time_first, (2, BATCH, WIDTH), {("w",): "fully_connected"}),
     "normalization": (

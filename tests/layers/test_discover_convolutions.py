@@ -101,3 +101,12 @@ def test_a_convolution_in_groups_has_a_pair_of_factors_for_each(name):
         np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
         block[where, where] = 0
     assert not block.any()
+
+
+def test_a_transposed_convolution_in_groups_is_generic_with_a_reason():
+    net = models.Net()
+    net.op("ConvTranspose", "input", net.weight("w", 4, 3, 2, 2), to="output", group=2)
+    proto = net.model({"input": ["batch", 4, 3, 3]}, {"output": ["batch", 6, 4, 4]})
+    (layer,) = ke.Engine.from_onnx(proto, loss="normal").layers
+    assert layer.kind == "generic"
+    assert layer.reason == "transposed convolution over 2 axes in 2 group(s)"

@@ -33,6 +33,14 @@ def layer_normalization_over_two_axes(net):
     return lambda x: standardised(x, (-2, -1))
 
 
+def shift_used_elsewhere(net):
+    """The shift is read by a later product as well: it is no part of the layer."""
+    operands = net.positive("scale", 3), net.weight("shift", 3)
+    y = net.op("LayerNormalization", "input", *operands, to="y", epsilon=EPSILON)
+    net.op("Mul", y, "shift", to="y2")
+    return lambda x: standardised(x, -1)
+
+
 def instance_normalization(net):
     scale, shift = net.positive("scale", 4), net.weight("shift", 4)
     net.op("InstanceNormalization", "input", scale, shift, to="y", epsilon=EPSILON)
@@ -88,6 +96,7 @@ def shared_sum(net):
 CASES = {
     "LayerNormalization": (layer_normalization, ("scale", "shift"), (1,), (1,)),
     "LayerNormalization_two_axes": (layer_normalization_over_two_axes, ("scale",), (), None),
+    "shift_used_elsewhere": (shift_used_elsewhere, ("scale",), (1,), None),
     "InstanceNormalization": (instance_normalization, ("scale", "shift"), (2,), (2,)),
     "BatchNormalization": (batch_normalization, ("scale", "shift"), (2,), (2,)),
     "product_and_sum": (product_and_sum, ("scale", "shift"), (1,), (2,)),

@@ -345,3 +345,14 @@ def test_values_of_the_file_keep_their_names_and_numbers():
     expected = oracle.evaluate(oracle.to_float64(model), feeds, *values)
     for name, wanted in zip(values, expected, strict=True):
         np.testing.assert_allclose(trace[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_bias_of_more_axes_than_the_result_is_none():
+    """It gives the result a new first axis, along which there are no examples."""
+    net = models.Net()
+    product = net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
+    wide = net.op("Add", product, net.weight("b", 1, 1, 3), to="wide")
+    net.op("Squeeze", wide, net.constant("axis", np.array([0])), to="output")
+    proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
+    layers = ke.Engine.from_onnx(proto, loss="normal").layers
+    assert ("w",) in [layer.parameters for layer in layers]
