@@ -214,7 +214,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
         Parameter name to gradient.
 
     Raises:
-        InputError: The file is missing or broken, or holds no gradient.
+        InputError: The file is missing or broken, or holds no gradient, or two of one parameter.
         UnknownNameError: A key names no parameter.
     """
     from safetensors import SafetensorError
@@ -233,6 +233,11 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
         if name not in known:
             raise UnknownNameError(
                 f"'{key}' in '{path}' is no trainable parameter; they are: {', '.join(known)}."
+            )
+        if name in gradients:
+            raise InputError(
+                f"'{path}' holds two gradients of '{name}', under '{name}' and '{GRADIENT}{name}'; "
+                f"leave one out."
             )
         gradients[name] = array
     if not gradients:

@@ -150,3 +150,11 @@ def test_a_lone_array_does_as_input_and_as_targets(form, folder):
     arguments = ["--inputs", f"x.{form}", "--targets", "y.npy", "-o", "out.safetensors"]
     assert main(["precondition", "model.onnx", *arguments]) == 0
     assert_close(written("gradient"), Truth().gradient)
+
+
+def test_gradients_under_both_spellings_are_refused(folder, capsys):
+    one = np.ones((4, 3), np.float32)
+    both = {"fc.weight": one, "gradient/fc.weight": 2 * one, "fc.bias": one[0]}
+    save_file(both, "g.safetensors")
+    assert run("--gradients", "g.safetensors") == 2
+    assert "holds two gradients of 'fc.weight'" in capsys.readouterr().err
