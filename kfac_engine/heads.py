@@ -256,12 +256,12 @@ def _check_place(head: Head, facts: Mapping[str, Fact], place: Place | None) -> 
         raise ShapeError(
             f"'{head.output}' has shape {shape} whatever the number of examples, so no loss of "
             f"each example can be put on it; choose an output with one prediction an example, or "
-            f"name the axis of the examples in the inputs with batch_axes."
+            f"name the axis of the examples in the inputs with batch_axes (--batch-axis)."
         )
     require_class_axis(head.output, shape, axis)
     if len(shape) > 1 and axis % len(shape) == place.axis:
         raise ShapeError(
             f"class_axis={axis} is the axis of '{head.output}' (shape {shape} in a sample run) "
             f"that holds the examples; give another class axis, or name the axis of the examples "
-            f"in the inputs with batch_axes."
+            f"in the inputs with batch_axes (--batch-axis)."
         )

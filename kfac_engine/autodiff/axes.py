@@ -54,7 +54,7 @@ class Batch:
         """The doubt in a sentence."""
         return self.doubt and (
             f"the examples are taken to lie along {_spelled(self.inputs)}, but {self.doubt}; if "
-            f"they lie elsewhere, name their axis with batch_axes"
+            f"they lie elsewhere, name their axis with batch_axes (--batch-axis)"
         )
 
 
@@ -166,7 +166,7 @@ class _Probe:
         fixed = _declared(self._graph, axes) or (
             f"the model fixes its batch of {size} inside, by a Reshape, or by a recurrence that is "
             f"unrolled along {where}; export it with an open batch axis, or name the axis of the "
-            f"examples with batch_axes"
+            f"examples with batch_axes (--batch-axis)"
         )
         batch = Batch(size, axes, {}, fixed)
         computed = of_data(self._graph)

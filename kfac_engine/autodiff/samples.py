@@ -182,8 +182,8 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         return ran[0]
     if inputs is None:
         raise ModelError(
-            f"the model could not be run on made-up inputs; give it a real batch: sample_inputs, "
-            f"or --inputs on the command line. {failures[0]}"
+            f"the model could not be run on made-up inputs; pass sample_inputs, a real batch. "
+            f"{failures[0]}"
         )
     differing = "; ".join(disagreements(graph, inputs))
     raise ModelError(
@@ -257,8 +257,7 @@ def _made_up(entry: Input, first: int, other: int, symbols: dict[str, int]) -> A
     """Small positive numbers, zeros for indices, True for masks: legal for nearly all operators."""
     if entry.shape is None:
         raise ModelError(
-            f"input '{entry.name}' declares no shape; give the model a real batch: sample_inputs, "
-            f"or --inputs on the command line."
+            f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."
         )
     sides = []
     for axis, side in enumerate(entry.shape):
