@@ -99,7 +99,7 @@ def _is_geometric(array: Array) -> bool:
     if max(array.shape) != array.size:
         return False
     values = array.reshape(-1).astype(np.float64)
-    if not (values > 0).all():
+    if not ((values > 0) & np.isfinite(values)).all():
         return False
     steps = np.diff(np.log(values))
     return bool(abs(steps[0]) > _ROUNDING and np.ptp(steps) < 1e-3 * abs(steps[0]))
@@ -132,7 +132,8 @@ def _some_squares(array: Array) -> Array:
 
 def _cells(squares: Array) -> _Cells:
     """Cells as wide as the range of partners: that meets two cells at most."""
-    return tuple((squares // (2 * _ROUNDING)).tolist())
+    with np.errstate(invalid="ignore"):  # of infinities, which have no partners
+        return tuple((squares // (2 * _ROUNDING)).tolist())
 
 
 def _is_circular(a: Array, b: Array) -> bool:

@@ -226,12 +226,15 @@ NOT_FINITE = {
     "gathered": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Add (g, w)", [[0.0], [-np.inf]]),
     "chosen": ("m = IsNaN (x)  h = Where (m, c, x)  y = Mul (h, w)", [np.nan] * 3),
     "added": ("h = Add (x, c)  y = Mul (h, w)", [0.0, np.nan, 0.0]),
+    "matrix": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Mul (g, w)",
+               [[-np.inf] * 3, [0.3, 0.4, np.inf], [0.5, 0.6, np.nan]]),
+    "series": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Mul (g, w)", [np.inf] * 5),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "values"), NOT_FINITE.values(), ids=NOT_FINITE)
 def test_constants_that_are_not_finite_are_no_parameters(body: str, values) -> None:
-    graph = graph_of(body, c=values, w=[1.0, 2.0, 3.0])
+    graph = graph_of(body, c=values, w=[1.0, 2.0, 3.5])
     assert "c" not in trainable_parameters(graph)
     with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity .*freeze"):
         trainable_parameters(graph, ["c"])
