@@ -6,7 +6,7 @@ from math import prod
 
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.approximations import KINDS, LARGEST_FULL_SIDE, row
-from kfac_engine.autodiff.activity import behind_jumps, no_slope, notes_of, nothing_to_train
+from kfac_engine.autodiff.activity import ZERO, behind_jumps, no_slope, notes_of, nothing_to_train
 from kfac_engine.autodiff.axes import Batch
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.examples import with_batch_axes
@@ -86,7 +86,9 @@ class Assembly:
     @property
     def notes(self) -> tuple[str, ...]:
         """What losses read in place of outputs, and which parameters have no derivative."""
-        return (*self.task.notes, *notes_of(self.model.left_out))
+        zero = (layer for layer in self.found.layers if layer.reason.startswith(ZERO))
+        told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
+        return (*self.task.notes, *notes_of(self.model.left_out), *told)
 
     def prepare(self, estimator: FisherEstimator) -> None:
         """Have every forward pass bring what losses and statistics read."""

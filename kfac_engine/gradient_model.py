@@ -13,7 +13,13 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.autodiff.activity import left_out, notes_of, nothing_to_train
+from kfac_engine.autodiff.activity import (
+    behind_jumps,
+    left_out,
+    notes_of,
+    nothing_to_train,
+    zero_notes,
+)
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.examples import with_batch_axes
@@ -115,7 +121,9 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         raise ModelError(none if wrt else nothing_to_train(graph.name, [value], left))
     stored = {**loaded.stored, **narrow}
     result, constants = _written(graph, facts, backward, (value, sides), names, stored)
-    result.doc_string = "; ".join(notes_of(left))
+    zero = [name for name in names if name not in backward.gradients]
+    jumps = behind_jumps(graph, facts, [value], zero)
+    result.doc_string = "; ".join((*notes_of(left), *zero_notes(jumps)))
     if path is None:
         return with_constants(result, constants)
     files = model_files(declare(result, constants), constants, f"{checked_path(path).name}.data")

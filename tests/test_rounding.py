@@ -142,9 +142,15 @@ def test_a_parameter_that_jumps_hide_is_left_out_with_a_note(op: str) -> None:
 @pytest.mark.parametrize("op", JUMPS)
 def test_a_zero_that_was_asked_for_is_explained(op: str) -> None:
     text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
-    engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical", trainable="[bc]")
+    model = parser.parse_model(text)
+    engine = ke.Engine.from_onnx(model, loss="categorical", trainable="[bc]")
     reasons = {layer.parameters[0]: layer.reason for layer in engine.layers}
     assert f"behind a jump ({op} node" in reasons["b"]
+    result = engine.gradients(models.random_inputs(model), np.zeros(3, int))
+    assert not result.gradients["b"].any()
+    file = ke.differentiate(model, loss="categorical", wrt=["b", "c"])
+    for told in ("; ".join(result.notes), file.doc_string):
+        assert f"'b' is without a gradient but zero, behind a jump ({op} node" in told
 
 
 def test_a_jump_beside_a_smooth_path_leaves_a_parameter_trainable() -> None:

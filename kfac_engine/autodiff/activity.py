@@ -10,6 +10,8 @@ from kfac_engine.graph.bodies import operators_inside
 from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Fact, Graph, Node
 
+ZERO = "without a gradient but zero"
+
 _CASTS = frozenset({"Cast", "CastLike"})
 # Numbers of so few bits stand for rounded ones; longer ones are indices and counts.
 _COARSE = frozenset({"int8", "uint8"})
@@ -178,7 +180,12 @@ def left_out(
 
 def no_slope(jump: Node) -> str:
     """What a parameter is that reaches an output through a jump alone."""
-    return f"without a gradient but zero, behind a jump ({_described(jump)})"
+    return f"{ZERO}, behind a jump ({_described(jump)})"
+
+
+def zero_notes(jumps: Mapping[str, Node]) -> tuple[str, ...]:
+    """What ``behind_jumps`` found of parameters that are trained, a sentence each."""
+    return tuple(f"'{name}' is {no_slope(node)}" for name, node in jumps.items())
 
 
 def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class SampleRun:
             key = tuple(f"shape of {name}" for name in asked)
             if key not in self._sessions:
                 self._sessions[key] = self._measures(asked, nodes)
-            found = self._sessions[key].run(key, feeds)
+            found = self._sessions[key].run(key, self._spared(feeds))
             shapes |= {name: tuple(int(s) for s in found[f"shape of {name}"]) for name in asked}
         return {
             **{name: Fact(array.dtype, array.shape) for name, array in self._constants.items()},
@@ -108,7 +108,13 @@ class SampleRun:
         asked = tuple(name for name in names if name not in feeds)
         if asked not in self._sessions:
             self._sessions[asked] = self._session(SubGraph(self._graph, asked).nodes, asked)
-        return {**self._sessions[asked].run(asked, feeds), **feeds}
+        return {**self._sessions[asked].run(asked, self._spared(feeds)), **feeds}
+
+    def _spared(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The feeds, with copies of running statistics: ONNX Runtime 1.32 writes into those."""
+        norms = (node for node in self._graph.nodes if node.op == "BatchNormalization")
+        written = {name for node in norms for name in node.inputs[3:]}
+        return {name: a.copy() if name in written else a for name, a in feeds.items()}
 
     @cached_property
     def _computed(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import numpy as np
 import onnxruntime
 import pytest
+from onnx import parser
 
 import kfac_engine as ke
 from kfac_engine.autodiff.axes import find_batch
@@ -324,3 +325,20 @@ def test_images_smaller_than_a_window_are_refused_without_advice_on_parameters()
     with pytest.raises(ke.ModelError, match=r"window of \(2, 2\) pixels on an image") as caught:
         ke.Engine.from_onnx(pooled(8), loss="categorical")
     assert "freeze" not in str(caught.value)
+
+
+def test_a_sample_run_writes_into_no_array_of_the_user():
+    """The training form of a normalization, whose running statistics are inputs."""
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]>
+        m (float[n,3] x, float[3] mean, float[3] var) => (float[n,3] y)
+        <float[3] s = {1, 2, 3}, float[3] b = {0, 1, 2}> {
+          y, mean_out, var_out = BatchNormalization <training_mode = 1> (x, s, b, mean, var)
+        }"""
+    )
+    inputs = {"x": floats(5, 3), "mean": floats(3), "var": np.abs(floats(3))}
+    before = {name: array.copy() for name, array in inputs.items()}
+    engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
+    assert engine.losses
+    for name, array in before.items():
+        np.testing.assert_array_equal(inputs[name], array)
