@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from threading import current_thread, main_thread
 from typing import TypeVar
 
 import numpy as np
@@ -20,8 +19,9 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from kfac_engine._types import Array, DType
-from kfac_engine.errors import BackendError
+from kfac_engine.errors import BackendError, KfacError, ModelError
 from kfac_engine.graph.compact import CompactModel, compact_model
+from kfac_engine.graph.limits import MOST_SECONDS
 from kfac_engine.graph.structure import Input, Node
 
 _T = TypeVar("_T")
@@ -146,6 +146,8 @@ class Session:
         """The result of a run."""
         try:
             return interruptible(call) if self._once else call(None)
+        except KfacError:  # a ValueError, too
+            raise
         except FAILURES as failure:
             raise BackendError(
                 f"ONNX Runtime failed in {self._what}: {reason(failure)}"
@@ -160,24 +162,30 @@ class Session:
 
 
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
-    """The result of a run that Ctrl-C ends: models may hold loops without an end.
+    """The result of a run that Ctrl-C and a time limit end: a model may hold a loop without an end.
 
     Args:
         call: Runs a session with these options.
 
     Returns:
-        What ``call`` returns. In the main thread, where Ctrl-C comes in, another one calls it.
+        What ``call`` returns; another thread calls it.
+
+    Raises:
+        ModelError: The run took too long.
     """
     options = ort.RunOptions()
-    if current_thread() is not main_thread():
-        return call(options)
     with ThreadPoolExecutor(1) as other:
         result = other.submit(call, options)
         try:
-            return result.result()
-        except BaseException:
+            return result.result(MOST_SECONDS)
+        except BaseException as failure:
             options.terminate = True
-            raise
+            if not isinstance(failure, TimeoutError):
+                raise
+            raise ModelError(
+                f"a sample run did not end within {MOST_SECONDS} s; the model may hold a Loop "
+                f"without an end."
+            ) from None
 
 
 def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> ort.SessionOptions:

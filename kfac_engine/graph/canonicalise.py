@@ -12,6 +12,7 @@ from onnx import checker, defs, helper, inliner, shape_inference, version_conver
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.bodies import refuse_unfit_bodies
+from kfac_engine.graph.expansions import check_functions
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.order import all_nodes, describe
 from kfac_engine.graph.tensors import to_array
@@ -78,6 +79,7 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not model.functions:
         return model
+    check_functions(model)
     called = onnx.ModelProto()
     called.CopyFrom(model)
     _spell_out_defaults(called)

@@ -28,6 +28,7 @@ from kfac_engine.graph.canonicalise import (
     upgrade,
 )
 from kfac_engine.graph.constants import lift_constants
+from kfac_engine.graph.expansions import check_sizes
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.newer import executable
 from kfac_engine.graph.nodes import canonical_nodes
@@ -203,6 +204,7 @@ def _canonical(
     sort_nodes(working.graph)
     filled = lift_constants(working.graph, constants)
     inner = hoist_weights(working.graph, constants)
+    check_sizes(working.graph, constants)
     _declare_constants(working.graph, constants)
     check_nodes(working)
     working = executable(working)

@@ -1,6 +1,7 @@
 """Protobuf tensors as read-only NumPy arrays, wherever their bytes lie."""
 
 from collections.abc import Iterable, Iterator
+from math import prod
 
 import numpy as np
 import onnx
@@ -9,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.external import ExternalData
+from kfac_engine.graph.limits import MOST_ENTRIES
 from kfac_engine.graph.order import all_nodes
 
 # Element types of real numbers.
@@ -85,6 +87,11 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
     """
     number = np.zeros((), np.float32) if value is None else np.asarray(value)
     sides = np.ravel(shape).tolist()
+    if prod(sides) > MOST_ENTRIES:
+        raise ModelError(
+            f"{what} has the shape {sides}, {prod(sides) * number.itemsize / 1e9:.3g} GB; at most "
+            f"{MOST_ENTRIES} entries can be made."
+        )
     try:
         return np.broadcast_to(number.reshape(()), sides)
     except (ValueError, TypeError) as failure:

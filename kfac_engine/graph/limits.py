@@ -1,0 +1,10 @@
+"""How much a model may ask for in a few bytes: whatever asks for more is refused before it runs."""
+
+# Nodes of a model whose functions are inlined.
+MOST_NODES = 1_000_000
+# Iterations of a Loop with a constant trip count, times those of the loops around it.
+MOST_TRIPS = 1_000_000
+# Entries of a value whose size is written in the file: 16 GiB in float32.
+MOST_ENTRIES = 2**32
+# Of a run that finds types and shapes: a loop that data ends may never end.
+MOST_SECONDS = 600
