@@ -29,7 +29,7 @@ EXPORTERS_READY := $(EXPORTERS)/.ready
 GPU := .venv-gpu
 GPU_READY := $(GPU)/.ready
 GPU_EXTRA ?= cuda13
-GPU_RUNTIME_cuda13 := onnxruntime-gpu[cuda,cudnn]>=1.28
+GPU_RUNTIME_cuda13 := onnxruntime-gpu[cuda,cudnn]>=1.31
 GPU_RUNTIME_cuda12 := onnxruntime-gpu[cuda,cudnn]==1.26.*
 # Where to find the CPU build of torch, if the package index has only that for CUDA.
 TORCH_INDEX ?=
