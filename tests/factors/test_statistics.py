@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import (
@@ -362,3 +363,20 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_moves(statistic, va
     assert isinstance(caught.value, ke.KfacError)
     assert factor.arrays() == {}
     assert factor.average.weight == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "says"),
+    [
+        ((4, 5), ShapeError, r"has shape \(3, 3\), this batch gives \(5, 5\)"),
+        ((0, 3), InputError, "holds no example"),
+    ],
+    ids=["other features", "no example"],
+)
+def test_a_batch_that_does_not_fit_an_average_is_refused(shape, error, says):
+    factor = DenseSquareMatrixFactor(KroneckerMoment(((("x",),),), Rows()))
+    factor.update({"x": draw(4, 3)}, 0.9)
+    before = factor.average.value.copy()
+    with pytest.raises(error, match=says):
+        factor.check({"x": np.zeros(shape)})
+    np.testing.assert_array_equal(factor.average.value, before)

@@ -356,3 +356,12 @@ def test_a_bias_of_more_axes_than_the_result_is_none():
     proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
     layers = ke.Engine.from_onnx(proto, loss="normal").layers
     assert ("w",) in [layer.parameters for layer in layers]
+
+
+def test_one_number_for_all_features_is_no_bias():
+    net = models.Net()
+    product = net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
+    net.op("Add", product, net.weight("b", 1), to="output")
+    proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
+    layers = ke.Engine.from_onnx(proto, loss="normal", trainable=["w", "b"]).layers
+    assert ("w",) in [layer.parameters for layer in layers]
