@@ -98,7 +98,7 @@ def mutated(seed: int) -> onnx.ModelProto:
         mutation = MUTATIONS[int(rng.integers(len(MUTATIONS)))]
         try:
             mutation(rng, model)
-        except (ValueError, TypeError, IndexError):  # protobuf refuses it: there was nothing there
+        except (ValueError, TypeError, LookupError):  # it has nothing of the kind, or not any more
             continue
     return model
 
