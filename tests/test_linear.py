@@ -1,0 +1,124 @@
+"""Building an engine, and a step, take calls in proportion to the nodes of the graph."""
+
+import sys
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import kfac_engine as ke
+
+# What is linear doubles; what is quadratic, even with a small constant, comes nearer to four.
+GROWTH = 2.3
+RNG = np.random.default_rng(0)
+
+
+def weight(*shape):
+    return RNG.uniform(-0.5, 0.5, shape).astype(np.float32)
+
+
+def chain(count):
+    """Layers with parameters of their own."""
+    nodes, constants = [], {}
+    for i in range(count):
+        constants |= {f"w{i}": weight(4, 4), f"b{i}": weight(4)}
+        nodes += [
+            helper.make_node("MatMul", [f"r{i}", f"w{i}"], [f"h{i}"]),
+            helper.make_node("Add", [f"h{i}", f"b{i}"], [f"a{i}"]),
+            helper.make_node("Relu", [f"a{i}"], [f"r{i + 1}"]),
+        ]
+    return nodes, constants, f"r{count}"
+
+
+def elementwise(count):
+    """One layer and a chain without parameters."""
+    nodes = [helper.make_node("MatMul", ["r0", "w"], ["t0"])]
+    nodes += [helper.make_node("Tanh", [f"t{i}"], [f"t{i + 1}"]) for i in range(2 * count)]
+    return nodes, {"w": weight(4, 4)}, f"t{2 * count}"
+
+
+def heads(count):
+    """Many layers on one input, concatenated."""
+    nodes = [helper.make_node("MatMul", ["r0", f"w{i}"], [f"h{i}"]) for i in range(count)]
+    nodes.append(helper.make_node("Concat", [f"h{i}" for i in range(count)], ["y"], axis=1))
+    return nodes, {f"w{i}": weight(4, 2) for i in range(count)}, "y"
+
+
+def fan_out(count):
+    """Many readers of one value."""
+    nodes = [helper.make_node("MatMul", ["r0", "w"], ["h"])]
+    nodes += [helper.make_node("Tanh", ["h"], [f"t{i}"]) for i in range(count)]
+    nodes.append(helper.make_node("Sum", [f"t{i}" for i in range(count)], ["y"]))
+    return nodes, {"w": weight(4, 4)}, "y"
+
+
+def shared(count):
+    """Many uses of one weight."""
+    nodes = []
+    for i in range(count):
+        nodes.append(helper.make_node("MatMul", [f"r{i}", "w"], [f"h{i}"]))
+        nodes.append(helper.make_node("Tanh", [f"h{i}"], [f"r{i + 1}"]))
+    return nodes, {"w": weight(4, 4)}, f"r{count}"
+
+
+def norms(count):
+    """Normalizations with scales and shifts."""
+    nodes, constants = [], {}
+    for i in range(count):
+        constants |= {f"g{i}": 1 + weight(4), f"b{i}": weight(4)}
+        operands = [f"r{i}", f"g{i}", f"b{i}"]
+        nodes.append(helper.make_node("LayerNormalization", operands, [f"h{i}"]))
+        nodes.append(helper.make_node("Tanh", [f"h{i}"], [f"r{i + 1}"]))
+    return nodes, constants, f"r{count}"
+
+
+SHAPES = (chain, elementwise, heads, fan_out, shared, norms)
+
+
+def calls(action):
+    """How many functions ``action`` calls: the same number on every machine."""
+    count = 0
+
+    def seen(frame, event, argument):
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    sys.setprofile(seen)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def counted(shape, count):
+    """Calls of a build and of the second step."""
+    nodes, constants, output = shape(count)
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("r0", TensorProto.FLOAT, ["n", 4])],
+        [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    version = helper.make_opsetid("", 18)
+    data = helper.make_model(graph, opset_imports=[version], ir_version=10).SerializeToString()
+    built = []
+    build = calls(lambda: built.append(ke.Engine.from_onnx(data, loss="categorical", threads=1)))
+    batch = {"r0": RNG.uniform(0.1, 0.9, (4, 4)).astype(np.float32)}
+    targets = np.zeros(4, np.int64)
+    built[0].step(batch, targets)
+    return build, calls(lambda: built[0].step(batch, targets))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_calls_of_a_build_and_of_a_step_grow_with_the_nodes_at_most(shape):
+    counted(shape, 4)  # imports and caches
+    small, large = counted(shape, 100), counted(shape, 200)
+    for before, after in zip(small, large, strict=True):
+        assert after <= GROWTH * before
+
+
+@pytest.mark.parametrize("shape", [fan_out, shared], ids=lambda shape: shape.__name__)
+def test_more_uses_of_a_value_than_the_recursion_limit_are_built_and_stepped(shape):
+    counted(shape, 1200)
