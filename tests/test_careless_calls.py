@@ -14,6 +14,16 @@ MODEL = demo_model("mlp")
 LOSS = ke.CategoricalLogitsNegativeLogProbLoss
 
 
+class Thing:
+    """An object of no use; its name is the same in every process that collects these tests."""
+
+    def __repr__(self):
+        return "Thing()"
+
+
+THING = Thing()
+
+
 def engine_of(**options):
     return ke.Engine.from_onnx(MODEL, **{"loss": "categorical", "threads": 1} | options)
 
@@ -131,7 +141,7 @@ def test_a_wrong_option_is_told_by_differentiate(name, value):
         ke.differentiate(MODEL, **options)
 
 
-@pytest.mark.parametrize("model", [None, 3, [], {}, b"", "", "nowhere.onnx", Path(), 1.5, object()])
+@pytest.mark.parametrize("model", [None, 3, [], {}, b"", "", "nowhere.onnx", Path(), 1.5, THING])
 def test_what_is_no_model_is_told(model):
     for call in (
         lambda: ke.Engine.from_onnx(model, loss="categorical"),
@@ -149,7 +159,7 @@ MASKED = np.ma.masked_array(np.ones((8, 64), np.float32), mask=True)
 @pytest.mark.parametrize(
     "inputs",
     [None, 3, "image", [X], IMAGES[:8], {}, {"x": IMAGES[:8]}, {"image": None}, {"image": "text"},
-     {"image": RAGGED}, {"image": MASKED}, {"image": object()}, {"image": {}},
+     {"image": RAGGED}, {"image": MASKED}, {"image": THING}, {"image": {}},
      {"image": np.array(["a"] * 8)}, {"image": IMAGES[:0]}, {3: IMAGES[:8]}, {"image": 1.0}],
     ids=repr,
 )  # fmt: skip
@@ -161,7 +171,7 @@ def test_wrong_inputs_are_told(engine, inputs):
 
 @pytest.mark.parametrize(
     "targets",
-    [None, "text", 3, object(), Y[:5], Y.astype(float), {"nothing": Y}, RAGGED, [None] * 8,
+    [None, "text", 3, THING, Y[:5], Y.astype(float), {"nothing": Y}, RAGGED, [None] * 8,
      np.ma.masked_array(Y, mask=True), Y + 100, -Y - 1, np.array(["a"] * 8)],
     ids=repr,
 )  # fmt: skip
@@ -173,8 +183,8 @@ def test_wrong_targets_are_told(engine, targets):
 
 @pytest.mark.parametrize(
     "change",
-    [None, 3, "text", RAGGED, object(), [], {}, np.array(["a"]), MASKED, np.ones(3), 1j,
-     np.array([object()])],
+    [None, 3, "text", RAGGED, THING, [], {}, np.array(["a"]), MASKED, np.ones(3), 1j,
+     np.array([THING])],
     ids=repr,
 )  # fmt: skip
 def test_wrong_gradients_and_parameters_are_told(engine, gradients, change):

@@ -89,7 +89,7 @@ def library(engine: ke.Engine) -> type:
 def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
     monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
-    """Up: inputs, targets, uniforms. Down: what a step reads anyhow, and what losses check."""
+    """Up: inputs, targets, uniforms, two tables of addresses. Down: checks, norms and the loss."""
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
     forget()
@@ -99,8 +99,8 @@ def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
     counts = cupy_standin.COUNTS
     counts.clear()
     engine.step(inputs, targets)
-    assert counts["uploads"] == 3
-    assert counts["reads"] + counts["downloads"] <= 9
+    assert counts["uploads"] == 5
+    assert counts["reads"] + counts["downloads"] <= 11
     counts.clear()
     engine.set_parameters({name: value + 1 for name, value in engine.parameters.items()})
     assert counts["uploads"] == 0
@@ -124,7 +124,7 @@ def test_whole_arrays_are_read_as_often_however_many_layers_there_are(
         with monkeypatch.context() as patch:
             patch.setattr(device, "download", counted)
             engine.step(inputs, targets)
-    assert found[0] == found[1] <= 3
+    assert found[0] == found[1] <= 5
 
 
 # -- what users give and get ----------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_running_statistics_move_on_the_gpu(gpu: str, tmp_path: Path) -> None:
     for name, value in beside.buffers.items():
         same(engine.buffers[name], value, name)
     engine.save(tmp_path / "state")
-    other = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
+    other = ke.Engine.from_onnx(model, loss="categorical", backend="cupy", damping=1e-2)
     other.load(tmp_path / "state")
     for name, value in engine.buffers.items():
         np.testing.assert_array_equal(host(other.buffers[name]), host(value))

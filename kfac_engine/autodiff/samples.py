@@ -171,9 +171,11 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         Value name to fact; sequences and optional values have none.
 
     Raises:
-        ModelError: The model runs on none of the inputs that were made up.
+        ModelError: The model runs on none of the inputs.
+        BackendError: ONNX Runtime refuses the graph.
     """
     run = SampleRun(graph)
+    _ = run.dtypes  # an operator without a kernel is refused here: no inputs would help
     failures: list[str] = []
     ran: list[dict[str, Fact]] = []
     for feeds in _sample_feeds(graph, inputs):

@@ -106,6 +106,11 @@ def blas_chunks():
         x.dot(x)
 
 
+def _heed_ctrl_c():
+    """A shell has its background jobs ignore Ctrl-C, and these tests with them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts a program in the test's folder; it is killed when the test is over."""
@@ -116,6 +121,7 @@ def start(tmp_path):
         process = subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             cwd=tmp_path, env=os.environ | paths | {"PATH": f".{os.pathsep}{os.environ['PATH']}"},
+            preexec_fn=_heed_ctrl_c,
         )  # fmt: skip
         started.append(process)
         return process
