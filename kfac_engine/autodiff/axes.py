@@ -137,7 +137,7 @@ class _Probe:
         self, graph: Graph, facts: Mapping[str, Fact], inputs: Mapping[str, Array] | None
     ) -> None:
         self._graph, self._facts = graph, facts
-        self._run = open_run(graph)
+        self._run = open_run(graph, facts)
         self._made_up = inputs is None
         self._feeds = sample_batch(graph, facts, inputs)
 

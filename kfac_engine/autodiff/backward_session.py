@@ -20,10 +20,6 @@ from kfac_engine.graph.subgraph import read_by
 if TYPE_CHECKING:
     from kfac_engine.autodiff.model import OnnxModel
 
-# ONNX Runtime optimizes in time quadratic in the nodes: 6.9 s for the backward graph of an LSTM of
-# 400 steps, 0.9 s without, and both run equally fast. So many nodes are loops that were unrolled.
-_MOST_OPTIMIZED = 5000
-
 
 def open_backward(
     model: "OnnxModel", backward: Backward, fetched: Mapping[str, DType]
@@ -71,7 +67,6 @@ def _open(
     return open_session(
         message,
         threads=model.threads,
-        optimize=len(made) <= _MOST_OPTIMIZED,
         what=f"the backward graph of '{graph.name}'",
         place=model.place,
     )

@@ -138,7 +138,7 @@ def _sizes(
     model: OnnxModel, graph: Graph, backward: Backward, feeds: Mapping[str, Array]
 ) -> dict[str, float]:
     """Bytes of every value by name; a cotangent is as large as its value."""
-    known = open_run(model.graph).facts(feeds)
+    known = open_run(model.graph, model.facts).facts(feeds)
     cotangents = {
         cotangent: np.zeros(known[name].shape, known[name].dtype)
         for name, cotangent in backward.cotangents.items()

@@ -35,10 +35,16 @@ class SampleRun:
     Args:
         graph: The graph. Inputs that declare no shape take arrays of any.
         what: What the runs are for, for messages.
+        facts: Of an earlier run, which spare the session that finds element types.
     """
 
-    def __init__(self, graph: Graph, what: str = "a sample run") -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        graph: Graph,
+        what: str = "a sample run",
+        facts: Mapping[str, Fact] | None = None,
+    ) -> None:
+        self._graph, self._facts = graph, facts
         self._what = f"{what} of '{graph.name}'"
         self._sessions: dict[tuple[str, ...], Session] = {}
 
@@ -49,7 +55,10 @@ class SampleRun:
         Raises:
             BackendError: ONNX Runtime refuses the graph.
         """
-        known = self._unrun.output_dtypes
+        if self._facts is not None:
+            known = {name: fact.dtype for name, fact in self._facts.items()}
+        else:
+            known = dict(self._unrun.output_dtypes)
         return {name: known[name] for name in self._computed if name in known}
 
     def inferred_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -153,9 +162,10 @@ class SampleRun:
         return Session(model, threads=0, optimize=False, once=True, what=self._what)
 
 
-def open_run(graph: Graph) -> SampleRun:
-    """Sample runs on inputs of any size, whatever the model declares."""
-    return SampleRun(replace(graph, inputs=tuple(replace(e, shape=None) for e in graph.inputs)))
+def open_run(graph: Graph, facts: Mapping[str, Fact] | None = None) -> SampleRun:
+    """Sample runs on inputs of any size, whatever the model declares; see ``SampleRun``."""
+    anything = tuple(replace(entry, shape=None) for entry in graph.inputs)
+    return SampleRun(replace(graph, inputs=anything), facts=facts)
 
 
 def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:

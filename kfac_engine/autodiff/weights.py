@@ -67,7 +67,8 @@ def settled(graph: Graph, parameters: Set[str]) -> Graph:
     reads = {name for node in nodes for name in node.inputs}
     held = {name: array for name, array in graph.constants.items() if name in reads}
     model = compact_model(nodes, [], list(wanted), held, graph.opset)
-    found = Session(model, threads=1, what="numbers that weights are cut by").run(list(wanted), {})
+    session = Session(model, threads=1, optimize=False, what="numbers that weights are cut by")
+    found = session.run(list(wanted), {})
     names = {name: f"{name}/settled" for name in wanted}
     constants = {names[name]: array for name, array in found.items()}
     return replace(
@@ -244,4 +245,4 @@ def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, i
             found.append((node, other))
         else:
             return []
-    return [] if value in graph.outputs else found
+    return [] if value in graph.results else found

@@ -33,11 +33,13 @@ class CompactModel:
         proto: The serialized message.
         copied: Constants that it declares as external data; contiguous.
         fed: Constants that it declares as inputs.
+        nodes: Number of its nodes.
     """
 
     proto: bytes
     copied: Mapping[str, Array] = field(default_factory=dict)
     fed: Mapping[str, Array] = field(default_factory=dict)
+    nodes: int = 0
 
 
 def compact_model(  # noqa: PLR0913 (those of build_model, and one)
@@ -77,7 +79,7 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and one)
     model = build_model(nodes, given, outputs, small, opset, name=name, domains=domains)
     model.graph.initializer.extend(_declaration(key, array) for key, array in copied.items())
     contiguous = {key: np.ascontiguousarray(array) for key, array in copied.items()}
-    return CompactModel(serialize(model), contiguous, fed)
+    return CompactModel(serialize(model), contiguous, fed, len(nodes))
 
 
 def _is_large(array: Array) -> bool:

@@ -4,8 +4,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
+from kfac_engine.autodiff.runtime import Session
 from tests import models, oracle
 
 # The runtime computes both into other memory: equal to the last bit but where sums are regrouped.
@@ -94,7 +96,7 @@ def test_failure_in_a_run_into_memory_of_ones_own_is_named():
 
 
 def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
-    monkeypatch.setattr("kfac_engine.autodiff.backward_session._MOST_OPTIMIZED", 0)
+    monkeypatch.setattr("kfac_engine.autodiff.placement._MOST_OPTIMIZED", 0)
     proto = models.mlp()
     inputs = models.random_inputs(proto, batch=3)
     trace = ke.load_model(proto).run(inputs)
@@ -105,3 +107,34 @@ def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
     found = trace.own_vjp({"output": ones}, ["fc0.weight"])["fc0.weight"]
     # float32 passes against float64 differences, relative to the largest entry
     np.testing.assert_allclose(found.ravel(), expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("count", "optimized"), [(3, True), (4, False)])
+def test_a_forward_graph_of_more_nodes_than_the_limit_is_not_optimized(
+    monkeypatch, count, optimized
+):
+    built = []
+
+    def session(model, **options):
+        built.append(options["optimize"])
+        return Session(model, **options)
+
+    monkeypatch.setattr("kfac_engine.autodiff.placement._MOST_OPTIMIZED", 3)
+    monkeypatch.setattr("kfac_engine.autodiff.placement.Session", session)
+    nodes = [helper.make_node("MatMul", ["r0", "w"], ["r1"])]
+    nodes += [helper.make_node("Tanh", [f"r{i}"], [f"r{i + 1}"]) for i in range(1, count)]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("r0", TensorProto.FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info(f"r{count}", TensorProto.FLOAT, ["n", 2])],
+        [numpy_helper.from_array(np.full((2, 2), 0.25, np.float32), "w")],
+    )
+    version = helper.make_opsetid("", 18)
+    model = ke.load_model(helper.make_model(graph, opset_imports=[version], ir_version=10))
+    x = np.float32([[0.5, 1.5], [-1.0, 0.25]])
+    expected = x @ np.full((2, 2), 0.25)
+    for _ in range(count - 1):
+        expected = np.tanh(expected)
+    np.testing.assert_allclose(model.run({"r0": x})[f"r{count}"], expected, rtol=1e-5)
+    assert built == [optimized]
