@@ -72,7 +72,48 @@ def norms(count):
     return nodes, constants, f"r{count}"
 
 
-SHAPES = (chain, elementwise, heads, fan_out, shared, norms)
+def branch(name, nodes, result):
+    value = helper.make_tensor_value_info(result, TensorProto.FLOAT, None)
+    return helper.make_graph(nodes, name, [], [value])
+
+
+def decided():
+    """Nodes and constants of a condition that a size decides."""
+    nodes = [
+        helper.make_node("Shape", ["r0"], ["sizes"], start=1),
+        helper.make_node("Greater", ["sizes", "one"], ["several"]),
+        helper.make_node("Squeeze", ["several", "axis"], ["condition"]),
+    ]
+    return nodes, {"one": np.ones(1, np.int64), "axis": np.zeros(1, np.int64)}
+
+
+def branches(count):
+    """Many If nodes, each around a layer."""
+    nodes, constants = decided()
+    for i in range(count):
+        constants[f"w{i}"] = weight(4, 4)
+        product = helper.make_node("MatMul", [f"r{i}", f"w{i}"], ["h"])
+        bodies = {
+            "then_branch": branch("t", [product, helper.make_node("Tanh", ["h"], ["t"])], "t"),
+            "else_branch": branch("e", [helper.make_node("Tanh", [f"r{i}"], ["t"])], "t"),
+        }
+        nodes.append(helper.make_node("If", ["condition"], [f"r{i + 1}"], **bodies))
+    return nodes, constants, f"r{count}"
+
+
+def large_branch(count):
+    """One If node around all layers."""
+    nodes, constants = decided()
+    inner, weights, result = chain(count)
+    bodies = {
+        "then_branch": branch("t", inner, result),
+        "else_branch": branch("e", [helper.make_node("Tanh", ["r0"], ["t"])], "t"),
+    }
+    nodes.append(helper.make_node("If", ["condition"], ["y"], **bodies))
+    return nodes, constants | weights, "y"
+
+
+SHAPES = (chain, elementwise, heads, fan_out, shared, norms, branches, large_branch)
 
 
 def calls(action):

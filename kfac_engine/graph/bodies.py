@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import onnx
 
@@ -43,7 +44,13 @@ def body_of(node: Node, attribute: str, opset: int) -> Body:
     """
     subgraph = node.attributes[attribute]
     assert isinstance(subgraph, Subgraph), attribute
-    proto = onnx.GraphProto.FromString(subgraph.proto)
+    return _parsed(subgraph.proto, opset)
+
+
+# Whoever follows the constants of a graph asks for one body as often as it reads constants.
+@lru_cache(maxsize=8)
+def _parsed(data: bytes, opset: int) -> Body:
+    proto = onnx.GraphProto.FromString(data)
     constants = {entry.name: to_array(entry) for entry in proto.initializer}
     lift_constants(proto, constants)
     graph = Graph(

@@ -36,17 +36,20 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
     Raises:
         UnsupportedError: A constant is not a dense tensor.
     """
-    lifted, filled_ones = [], set()
-    for index, node in enumerate(graph.node):
+    kept, filled_ones = [], set()
+    for node in graph.node:
         array = constant_value(node, constants)
-        if array is not None:
+        if array is None:
+            kept.append(node)
+        else:
             array.flags.writeable = False
             constants[node.output[0]] = array
-            lifted.append(index)
             if node.op_type == "ConstantOfShape":
                 filled_ones.add(node.output[0])
-    for index in reversed(lifted):
-        del graph.node[index]
+    # Nodes deleted one by one would each move those behind them.
+    if len(kept) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept)
     return frozenset(filled_ones)
 
 

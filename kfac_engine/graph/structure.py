@@ -120,6 +120,16 @@ class Graph:
     fixed: Mapping[str, Array] = field(default_factory=dict)
 
     @cached_property
+    def results(self) -> frozenset[str]:
+        """``outputs`` without their order."""
+        return frozenset(self.outputs)
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Node name to its index in ``nodes``."""
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
     def producers(self) -> Mapping[str, Node]:
         """Value name to the node that makes it (inputs and constants have none)."""
         return {name: node for node in self.nodes for name in node.outputs if name}

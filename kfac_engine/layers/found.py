@@ -93,7 +93,7 @@ class Scene:
     def only_user(self, value: str) -> tuple[Node | None, int]:
         """The node that alone reads a value, or None, and which of its operands the value is."""
         users = self.graph.consumers.get(value, ())
-        return users[0] if len(users) == 1 and value not in self.graph.outputs else (None, 0)
+        return users[0] if len(users) == 1 and value not in self.graph.results else (None, 0)
 
     def is_weight(self, name: str, rank: int) -> bool:
         """Whether ``name`` is a parameter with so many axes."""

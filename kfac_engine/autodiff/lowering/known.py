@@ -171,8 +171,7 @@ class Origin:
         """The value, where nothing is undecided."""
         if not self._nodes:
             return self._held[self._name]
-        names = {node.name for node in self._nodes}
-        nodes = [node for node in self._graph.nodes if node.name in names]
+        nodes = sorted(self._nodes, key=lambda node: self._graph.positions[node.name])
         return _evaluated(self._graph, nodes, self._held, self._name)
 
     def why_undecided(self) -> str:
@@ -200,5 +199,5 @@ def _evaluated(
     read = {value for node in nodes for value in (*node.inputs, *node.captures)}
     held = {value: array for value, array in constants.items() if value in read}
     model = compact_model(nodes, [], [name], held, graph.opset, domains=graph.domains)
-    session = Session(model, threads=1, what=f"the value of '{name}'")
+    session = Session(model, threads=1, optimize=False, what=f"the value of '{name}'")
     return session.run([name], {})[name]
