@@ -12,6 +12,8 @@ from rich.table import Table
 from kfac_engine._types import Array
 from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.bench.networks import NETWORKS
+from kfac_engine.bench.nodes import run_nodes
+from kfac_engine.bench.scaling import Point
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.engine import Engine
 from kfac_engine.graph.load import load_model
@@ -37,15 +39,15 @@ class Stage:
     seconds: Spread
 
 
-def run_build(console: Console, name: str) -> list[Stage]:
-    """Time how engines for well-known networks are built, and print a table.
+def run_build(console: Console, name: str) -> list[Stage | Point]:
+    """Time how engines are built for well-known networks and for long chains; print two tables.
 
     Args:
         console: Where to print.
         name: Of the suite.
 
     Returns:
-        The rows of the table.
+        The rows of the tables.
     """
     stages = [stage for network, make in NETWORKS.items() for stage in measure_build(network, make)]
     table = Table(title=f"Suite {name}", title_justify="left", box=box.SIMPLE_HEAD)
@@ -59,7 +61,7 @@ def run_build(console: Console, name: str) -> list[Stage]:
             row.network, row.stage, f"{times.median:.2f}", f"{times.low:.2f} – {times.high:.2f}"
         )
     console.print(table)
-    return stages
+    return [*stages, *run_nodes(console, name)]
 
 
 def measure_build(network: str, make: Callable[[], bytes], rounds: int = _ROUNDS) -> list[Stage]:

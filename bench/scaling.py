@@ -97,7 +97,7 @@ class Point:
     Attributes:
         axis: What was varied.
         size: Its value.
-        seconds: Wall times.
+        seconds: Wall times; CPU times of builds.
         peak_bytes: As in ``Steps``.
         exponent: Of time along the whole axis, by least squares of logarithms.
         memory_exponent: Of memory, likewise.
@@ -179,16 +179,33 @@ def run_scaling(
 def along(axis: str, threads: int, rounds: int) -> list[Point]:
     """The points of one axis."""
     varied = AXES[axis]
-    sizes = varied.sizes
-    found = [_in_new_process(varied.shape(size), threads, rounds) for size in sizes]
+    found = [_in_new_process(varied.shape(size), threads, rounds) for size in varied.sizes]
+    return fitted_points(axis, varied.sizes, found, varied.time, varied.memory)
+
+
+def fitted_points(
+    axis: str, sizes: Sequence[int], found: Sequence[Steps], time: float, memory: float
+) -> list[Point]:
+    """Measurements with the exponents of their growth.
+
+    Args:
+        axis: Its name.
+        sizes: Its values.
+        found: The measurement at each.
+        time: Exponent that the time is to grow with at most.
+        memory: Exponent that the memory is to grow with at most.
+
+    Returns:
+        A point for each size.
+    """
     times = [spread(steps.times) for steps in found]
     peaks = [steps.peak_bytes for steps in found]
-    exponent = fitted(sizes, [time.median for time in times])
+    exponent = fitted(sizes, [seconds.median for seconds in times])
     # A peak of nothing, where the system tells none, counts as one byte.
-    memory = fitted(sizes, [max(1, peak) for peak in peaks])
+    memory_exponent = fitted(sizes, [max(1, peak) for peak in peaks])
     return [
-        Point(axis, size, time, peak, exponent, memory, varied.time, varied.memory)
-        for size, time, peak in zip(sizes, times, peaks, strict=True)
+        Point(axis, size, seconds, peak, exponent, memory_exponent, time, memory)
+        for size, seconds, peak in zip(sizes, times, peaks, strict=True)
     ]
 
 

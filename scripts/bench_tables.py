@@ -172,14 +172,19 @@ def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str,
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    known = (form for mark, form in FORMS.items() if rows and mark in rows[0])
-    heads, cells = next(known, (list(rows[0]) if rows else [], _any))
-    if not rows:
-        return
-    yield f"| {' | '.join(heads)} |"
-    yield f"|{'---|' * len(heads)}"
-    for row in rows:
-        yield f"| {' | '.join(cells(row))} |"
+    for number, (mark, alike) in enumerate(groupby(rows, key=_mark)):
+        kind = list(alike)
+        heads, cells = FORMS.get(mark, (list(kind[0]), _any))
+        if number:
+            yield ""
+        yield f"| {' | '.join(heads)} |"
+        yield f"|{'---|' * len(heads)}"
+        yield from (f"| {' | '.join(cells(row))} |" for row in kind)
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    """The key of ``FORMS`` for a row; empty where it has none."""
+    return next((mark for mark in FORMS if mark in row), "")
 
 
 CONTEST = [

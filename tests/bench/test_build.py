@@ -1,10 +1,13 @@
-"""The networks of the suite ``build`` are those they are named after."""
+"""The suite ``build``: its networks are those they are named after, its chains grow."""
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from kfac_engine.bench import nodes
 from kfac_engine.bench.build import measure_build
 from kfac_engine.bench.networks import NETWORKS
+from kfac_engine.bench.scaling import Steps
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.trainable import trainable_parameters
 from tests import models
@@ -30,3 +33,38 @@ def test_stages_are_timed_for_every_round(monkeypatch: pytest.MonkeyPatch) -> No
     assert [row.network for row in rows] == ["mlp"] * 4
     # Rounds take 1, 2, 4, 5 − 3 and 3, 6, 8, 8 − 9 (never less than nothing).
     assert [row.seconds.median for row in rows] == [2, 4, 6, 1]
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_exponents_of_builds_stand_beside_the_expected_ones(
+    power: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builds = {size: Steps([size**power / 1e3], 5_000 * size) for size in (100, 1_000)}
+    monkeypatch.setattr(nodes, "_in_new_process", builds.__getitem__)
+    points = nodes.run_nodes(Console(width=160), "build", sizes=(100, 1_000))
+    assert [point.size for point in points] == [100, 1_000]
+    assert [point.exponent for point in points] == pytest.approx([power] * 2)
+    assert [point.memory_exponent for point in points] == pytest.approx([1, 1])
+    line = capsys.readouterr().out.splitlines()[-2].split()
+    # 1000 nodes in 1 s are 1000 µs each, in 1000 s a million.
+    assert line[:4] == ["1000", f"{10 ** (3 * power - 3)}.00", f"{10 ** (3 * power)}", "5"]
+    assert ("!" in line) == (power == 2)
+
+
+def test_a_build_of_a_chain_takes_time() -> None:
+    built = nodes.build(20)
+    assert len(built.times) == 1
+    assert built.times[0] > 0
+    assert built.peak_bytes >= 0
+
+
+@pytest.mark.parametrize("count", [20, 50])
+def test_a_chain_has_its_nodes_but_for_the_last_activation(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(
+        nodes.Engine, "from_onnx", lambda data, **_: read.append(len(load_graph(data).nodes))
+    )
+    nodes.build(count)
+    assert read == [3, count - 1]

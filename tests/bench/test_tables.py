@@ -198,6 +198,15 @@ def test_rows_of_each_suite_are_told_in_words_and_numbers(found, line):
     assert "Took 60 s. Ceiling before it 100 GFLOP/s (sgemm), 1.0 GB/s (copy), after it 200" in page
 
 
+def test_rows_of_two_kinds_in_one_suite_have_two_tables():
+    rows = [found for found, _ in (FORMS["build"], FORMS["growth"])]
+    lines = bench_tables.page({"machine": machine(), "suites": {"build": rows}}).splitlines()
+    start = lines.index("| network | stage | ms | quartiles |")
+    assert lines[start + 2 : start + 4] == [FORMS["build"][1], ""]
+    assert lines[start + 4].startswith("| axis | size | ms |")
+    assert lines[start + 6 :] == [FORMS["growth"][1]]
+
+
 def test_suites_of_a_report_without_courses_have_tables():
     page = bench_tables.page({"machine": machine(), "suites": {"dense": [row("ours", 5)]}})
     assert "## dense" in page

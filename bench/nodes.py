@@ -1,0 +1,85 @@
+"""How the time and memory of a build grow with the nodes of a graph; a process for each size.
+
+    python -m kfac_engine.bench.nodes 100000
+
+builds an engine for a graph of so many nodes, and prints its seconds and its bytes.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from kfac_engine.bench.environment import environment, keep_to_cores
+from kfac_engine.bench.growth import growth
+from kfac_engine.bench.report import new_table
+from kfac_engine.bench.scaling import Point, Steps, fitted_points
+from kfac_engine.bench.step_networks import classifier
+from kfac_engine.bench.usage import used
+from kfac_engine.engine import Engine
+from kfac_engine.errors import BackendError
+
+SIZES = (1_000, 3_000, 10_000)
+_WIDTH = 4
+
+
+def run_nodes(console: Console, name: str, sizes: Sequence[int] = SIZES) -> list[Point]:
+    """Build engines for graphs of growing size, and print a table with the exponents.
+
+    Args:
+        console: Where to print.
+        name: Of the suite.
+        sizes: Numbers of nodes.
+
+    Returns:
+        A point for each size.
+    """
+    builds = [_in_new_process(size) for size in sizes]
+    points: list[Point] = fitted_points("nodes, CPU time", sizes, builds, time=1, memory=1)
+    heads = ("nodes", "CPU seconds", "µs a node", "peak MB", "time grows as", "memory as")
+    table = new_table(f"{name}, chains of dense layers", (), heads)
+    for point in points:
+        seconds = point.seconds.median
+        table.add_row(
+            str(point.size), f"{seconds:.2f}", f"{1e6 * seconds / point.size:.0f}",
+            f"{point.peak_bytes / 1e6:.0f}", growth(point.exponent, point.expected),
+            growth(point.memory_exponent, point.memory_expected),
+        )  # fmt: skip
+    console.print(table)
+    return points
+
+
+def _in_new_process(nodes: int) -> Steps:
+    """The result of ``build`` with one thread.
+
+    Raises:
+        BackendError: The process failed.
+    """
+    command = [sys.executable, "-m", "kfac_engine.bench.nodes", str(nodes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(1))
+    if done.returncode:
+        raise BackendError(f"a build of {nodes} nodes failed: {done.stderr.strip()}")
+    return Steps(*json.loads(done.stdout))
+
+
+def build(nodes: int) -> Steps:
+    """Build one engine in this process, after a small one that loads all modules.
+
+    Args:
+        nodes: Of the graph, half of them dense layers.
+
+    Returns:
+        CPU seconds, and bytes at the highest above those before.
+    """
+    small, large = (classifier((_WIDTH,) * (count // 2 + 1)).data for count in (4, nodes))
+    Engine.from_onnx(small, loss="categorical", threads=1)
+    usage = used(lambda: Engine.from_onnx(large, loss="categorical", threads=1))
+    return Steps(usage.cpu_times, usage.peak_bytes)
+
+
+if __name__ == "__main__":
+    keep_to_cores(1)
+    _built = build(int(sys.argv[1]))
+    print(json.dumps((_built.times, _built.peak_bytes)))
