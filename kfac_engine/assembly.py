@@ -85,13 +85,13 @@ class Assembly:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What losses read in place of outputs, and which parameters have no derivative."""
+        """Sentences on values that losses read in place of outputs, and on untrained parameters."""
         zero = (layer for layer in self.found.layers if layer.reason.startswith(ZERO))
         told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
         return (*self.task.notes, *notes_of(self.model.left_out), *told)
 
     def prepare(self, estimator: FisherEstimator) -> None:
-        """Have every forward pass bring what losses and statistics read."""
+        """Request the values that losses and statistics read from every forward pass."""
         layers, losses = self.found.layers, self.task.objective.inputs
         read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
         self.model.want([*losses, *read])
@@ -156,7 +156,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
 
 
 def _loaded(source: ModelSource, options: EngineOptions) -> LoadedModel:
-    """A model that knows its batch axes; its outputs are chosen before anything runs."""
+    """Load a model and find its batch axes; its outputs are chosen before anything runs."""
     loaded = load_model(source)
     if loaded.float_outputs:
         options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
@@ -314,7 +314,7 @@ def _check_places(layer: Found, approximation: str, batch: Batch) -> None:
 
 
 def _frugal(layer: Found, collection: LayerCollection) -> str | None:
-    """What a layer of many numbers gets in place of the default; None leaves the default."""
+    """The approximation of a large layer in place of the default; None for the default."""
     side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
     return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None
 

@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a whole state of an engine must fit, besides the factors.
+    """Requirements of an engine on a saved state, besides those of the factors.
 
     Attributes:
         generator: Must accept the state's generator.
@@ -67,7 +67,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a state says of a factor."""
+    """The description of a factor in a state."""
 
     name: str
     operations: list[str]
@@ -145,7 +145,7 @@ def load_state(
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
         faults += _factor_faults(factor, entry, its_arrays, expected, state.counter)
     if expected is not None and not _accepts(expected.generator, state.generator):
-        faults.append("the state of the random generator is none")
+        faults.append("the state of the random generator is not valid")
     if faults:
         raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
@@ -153,8 +153,8 @@ def load_state(
     if expected is not None and state.damping not in (None, expected.damping):
         warnings.warn(
             f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
-            f"{expected.damping:g}: inverses keep the old one until their next refresh. Set "
-            f"engine.damping to go on as before.",
+            f"{expected.damping:g}: stored inverses have the saved damping until their next "
+            f"refresh. Set engine.damping to continue with the saved damping.",
             stacklevel=3,
         )
     return state
@@ -182,7 +182,7 @@ def write_model(path: str | Path, files: ModelFiles) -> None:
 
 
 def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
-    """A file of safetensors, whose writer puts metadata in random order, in sorted order."""
+    """A safetensors file with its metadata sorted; the library writes them in random order."""
     start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     header = json.loads(data[_LENGTH_BYTES:start])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -239,7 +239,7 @@ def _parsed(
         fits = lambda _: False  # noqa: E731 (nothing fits)
     if not fits(value):
         raise InputError(
-            f"the state '{path}' is damaged: its {key} is missing or none; use another."
+            f"the state '{path}' is damaged: its {key} is missing or not valid; use another."
         )
     return value
 

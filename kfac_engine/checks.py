@@ -106,7 +106,7 @@ def checked_gradients(
 
 
 def check_products(products: Mapping[str, Array], backend: Backend, exp: float) -> None:
-    """Refuse natural gradients that no step may be made of.
+    """Refuse natural gradients that are not finite.
 
     Args:
         products: Parameter name to natural gradient.

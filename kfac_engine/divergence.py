@@ -1,4 +1,4 @@
-"""Losses of the latest calls: they tell a run that diverges from a batch that is wrong."""
+"""Losses of the latest calls, which distinguish a diverging run from a faulty batch."""
 
 import warnings
 from collections import deque
@@ -11,7 +11,7 @@ CURES = (
     "take smaller steps (Result.clipped_rate bounds them), raise the damping, "
     "or refresh the inverses more often (Schedule.refresh_every)"
 )
-LATEST = 5  # losses that an error tells
+LATEST = 5  # losses that an error lists
 EXPLODED = 1000  # times the first loss
 
 
@@ -25,11 +25,11 @@ class LossHistory:
         self._warned = False
 
     def parameters_moved(self) -> None:
-        """Note that parameters were replaced: from now on a rising loss is that of a run."""
+        """Record that parameters were replaced: the calls are those of a training run."""
         self._parameters_moved = True
 
     def add(self, loss: float) -> None:
-        """Note the loss of a call; warn, once, when it is a large multiple of the first one."""
+        """Record the loss of a call; warn once if it is a large multiple of the first loss."""
         self._latest.append(loss)
         if self._first is None:
             self._first = loss
@@ -44,7 +44,7 @@ class LossHistory:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Add the latest losses and the cures to a ``NonFiniteError`` of a run.
+        """Add the latest losses and the remedies to a ``NonFiniteError`` of a run.
 
         Raises:
             NonFiniteError: The error of the block, with the losses where parameters have moved.

@@ -331,7 +331,7 @@ class Engine(Sealed):
             self._footprint.require(examples, available_memory)
 
     def _notes(self, trace: Trace) -> tuple[str, ...]:
-        """What the caller should know of a batch that was run."""
+        """Notes on a batch that was run, for the caller."""
         return (*self._standing_notes, *disagreements(self._model.graph, trace))
 
     def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
@@ -361,7 +361,7 @@ class Engine(Sealed):
         return self._model.hand_out(products)
 
     def _shown(self, held: Mapping[str, Array]) -> dict[str, Array]:
-        """What the model holds, for the caller: read-only, or a copy where arrays cannot be."""
+        """Arrays of the model for the caller: read-only, or copied where that is impossible."""
         shown = self._on_device(self._model.hand_out(held))
         return {name: read_only(array) for name, array in shown.items()}
 

@@ -134,9 +134,9 @@ class ExampleGradients:
                 break
         if self._outer is None:
             raise UnsupportedError(
-                f"the examples and positions on axis {axis} of '{name}' have an order that does "
-                f"not show on this batch; the curvature of parameters without a layer needs it: "
-                f"train only parameters that have one."
+                f"this batch does not show in which order axis {axis} of '{name}' holds examples "
+                f"and positions, which the curvature of parameters without a layer requires; train "
+                f"only parameters that have a layer."
             )
         return self._outer
 

@@ -93,7 +93,7 @@ class LossOptions:
         return [self.loss] if isinstance(self.loss, str | LossFunction) else list(self.loss)
 
     def outputs_among(self, outputs: Sequence[str], real: Sequence[str]) -> list[str]:
-        """The outputs that losses given by name are put on.
+        """The outputs of the losses that are given by name.
 
         Args:
             outputs: Those of the model.
@@ -205,7 +205,7 @@ def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:
 
 
 def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -> None:
-    """Refuse to differentiate values of which none holds real numbers.
+    """Refuse to differentiate values if none of them holds real numbers.
 
     Args:
         graph: The model.

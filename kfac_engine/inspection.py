@@ -176,7 +176,7 @@ def _report(
 
 
 def _hint(kind: str, parameters: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
-    """What very large factors cost, and which approximation has diagonals in their place."""
+    """The cost of very large factors, and an approximation with diagonals in their place."""
     large = [shape for shape in shapes if _is_large(shape)]
     if not large:
         return ""

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, its container and its own limits."""
+"""The memory that this process may still allocate, by machine, container and process limits."""
 
 import os
 import sys
@@ -10,13 +10,13 @@ if sys.platform != "win32":
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files of a control group: its limit, its use, and the key of what of it the kernel can take back.
+# Files of a control group: its limit, its use, and the key of the use that can be reclaimed.
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping; all of the machine's where nobody tells."""
+    """Bytes that can be allocated without swapping; all physical memory where unknown."""
     return max(0, min(_of_the_machine(), *_of_control_groups(), *_of_the_process(), sys.maxsize))
 
 
@@ -30,7 +30,7 @@ def _of_the_machine() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    """What is left to the control group of this process and to those around it, of a container."""
+    """Free bytes of the control group of this process and of its parents, as of a container."""
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -53,7 +53,7 @@ def _left(group: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
 
 
 def _of_the_process() -> Iterator[int]:
-    """What its own limits leave to this process, such as those of ``ulimit -v``."""
+    """Bytes that the limits of this process leave, such as that of ``ulimit -v``."""
     if sys.platform == "win32":
         return
     held = _fields(_PROC / "self/status")
@@ -70,7 +70,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file of the system; empty where it has no such file."""
+    """The text of a system file; empty where there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -45,18 +45,18 @@ class EngineOptions:
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
         trainable: Patterns of parameter names, or a single one; by default what the graph uses
             like parameters.
-        freeze: Patterns of names that are not trained even so.
+        freeze: Patterns of names to exclude from training.
         damping: λ > 0, added to the Fisher matrix.
         ema_decay: Decay of the moving averages, in [0, 1).
         estimation_mode: ``"gradients"`` (targets sampled from the model), ``"empirical"``, ….
         exps: Powers to precondition with; the first is used by ``step``.
         approximations: Kind of layer to approximation, in place of the defaults.
         schedule: When statistics and inverses move.
-        threads: That compute at a time, ONNX Runtime's too; by default as many as BLAS has.
+        threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
         scratch_bytes: Bound of the working memory of a statistic, or of gradients of kernels; by
             default 64 MiB, 256 MiB on a GPU. Less is slower, once few images' patches fit.
         backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
-        seed: Of sampled targets.
+        seed: Seed of sampled targets.
         sample_inputs: A batch to find shapes with, where none can be made up.
         gradient_dtype: Element type of gradients and parameters of a half-precision model, which
             is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
@@ -142,14 +142,14 @@ class EngineOptions:
 
 
 def check_damping(damping: float, exps: Sequence[float]) -> None:
-    """Refuse a damping that is no positive number, or whose powers are none.
+    """Refuse a damping that is not a positive number, or whose powers overflow.
 
     Args:
         damping: The damping.
         exps: Powers of the damped Fisher matrix.
 
     Raises:
-        InputError: It is, with the power that overflows.
+        InputError: The damping is refused; the message names the power that overflows.
     """
     number("damping", damping)
     if damping <= 0:
@@ -167,7 +167,7 @@ def check_damping(damping: float, exps: Sequence[float]) -> None:
 
 
 def check_schedule(schedule: object) -> None:
-    """Refuse what is no schedule, with an InputError."""
+    """Refuse an object that is not a schedule, with an InputError."""
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule must be a kfac_engine.Schedule, such as Schedule(refresh_every=10, "

@@ -1,4 +1,4 @@
-"""Text of untrusted origin, made fit to be shown: names in a model hold anything, at any length."""
+"""Printable forms of untrusted text, such as names in a model, which may have any content."""
 
 import re
 
@@ -9,7 +9,7 @@ _LONG_WORD = re.compile(rf"\S{{{_MOST_IN_WORD + 1},}}")
 
 
 def printable(text: str) -> str:
-    """A text whose control characters are escaped and whose longest words lack their middle."""
+    """The text with control characters escaped and long words shortened in the middle."""
     text = _LONG_WORD.sub(lambda word: _cut(word[0], _MOST_IN_WORD), text)
     if text.isprintable():
         return text
@@ -17,11 +17,11 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A printable text on one line that is not endless."""
+    """The text in printable form, on one line of limited length."""
     return _cut(printable(" ".join(text.split())), _MOST_IN_LINE)
 
 
 def _cut(text: str, most: int) -> str:
-    """A text without its middle, where it is longer than ``most`` characters."""
+    """The text, shortened in the middle if it has more than ``most`` characters."""
     kept = most // 2
     return text if len(text) <= most else f"{text[:kept]}…{text[-kept:]}"

@@ -1,4 +1,4 @@
-"""Files in: what a user names is looked at before it is read, and no more is read than fits."""
+"""Reading of files that a user names: regular files that fit into the free memory."""
 
 import stat
 from pathlib import Path
@@ -11,7 +11,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def check_file(path: Path, error: type[InputError] = InputError) -> None:
-    """Refuse what is no regular file, and what is larger than the memory that is free.
+    """Refuse a path that is not a regular file, and a file larger than the free memory.
 
     Args:
         path: The file.
@@ -24,7 +24,7 @@ def check_file(path: Path, error: type[InputError] = InputError) -> None:
         found = path.stat()
     except FileNotFoundError as failure:
         raise error(f"cannot read '{path}': there is no such file.") from failure
-    except (OSError, ValueError) as failure:  # the latter for a zero byte
+    except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
         reason = (failure.strerror if isinstance(failure, OSError) else None) or failure
         raise error(f"cannot read '{path}': {reason}.") from failure
     if not stat.S_ISREG(found.st_mode):
@@ -38,7 +38,7 @@ def check_file(path: Path, error: type[InputError] = InputError) -> None:
 
 
 def is_pipe(path: Path) -> bool:
-    """Whether a path leads to a pipe or a socket, from which can be read once."""
+    """Whether a path leads to a pipe or a socket, which can be read only once."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):

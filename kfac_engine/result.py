@@ -36,8 +36,8 @@ class Result:
         gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
         natural_gradients: Parameter name to preconditioned gradient; empty where none was asked
             for.
-        notes: What a loss reads in place of the output that it was put on, and which parameters
-            have no derivative and are not trained, in words.
+        notes: Sentences on the values that losses read in place of outputs, on parameters that are
+            not trained because of rounding, and on interpretations that may be wrong.
         stages: What each part of the step took; empty unless that was asked for.
     """
 
@@ -72,7 +72,7 @@ class Result:
                 raise InputError(f"{name} must be a positive number, got {value!r}.")
         if not self.natural_gradients:
             raise InputError(
-                "the result holds no natural gradients; take that of engine.step or precondition."
+                "the result has no natural gradients; use one of engine.step or precondition."
             )
         product = sum(
             float((self.gradients[name].astype(np.float64) * natural).sum())

@@ -1,4 +1,4 @@
-"""Takes a step back that failed, where its numbers may overflow.
+"""Restores the state of an engine after a step whose natural gradient overflows.
 
 A natural gradient is known to be finite only when it is there, and by then averages have moved in
 place. A copy of them in every step would take as much memory again. The damping bounds the natural
@@ -23,7 +23,7 @@ _MARGIN = 1e-6
 
 
 class _Saved:
-    """A factor as it is now."""
+    """The state of a factor, copied."""
 
     def __init__(self, factor: FisherFactor) -> None:
         factor.settle()
@@ -32,7 +32,7 @@ class _Saved:
         self._numbers = factor.average.weight, factor.repeats
 
     def restore(self) -> None:
-        """Have the factor be so again."""
+        """Restore the state of the factor."""
         self._factor.restore(self._arrays, *self._numbers)
         self._factor.narrowest = self._narrowest
 
@@ -44,12 +44,12 @@ def undone_on_overflow(
     types: Mapping[str, DType],
     exp: float,
 ) -> Iterator[None]:
-    """A context that gives averages, inverses and generator back where an error leaves it.
+    """A context that restores averages, inverses and generator if it exits with an error.
 
     Args:
         estimator: Its factors and its generator.
-        gradients: Parameter name to what is multiplied within.
-        types: Parameter name to the element type of the product, where that is another.
+        gradients: Parameter name to the gradient that the context multiplies.
+        types: Parameter name to the element type of the product, where it differs.
         exp: The power of the damped Fisher matrix.
 
     Yields:
@@ -74,7 +74,7 @@ def undone_on_overflow(
 
 
 def quiet() -> np.errstate:
-    """A context without NumPy's warnings, for products that are checked."""
+    """A context without warnings of NumPy, for products whose finiteness is checked."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
@@ -84,7 +84,7 @@ def _may_overflow(
     types: Mapping[str, DType],
     exp: float,
 ) -> bool:
-    """Whether products may hold numbers that their types cannot; False is certain."""
+    """Whether products may overflow their element types; False excludes an overflow."""
     if not -1 <= exp <= 0 or not estimator.factors:
         return True
     norms = estimator.factors[0].backend.squared_norms(list(gradients.values()))

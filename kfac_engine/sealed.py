@@ -1,4 +1,4 @@
-"""Objects that take no unknown attributes: an option set by a wrong name must not be silent."""
+"""Objects that refuse unknown attributes, so that a misspelled option is an error."""
 
 from collections.abc import Collection
 from difflib import get_close_matches

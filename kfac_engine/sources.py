@@ -1,4 +1,4 @@
-"""What factors read of a batch: its values, with the gradients of one source after the other."""
+"""The values of a batch that factors read, with the gradients of each source in turn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from kfac_engine.losses.base import RegisteredLoss
 
 
 class Trace(Protocol):
-    """One evaluation of a model: ONNX, or anyone's."""
+    """One evaluation of a model, of an ONNX file or of other code."""
 
     def __getitem__(self, name: str, /) -> Array:
         """A value by name: activations, loss inputs, targets."""
@@ -32,7 +32,7 @@ ExampleGradients: TypeAlias = Callable[
 
 @dataclass(slots=True)
 class Sources:
-    """Propagates the sources of an estimation mode back to what factors read.
+    """Propagates the sources of an estimation mode back to the values that factors read.
 
     Attributes:
         mode: Makes the sources.
@@ -55,7 +55,7 @@ class Sources:
     alone: tuple[FisherFactor, ...] = ()
 
     def gradient_name(self, value: str) -> str:
-        """A name for the gradient with respect to a value, known from now on."""
+        """Register a name for the gradient with respect to a value."""
         name = f"∂{value}"
         self.gradients[name] = value
         return name
@@ -148,7 +148,7 @@ class Sources:
     def given(
         self, factors: Sequence[FisherFactor], trace: Trace, propagated: dict[str, Array]
     ) -> Iterator[dict[str, Array]]:
-        """The one source whose gradients are there already."""
+        """The source whose gradients were computed before, if it is the only one."""
         forward, wanted = self._forward(factors, trace)
         found = take(propagated, wanted.values(), self.backend)
         propagated.clear()
@@ -158,7 +158,7 @@ class Sources:
     def _forward(
         self, factors: Sequence[FisherFactor], trace: Trace
     ) -> tuple[dict[str, Array], dict[str, str]]:
-        """What factors read of the forward pass; and names of gradients, with their values."""
+        """Values of the forward pass that factors read; names of gradients, with their values."""
         statistics = [factor.statistic for factor in factors]
         reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
         wanted = {name: value for name, value in self.gradients.items() if name in reads}

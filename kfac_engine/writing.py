@@ -1,4 +1,4 @@
-"""Files out: the one place that writes what a user names.
+"""Writing of files that a user names; all other modules write through this one.
 
 A regular file is replaced whole: the new content goes into a temporary file in the same folder,
 which then takes its name, so that a failure at any time leaves the old content or the new one.
@@ -31,20 +31,20 @@ _PREFIX, _SUFFIX = ".kfac-engine-", ".tmp"
 _STALE_SECONDS = 3600
 _STDOUT = 1
 
-# Temporary files of this process, and what guards their creation.
+# Temporary files of this process, and the lock for creating them.
 _TEMPORARY: set[Path] = set()
 _CREATION = Lock()
 
 
 def checked_path(path: object) -> Path:
-    """A path from what a caller gives; an InputError where it is none."""
+    """The argument of a caller as a path; an InputError where it is not a path."""
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise InputError(f"{path!r} is no path of a file; give its name.")
     return Path(path)
 
 
 def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
-    """Write a file whole or not at all.
+    """Write a file completely or not at all.
 
     A symbolic link is followed. An existing file keeps its permissions and owner; a new one gets
     those that the process gives to new files. What is no regular file is written to in place.
@@ -69,7 +69,7 @@ def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
 
 
 def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whose content a function puts into a stream; see ``write_file``."""
+    """Write a file whose content a function writes into a stream; see ``write_file``."""
     content = io.BytesIO()
     render(content)
     write_file(path, [content.getbuffer()])
@@ -78,11 +78,11 @@ def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], o
 def check_outputs(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Refuse files to write that are folders, lie in none, are inputs, or are one file.
+    """Refuse outputs that are folders, lie in no folder, are inputs, or are the same file.
 
     Args:
-        outputs: For each file to write what it is called in messages; None for one not asked for.
-        inputs: The same for each file to read.
+        outputs: Name in messages to the path of each output; None for an output not requested.
+        inputs: The same for each input.
 
     Raises:
         InputError: A file must not be written.
@@ -205,7 +205,7 @@ def _write_to_stdout(chunks: Chunks) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """What lies at a path once links are followed; None for nothing."""
+    """The file status of a path after links are followed; None if there is no file."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -215,9 +215,9 @@ def _status(path: Path) -> os.stat_result | None:
 def _is_stdout(status: os.stat_result) -> bool:
     try:
         own = os.fstat(_STDOUT)
-    except OSError:  # it is closed
+    except OSError:  # the standard output is closed
         return False
-    # Everybody's null device is no output of this process.
+    # The null device is shared by all processes, and not the output of this one.
     is_null = stat.S_ISCHR(own.st_mode) and not os.isatty(_STDOUT)
     return os.path.samestat(status, own) and not is_null
 
@@ -229,7 +229,7 @@ def _names(target: Path, status: os.stat_result) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
-    """What two names of one file have in common; None for devices and pipes."""
+    """An identity that is equal for two names of one file; None for devices and pipes."""
     try:
         found = path.stat()
     except OSError:

@@ -18,7 +18,7 @@ registration that is named after the kind, by `approximations={kind: name}` of t
 
 `A` second moment of inputs, `G` of output gradients, both means over uses, examples and positions;
 `t` positions, `u` uses, `d` a lag between uses; `C`, `m` covariance and mean of a pixel's channels;
-`g` the gradient of an example (of the batch in blocks made by `register_generic`); `U`, `s`
+`g` the gradient of an example (of the batch in blocks without an engine); `U`, `s`
 eigenbasis of the factors and variances in it. Damping and powers: [conventions](conventions.md).
 
 | kind of layer | approximation | block | source |

@@ -10,7 +10,7 @@ from kfac_engine.graph.bodies import operators_inside
 from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-ZERO = "without a gradient but zero"
+ZERO = "without a nonzero gradient"
 
 _CASTS = frozenset({"Cast", "CastLike"})
 # Numbers of so few bits stand for rounded ones; longer ones are indices and counts.
@@ -19,7 +19,7 @@ _COARSE = frozenset({"int8", "uint8"})
 
 @dataclass(frozen=True)
 class Activity:
-    """The values that depend on some, other than in jumps.
+    """The values that depend on given values by way of no jump.
 
     Attributes:
         active: Floating-point values, those computed from rounded ones included.
@@ -31,7 +31,7 @@ class Activity:
     rounded: Mapping[str, Node]
 
     def members(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that depend."""
+        """The names of dependent values among ``names``."""
         return [name for name in names if name in self.active or name in self.rounded]
 
 
@@ -70,7 +70,7 @@ def behind_quantizers(
     wrt: Sequence[str],
     stops: Container[str] = frozenset(),
 ) -> dict[str, Node]:
-    """Those of ``wrt`` that reach an output through rounding, if by one of several paths.
+    """The values of ``wrt`` from which at least one path to an output goes through rounding.
 
     Args:
         graph: Forward graph.
@@ -80,7 +80,7 @@ def behind_quantizers(
         stops: Values that count as independent of what they are computed from.
 
     Returns:
-        Each with the last node that rounds on the way.
+        Each value with the last rounding node on that path.
     """
     last = _smooth(graph, facts, outputs, wrt, stops)
     return {name: node for name in wrt if (node := last.get(name))}
@@ -107,7 +107,7 @@ def _smooth(
 def behind_jumps(
     graph: Graph, facts: Mapping[str, Fact], outputs: Iterable[str], wrt: Iterable[str]
 ) -> dict[str, Node]:
-    """Those of ``wrt`` that an output depends on, though without a derivative.
+    """The values of ``wrt`` that an output depends on through operators with derivative zero.
 
     Args:
         graph: Forward graph.
@@ -155,7 +155,7 @@ def left_out(
     outputs: Iterable[str],
     parameters: Sequence[str],
 ) -> dict[str, str]:
-    """Parameters without a derivative, or only zero, because what comes of them is rounded.
+    """Parameters whose derivative is zero or does not exist because of rounding.
 
     Args:
         graph: Forward graph.
@@ -164,7 +164,7 @@ def left_out(
         parameters: Names of the parameters that the graph shows.
 
     Returns:
-        Those that are not to be trained, each with the reason, in words that can follow "it is".
+        Parameters that are not trained, each with a reason that can follow the words "it is".
     """
     smooth = _smooth(graph, facts, outputs, parameters)
     zero = [name for name in parameters if name not in smooth]
@@ -179,17 +179,17 @@ def left_out(
 
 
 def no_slope(jump: Node) -> str:
-    """What a parameter is that reaches an output through a jump alone."""
-    return f"{ZERO}, behind a jump ({_described(jump)})"
+    """The reason for a parameter that reaches the outputs through jumps alone."""
+    return f"{ZERO}, behind an operator with derivative zero ({_described(jump)})"
 
 
 def zero_notes(jumps: Mapping[str, Node]) -> tuple[str, ...]:
-    """What ``behind_jumps`` found of parameters that are trained, a sentence each."""
+    """One sentence for each trained parameter that ``behind_jumps`` returned."""
     return tuple(f"'{name}' is {no_slope(node)}" for name, node in jumps.items())
 
 
 def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
-    """What ``left_out`` found, one sentence a reason, with the node that the first names."""
+    """One sentence for each reason of ``left_out``, with the node of its first parameter."""
     alike: dict[str, list[str]] = {}
     for name, reason in left.items():
         alike.setdefault(reason.partition(" (")[0], []).append(name)
@@ -200,22 +200,22 @@ def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]) -> str:
-    """The message for values that no parameter moves.
+    """The error message for values that depend on no trained parameter.
 
     Args:
         model: Its name.
         outputs: The values.
-        left: What ``left_out`` found.
+        left: The result of ``left_out``.
 
     Returns:
-        What is wrong, and what to do.
+        The fault and its remedy.
     """
     results = f"{'depends' if len(outputs) == 1 else 'depend'} on no trainable parameter"
     if not left:
         return f"{', '.join(outputs)} {results} of model '{model}'."
     return (
         f"{', '.join(outputs)} {results} of model '{model}' that has a gradient: "
-        f"{'; '.join(notes_of(left))}. Take the model as it was before it was quantized."
+        f"{'; '.join(notes_of(left))}. Use the model as it was before quantization."
     )
 
 
@@ -238,10 +238,10 @@ def refuse_rounding(blocked: Mapping[str, Node]) -> None:
 
 
 def way_out(names: Sequence[str]) -> str:
-    """What to do about values that a node lies behind, as the end of a message."""
+    """The remedy for values on the path to a node, as the end of a message."""
     return (
-        f"The node is on the path from {_several(names)} to the output: leave "
-        f"{'it' if len(names) == 1 else 'these'} out, with freeze=… or --freeze, to do without."
+        f"The node is on the path from {_several(names)} to the output: exclude "
+        f"{'it' if len(names) == 1 else 'these'} with freeze=… or --freeze."
     )
 
 

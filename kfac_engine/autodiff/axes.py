@@ -29,7 +29,7 @@ Axes: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What sample runs showed of the batch.
+    """The axes of the examples, as sample runs showed them.
 
     Attributes:
         size: Examples in the sample run.
@@ -98,7 +98,7 @@ def find_batch(
             if candidate.named or (candidate.is_open and len(candidates) == 1):
                 return batch
             if not probe.coupled(batch, outputs):
-                only = stuck and f"no other size runs along {_spelled(stuck[0].axes)}"
+                only = stuck and f"the model runs with no other size of {_spelled(stuck[0].axes)}"
                 return replace(batch, doubt=only or "")
             ran.append(batch)
     if ran:
@@ -240,7 +240,7 @@ class _Probe:
             yield chunk
 
     def _with_other(self, changed: int, batch: Batch) -> dict[str, Array]:
-        """The inputs, one example being another one: as far as one that is legal is known."""
+        """The inputs with one example replaced, except where no valid replacement is known."""
         for new_id in (_next_id, _same_id) if self._made_up else (_same_id,):
             feeds = dict(self._feeds)
             for name, axis in batch.inputs.items():
@@ -285,7 +285,7 @@ class _Candidate:
 
 
 def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
-    """What may hold the batch, the likeliest first."""
+    """Candidates for the batch, the likeliest first."""
     # Axes of one symbol belong together, and so do open axes without one at the same place. A first
     # axis may hold the batch though its size is declared.
     groups: dict[object, dict[str, int]] = {}

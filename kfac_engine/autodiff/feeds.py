@@ -1,4 +1,4 @@
-"""What a user feeds to a model, checked."""
+"""Checks of the inputs that a user passes to a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,7 +85,7 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
 
 @contextmanager
 def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Tell of disagreements where a run on checked inputs fails.
+    """Add axes that disagree in size to the error of a run that fails.
 
     Raises:
         BackendError: The run failed.
@@ -101,7 +101,7 @@ def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
 
 
 def is_one_number(entry: Input) -> bool:
-    """Whether an input is a whole number or a truth value by declaration: a setting, not data."""
+    """Whether an input is declared as one whole number or truth value: a setting, not data."""
     shape = entry.shape
     return entry.dtype.kind in "iub" and shape is not None and set(shape) <= {1}
 

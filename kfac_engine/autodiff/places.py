@@ -1,4 +1,4 @@
-"""Where the examples lie in a value, told from runs on two sizes, or with one example changed."""
+"""Finds the axis of the examples in a value, by two batch sizes or by changing one example."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the examples lie in a value.
+    """The axis of the examples in a value.
 
     Attributes:
         axis: The axis.
@@ -56,7 +56,7 @@ def grown(
 
 
 def others_move(before: Array, after: Array, changed: int, size: int, place: Place | None) -> bool:
-    """Whether entries of a value differ that do not belong to the changed example.
+    """Whether changing one example changes entries of others.
 
     Args:
         before: The value.
@@ -66,7 +66,7 @@ def others_move(before: Array, after: Array, changed: int, size: int, place: Pla
         place: Where the examples lie; None if all entries belong to none.
 
     Returns:
-        Whether some do.
+        Whether any does.
     """
     if before.shape != after.shape:
         return True
@@ -87,7 +87,7 @@ def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozen
 
 
 def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array], Array]) -> Array:
-    """The array with one example replaced by another that is as legal.
+    """The array with one example replaced by another valid one.
 
     Args:
         array: Of all examples.
@@ -104,7 +104,7 @@ def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array]
         other = new_id(other)
     elif array.dtype.kind == "f" and np.array_equal(other, moved[changed]):
         other = other / 2
-    # Text may be a key of a table: another one that is legal is not known.
+    # Text may be a key of a table: no other valid text is known.
     moved[changed] = other
     return np.moveaxis(moved, 0, axis)
 

@@ -1,6 +1,6 @@
-"""Sample runs: what one small run of a model shows of its values.
+"""Sample runs: shapes and element types of the values of a model, from one small run.
 
-A run hands out shapes; a value itself is handed out where somebody reads it, and released after.
+A run returns shapes. A value itself is returned only on request, and released after use.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -140,7 +140,7 @@ class SampleRun:
         return self._session(self._graph.nodes, self._computed)
 
     def _measures(self, names: Collection[str], nodes: Iterable[Node]) -> Session:
-        """A session that hands out shapes, each as soon as its value is there."""
+        """A session that returns shapes, each as soon as its value is computed."""
         wanted = set(names)
         placed: list[Node] = []
         for node in nodes:
@@ -245,7 +245,7 @@ def sample_batch(
 
 
 def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
-    """Inputs for a sample run, in the order in which they are tried."""
+    """Candidate inputs of a sample run, in the order of trial."""
     if inputs is None:
         for first, other in _TRIED_SIZES:
             symbols: dict[str, int] = {}

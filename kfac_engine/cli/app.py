@@ -82,8 +82,8 @@ def _describe_os_error(error: OSError) -> str:
 def _describe_memory(error: MemoryError) -> str:
     found = f" ({error})" if str(error) else ""
     return (
-        f"out of memory{found}; 'kfac-engine inspect' shows what takes it: a smaller batch makes "
-        "activations smaller, --approx KIND=diagonal makes factors smaller."
+        f"out of memory{found}; 'kfac-engine inspect' shows the memory of each part: a smaller "
+        "batch reduces activations, --approx KIND=diagonal reduces factors."
     )
 
 

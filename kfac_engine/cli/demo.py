@@ -39,7 +39,7 @@ TARGET_LOSS = 0.1
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Of batches and sampled targets.",
+    help="Seed of batches and sampled targets.",
 )
 @debug_option
 def demo(steps: int, out: Path, seed: int) -> None:

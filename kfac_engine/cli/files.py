@@ -158,10 +158,10 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
 
 
 def _kept(pipe: IO[bytes]) -> IO[bytes]:
-    """What comes from a pipe, if it begins like arrays: no endless text is waited for."""
+    """The bytes of a pipe, refused at once if they do not begin like arrays: it may be endless."""
     start = pipe.read(len(_NPY))
     if not start.startswith((_ZIP, _NPY)):
-        raise ValueError("what comes from this pipe begins otherwise")
+        raise ValueError("the data of this pipe do not begin like arrays")
     # The arrays lie beside these bytes later.
     return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
 

@@ -34,7 +34,7 @@ _MOST_ALIKE = 3
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="Examples in a batch; as many as --inputs holds, or one, by default.",
+    help="Number of examples in a batch; by default that of --inputs, or one.",
 )
 @sample_option
 @engine_options

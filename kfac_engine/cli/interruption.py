@@ -2,7 +2,7 @@
 
 Python calls a handler once the main thread is back from C, and from ONNX Runtime or BLAS that may
 take minutes. So the system also writes the signal's number into a socket that a thread reads. The
-handler ends what can be ended in order; the thread ends the process if that takes too long.
+handler shuts the command down in order; the thread ends the process if that takes too long.
 """
 
 import os
@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 
 from kfac_engine.writing import abandon_files
 
-# Signals that end the program, where the system has them, and what the message says.
+# Signals that end the program, where the system has them, and their messages.
 _MESSAGES: Mapping[int, str] = {
     getattr(signal, name): message
     for name, message in (
@@ -26,9 +26,9 @@ _MESSAGES: Mapping[int, str] = {
     )
     if hasattr(signal, name)
 }
-# Exit statuses of programs that a signal ended begin here.
+# A signal's exit status is its number plus this.
 _SIGNAL_STATUS = 128
-# What is left of two seconds is for a busy machine.
+# The rest of the two seconds is a reserve for a busy machine.
 _GRACE_SECONDS = 0.7
 # A progress bar may have left the cursor in the middle of a line, and hidden.
 _RESTORE_TERMINAL = "\r\x1b[2K\x1b[?25h"
@@ -39,7 +39,7 @@ class SignalReceived(BaseException):
 
 
 class Interruption:
-    """While it is entered, a signal raises SignalReceived, and ends the process soon after.
+    """A context in which a signal raises SignalReceived, and ends the process soon after.
 
     Does nothing in threads other than the main one, where Python has no signals.
 

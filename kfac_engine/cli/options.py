@@ -91,7 +91,7 @@ objective_options = (
         multiple=True,
         callback=_all_or_none,
         metavar="PATTERN",
-        help="Not the parameters whose name matches; may be repeated.",
+        help="Exclude parameters whose name matches; may be repeated.",
     ),
     click.option(
         "--loss-weight",
@@ -167,7 +167,7 @@ _ENGINE_OPTIONS = (
         "estimation_mode",
         default="gradients",
         show_default=True,
-        help="How the Fisher is estimated.",
+        help="Estimation mode of the Fisher matrix.",
     ),
     click.option(
         "--approx",
@@ -200,7 +200,7 @@ _ENGINE_OPTIONS = (
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="Of sampled targets.",
+        help="Seed of sampled targets.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Bounds of the entries of a value that follow from the operators before it, whatever is fed."""
+"""Bounds of the entries of a value for all inputs, by interval arithmetic on the operators."""
 
 from collections.abc import Callable, Mapping
 from math import erf, exp, inf, isnan, tanh
@@ -17,7 +17,7 @@ _ANY: Interval = (-inf, inf)
 
 
 def bounds(graph: Graph, value: str) -> Interval:
-    """Bounds of the entries of a value, infinite where the operators tell none.
+    """Bounds of the entries of a value, infinite where the operators imply none.
 
     Args:
         graph: The model.

@@ -1,7 +1,7 @@
-"""What a small file may ask for without bound, and how much of it is refused before anything runs.
+"""Refuses models that expand beyond bounds, before anything runs.
 
-A function that calls another twice doubles the nodes, a trip count or a size is one number: a
-damaged or hostile file of a few bytes would take all memory, or run for years.
+A function that calls another twice doubles the number of nodes, and a trip count or a size is one
+number. So a damaged or hostile file of a few bytes could use all memory, or run for years.
 """
 
 from collections import ChainMap
@@ -106,7 +106,7 @@ def _is_loop(node: onnx.NodeProto) -> bool:
 
 
 def _trips(node: onnx.NodeProto, constants: Mapping[str, Array]) -> float:
-    """How often a Loop runs if constants alone decide; 1 where a condition may end it earlier."""
+    """The trip count of a Loop if it is constant; 1 where a condition may end the loop earlier."""
     body = next((entry.g for entry in node.attribute if entry.name == "body"), onnx.GraphProto())
     if not _goes_on(body, constants):
         return 1

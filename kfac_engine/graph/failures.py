@@ -1,4 +1,4 @@
-"""What the onnx package raises about a model, as one error of ours."""
+"""Converts exceptions of the onnx package about a model into a ModelError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +28,8 @@ def model_errors(what: str, cure: str = "") -> Iterator[None]:
     """While it is entered, an exception of the onnx package becomes a ModelError.
 
     Args:
-        what: What was to be done, such as "the functions cannot be inlined".
-        cure: What the user can do, if anything.
+        what: The failure, such as "the functions cannot be inlined".
+        cure: The remedy, if there is one.
 
     Raises:
         KfacError: As it was raised.
@@ -45,6 +45,6 @@ def model_errors(what: str, cure: str = "") -> Iterator[None]:
 
 
 def _first_line(failure: Exception) -> str:
-    """What onnx's C++ says, without the path of its source file."""
+    """The message of the C++ code of onnx, without the path of its source file."""
     text = next((line for line in str(failure).splitlines() if line.strip()), "no reason given")
     return text.strip().rstrip(".")

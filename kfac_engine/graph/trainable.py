@@ -253,7 +253,7 @@ def _why_none(graph: Graph) -> str:
         if quantized and any(part in node.op for part in (*_QUANTIZED, "Integer")):
             return (
                 f"its weights are quantized ('{quantized[0]}' is "
-                f"{graph.constants[quantized[0]].dtype}), and those stay as they are; take the "
+                f"{graph.constants[quantized[0]].dtype}), which are not trained; use the "
                 f"model as it was before quantization"
             )
     return (

@@ -1,8 +1,8 @@
-"""Parameters that scale the data, with those that shift it then: of normalizations, of products.
+"""Parameters that scale data, and shifts that follow: of normalizations and of products.
 
-What is scaled must be known. A product has it as an operand. A normalization and a ``PRelu``
-compute it within: it is added to the graph, as the same normalization with scale one and shift
-zero, or as the data below zero.
+The data before scaling must be a value of the graph. A product has it as an operand. A
+normalization and a ``PRelu`` compute it internally: it is added to the graph, as the same
+normalization with scale one and shift zero, or as the data below zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -125,7 +125,7 @@ _FEATURE_AXES: Mapping[str, Callable[[Scene], int | None]] = {
 
 
 def misfit(scene: Scene, value: str, y: str, axis: int = -1) -> str:
-    """Why a value does not scale or shift each example of ``y`` alike; empty where it does."""
+    """The reason why a value differs between examples of ``y``; empty where it does not."""
     shape, data, batch = scene.shapes[value], scene.shapes[y], scene.axes.get(y)
     if batch is None:
         return f"the examples do not lie alone on an axis of '{y}'"

@@ -1,4 +1,4 @@
-"""Parameters that are added to the data and belong to no layer: what they are added to is frozen.
+"""Parameters that are added to data and belong to no layer, such as biases of frozen weights.
 
 The gradient of an example is the sum of the result's gradient over the axes that the parameter does
 not have, whatever it is added to.
@@ -12,7 +12,7 @@ from kfac_engine.layers.scales import feature_axis, misfit, places
 
 
 def match_shift(scene: Scene, node: Node, index: int) -> Found | str:
-    """The shift that a parameter makes as one of ``SHIFTS``, or why it makes none."""
+    """The layer of a shift, an operand in ``SHIFTS``, or the reason why there is none."""
     value, y = node.inputs[index], node.outputs[0]
     role = f"operand {index} of {node.op}"
     if node.op == "Sub" and index == 1 and len(scene.graph.consumers[value]) > 1:

@@ -1,4 +1,4 @@
-"""Tables whose rows are picked by identifiers: those of the data, and positions counted on the way.
+"""Tables whose rows are selected by identifiers: of the data, or positions that are counted.
 
 Identifiers that the shape of the data tells are the same for all examples, and so are the rows that
 they pick, up to where these meet the data. There the layer has its outputs; its identifiers are
@@ -17,7 +17,7 @@ _VIEWS = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze"})
 
 
 def match_gather(scene: Scene, node: Node, index: int) -> Found | str:
-    """The layer of a table that rows are picked of, or why there is none."""
+    """The layer of a table whose rows Gather selects, or the reason why there is none."""
     del index
     table, ids = node.inputs
     if node.attributes.get("axis", 0) != 0 or not scene.is_weight(table, 2):
@@ -30,13 +30,13 @@ def match_gather(scene: Scene, node: Node, index: int) -> Found | str:
 
 
 def picked(scene: Scene, table: str, ids: str, rows: str) -> Found:
-    """The layer of a table of which ``ids`` pick ``rows``, for each example."""
+    """The layer of a table from which ``ids`` select ``rows`` for each example."""
     options = {"positions": True} if len(scene.shapes[ids]) > 1 else {}
     return Found("embedding", (table,), ids, rows, options)
 
 
 def identifiers(scene: Scene, value: str) -> str:
-    """What ``value`` has a one for on its last axis, one for each example and position; or none."""
+    """The identifiers that ``value`` encodes as one-hot rows on its last axis, or None."""
     maker = scene.graph.producers.get(value)
     while maker is not None and maker.op in ("Cast", "Identity"):
         maker = scene.graph.producers.get(maker.inputs[0])

@@ -131,7 +131,7 @@ def possible_probabilities(loss: PredictiveDistribution, sample: Callable[[], Ar
         return ""
     return (
         "is taken for logits, though all its entries were in 0 to 1 in a sample run; if it holds "
-        "probabilities, put the loss on a value before they are made"
+        "probabilities, put the loss on the logits that they are computed from"
     )
 
 

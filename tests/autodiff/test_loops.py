@@ -289,14 +289,14 @@ DATA_BRANCH = BRANCH.replace("narrow = Equal (width, one)", "t = ReduceMax <keep
     "int64 one = {1}", "int64 one = {1}, float half = {0.5}"
 )  # fmt: skip
 REFUSED = {
-    "condition": (DATA_LOOP, "'Loop_0': nobody knows how often it runs, as data decides 'x'"),
+    "condition": (DATA_LOOP, "'Loop_0': its number of iterations is not fixed, as 'x"),
     "count": (
         SIZED.replace("columns = Gather (shape, at)", "top = ReduceMax <keepdims = 0> (x) "
                       " columns = Cast <to = 7> (top)"),
-        "'Loop_3': .* data decides 'columns', by way of 'x'",
+        "'Loop_3': .* 'columns' depends on the data, through 'x'",
     ),
     "limit": (RECURRENCE.replace("m = {4}", "m = {5000}"), "runs more than 1024 times"),
-    "branch": (DATA_BRANCH, "If at node 'If_4': its branches .* data decides 'narrow'"),
+    "branch": (DATA_BRANCH, "If at node 'If_4': its branch .* 'narrow' depends on the data"),
 }  # fmt: skip
 
 

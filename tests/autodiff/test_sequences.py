@@ -186,7 +186,7 @@ REFUSED = {
     "position": (
         CONSTRUCTED.replace("p = SequenceAt (s3, last)", "top = ReduceMax <keepdims = 0> (x)"
                             "  k = Cast <to = 7> (top)  p = SequenceAt (s3, k)"),
-        "data decides its position 'k'",
+        "its position 'k' depends on the data",
     ),
     "maker": (
         CONSTRUCTED.replace("p = SequenceAt (s3, last)", "top = ReduceMax <keepdims = 0> (x)"

@@ -131,7 +131,7 @@ def test_an_open_axis_of_numbers_is_data_and_decides_nothing() -> None:
     model = branches("node", "setting_of_one_axis")
     model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "n"
     inputs = {"x": np.ones((1, 3), np.float32), "rate": np.array([16000])}
-    with pytest.raises(UnsupportedOpError, match="data decides 'c', by way of 'rate'"):
+    with pytest.raises(UnsupportedOpError, match="'c' depends on the data, through 'rate'"):
         ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
 
 

@@ -125,7 +125,7 @@ def _zero_if_same(pen: Pen, node: Node, name: str, array: Array) -> str:
 
 
 class Origin:
-    """What a value is computed from.
+    """The inputs and random draws that a value is computed from.
 
     Args:
         graph: Holds the value.
@@ -175,13 +175,13 @@ class Origin:
         return _evaluated(self._graph, nodes, self._held, self._name)
 
     def why_undecided(self) -> str:
-        """What decides the value, and how to tell it beforehand where that can be done."""
+        """The inputs that determine the value, and the remedy where there is one."""
         listed = ", ".join(f"'{value}'" for value in self.undecided)
         numbers = {entry.name for entry in self._graph.inputs if is_one_number(entry)}
         if not numbers.issuperset(self.undecided):
-            return f"data decides '{self._name}', by way of {listed}"
+            return f"'{self._name}' depends on the data, through {listed}"
         return (
-            f"'{self._name}' depends on {listed}: give a batch with the value to come, as "
+            f"'{self._name}' depends on {listed}: give a batch with its value, by "
             f"sample_inputs=… or --inputs, or make {listed} a constant of the file"
         )
 

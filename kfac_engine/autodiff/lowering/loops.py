@@ -26,7 +26,7 @@ def if_(pen: Pen, node: Node) -> None:
     condition = known.get(node.inputs[0])
     if condition is None:
         why = Origin(pen.graph, pen.facts, node.inputs[0]).why_undecided()
-        raise pen.refuse(node, f"its branches are no one function, as {why}")
+        raise pen.refuse(node, f"its branch is not fixed, as {why}")
     body = body_of(node, "then_branch" if condition.all() else "else_branch", pen.graph.opset)
     reads = gated_reads(pen, node, known)
     results = write_body(pen, body, reads | constants_of(pen, body))

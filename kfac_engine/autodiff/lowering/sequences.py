@@ -82,7 +82,7 @@ def _position(pen: Pen, node: Node, index: int, known: KnownValues, last: int) -
         return last
     value = known.get(name)
     if value is None:
-        raise pen.refuse(node, f"data decides its position '{name}'")
+        raise pen.refuse(node, f"its position '{name}' depends on the data")
     count = last if node.op == "SequenceInsert" else last + 1
     at = int(value.item())
     return at + count if at < 0 else at

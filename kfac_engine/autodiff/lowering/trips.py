@@ -55,7 +55,7 @@ def _known(pen: Pen, node: Node, known: KnownValues, name: str) -> Array:
     value = known.get(name)
     if value is None:
         why = Origin(pen.graph, pen.facts, name).why_undecided()
-        raise pen.refuse(node, f"nobody knows how often it runs, as {why}")
+        raise pen.refuse(node, f"its number of iterations is not fixed, as {why}")
     return value
 
 
