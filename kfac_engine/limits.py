@@ -10,9 +10,12 @@ if sys.platform != "win32":
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files of a control group: its limit, its use, and the key of the use that can be reclaimed.
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# Files of a control group: its limit and its use; and the prefix of its statistics, which include
+# the groups inside it.
+_VERSION_2 = ("memory.max", "memory.current", "")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+# Cached files, which the kernel drops where memory is short: ``MemAvailable`` counts both.
+_RECLAIMABLE = ("inactive_file", "active_file")
 
 
 def available_memory() -> int:
@@ -46,10 +49,12 @@ def _of_control_groups() -> Iterator[int]:
                 yield from _left(folder, *names)
 
 
-def _left(group: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
+def _left(group: Path, limit: str, use: str, prefix: str) -> Iterator[int]:
     most, used = _text(group / limit).strip(), _text(group / use).strip()
     if most.isdigit() and used.isdigit():  # "max" is no limit
-        yield int(most) - int(used) + _fields(group / "memory.stat").get(reclaimable, 0)
+        held = _fields(group / "memory.stat")
+        reclaimable = sum(held.get(prefix + name, 0) for name in _RECLAIMABLE)
+        yield int(most) - int(used) + reclaimable
 
 
 def _of_the_process() -> Iterator[int]:

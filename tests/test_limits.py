@@ -27,11 +27,11 @@ def system(tmp_path, monkeypatch):
     return write
 
 
-def group(folder, most, used, inactive=0):
+def group(folder, most, used, inactive=0, active=0):
     return {
         f"cgroups/{folder}memory.max": f"{most}\n",
         f"cgroups/{folder}memory.current": f"{used}\n",
-        f"cgroups/{folder}memory.stat": f"anon 5\ninactive_file {inactive}\n",
+        f"cgroups/{folder}memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file {active}\n",
     }
 
 
@@ -48,6 +48,9 @@ SYSTEMS = {
     "no limits": (MACHINE, 8 * GIB),
     "version 2": (MACHINE | OWN | group("a/b/", 3 * GIB, GIB), 2 * GIB),
     "cache that can be taken back": (MACHINE | OWN | group("a/b/", 3 * GIB, 2 * GIB, GIB), 2 * GIB),
+    "cache that was read twice": (
+        MACHINE | OWN | group("a/b/", 3 * GIB, 3 * GIB, GIB // 2, GIB), GIB * 3 // 2,
+    ),
     "a group around it": (
         MACHINE | OWN | group("a/b/", "max", GIB) | group("a/", 5 * GIB, GIB), 4 * GIB,
     ),
