@@ -10,6 +10,14 @@ from kfac_engine.errors import InputError
 
 PiType = Literal["tracenorm", "off"]
 
+_FLAGS = (
+    "debias",
+    "assume_zero_mean_activations",
+    "subtract_mean_contrib_from_cov",
+    "sub_sample_inputs",
+    "sub_sample_patches",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CollectionConfig:
@@ -60,9 +68,11 @@ class CollectionConfig:
         """
         one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
         one_of("pi_type", self.pi_type, ("tracenorm", "off"))
-        for name in ("normalize_damping_power", "eigenvalue_clipping_threshold"):
-            if not isfinite(getattr(self, name)):
-                raise InputError(f"{name} must be finite, got {getattr(self, name)}.")
+        for name in _FLAGS:
+            flag(name, getattr(self, name))
+        number("normalize_damping_power", self.normalize_damping_power)
+        number("eigenvalue_clipping_threshold", self.eigenvalue_clipping_threshold)
+        number("inputs_to_extract_patches_factor", self.inputs_to_extract_patches_factor)
         if not 0 < self.inputs_to_extract_patches_factor <= 1:
             raise InputError(
                 f"inputs_to_extract_patches_factor must lie in (0, 1], got "
@@ -71,11 +81,7 @@ class CollectionConfig:
         whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
         whole("max_num_patches", self.max_num_patches, least=1)
         whole("seed", self.seed, least=0)
-        if not 0 < self.max_num_patches_per_dimension < inf:
-            raise InputError(
-                f"max_num_patches_per_dimension must be positive, got "
-                f"{self.max_num_patches_per_dimension}."
-            )
+        positive("max_num_patches_per_dimension", self.max_num_patches_per_dimension)
 
 
 # -- checks, shared by all records of choices ------------------------------------------------------
@@ -100,6 +106,13 @@ def number(name: str, value: object) -> None:
     fits = isinstance(value, Real) and not isinstance(value, bool)
     if not fits or not isfinite(value):  # type: ignore[arg-type] # a number
         raise InputError(f"{name} must be a finite number, got {value!r}.")
+
+
+def positive(name: str, value: object) -> None:
+    """Refuse a value that is no positive finite number, with an InputError."""
+    fits = isinstance(value, Real) and not isinstance(value, bool)
+    if not fits or not 0 < value < inf:  # type: ignore[operator] # a number
+        raise InputError(f"{name} must be a positive number, got {value!r}.")
 
 
 def flag(name: str, value: object) -> None:

@@ -8,7 +8,7 @@ from math import inf
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kfac_engine._types import Array
-from kfac_engine.config import flag, listed, number, one_of, texts, whole
+from kfac_engine.config import flag, listed, number, one_of, positive, texts, whole
 from kfac_engine.errors import InputError
 from kfac_engine.estimation_modes import MODES
 from kfac_engine.graph.widen import GradientDType
@@ -151,9 +151,7 @@ def check_damping(damping: float, exps: Sequence[float]) -> None:
     Raises:
         InputError: The damping is refused; the message names the power that overflows.
     """
-    number("damping", damping)
-    if damping <= 0:
-        raise InputError(f"damping must be a positive number, got {damping}.")
+    positive("damping", damping)
     for exp in exps:
         try:
             power = float(damping) ** exp

@@ -1,11 +1,12 @@
 """The results of the engine's calls."""
 
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.config import positive
 from kfac_engine.errors import InputError
 
 KL_CLIP = 0.003
@@ -67,9 +68,8 @@ class Result:
         Raises:
             InputError: An argument is not a positive number, or no natural gradients are here.
         """
-        for name, value in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
-            if not (isinstance(value, (int, float, np.number)) and isfinite(value) and value > 0):
-                raise InputError(f"{name} must be a positive number, got {value!r}.")
+        positive("learning_rate", learning_rate)
+        positive("kl_clip", kl_clip)
         if not self.natural_gradients:
             raise InputError(
                 "the result has no natural gradients; use one of engine.step or precondition."
