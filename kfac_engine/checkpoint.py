@@ -148,8 +148,7 @@ def load_state(
         faults.append("the state of the random generator is not valid")
     if faults:
         raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
-    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
-        factor.restore(its_arrays, entry.weight, entry.repeats)
+    # Before anything moves: a caller may have warnings raised as errors.
     if expected is not None and state.damping not in (None, expected.damping):
         warnings.warn(
             f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
@@ -157,6 +156,8 @@ def load_state(
             f"refresh. Set engine.damping to continue with the saved damping.",
             stacklevel=3,
         )
+    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+        factor.restore(its_arrays, entry.weight, entry.repeats)
     return state
 
 

@@ -125,16 +125,19 @@ def check_products(products: Mapping[str, Array], backend: Backend, exp: float) 
             )
 
 
-def check_finite(gradients: Mapping[str, Array], place: Place = HOST) -> None:
-    """Refuse gradients that no step may be made of.
+def check_finite(
+    arrays: Mapping[str, Array], place: Place = HOST, what: str = "the gradient of"
+) -> None:
+    """Refuse arrays that no step may be made of.
 
     Args:
-        gradients: Parameter name to contiguous array.
+        arrays: Name to contiguous array.
         place: Where they lie.
+        what: Precedes the name in the message.
 
     Raises:
         NonFiniteError: One holds NaN or infinity.
     """
-    for name, finite in zip(gradients, place.finite(list(gradients.values())), strict=True):
+    for name, finite in zip(arrays, place.finite(list(arrays.values())), strict=True):
         if not finite:
-            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
+            raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")

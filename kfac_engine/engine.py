@@ -175,6 +175,8 @@ class Engine(Sealed):
             along = due.update_covariances and self.estimator.reads_gradients
             with record("backward"):
                 found = self._differentiate(trace, self.estimator.differentiated if along else None)
+            moved = self._model.buffers_after(trace) if update_buffers else {}
+            check_finite(moved, self._model.place, "the running statistic")
             handed = self._model.hand_out(found.gradients)
             types = self._model.handed_out_types
             with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
@@ -182,8 +184,7 @@ class Engine(Sealed):
                 with record("precondition"):
                     natural = self._precondition(found.gradients, self._exps[0])
             self.counter += 1
-            if update_buffers:
-                self._model.update_buffers(trace)
+            self._model.buffers.update(moved)
             return Result(found.loss, handed, natural, self._notes(trace), record.stages)
 
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
@@ -346,7 +347,7 @@ class Engine(Sealed):
         return on_host(model.parameters, backend), on_host(model.buffers, backend)
 
     def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> Propagated:
-        with self._history.explain():
+        with quiet(), self._history.explain():
             found = propagate(trace, self.objective, tuple(self._model.parameters), outputs)
             check_finite(found.gradients, self._model.place)
         self._history.add(found.loss)

@@ -7,9 +7,11 @@ those of parameters are divided by the number in place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.trace import Trace
+from kfac_engine.errors import NonFiniteError
 from kfac_engine.objective import Objective
 
 
@@ -46,8 +48,16 @@ def propagate(
 
     Returns:
         Gradients of the parameters; those of the outputs too if one number relates them.
+
+    Raises:
+        NonFiniteError: The loss is NaN or infinite.
     """
     loss = objective.value(trace)
+    if not isfinite(loss):
+        raise NonFiniteError(
+            f"the loss of the batch is {loss:g}; check the targets, the inputs and the parameters "
+            f"for huge numbers."
+        )
     ratio = None if outputs is None else objective.fisher_ratio(trace)
     if outputs is None or ratio is None:
         return Propagated(loss, trace.own_vjp(objective.cotangents(trace), parameters))

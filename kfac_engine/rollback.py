@@ -68,6 +68,9 @@ def undone_on_overflow(
             yield
         except KfacError:
             estimator.rng.bit_generator.state = generator
+            # A refresh that was begun may fail on averages that are about to be replaced.
+            for moved in estimator.factors:
+                moved.settle_by(None)
             for factor in saved:
                 factor.restore()
             raise

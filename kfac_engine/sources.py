@@ -68,8 +68,8 @@ class Sources:
     @property
     def of_batches(self) -> tuple[str, ...]:
         """Values that the losses of a whole batch are differentiated with respect to."""
-        values = dict.fromkeys(self.gradients.values())
-        return tuple(value for value in values if value not in self.of_examples)
+        alone = frozenset(self.of_examples)
+        return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone)
 
     def of_batch(
         self,

@@ -93,6 +93,22 @@ def test_statistics_move_with_every_step_but_not_on_request(data):
     np.testing.assert_allclose(engine.buffers["norm.mean"], expected, **ROUNDING)
 
 
+def test_a_step_whose_statistics_overflow_is_refused_and_changes_nothing(data):
+    inputs, targets = data
+    engine = ke.Engine.from_onnx(normalised(), loss="categorical")
+    engine.step(inputs, targets)
+    before = {name: array.copy() for name, array in engine.buffers.items()}
+    average = engine.estimator.factors[0].cov
+    # The squares of these exceed float32, the normalized values do not.
+    huge = {"input": inputs["input"] * np.float32(1e25)}
+    with pytest.raises(ke.NonFiniteError, match=r"running statistic 'norm\.var' holds NaN or inf"):
+        engine.step(huge, targets)
+    assert engine.counter == 1
+    np.testing.assert_array_equal(engine.estimator.factors[0].cov, average)
+    for name, array in before.items():
+        np.testing.assert_array_equal(engine.buffers[name], array)
+
+
 def test_shared_statistics_move_once_for_each_use(data):
     inputs, targets = data
     model = normalised(momentum=0.5, uses=2)

@@ -9,6 +9,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
+from kfac_engine.rollback import undone_on_overflow
+from tests import models
 
 IMAGES, LABELS = digits()
 X, Y = {"image": IMAGES[:16]}, LABELS[:16]
@@ -155,6 +157,41 @@ def test_gradients_whose_product_overflows_are_refused():
 def test_a_power_of_the_damping_that_overflows_is_refused_at_once(options):
     with pytest.raises(ke.InputError, match="more than a number can hold"):
         engine_of(**options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_overflows_is_refused_though_its_gradient_is_finite(reduction):
+    model = models.mlp()
+    engine = ke.Engine.from_onnx(model, loss="normal", reduction=reduction, threads=1)
+    inputs, targets = models.random_inputs(model, 4), np.full((4, 3), 1e25, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in (engine.step, engine.gradients):
+            with pytest.raises(ke.NonFiniteError, match="the loss of the batch is inf"):
+                call(inputs, targets)
+    assert engine.counter == 0
+    assert all(factor.average.value is None for factor in engine.estimator.factors)
+
+
+def test_a_step_is_undone_though_the_refresh_that_it_began_fails_too():
+    engine = engine_of()
+    engine.step(X, Y)
+    before = state_of(engine)
+    estimator, gradients = engine.estimator, {"w": np.full(3, 1e37, np.float32)}
+
+    def fail():
+        raise ke.InputError("no inverse")
+
+    def step():
+        with undone_on_overflow(estimator, gradients, {}, -1):
+            for factor in estimator.factors:
+                factor.average.value *= 2
+                factor.settle_by(fail)
+            raise ke.NonFiniteError("product")
+
+    with pytest.raises(ke.NonFiniteError, match="product"):
+        step()
+    assert_same(before, state_of(engine))
 
 
 # -- arrays ----------------------------------------------------------------------------------------

@@ -143,6 +143,16 @@ def test_a_state_of_another_damping_is_taken_with_a_warning(saved):
     assert engine.damping == 0.25
 
 
+def test_a_load_that_ends_by_its_own_warning_changes_nothing(saved):
+    engine = engine_of(damping=0.25)
+    before = state_of(engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="saved with damping"):
+            engine.load(saved)
+    assert_same(before, state_of(engine))
+
+
 def test_a_state_of_the_same_damping_or_of_an_older_version_warns_of_nothing(saved, tmp_path):
     old = forged(saved, tmp_path / "old.safetensors", header_is("damping", None))
     with warnings.catch_warnings():

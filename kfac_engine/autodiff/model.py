@@ -67,7 +67,7 @@ class OnnxModel:
         parameters: Name to current value; change values through ``set_parameters``.
         ties: Weights that are copies of parameters; ``hand_out`` and ``take_in`` know them.
         buffers: Running statistics of normalizations in training form, likewise; see
-            ``update_buffers``.
+            ``buffers_after``.
         facts: Element type and shape of every value in the sample run.
         draws: Names of values that are drawn at random, in every forward pass anew.
         defined: Names of values added to those of the graph; add some through ``define``.
@@ -181,9 +181,9 @@ class OnnxModel:
         """
         self.parameters.update(self._checked(values))
 
-    def update_buffers(self, trace: Trace) -> None:
-        """Have the running statistics be those that a batch leaves."""
-        self.buffers.update({old: trace[new].copy() for old, new in self._statistics.items()})
+    def buffers_after(self, trace: Trace) -> dict[str, Array]:
+        """The running statistics that a batch leaves, by name: copies."""
+        return {old: trace[new].copy() for old, new in self._statistics.items()}
 
     def hand_out(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Parameters or their gradients as the user gets them: in the file's types, with copies.
