@@ -362,5 +362,5 @@ def test_the_output_is_asked_for_before_a_model_runs():
         ke.Engine.from_onnx(model, loss="categorical")
     with pytest.raises(ke.UnknownNameError, match="unknown loss 'catgorical'"):
         ke.Engine.from_onnx(model, loss="catgorical")
-    with pytest.raises(ke.ModelError, match="made-up inputs"):
+    with pytest.raises(ke.KfacError, match="node_fc0"):  # versions of ONNX Runtime differ in words
         ke.Engine.from_onnx(model, loss="categorical", output="output")
