@@ -26,7 +26,7 @@ class Usage:
         cpu_times: Time on processors of each run, all threads of this process together.
         others_seconds: CPU time of everything else on the machine; 0 where nobody tells. The system
             counts in hundredths of a second: it may fall below 0, so add up before you judge.
-        switches: How often this process had to yield a core; 0 where nobody tells.
+        switches: How often this process had to yield a core; 0 where unknown.
         peak_bytes: Resident memory at its highest above that at the start; 0 where nobody tells.
     """
 

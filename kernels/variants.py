@@ -8,7 +8,7 @@ INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
 
 _IMAGES = (0, 1, 2)  # INPUT of kernels that compute in float32
 
-# Source to the macros it reads and their values. Launches take their options from here alone.
+# Source to its macros and their values. Launches take their options from this table alone.
 MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "patch_products": {
         "SPLIT": (0, 1, 3),
@@ -29,7 +29,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
 
 
 def options(name: str, **macros: int) -> tuple[str, ...]:
-    """The macros of a source as options of the compiler; their values are of the table."""
+    """The macros of a source as options of the compiler, with values from the table."""
     listed = MACROS[name]
     assert macros.keys() == listed.keys(), (name, macros)
     assert all(macros[macro] in values for macro, values in listed.items()), (name, macros)

@@ -1,4 +1,4 @@
-"""Refusals of an engine, before anything is computed: modes, batch sizes, gradients given."""
+"""Checks of an engine on estimation modes, batch sizes and gradients."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,7 +38,7 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
 
 
 def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
-    """Examples in a batch that nobody has checked; None where it does not tell."""
+    """Number of examples in an unchecked batch; None where it cannot be determined."""
     given = inputs if isinstance(inputs, Mapping) else {}
     shapes = ((getattr(given.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
     return next((shape[axis] for shape, axis in shapes if axis < len(shape)), None)

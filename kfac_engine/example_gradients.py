@@ -20,7 +20,7 @@ from kfac_engine.autodiff.trace import Trace
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.objective import Objective
 
-# A changed example moves the others by rounding at most, relative to its own change.
+# Changing an example changes the others by rounding errors at most, relative to its own change.
 _ROUNDING = 1e-5
 
 
@@ -91,7 +91,7 @@ class ExampleGradients:
     def _rows(
         self, trace: Trace, name: str, index: int, count: int, shape: tuple[int, ...]
     ) -> tuple[slice, ...]:
-        """Where the entries of an example lie in a loss input."""
+        """The place of the entries of an example in a loss input."""
         axis = self._place(name).axis
         positions = shape[axis] // count
         outer = positions == 1 or self._is_outer(trace, name, count)
@@ -141,7 +141,7 @@ class ExampleGradients:
         return self._outer
 
     def _changed(self, trace: Trace, examples: slice | list[int]) -> Trace:
-        """The evaluation of some examples of the batch, in this sequence."""
+        """The evaluation of the given examples of the batch, in the given order."""
         axes = self._batch.inputs
         return trace.with_inputs(
             {name: trace[name][(*(slice(None),) * axes[name], examples)].copy() for name in axes}
@@ -149,7 +149,7 @@ class ExampleGradients:
 
 
 def _only(array: Array, rows: tuple[slice, ...]) -> Array:
-    """Zeros but for some rows."""
+    """A copy of the array in which only the given rows are not zero."""
     result = array * 0
     result[rows] = array[rows]
     return result

@@ -207,7 +207,7 @@ def _multi_bernoulli(pen: _Pen, term: Term) -> None:
     pen.reduce(pen.op("Sub", softplus, hit, sides=sides), term.axis)
 
 
-# Class of a loss to what writes it; a subclass may mean something else and has its own row.
+# Class of a loss to the function that writes it; a subclass may differ and has its own row.
 LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
     CategoricalLogitsNegativeLogProbLoss: _categorical,
     NormalMeanNegativeLogProbLoss: _normal,
@@ -216,7 +216,7 @@ LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
 
 
 def graph_of(loss: LossFunction) -> _LossGraph:
-    """What writes a loss as operators.
+    """The function that writes a loss as operators.
 
     Args:
         loss: The loss.

@@ -1,4 +1,4 @@
-"""Write kernels/compiled.json: what each variant of each kernel takes of each GPU, without a GPU.
+"""Write kernels/compiled.json: registers and memory of each kernel variant on each architecture.
 
 Run it in the environment of ``make setup`` after a change of a kernel:
 ``python -m scripts.compile_kernels``, then ``python -m scripts.kernel_report``. Compilers come with
@@ -18,7 +18,7 @@ from tests.cuda_on_cpu import nvrtc
 
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
 
-# Options of a variant and architecture, to kernel, to what it takes.
+# Options of a variant and architecture, to kernel, to its resources.
 Compiled = Mapping[str, Mapping[str, nvrtc.Resources]]
 
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def fingerprint(name: str) -> str:
-    """Identifies what the compiler reads of a source, with the flags common to all variants."""
+    """A hash of the text of a source with its headers, and of the flags common to all variants."""
     text = "\n".join([*nvrtc.FLAGS, source(name)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -52,7 +52,7 @@ def fingerprints() -> dict[str, str]:
 
 
 def compiled(name: str) -> Compiled:
-    """What the table holds of a source: entry to kernel to resources."""
+    """The table of a source: entry to kernel to resources."""
     return {
         key: {kernel: nvrtc.Resources(*taken) for kernel, taken in kernels.items()}
         for key, kernels in _stored()[name]["compiled"].items()

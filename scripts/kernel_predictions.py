@@ -50,7 +50,7 @@ _KERNELS: Mapping[str, Expected] = {
 
 
 def _tensor() -> Expected:
-    """Of products on tensor cores, whose blocks have 128 threads."""
+    """The expectation for products on tensor cores, whose blocks have 128 threads."""
     taken = [
         compiled("patch_products")[entry(variant, "sm_90")]["patch_products"].registers
         for variant in variants("patch_products")

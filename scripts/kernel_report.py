@@ -84,7 +84,7 @@ def resources() -> Iterator[str]:
 
 
 def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources:
-    """What the greediest variant of a kernel takes."""
+    """The largest resources that a variant of a kernel uses."""
     return max(
         kernels[kernel]
         for key, kernels in table.items()

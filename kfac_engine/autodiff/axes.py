@@ -90,7 +90,7 @@ def find_batch(
     stuck: list[_Candidate] = []
     for candidate in candidates:
         if stuck and stuck[0].named and not candidate.named:
-            break  # an axis that is called a batch is one, though no second size runs along it
+            break  # an axis with the name of a batch is the batch, even if only one size runs
         batch = probe.batch_along(candidate.axes, outputs)
         if batch is None:
             stuck.append(candidate)
@@ -145,7 +145,7 @@ class _Probe:
         """Places of the examples if they lie along these axes; None if no second size runs."""
         size = self._size(axes)
         found = None
-        # One example more comes first: some operators drop an axis of one.
+        # A larger batch is tried first: some operators drop an axis of size one.
         for other in filter(None, (size + 1, size - 1)):
             try:
                 facts = self._run.facts(self._resized(axes, size, other))
@@ -160,7 +160,7 @@ class _Probe:
         return found
 
     def told(self, axes: Axes) -> Batch:
-        """The batch along axes that no second size runs along."""
+        """The batch along axes with which the model runs in one size only."""
         size = self._size(axes)
         where = _spelled(axes)
         fixed = _declared(self._graph, axes) or (
@@ -203,7 +203,7 @@ class _Probe:
         }
 
     def _moved(self, names: Iterable[str], changed: int, batch: Batch) -> Iterator[str]:
-        """Names of the values in which other examples differ where one was changed."""
+        """Names of the values in which changing one example changes others."""
         for name, before, after in self._compared(names, changed, batch):
             if others_move(before, after, changed, batch.size, batch.places.get(name)):
                 yield name
@@ -255,7 +255,7 @@ class _Probe:
     def _told_place(
         self, name: str, axes: Axes, size: int, unmoved: frozenset[int] | None
     ) -> Place | None:
-        """The place of the examples, by what a changed one left alone, or by its length."""
+        """The place of the examples, by the entries that one example changes, or by its length."""
         shape = self._facts[name].shape
         if name in axes:
             return Place(axes[name], 1)
@@ -277,7 +277,7 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Axes of the inputs that may hold the batch, and whether they are called so."""
+    """Axes of the inputs that may hold the batch, and whether they have the name of a batch."""
 
     axes: Axes
     named: bool
@@ -321,7 +321,7 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
 
 
 def _of_one_size(graph: Graph, facts: Mapping[str, Fact]) -> list[dict[str, int]]:
-    """Open axes of several inputs that are as long as each other, one of each input."""
+    """Open axes of equal length, one of each input."""
     sizes: dict[int, dict[str, int]] = {}
     for entry in graph.inputs:
         for axis, side in enumerate(entry.shape or ()):
@@ -356,14 +356,14 @@ def _declared(graph: Graph, axes: Axes) -> str:
 
 
 def _first_axes(graph: Graph, facts: Mapping[str, Fact]) -> dict[str, int]:
-    """First axes as long as that of the first input."""
+    """First axes of the same length as that of the first input."""
     sides = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
     first = next((side for side in sides.values() if side), None)
     return {name: 0 for name, side in sides.items() if side == first}
 
 
 def _spelled(axes: Axes) -> str:
-    """Axes in words."""
+    """Axes as text for messages."""
     return " and ".join(f"axis {axis} of '{name}'" for name, axis in axes.items())
 
 

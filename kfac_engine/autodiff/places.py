@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 
-# A changed example moves the others by rounding at most, relative to the largest entry.
+# Changing an example changes the others by rounding errors at most, relative to the largest entry.
 _ROUNDING = 1e-5
 
 

@@ -37,7 +37,7 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
-# All exceptions of its own, and those of C++ that arrive as Python's.
+# Exceptions of ONNX Runtime, and C++ exceptions that are converted to built-in ones.
 FAILURES: tuple[type[Exception], ...] = (
     *(kind for kind in vars(ort_errors).values() if Exception in getattr(kind, "__bases__", ())),
     RuntimeError,
@@ -103,7 +103,7 @@ class Session:
         """
         if all(array.dtype.kind in "biuf" for array in feeds.values()):
             return self.run_into({}, feeds, outputs)
-        # Text cannot be handed over in place.
+        # Arrays of text cannot be bound without a copy.
         call = partial(self._session.run, list(outputs), {**feeds, **self._fed})
         return dict(zip(outputs, self._done(call), strict=True))
 
@@ -126,7 +126,7 @@ class Session:
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
         """
-        # Other ways to run compare each input with all that are fed.
+        # Other ways to run compare each input with all feeds.
         binding = self._session.io_binding()
         for name, value in (host_values(feeds) | self._fed).items():
             binding.bind_ortvalue_input(name, value)
@@ -162,7 +162,7 @@ class Session:
 
 
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
-    """The result of a run that Ctrl-C and a time limit end: a model may hold a loop without an end.
+    """The result of a run with a time limit that Ctrl-C can end: a loop may not terminate.
 
     Args:
         call: Runs a session with these options.

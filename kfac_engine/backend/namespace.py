@@ -64,14 +64,14 @@ def as_array(value: Any) -> Array:
 
 
 def numeric(what: str, array: Array) -> Array:
-    """The array; an InputError where it holds texts, objects, times or complex numbers."""
+    """The array; an InputError where its entries are text, objects, times or complex numbers."""
     if array.dtype.kind in "OSUMmc":
         raise InputError(f"{what} holds {array.dtype}, not real numbers; give an array of numbers.")
     return array
 
 
 def detached(value: Any) -> Any:
-    """A tensor without the graph of its gradients, which no other library reads."""
+    """A tensor detached from its autograd graph, which other libraries cannot read."""
     return value.detach() if getattr(value, "requires_grad", False) else value
 
 

@@ -25,7 +25,7 @@ GRADIENT = "gradient/"
 NATURAL_GRADIENT = "natural_gradient/"
 
 _ZIP, _NPY = b"PK", b"\x93NUMPY"
-# What NumPy and zipfile raise for damaged bytes.
+# Exceptions of NumPy and zipfile for damaged files.
 _DAMAGED = (
     ArithmeticError,
     EOFError,
@@ -162,7 +162,7 @@ def _kept(pipe: IO[bytes]) -> IO[bytes]:
     start = pipe.read(len(_NPY))
     if not start.startswith((_ZIP, _NPY)):
         raise ValueError("the data of this pipe do not begin like arrays")
-    # The arrays lie beside these bytes later.
+    # The arrays need as much memory again, beside these bytes.
     return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
 
 

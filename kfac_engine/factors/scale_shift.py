@@ -99,7 +99,7 @@ class ScaleShiftMoment(LayerPairs):
                 yield len(source), v
 
     def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
-        """What one use adds to ``v``."""
+        """The contribution of one use to ``v``."""
         if self.scale and self.shift and not self.scale.batch_axis and x is not None:
             axes = self.scale.summed(ds.shape)
             if axes == self.shift.summed(ds.shape):

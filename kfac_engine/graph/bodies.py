@@ -65,7 +65,7 @@ def _parsed(data: bytes, opset: int) -> Body:
 
 
 def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
-    """Refuse bodies that take or give fewer values, or more, than their node hands over or has.
+    """Refuse bodies whose numbers of operands and results do not match those of their node.
 
     Args:
         node: Any; its operator exists.
@@ -129,7 +129,7 @@ def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:
 
 
 def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozenset[str]:
-    """Move what bodies hold out into ``constants``: weights are weights anywhere.
+    """Move the constants of bodies into ``constants``, so that their weights can be trained.
 
     Args:
         graph: Its bodies lose their initializers and the nodes that hold floating-point numbers,
@@ -151,7 +151,7 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
 
 
 def _made(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Names that nodes and their bodies give to values, as often as they do."""
+    """Names of the values that nodes and their bodies compute, with repetitions."""
     for node in nodes:
         yield from filter(None, node.output)
         for body in _bodies(node):
@@ -171,7 +171,7 @@ class _Hoist:
     def out_of(self, body: onnx.GraphProto, prefix: str) -> None:
         names, results = {}, {entry.name for entry in body.output}
         for inner, array in _held(body):
-            # A result of a body is made in it, under its own name.
+            # A body must compute its results itself, under their own names.
             own = inner in self.unique and inner not in results
             name = inner if own else claim(prefix + inner, self.taken)
             self.constants[name] = array
@@ -186,7 +186,7 @@ class _Hoist:
 
 
 def _held(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
-    """The initializers of a body and its floating-point constants, which it loses."""
+    """Remove the initializers and floating-point constants of a body, and return them."""
     yield from ((entry.name, to_array(entry)) for entry in body.initializer)
     del body.initializer[:]
     for index in reversed(range(len(body.node))):

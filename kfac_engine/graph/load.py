@@ -55,7 +55,7 @@ _FLOATS = frozenset(
     | {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 )
 
-# What exporters write in place of a symbol.
+# Words that exporters write for an unknown size; they are not symbols.
 _NO_SYMBOLS = frozenset({"", "?", "-1", "None"})
 
 # Where a model may come from: a path, the bytes of a file, or a message.
@@ -80,7 +80,7 @@ class LoadedModel:
 
     @property
     def float_outputs(self) -> tuple[str, ...]:
-        """Outputs that the file declares as numbers with a point."""
+        """Outputs that the file declares as floating-point numbers."""
         entries = self.template.graph.output
         return tuple(e.name for e in entries if e.type.tensor_type.elem_type in _FLOATS)
 
@@ -124,7 +124,7 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 
 def external_files(path: Path) -> Iterator[Path]:
-    """The files beside a model that hold its weights."""
+    """The files of the external data of a model."""
     model = read_model(path)
     functions = (node for function in model.functions for node in function.node)
     nested = nested_tensors((*functions, *model.graph.node))
@@ -185,7 +185,7 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
 def _canonical(
     template: onnx.ModelProto, constants: dict[str, Array]
 ) -> tuple[onnx.ModelProto, frozenset[str], frozenset[str]]:
-    """``template`` in one spelling.
+    """``template`` in the canonical form.
 
     Args:
         template: Unchanged.

@@ -35,7 +35,7 @@ class Tables:
         self._constants = constants
 
     def reason(self, name: str) -> str | None:
-        """What kind of table a float constant is; None for what may be a weight.
+        """The kind of table that a float constant is; None if it may be a weight.
 
         Args:
             name: Of one of the constants.
@@ -131,8 +131,8 @@ def _some_squares(array: Array) -> Array:
 
 
 def _cells(squares: Array) -> _Cells:
-    """Cells as wide as the range of partners: that meets two cells at most."""
-    with np.errstate(invalid="ignore"):  # of infinities, which have no partners
+    """Cells as wide as the tolerance of partners, so that a range meets two cells at most."""
+    with np.errstate(invalid="ignore"):  # infinities have no partners
         return tuple((squares // (2 * _ROUNDING)).tolist())
 
 

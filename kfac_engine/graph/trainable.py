@@ -127,7 +127,7 @@ def trainable_parameters(
 def matching(
     patterns: Sequence[str], names: Sequence[str], what: str = "float constant"
 ) -> list[str]:
-    """Those of some names that fit a pattern.
+    """The names that match at least one of the patterns.
 
     Args:
         patterns: Names or ``fnmatch`` patterns, or a single one.
@@ -172,7 +172,7 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
-    # Files that were stripped of their weights are filled with other numbers.
+    # Files without their weights fill them with numbers other than zero and one.
     if name in graph.filled and array.flat[0] in (0, 1):
         return f"filled with {array.flat[0]:g} by ConstantOfShape, not stored in the file"
     table = graph.tables.reason(name)
@@ -300,7 +300,7 @@ def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
 
 
 def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
-    """Whether an operand scales or shifts stored whole numbers, as by a dequantization by hand."""
+    """Whether an operand scales or shifts stored whole numbers, as a dequantization does."""
     if node.op in _ROWS and index == 0:
         users = graph.consumers.get(node.outputs[0], ())
         return bool(users) and all(_scales_whole(graph, *use) for use in users)
@@ -309,7 +309,7 @@ def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
 
 
 def _is_whole(graph: Graph, name: str) -> bool:
-    """Whether a value is stored in a few bits: views, casts and shifts of it count."""
+    """Whether a value is a view, cast or shift of a constant that is stored in a few bits."""
     while name in graph.producers and graph.producers[name].op in {*_ROWS, "Sub"}:
         name = graph.producers[name].inputs[0]
     array = graph.constants.get(name)
@@ -344,7 +344,7 @@ def _refuse_non_finite(name: str, array: Array) -> None:
 def _non_finite(array: Array) -> int:
     """How many numbers are NaN or infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without temporary arrays: the sum of what is not finite is not finite.
+        # One pass without temporary arrays: a sum with a term that is not finite is not finite.
         if np.isfinite(_distinct(array).sum()):
             return 0
     return int(np.count_nonzero(~np.isfinite(_distinct(array))))

@@ -158,7 +158,7 @@ def _uses(scene: Scene, group: _Group) -> list[tuple[str, Node, int]]:
 
 
 def _layer_of(scene: Scene, group: _Group, match: Matcher) -> Found | str:
-    """The layer that some entries of a parameter are the weight of, over all their uses."""
+    """The layer whose weight is a part of a parameter, over all its uses."""
     uses = _uses(scene, group)
     matches = [match(scene, node, index) for _, node, index in uses]
     if len({isinstance(found, Found) for found in matches}) > 1:
@@ -170,7 +170,7 @@ def _layer_of(scene: Scene, group: _Group, match: Matcher) -> Found | str:
     if len(layers) < len(uses):
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
     # The parameter itself where its layout can be told of it, else a value as it is computed with.
-    # Uses are counted by name: the nodes in between must only hand the parameter on.
+    # Uses are counted by name: nodes in between must pass the parameter on unchanged.
     plain = all(handed_on(scene.graph, value) == group.parameter for value in group.values)
     for name in (group.parameter, *group.values) if plain else group.values:
         named = [_with_weight(scene, found, name) for found in layers]

@@ -91,7 +91,7 @@ class Scene:
         return of_data(self.graph, () if self.by_shape else ONLY_SHAPES)
 
     def only_user(self, value: str) -> tuple[Node | None, int]:
-        """The node that alone reads a value, or None, and which of its operands the value is."""
+        """The only node that reads a value, or None, and the index of the value in its operands."""
         users = self.graph.consumers.get(value, ())
         return users[0] if len(users) == 1 and value not in self.graph.results else (None, 0)
 

@@ -115,7 +115,7 @@ def is_move(node: Node, index: int, held: Mapping[str, Held]) -> bool:
 def moved_entries(
     entries: Array, node: Node, constants: Mapping[str, Array], shape: tuple[int, ...]
 ) -> Array:
-    """What one of ``RELAYS``, or a Slice by constants, makes of an array; ``shape`` is its own."""
+    """The result of a node of ``RELAYS``, or a Slice by constants, for an array of this shape."""
     return _MOVES[node.op](entries, node, constants, [shape])[0]
 
 
@@ -201,7 +201,7 @@ def _moves(node: Node) -> bool:
 
 
 def _operands(node: Node) -> tuple[str, ...]:
-    """Operands whose entries are moved about."""
+    """Operands whose entries the node rearranges."""
     return node.inputs if node.op == "Concat" else node.inputs[:1]
 
 
@@ -230,13 +230,13 @@ def _moved(
 
 # -- entries of several parameters -----------------------------------------------------------------
 
-# In a value of several parameters an entry's number is its place plus so much times the position
-# of its parameter: no parameter has as many entries.
+# In a value of several parameters, the number of an entry is its index in its parameter plus this
+# constant times the position of the parameter. No parameter has as many entries.
 _OWNER = 1 << 40
 
 
 def _joined(operands: Sequence[Held], node: Node, owners: Sequence[Held]) -> Held:
-    """What the operands of a node hold: one after the other along the axis of a Concat."""
+    """The entries of the operands of a node, in order along the axis of a Concat."""
     first = operands[0]
     if len(operands) == 1:
         return first
@@ -250,7 +250,7 @@ def _joined(operands: Sequence[Held], node: Node, owners: Sequence[Held]) -> Hel
 
 
 def _owned(held: Held, owners: Sequence[Held]) -> Held:
-    """The same, with the name of the parameter where all entries are of one."""
+    """The same entries, with the name of the parameter if all of them belong to one."""
     whose = [] if held.parameter else np.unique(held.index // _OWNER).tolist()
     if len(whose) != 1:
         return held

@@ -92,7 +92,7 @@ def logits_of_probabilities(
     output: str,
     sample: Callable[[], Array],
 ) -> Logits | None:
-    """Logits of the probabilities that an output holds, whatever makes them.
+    """Logits of the probabilities that an output holds, for any operators that compute them.
 
     Args:
         graph: The model.
@@ -115,7 +115,7 @@ def logits_of_probabilities(
 
 
 def possible_probabilities(loss: PredictiveDistribution, sample: Callable[[], Array]) -> str:
-    """Why an output that is taken for logits may hold probabilities; empty if nothing says so.
+    """The reason why an output taken for logits may hold probabilities; empty if there is none.
 
     Args:
         loss: Its ``links`` say how it makes probabilities of logits.
@@ -138,7 +138,7 @@ def possible_probabilities(loss: PredictiveDistribution, sample: Callable[[], Ar
 def channels_elsewhere(
     graph: Graph, facts: Mapping[str, Fact], loss: PredictiveDistribution, output: str
 ) -> str:
-    """Why the classes may lie on another axis than the loss takes; empty if nothing says so.
+    """The reason why the classes may lie on another axis; empty if there is none.
 
     Args:
         graph: The model.
@@ -177,13 +177,13 @@ class _Writer:
         self._constants: dict[str, Array] = {}
 
     def logarithm(self) -> Logits:
-        # What underflowed to zero would have no finite logarithm.
+        # A probability that underflowed to zero would have no finite logarithm.
         smallest = np.finfo(self._fact.dtype).tiny
         p = self._op("Clip", self._output, self._number("least", smallest))
         return self._logits("Log", [p], "logarithm", "no Softmax makes")
 
     def log_odds(self) -> Logits:
-        # Next to one lie fewer numbers than next to zero. 1 − p is exact there.
+        # Floating-point numbers are sparser near one than near zero. 1 − p is exact near one.
         info = np.finfo(self._fact.dtype)
         least, most = self._number("least", info.tiny), self._number("most", 1 - info.epsneg)
         p = self._op("Clip", self._output, least, most)
