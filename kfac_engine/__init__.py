@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import InputError as InputError
     from kfac_engine.errors import KfacError as KfacError
     from kfac_engine.errors import MemoryLimitError as MemoryLimitError
+    from kfac_engine.errors import MissingKernelError as MissingKernelError
     from kfac_engine.errors import ModelError as ModelError
     from kfac_engine.errors import NonFiniteError as NonFiniteError
     from kfac_engine.errors import NotReadyError as NotReadyError
@@ -123,6 +124,7 @@ _HOMES = {
     "UnsupportedOpError": "errors",
     "NotReadyError": "errors",
     "BackendError": "errors",
+    "MissingKernelError": "errors",
     "MemoryLimitError": "errors",
     "DivergenceWarning": "errors",
     "CollectionConfig": "config",

@@ -15,6 +15,7 @@ The tree (built-in parents in brackets: the types the specification names)::
     ├── NotReadyError           [RuntimeError]         read before it was computed
     ├── MemoryLimitError        [MemoryError]          more memory announced than the machine has
     └── BackendError            [RuntimeError]         the array library or the model runtime failed
+        └── MissingKernelError                         ONNX Runtime has no kernel for an operator
 
 One warning stands beside them: ``DivergenceWarning``, for a loss that explodes.
 
@@ -79,6 +80,10 @@ class MemoryLimitError(KfacError, MemoryError):
 
 class BackendError(KfacError, RuntimeError):
     """The array library or the model runtime cannot do what was asked."""
+
+
+class MissingKernelError(BackendError):
+    """ONNX Runtime has no kernel for an operator in the element types of its node."""
 
 
 class DivergenceWarning(UserWarning):

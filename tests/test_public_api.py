@@ -23,6 +23,7 @@ PUBLIC = (
     "UnsupportedOpError",
     "NotReadyError",
     "BackendError",
+    "MissingKernelError",
     "MemoryLimitError",
     "DivergenceWarning",
     "CollectionConfig",

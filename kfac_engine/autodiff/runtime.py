@@ -19,13 +19,14 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from kfac_engine._types import Array, DType
-from kfac_engine.errors import BackendError, KfacError, ModelError
+from kfac_engine.errors import BackendError, KfacError, MissingKernelError, ModelError
 from kfac_engine.graph.compact import CompactModel, compact_model
 from kfac_engine.graph.limits import MOST_SECONDS
 from kfac_engine.graph.structure import Input, Node
 
 _T = TypeVar("_T")
 
+_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\) node with name '(.*)'")
 _DTYPES = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
@@ -77,7 +78,8 @@ class Session:
         try:
             session = ort.InferenceSession(model.proto, options, providers=["CPUExecutionProvider"])
         except FAILURES as failure:
-            raise BackendError(
+            kind = MissingKernelError if _KERNEL.search(str(failure)) else BackendError
+            raise kind(
                 f"ONNX Runtime {ort.__version__} cannot build {what}: {reason(failure)}"
             ) from failure
         # The one strong reference, so that whoever clears the list closes the session.
@@ -270,9 +272,7 @@ def host_values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
 def reason(failure: Exception) -> str:
     """The readable part of ONNX Runtime's message, on one line, and which node it speaks of."""
     text = str(failure).replace("\n", " ")
-    kernel = re.search(
-        r"Could not find an implementation for (\w+)\(\d+\) node with name '(.*)'", text
-    )
+    kernel = _KERNEL.search(text)
     if kernel:
         return (
             f"it has no {kernel[1]} for the CPU in the element types of node '{kernel[2]}'; "

@@ -15,7 +15,7 @@ from kfac_engine.autodiff.examples import first_examples, says_batch
 from kfac_engine.autodiff.feeds import check_inputs, disagreements, spelled
 from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.autodiff.runtime import Session
-from kfac_engine.errors import BackendError, ModelError
+from kfac_engine.errors import BackendError, MissingKernelError, ModelError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.subgraph import SubGraph, read_by
@@ -182,15 +182,16 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
 
     Raises:
         ModelError: The model runs on none of the inputs.
-        BackendError: ONNX Runtime refuses the graph.
+        MissingKernelError: ONNX Runtime has no kernel for an operator.
     """
     run = SampleRun(graph)
-    _ = run.dtypes  # an operator without a kernel is refused here: no inputs would help
     failures: list[str] = []
     ran: list[dict[str, Fact]] = []
     for feeds in _sample_feeds(graph, inputs):
         try:
             ran.append(run.facts(feeds))
+        except MissingKernelError:  # no inputs would help
+            raise
         except BackendError as failure:
             failures.append(f"{failure}")
             continue
