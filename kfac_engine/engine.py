@@ -31,18 +31,13 @@ from kfac_engine.factors.refresh import begin_refresh
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.ties import Tie, find_ties, spread
-from kfac_engine.inspection import (
-    LayerReport,
-    LossReport,
-    layer_reports,
-    loss_reports,
-)
+from kfac_engine.inspection import LayerReport, LossReport, layer_reports, loss_reports
 from kfac_engine.limits import available_memory
 from kfac_engine.memory import Footprint, MemoryReport
 from kfac_engine.objective import Targets
 from kfac_engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.profiling import Recorder
-from kfac_engine.propagation import Propagated, propagate
+from kfac_engine.propagation import Propagated, propagate, reported_loss
 from kfac_engine.result import Result
 from kfac_engine.rollback import quiet, undone_on_overflow
 from kfac_engine.scheduler import Plan, Schedule, plan
@@ -200,12 +195,16 @@ class Engine(Sealed):
 
         Args:
             inputs: Input name to array, the batch first.
-            targets: Needed by the estimation mode ``"empirical"`` only.
+            targets: Read by the estimation mode ``"empirical"`` only; if given, they are checked
+                in every mode as in ``step``.
         """
         with blas_alone():
             self._require_memory(inputs)
             trace = self._run(inputs, targets)
             with quiet():
+                if targets is not None:
+                    with self._history.explain():
+                        reported_loss(trace, self.objective)
                 self._observe(trace, Recorder(), self._plan())
         self.counter += 1
 
@@ -375,11 +374,7 @@ class Engine(Sealed):
         return plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
 
     def _observe(
-        self,
-        trace: Trace,
-        record: Recorder,
-        due: Plan,
-        propagated: dict[str, Array] | None = None,
+        self, trace: Trace, record: Recorder, due: Plan, propagated: dict[str, Array] | None = None
     ) -> None:
         for factor in self.estimator.factors:
             factor.settle()

@@ -31,6 +31,29 @@ class Propagated:
     outputs: dict[str, Array] | None = None
 
 
+def reported_loss(trace: Trace, objective: Objective) -> float:
+    """The reduced loss of a batch on its targets, both checked.
+
+    Args:
+        trace: The batch.
+        objective: The loss.
+
+    Returns:
+        The loss, finite.
+
+    Raises:
+        InputError: Targets are missing, or not possible observations.
+        NonFiniteError: The loss is NaN or infinite.
+    """
+    loss = objective.value(trace)
+    if not isfinite(loss):
+        raise NonFiniteError(
+            f"the loss of the batch is {loss:g}; check the targets, the inputs and the parameters "
+            f"for huge numbers."
+        )
+    return loss
+
+
 def propagate(
     trace: Trace,
     objective: Objective,
@@ -52,12 +75,7 @@ def propagate(
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    loss = objective.value(trace)
-    if not isfinite(loss):
-        raise NonFiniteError(
-            f"the loss of the batch is {loss:g}; check the targets, the inputs and the parameters "
-            f"for huge numbers."
-        )
+    loss = reported_loss(trace, objective)
     ratio = None if outputs is None else objective.fisher_ratio(trace)
     if outputs is None or ratio is None:
         return Propagated(loss, trace.own_vjp(objective.cotangents(trace), parameters))

@@ -7,6 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
+from kfac_engine.estimation_modes import MODES
 
 IMAGES, LABELS = digits()
 X, Y = {"image": IMAGES[:8]}, LABELS[:8]
@@ -169,16 +170,62 @@ def test_wrong_inputs_are_told(engine, inputs):
             call(inputs, Y)
 
 
-@pytest.mark.parametrize(
+WRONG_TARGETS = pytest.mark.parametrize(
     "targets",
-    [None, "text", 3, THING, Y[:5], Y.astype(float), {"nothing": Y}, RAGGED, [None] * 8,
+    ["text", 3, THING, Y[:5], Y.astype(float), {}, {"nothing": Y}, RAGGED, [None] * 8,
      np.ma.masked_array(Y, mask=True), Y + 100, -Y - 1, np.array(["a"] * 8)],
     ids=repr,
 )  # fmt: skip
+
+
+@WRONG_TARGETS
 def test_wrong_targets_are_told(engine, targets):
     for call in (engine.step, engine.gradients):
         with pytest.raises(ke.KfacError):
             call(X, targets)
+
+
+def test_missing_targets_are_told(engine):
+    for call in (engine.step, engine.gradients):
+        with pytest.raises(ke.KfacError):
+            call(X, None)
+
+
+@WRONG_TARGETS
+@pytest.mark.parametrize("mode", MODES)
+def test_observe_refuses_targets_as_step_does_and_changes_nothing(mode, targets):
+    engine = engine_of(estimation_mode=mode)
+    with pytest.raises(ke.KfacError) as by_step:
+        engine.step(X, targets)
+    with pytest.raises(type(by_step.value)) as by_observe:
+        engine.observe(X, targets)
+    assert str(by_observe.value) == str(by_step.value)
+    assert engine.counter == 0
+    assert all(factor.average.value is None for factor in engine.estimator.factors)
+
+
+@pytest.mark.parametrize("mode", sorted(MODES.keys() - {"empirical"}))
+def test_observe_of_other_modes_than_empirical_measures_the_same_with_targets_and_without(mode):
+    with_targets, without = (engine_of(estimation_mode=mode) for _ in range(2))
+    with_targets.observe(X, Y)
+    without.observe(X)
+    for one, other in zip(with_targets.estimator.factors, without.estimator.factors, strict=True):
+        np.testing.assert_array_equal(one.cov, other.cov)
+
+
+def test_observe_refuses_targets_of_an_infinite_loss():
+    engine = engine_of(loss="normal")
+    targets = np.full((8, 10), 3e38, np.float32)
+    for call in (engine.step, engine.observe):
+        with pytest.raises(ke.NonFiniteError, match="the loss of the batch is inf"):
+            call(X, targets)
+
+
+def test_observe_refuses_targets_of_a_loss_without_a_name_for_them():
+    engine = engine_of(loss=LOSS("logits"))
+    with pytest.raises(ke.InputError, match="has no targets to evaluate"):
+        engine.observe(X, Y)
+    engine.observe(X)
 
 
 @pytest.mark.parametrize(
