@@ -15,7 +15,7 @@ from kfac_engine.blocks.base import FactorOwner, GradsList
 from kfac_engine.blocks.kronecker import KroneckerProductFB, Side
 from kfac_engine.blocks.single import LayerDiagonalFB
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.factors.base import Level
+from kfac_engine.factors.damping import Level
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.stacked import GroupedMoment, GroupedSquare, StackedSquareFactor
 from kfac_engine.layers.grouped import GroupedForm, depthwise_form

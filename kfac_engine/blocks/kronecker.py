@@ -25,7 +25,8 @@ from kfac_engine.blocks.base import (
     shape_of,
 )
 from kfac_engine.errors import NotReadyError
-from kfac_engine.factors.base import FisherFactor, Level
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.damping import Level
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import KroneckerDiagonal, KroneckerMoment

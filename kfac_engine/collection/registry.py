@@ -131,6 +131,7 @@ class BlockRegistry(ApproximationChoices):
         if key not in self.fisher_factors:
             self.fisher_factors[key] = cls(*args, backend=self.backend, config=self.config)  # type: ignore[arg-type] # args are cls's own
         factor = self.fisher_factors[key]
+        factor.companions = self.fisher_factors
         assert isinstance(factor, cls)
         return factor
 

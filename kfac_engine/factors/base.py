@@ -6,9 +6,8 @@ read. The estimator drives the same steps through ``update`` and ``refresh``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 
@@ -18,17 +17,12 @@ from kfac_engine.backend.select import select
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
 from kfac_engine.factors.average import MovingAverage
+from kfac_engine.factors.damping import Damping
 from kfac_engine.factors.refresh import Refreshing, refresh
 from kfac_engine.factors.statistics import Statistic
-from kfac_engine.factors.values import Extents, extents, take
+from kfac_engine.factors.values import Extents, check_examples, extents, take
 
 _WIDE = np.dtype(np.float64)
-
-# A callable giving the current damping; read at refresh time. A hashable attribute ``func_id``
-# lets two callables mean the same registration.
-Damping: TypeAlias = Callable[[], "Level"]
-# One number, or one for each matrix of a stack.
-Level: TypeAlias = float | Array
 
 
 class FisherFactor(ABC):
@@ -44,6 +38,7 @@ class FisherFactor(ABC):
         average: The moving average; changed by ``update`` and ``commit``.
         repeats: Uses × positions for each example in the last batch; None before the first.
         narrowest: Least exact element type that the average may have.
+        companions: Factors of the same collection, by any key.
         known_traces: What ``traces`` gives while a refresh has read it for many factors at once.
     """
 
@@ -60,6 +55,7 @@ class FisherFactor(ABC):
         self.average = MovingAverage()
         self.repeats: int | None = None
         self.known_traces: Array | None = None
+        self.companions: Mapping[tuple[object, ...], FisherFactor] = {}
         self._finish: Callable[[], None] | None = None
         self.narrowest: DType = np.dtype(np.float32)
         self._covariance_ready = False
@@ -264,7 +260,8 @@ class FisherFactor(ABC):
             ema_weight: Of the new measurement.
 
         Returns:
-            Takes the batch's values by name.
+            Takes the batch's values by name. Values of factors of one collection must have the
+            same number of examples.
 
         Raises:
             NotReadyError: ``instantiate_cov_variables`` was not called.
@@ -276,6 +273,8 @@ class FisherFactor(ABC):
             lengths = (name for name in self.statistic.lengths() if name in values)
             read = take(values, (*self.statistic.names(), *lengths), self.backend)
             self.check(read)
+            others = ((f.name, f.statistic) for f in self.companions.values() if f is not self)
+            check_examples((self.name, self.statistic), others, values, self.backend)
             self.update(read, ema_decay, ema_weight)
             return self.cov
 
@@ -388,9 +387,3 @@ class FisherFactor(ABC):
 
 def _real(array: Array) -> bool:
     return bool(array.dtype.kind == "f")
-
-
-def damping_id(damping_func: Damping) -> Hashable:
-    """What identifies a registration: ``func_id`` where the callable has one, else the callable."""
-    identity: Hashable = getattr(damping_func, "func_id", damping_func)
-    return identity

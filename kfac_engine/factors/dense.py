@@ -13,7 +13,8 @@ from kfac_engine.errors import (
     ShapeError,
     UnknownNameError,
 )
-from kfac_engine.factors.base import Damping, FisherFactor, damping_id
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.damping import Damping, damping_id
 from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import Statistic
 

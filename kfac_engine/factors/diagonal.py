@@ -2,7 +2,8 @@
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.factors.base import Damping, FisherFactor
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.damping import Damping
 from kfac_engine.factors.refresh import Refreshing
 
 

@@ -16,7 +16,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import NotReadyError, ShapeError
 from kfac_engine.factors.average import MovingAverage
-from kfac_engine.factors.base import Damping
+from kfac_engine.factors.damping import Damping
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.refresh import Refreshing, Request

@@ -12,7 +12,7 @@ from kfac_engine._types import Array, Rows, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.factors.base import Damping
+from kfac_engine.factors.damping import Damping
 from kfac_engine.factors.diagonal import DiagonalFactor
 from kfac_engine.factors.statistics import KroneckerDiagonal, one_use
 from kfac_engine.layers.ids import Ids

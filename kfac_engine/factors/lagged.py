@@ -11,7 +11,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.config import CollectionConfig
 from kfac_engine.errors import InputError, NotReadyError, UnknownNameError
-from kfac_engine.factors.base import Damping, damping_id
+from kfac_engine.factors.damping import Damping, damping_id
 from kfac_engine.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import KroneckerMoment, scale

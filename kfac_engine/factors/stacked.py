@@ -9,7 +9,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
-from kfac_engine.factors.base import Damping
+from kfac_engine.factors.damping import Damping
 from kfac_engine.factors.dense import (
     CHOLESKY,
     CHOLESKY_INVERSE,

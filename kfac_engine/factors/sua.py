@@ -26,7 +26,8 @@ from kfac_engine.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from kfac_engine.factors.base import Damping, FisherFactor, damping_id
+from kfac_engine.factors.base import FisherFactor
+from kfac_engine.factors.damping import Damping, damping_id
 from kfac_engine.factors.refresh import Refreshing, Request
 from kfac_engine.factors.statistics import KroneckerMoment, Tensors, scale
 from kfac_engine.layers.views import View

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
+import numpy as np
+
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import UnknownNameError
+from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.factors.statistics import Statistic
 from kfac_engine.losses.checks import Named
 
@@ -43,6 +45,49 @@ def outlines(values: Values, backend: Backend) -> dict[str, Array]:
         name: xp.broadcast_to(xp.zeros((), value.dtype), value.shape)
         for name, value in values.items()
     }
+
+
+def check_examples(
+    own: tuple[str, Statistic],
+    others: Iterable[tuple[str, Statistic]],
+    values: Values,
+    backend: Backend,
+) -> None:
+    """Refuse a batch whose values hold different numbers of examples for different factors.
+
+    Args:
+        own: Name and statistic of the factor that takes the batch.
+        others: Those of other factors; the first one that the batch has all values of is compared.
+        values: Value name to array, of any library.
+        backend: Array library.
+
+    Raises:
+        InputError: The numbers differ.
+    """
+    expected = _examples(own[1], values, backend)
+    for name, statistic in others:
+        found = _examples(statistic, values, backend)
+        if found is not None and found != expected:
+            raise InputError(
+                f"{own[0]} reads {expected} examples, but {name} reads {found}; give both the "
+                f"values of one batch."
+            )
+        if found is not None:
+            return
+
+
+def _examples(statistic: Statistic, values: Values, backend: Backend) -> int | None:
+    """Number of examples, from shapes alone; None where values that determine it are missing."""
+    names = statistic.names()
+    read = {name: values[name] for name in (*names, *statistic.lengths()) if name in values}
+    arrays = {n: v if hasattr(v, "shape") else backend.asarray(v) for n, v in read.items()}
+    drawn = {n: np.broadcast_to(np.zeros(()), tuple(a.shape)) for n, a in arrays.items()}
+    if not drawn.keys() >= set(names):
+        return None
+    try:
+        return statistic.batch_size(drawn)
+    except UnknownNameError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
