@@ -54,7 +54,7 @@ def _open(
     made = {name for node in backward.nodes for name in node.outputs}
     constants = {**graph.constants, **backward.constants}
     handed = {*backward.gradients.values()}
-    laid = laid_out(model, fused_products(backward), handed, constants, backward=True)
+    laid = laid_out(model, fused_products(backward), handed, constants)
     message = compact_model(
         laid.nodes,
         inputs,

@@ -8,7 +8,6 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.blocked import DOMAIN, Blocked, Scene, in_blocks
-from kfac_engine.autodiff.masks import quick_masks
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.backend.place import HOST
 from kfac_engine.errors import BackendError
@@ -29,8 +28,6 @@ def laid_out(
     nodes: Sequence[Node],
     handed: Collection[str],
     constants: Mapping[str, Array],
-    *,
-    backward: bool = False,
 ) -> Blocked:
     """Nodes of a model's forward or backward graph, as its session on the CPU runs them.
 
@@ -39,7 +36,6 @@ def laid_out(
         nodes: In topological order.
         handed: Names of results that are handed over.
         constants: Those of the graph; parameters may be among them.
-        backward: Whether the nodes are derivatives, whose masks may be had differently.
 
     Returns:
         Nodes with the same results; the given ones where the model runs elsewhere.
@@ -54,8 +50,6 @@ def laid_out(
         if name in facts and facts[name].dtype == _FLOAT and model.static_shape(name) is not None
     }
     shapes = {name: fact.shape for name, fact in facts.items()}
-    if backward:
-        nodes = quick_masks(nodes, handed, held)
     return in_blocks(nodes, Scene(handed, kernels, shapes, held), channel_block())
 
 

@@ -116,7 +116,7 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
         backward = divided(backward).session
     handed = set(backward.gradients.values())
     constants = {**graph.constants, **backward.constants}
-    laid = laid_out(model, fused_products(backward), handed, constants, backward=True)
+    laid = laid_out(model, fused_products(backward), handed, constants)
     return max(forward, kept + _peak_as_run(laid, {**sizes, **dict.fromkeys(own, 0.0)}, handed))
 
 
