@@ -193,6 +193,8 @@ def _read_array(file: IO[bytes], size: int) -> Array:
     if version not in _HEADERS:
         raise InputError(f"it is of an unknown version, {version[0]}.{version[1]}.")
     shape, _, dtype = _HEADERS[version](file)
+    if min(shape, default=0) < 0:  # NumPy 2.0 takes it for a length to infer
+        raise InputError(f"an array announces the shape {shape}, with a negative length.")
     announced = dtype.itemsize * int(np.prod(shape, dtype=object))
     if dtype.hasobject or announced > size:
         what = "Python objects" if dtype.hasobject else f"{announced} bytes in a file of {size}"
