@@ -15,8 +15,11 @@ PRELUDE = """
 import importlib, os, pathlib, signal, sys
 import click, concurrent.futures, matplotlib.pyplot, numpy, onnx.reference, onnx_ir, onnxruntime
 import rich.console, rich.progress, rich.table, safetensors.numpy, scipy.linalg, scipy.optimize
-import threadpoolctl
+import threadpoolctl, types
 
+# It keeps the system's own name, and the libc that it finds with calls that are removed below.
+threadpoolctl.ThreadpoolController()
+threadpoolctl.sys = types.SimpleNamespace(**vars(sys))
 SYSTEM, MODULES, CALLS, SIGNALS = sys.argv[1:5]
 for name in MODULES.split():
     sys.modules[name] = None
