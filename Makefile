@@ -22,6 +22,9 @@ DEMO := .venv-demo
 DEMO_READY := $(DEMO)/.ready
 # The oldest Python, since old versions of packages have no wheels for new ones.
 MINIMUM_PYTHON ?= python3.11
+# Dependencies of dependencies are the newest but for pyparsing: 3.3 deprecates names that matplotlib
+# 3.8 uses, and the tests turn warnings into errors.
+MINIMUM_REQUIREMENTS := '.[test]' 'pyparsing==3.2.*'
 MINIMUM := .venv-minimum
 MINIMUM_READY := $(MINIMUM)/.ready
 EXPORTERS := .venv-exporters
@@ -87,7 +90,7 @@ $(MINIMUM_READY): PYTHON := $(MINIMUM_PYTHON)
 $(MINIMUM_READY): pyproject.toml
 	$(call environment,$(MINIMUM),uv)
 	$(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --resolution lowest-direct \
-		--editable '.[test]'
+		--editable $(MINIMUM_REQUIREMENTS)
 	touch $@
 
 test-minimum: $(MINIMUM_READY)
