@@ -18,6 +18,7 @@ from kfac_engine.cli.options import (
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine.autodiff.model import OnnxModel
     from kfac_engine.graph.ties import Tie
     from kfac_engine.inspection import LayerReport, LossReport
     from kfac_engine.memory import MemoryReport
@@ -69,7 +70,7 @@ def inspect(
         return
     _print_losses(losses)
     print_layers(engine)
-    _print_uncovered(engine.layers)
+    _print_uncovered(engine)
     doubts = (doubt for loss in losses for doubt in loss.doubts)
     hints = (layer.hint for layer in engine.layers if layer.hint)
     for note in dict.fromkeys((*doubts, *hints)):
@@ -103,11 +104,9 @@ def print_layers(engine: "ke.Engine") -> None:
 
 def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     """Float constants that are no parameters: name, shape and reason."""
-    from kfac_engine.autodiff.model import OnnxModel
     from kfac_engine.graph.trainable import excluded_reason
 
-    model = engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine is made from a model"
+    model = _model(engine)
     graph = model.loaded.graph
     return [
         (
@@ -120,15 +119,25 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     ]
 
 
-def _print_uncovered(layers: "tuple[LayerReport, ...]") -> None:
+def _model(engine: "ke.Engine") -> "OnnxModel":
+    """The model that an engine is made from."""
+    from kfac_engine.autodiff.model import OnnxModel
+
+    model = engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine is made from a model"
+    return model
+
+
+def _print_uncovered(engine: "ke.Engine") -> None:
     """Print why parameters without a layer have none; nothing where there are none."""
     reasons: dict[str, list[str]] = {}
-    for layer in layers:
+    for layer in engine.layers:
         if layer.reason:
             reasons.setdefault(layer.reason, []).extend(_names(layer))
     for reason, names in reasons.items():
         say(f"{', '.join(names)}: no layer, {reason}")
-    if reasons:
+    alone = engine.estimator.differentiated_alone
+    if _model(engine).backward(engine.objective.inputs, alone).gradients:
         say("without a layer: each update differentiates the examples one by one")
 
 

@@ -6,9 +6,11 @@ import numpy as np
 import onnx
 import pytest
 
+import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.autodiff.trace import Trace
 from kfac_engine.data import demo_model
-from tests.models import Net, layer_norm, resnet_block
+from tests.models import Net, layer_norm, random_inputs, resnet_block, two_outputs
 from tests.test_buffers import normalised
 from tests.test_recurrent_engine import classifier
 
@@ -119,6 +121,44 @@ def test_the_table_names_every_parameter(tmp_path, capsys):
     for tensor in layer_norm().graph.initializer:
         if np.prod(tensor.dims) > 1:
             assert tensor.name in out
+
+
+def greatest():
+    """A dense layer, and the maximum of its output and a trained row."""
+    net = Net()
+    hidden = net.dense("fc", "input", 4, 3)
+    net.op("Max", hidden, net.weight("least", 3), to="output")
+    return net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
+
+
+ONE_BY_ONE = "each update differentiates the examples one by one"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "uncovered"),
+    [
+        (two_outputs(), {"loss": "categorical", "output": "logits"}, "mean.weight, mean.bias"),
+        (two_outputs(), {"loss": "normal", "output": "mean"}, "logits.weight, logits.bias"),
+        (layer_norm(), {"loss": "categorical"}, ""),
+        (greatest(), {"loss": "categorical"}, "least"),
+    ],
+    ids=["no loss on the means", "no loss on the logits", "none", "read by the loss"],
+)
+def test_single_examples_are_announced_where_updates_differentiate_them(
+    model, options, uncovered, tmp_path, capsys, monkeypatch
+):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    assert main(["inspect", str(path), *flags]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (f"{uncovered}: no layer" in shown) == bool(uncovered)
+    engine = ke.Engine.from_onnx(model, **options)
+    passes, vjp = [], Trace.vjp
+    monkeypatch.setattr(Trace, "vjp", lambda *given: passes.append(given) or vjp(*given))
+    engine.observe(random_inputs(model, batch=5))
+    assert (ONE_BY_ONE in shown) == (len(passes) >= 5)
+    assert (ONE_BY_ONE in shown) == (uncovered == "least")
 
 
 def wide(d_in, d_out):
