@@ -1,12 +1,14 @@
 """One call for one batch, where no state is to be kept."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 from kfac_engine._types import Array
 from kfac_engine.engine import Engine
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.heads import LossChoice
 from kfac_engine.objective import Targets
+from kfac_engine.options import EngineOptions, check_names
 from kfac_engine.result import Result
 
 
@@ -28,6 +30,10 @@ def precondition(
 
     Returns:
         Loss, gradients, natural gradients.
+
+    Raises:
+        UnknownNameError: An option is unknown.
     """
+    check_names(precondition.__name__, options, [field.name for field in fields(EngineOptions)])
     engine = Engine.from_onnx(model, loss=loss, **{"sample_inputs": inputs, **options})  # type: ignore[arg-type] # options are from_onnx's own
     return engine.step(inputs, targets)

@@ -1,15 +1,16 @@
 """The options of an engine: one frozen record, filled by ``Engine.from_onnx``, and the commands."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import wraps
 from math import inf
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kfac_engine._types import Array
 from kfac_engine.config import flag, listed, number, one_of, positive, texts, whole
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.estimation_modes import MODES
 from kfac_engine.graph.widen import GradientDType
 from kfac_engine.heads import LossChoice, LossOptions
@@ -173,6 +174,24 @@ def check_schedule(schedule: object) -> None:
         )
 
 
+def check_names(call: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse options that a call does not have.
+
+    Args:
+        call: Name of the call, for messages.
+        given: Names of options.
+        known: Names of all options.
+
+    Raises:
+        UnknownNameError: A name is none of ``known``; the message names the nearest one.
+    """
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"its options: {', '.join(known)}."
+            raise UnknownNameError(f"{call} has no option '{name}'; {hint}")
+
+
 def by_keyword(
     record: Callable[Options, Record],
 ) -> Callable[
@@ -181,11 +200,13 @@ def by_keyword(
     """A decorator: the last argument, a record, is given by its fields as keywords instead.
 
     Args:
-        record: The class of the record; its fields appear in the signature.
+        record: The class of the record; its fields appear in the signature, by keyword only.
 
     Returns:
         The decorator, for functions of two arguments and the record.
     """
+    options = inspect.signature(record).parameters
+    needed = [name for name, field in options.items() if field.default is field.empty]
 
     def decorate(
         function: Callable[[Owner, Source, Record], Made],
@@ -194,12 +215,17 @@ def by_keyword(
         def call(
             owner: Owner, source: Source, /, *args: Options.args, **fields: Options.kwargs
         ) -> Made:
+            check_names(function.__qualname__, fields, options)
+            if args or not fields.keys() >= set(needed):
+                raise InputError(
+                    f"{function.__qualname__} takes a model, and options by keyword; needed: "
+                    f"{', '.join(needed)}."
+                )
             return function(owner, source, record(*args, **fields))
 
         shown = inspect.signature(function)
         leading = list(shown.parameters.values())[:-1]
-        fields = inspect.signature(record).parameters.values()
-        call.__signature__ = shown.replace(parameters=[*leading, *fields])  # type: ignore[attr-defined] # read by inspect
+        call.__signature__ = shown.replace(parameters=[*leading, *options.values()])  # type: ignore[attr-defined] # read by inspect
         return call
 
     return decorate

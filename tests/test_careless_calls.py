@@ -1,5 +1,6 @@
 """Careless calls: each gets one clear error that is a ``KfacError`` and names what was wrong."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,38 @@ def test_a_wrong_option_is_told_by_the_engine_and_by_precondition(name, value, m
     options = {"loss": "categorical", "threads": 1} | {name: value}
     with pytest.raises(ke.KfacError, match=message):
         ke.precondition(MODEL, X, Y, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("dampin", "did you mean 'damping'?"),
+        ("exp", "did you mean 'exps'?"),
+        ("batch_axis", "did you mean 'batch_axes'?"),
+        ("Loss", "did you mean 'loss'?"),
+        ("qqq", "its options: loss, output, class_axis,"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_nearest_known_one(name, hint):
+    with pytest.raises(ke.UnknownNameError) as by_engine:
+        ke.Engine.from_onnx(MODEL, loss="categorical", **{name: 1})
+    assert str(by_engine.value).startswith(f"Engine.from_onnx has no option '{name}'; {hint}")
+    with pytest.raises(ke.UnknownNameError) as by_precondition:
+        ke.precondition(MODEL, X, Y, "categorical", **{name: 1})
+    assert str(by_precondition.value).startswith(f"precondition has no option '{name}'; {hint}")
+
+
+@pytest.mark.parametrize(("args", "options"), [((), {}), (("categorical",), {}), ((), {"seed": 1})])
+def test_a_missing_loss_and_options_by_position_are_told(args, options):
+    with pytest.raises(ke.InputError, match=r"Engine.from_onnx takes .* by keyword; needed: loss"):
+        ke.Engine.from_onnx(MODEL, *args, **options)
+
+
+def test_every_option_is_known():
+    with pytest.raises(ke.UnknownNameError) as refused:
+        engine_of(qqq=1)
+    told = str(refused.value).partition("its options: ")[2].rstrip(".").split(", ")
+    assert told == [field.name for field in dataclasses.fields(ke.EngineOptions)]
 
 
 @pytest.mark.parametrize(
