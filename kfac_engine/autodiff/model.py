@@ -18,12 +18,11 @@ from kfac_engine.autodiff.backward_session import open_backward
 from kfac_engine.autodiff.buffers import with_running_statistics
 from kfac_engine.autodiff.device_session import DeviceSession
 from kfac_engine.autodiff.differentiate import Backward, differentiate
-from kfac_engine.autodiff.draws import drawn_values, given_draws
+from kfac_engine.autodiff.draws import drawn_values
 from kfac_engine.autodiff.feeds import check_inputs, check_parameters, explained
 from kfac_engine.autodiff.finish import FinishingSession
-from kfac_engine.autodiff.layouts import laid_out
+from kfac_engine.autodiff.forward_session import open_forward
 from kfac_engine.autodiff.lower import lowered, with_taken_branches
-from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.samples import measured_facts, sample_facts
@@ -31,11 +30,11 @@ from kfac_engine.autodiff.trace import Trace
 from kfac_engine.autodiff.twice import differentiate_twice, joint_graph
 from kfac_engine.backend.numpy_backend import SCRATCH_BYTES
 from kfac_engine.backend.place import HOST, Place
-from kfac_engine.graph.compact import compact_model
+from kfac_engine.config import texts
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
-from kfac_engine.graph.structure import Fact, Graph, Input, Node
-from kfac_engine.graph.subgraph import of_constants, read_by
+from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.subgraph import of_constants
 from kfac_engine.graph.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.trainable import trainable_parameters
 from kfac_engine.graph.widen import GradientDType, handed_out_types, in_types
@@ -274,7 +273,7 @@ class OnnxModel:
         asked = tuple(name for name in self._wanted if name not in drawn)
         if not asked:
             return {}
-        session = self._build_forward(drawn) if drawn else self._forward_session()
+        session = open_forward(self, asked, drawn) if drawn else self._forward_session()
         return session.run(asked, {**feeds, **drawn})
 
     def backward(
@@ -356,32 +355,15 @@ class OnnxModel:
 
     def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:
-            self._forward = self._build_forward({})
+            self._forward = open_forward(self, tuple(self._wanted), {})
         return self._forward
-
-    def _build_forward(self, drawn: Mapping[str, Array]) -> Session | DeviceSession:
-        nodes = given_draws((*self.graph.nodes, *self._appended.values()), drawn)
-        constants = {**self.graph.constants, **self._appended_constants}
-        fed = {**self._stored, **drawn}
-        asked = tuple(name for name in self._wanted if name not in drawn)
-        laid = laid_out(self, nodes, asked, constants)
-        model = compact_model(
-            laid.nodes,
-            [*self.graph.inputs, *(Input(name, a.dtype, None) for name, a in fed.items())],
-            asked,
-            read_by(laid.nodes, {**constants, **laid.constants}, excluded=self._stored),
-            self.graph.opset,
-            name=self.graph.name,
-            domains=self.graph.domains,
-        )
-        what = f"the forward graph of '{self.graph.name}'"
-        return open_session(model, threads=self.threads, what=what, place=self.place)
 
 
 def load_model(
     source: ModelSource,
     *,
-    trainable: Sequence[str] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    freeze: str | Sequence[str] | None = None,
     threads: int | None = None,
     sample_inputs: Mapping[str, Array] | None = None,
 ) -> OnnxModel:
@@ -389,12 +371,27 @@ def load_model(
 
     Args:
         source: Path, bytes or ``ModelProto``.
-        trainable: Patterns of parameter names; None takes what the graph uses like parameters.
+        trainable: Patterns of parameter names, or a single one; None takes what the graph uses like
+            parameters.
+        freeze: Patterns of names to exclude from training, or a single one.
         threads: Threads for ONNX Runtime; None leaves the choice to it.
         sample_inputs: A batch to find shapes with, where none can be made up.
 
     Returns:
         The model; ``model.run(inputs)`` gives a trace.
+
+    Raises:
+        InputError: The file or an argument is wrong.
+        UnknownNameError: A pattern fits no constant of floating-point numbers.
+        ModelError: Nothing is left to train.
     """
-    loaded = load(source)
-    return OnnxModel(loaded, trainable=trainable, threads=threads or 0, sample_inputs=sample_inputs)
+    for name, patterns in (("trainable", trainable), ("freeze", freeze)):
+        if not isinstance(patterns, str | None):
+            texts(name, patterns, "['fc*']")
+    return OnnxModel(
+        load(source),
+        trainable=trainable,
+        freeze=freeze,
+        threads=threads or 0,
+        sample_inputs=sample_inputs,
+    )

@@ -164,3 +164,44 @@ def test_declared_shapes_that_cannot_be_fed_are_refused(side, words):
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = side
     with pytest.raises(ke.ModelError, match=f"'input'.*{side}.*{words}"):
         ke.load_model(model)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "kept"),
+    [
+        (None, ["fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias"]),
+        ([], ["fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias"]),
+        ("*.bias", ["fc0.weight", "fc1.weight"]),
+        (["fc0.*", "fc1.bias"], ["fc1.weight"]),
+    ],
+)
+def test_frozen_parameters_are_left_out(freeze, kept):
+    proto = models.mlp((6, 5, 3))
+    inputs = models.random_inputs(proto, batch=2)
+    model = ke.load_model(proto, freeze=freeze)
+    assert list(model.parameters) == kept
+    cotangent = {"output": np.ones((2, 3), np.float32)}
+    found = model.run(inputs).vjp(cotangent, kept)
+    expected = ke.load_model(proto).run(inputs).vjp(cotangent, kept)
+    for name in kept:
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_freezing_goes_before_what_is_to_be_trained():
+    model = ke.load_model(models.mlp((6, 5, 3)), trainable="fc1.*", freeze="*.bias")
+    assert list(model.parameters) == ["fc1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"freeze": "nothing*"}, ke.UnknownNameError, "nothing"),
+        ({"freeze": "*"}, ke.ModelError, "freeze='\\*' fits all 4"),
+        ({"freeze": 3}, ke.InputError, "freeze must be a list"),
+        ({"freeze": [3]}, ke.InputError, "freeze must be a list of names"),
+        ({"trainable": 3}, ke.InputError, "trainable must be a list"),
+    ],
+)
+def test_wrong_patterns_of_parameters_are_told(options, error, message):
+    with pytest.raises(error, match=message):
+        ke.load_model(models.mlp((6, 5, 3)), **options)
