@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from math import inf
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kfac_engine._types import Array
 from kfac_engine.config import flag, listed, number, one_of, positive, texts, whole
@@ -206,26 +206,29 @@ def by_keyword(
         The decorator, for functions of two arguments and the record.
     """
     options = inspect.signature(record).parameters
+    made: Callable[..., Record] = record
     needed = [name for name, field in options.items() if field.default is field.empty]
 
     def decorate(
         function: Callable[[Owner, Source, Record], Made],
     ) -> Callable[Concatenate[Owner, Source, Options], Made]:
-        @wraps(function)
-        def call(
-            owner: Owner, source: Source, /, *args: Options.args, **fields: Options.kwargs
-        ) -> Made:
-            check_names(function.__qualname__, fields, options)
-            if args or not fields.keys() >= set(needed):
-                raise InputError(
-                    f"{function.__qualname__} takes a model, and options by keyword; needed: "
-                    f"{', '.join(needed)}."
-                )
-            return function(owner, source, record(*args, **fields))
-
         shown = inspect.signature(function)
         leading = list(shown.parameters.values())[:-1]
+        source = leading[-1].name
+
+        @wraps(function)
+        def call(owner: Owner, /, *args: Source, **fields: Any) -> Made:
+            if source in fields:
+                args = (*args, fields.pop(source))
+            check_names(function.__qualname__, fields, options)
+            if len(args) != 1 or not fields.keys() >= set(needed):
+                raise InputError(
+                    f"{function.__qualname__} takes one {source}, and options by keyword; "
+                    f"needed: {', '.join(needed)}."
+                )
+            return function(owner, args[0], made(**fields))
+
         call.__signature__ = shown.replace(parameters=[*leading, *options.values()])  # type: ignore[attr-defined] # read by inspect
-        return call
+        return cast("Callable[Concatenate[Owner, Source, Options], Made]", call)
 
     return decorate

@@ -137,10 +137,28 @@ def test_an_unknown_option_is_told_with_the_nearest_known_one(name, hint):
     assert str(by_precondition.value).startswith(f"precondition has no option '{name}'; {hint}")
 
 
-@pytest.mark.parametrize(("args", "options"), [((), {}), (("categorical",), {}), ((), {"seed": 1})])
-def test_a_missing_loss_and_options_by_position_are_told(args, options):
-    with pytest.raises(ke.InputError, match=r"Engine.from_onnx takes .* by keyword; needed: loss"):
-        ke.Engine.from_onnx(MODEL, *args, **options)
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ((), {}),
+        ((), {"loss": "categorical"}),
+        ((), {"model": MODEL}),
+        ((MODEL,), {}),
+        ((MODEL,), {"seed": 1}),
+        ((MODEL, "categorical"), {}),
+        ((MODEL,), {"model": MODEL, "loss": "categorical"}),
+    ],
+    ids=["nothing", "no model", "model alone, named", "no loss", "option", "positions", "twice"],
+)
+def test_a_call_without_one_model_and_a_loss_by_keyword_is_told(args, options):
+    message = "Engine.from_onnx takes one model, and options by keyword; needed: loss"
+    with pytest.raises(ke.InputError, match=message):
+        ke.Engine.from_onnx(*args, **options)
+
+
+def test_the_model_may_be_named():
+    engine = ke.Engine.from_onnx(loss="categorical", model=MODEL)
+    assert list(engine.parameters) == list(engine_of().parameters)
 
 
 def test_every_option_is_known():
