@@ -131,6 +131,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         gradient_dtype=options.gradient_dtype,
         tie_weights=options.tie_weights,
         scratch_bytes=options.scratch_bytes,
+        graph_passes=options.graph_passes,
     )
     collection = LayerCollection(model, backend=backend)
     chosen = options.approximations or {}

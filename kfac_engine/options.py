@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.passes import chosen_passes
 from kfac_engine.config import flag, listed, number, one_of, positive, texts, whole
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.estimation_modes import MODES
@@ -65,6 +66,8 @@ class EngineOptions:
             left out. All inputs that have examples must be named.
         tie_weights: Whether weights that are equal in the file (see ``ties``) stay equal: they are
             then one parameter, and their gradients are its own.
+        graph_passes: Rewritings that make sessions quicker or smaller: names from the table in
+            ``docs/performance.md``; all by default, none for an empty list.
     """
 
     loss: LossChoice | Sequence[LossChoice]
@@ -89,12 +92,14 @@ class EngineOptions:
     gradient_dtype: GradientDType = "file"
     tie_weights: bool = False
     batch_axes: Mapping[str, int] | None = None
+    graph_passes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
             InputError: An option is outside its range.
+            UnknownNameError: No graph pass has a given name.
         """
         check_reduction(self.reduction)
         self.losses  # noqa: B018 (they check themselves)
@@ -107,6 +112,7 @@ class EngineOptions:
                 whole(name, getattr(self, name), least=1)
         whole("seed", self.seed, least=0)
         flag("tie_weights", self.tie_weights)
+        chosen_passes(self.graph_passes)
         for name, like in _DICTIONARIES.items():
             given = getattr(self, name)
             if not isinstance(given, Mapping | None):

@@ -9,6 +9,7 @@ from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.autodiff.finish import FinishingSession, divided
 from kfac_engine.autodiff.fused import fused_products
 from kfac_engine.autodiff.layouts import laid_out
+from kfac_engine.autodiff.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
 from kfac_engine.autodiff.placement import open_session
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.backend.place import HOST
@@ -36,7 +37,7 @@ def open_backward(
     """
     if model.place is not HOST:
         return _open(model, backward, fetched)
-    parts = divided(backward)
+    parts = divided(backward, apart=WEIGHT_GRADIENTS in model.graph_passes)
     session = _open(model, parts.session, fetched) if parts.session.gradients else None
     workers = Workers(model.threads or None)
     return FinishingSession(session, parts, model.graph.constants, workers, model.scratch_bytes)
@@ -54,7 +55,8 @@ def _open(
     made = {name for node in backward.nodes for name in node.outputs}
     constants = {**graph.constants, **backward.constants}
     handed = {*backward.gradients.values()}
-    laid = laid_out(model, fused_products(backward), handed, constants)
+    nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in model.graph_passes)
+    laid = laid_out(model, nodes, handed, constants)
     message = compact_model(
         laid.nodes,
         inputs,

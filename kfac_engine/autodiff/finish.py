@@ -79,9 +79,17 @@ class Divided:
     finished: Mapping[str, Parts]
 
 
-def divided(backward: Backward) -> Divided:
-    """A backward graph, and apart from it all that can be finished without a session."""
-    reader = _Reader(backward)
+def divided(backward: Backward, *, apart: bool = True) -> Divided:
+    """A backward graph, divided into the part of a session and the products outside it.
+
+    Args:
+        backward: The graph.
+        apart: Whether products are computed outside the session; False leaves all to the session.
+
+    Returns:
+        The two parts.
+    """
+    reader = _Reader(backward if apart else replace(backward, leaves={}))
     handed = dict.fromkeys(backward.gradients.values())
     finished = {name: parts for name in handed if (parts := reader.parts(name, handed=True))}
     made = {name for node in backward.nodes for name in node.outputs}

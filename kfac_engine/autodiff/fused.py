@@ -15,18 +15,20 @@ from kfac_engine.graph.structure import Node
 _DOMAIN = "com.microsoft"
 
 
-def fused_products(backward: Backward) -> tuple[Node, ...]:
+def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]:
     """The nodes of a backward graph; products read as it lies what was transposed for them.
 
     Args:
         backward: Left as it is where its cotangents are not of float32, which the fused operator
             is for.
+        fuse: Whether products are fused. Transposes that undo each other are removed in any case,
+            because ONNX Runtime fails on some of them.
 
     Returns:
         Nodes with the same results, for ONNX Runtime alone, in the same order.
     """
     nodes = _without_round_trips(backward.nodes)
-    if set(backward.dtypes.values()) != {np.dtype(np.float32)}:
+    if not fuse or set(backward.dtypes.values()) != {np.dtype(np.float32)}:
         return nodes
     turned = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
     fused = [_fused(node, turned) if node.op == "MatMul" else node for node in nodes]

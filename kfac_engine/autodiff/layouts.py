@@ -8,6 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.blocked import DOMAIN, Blocked, Scene, in_blocks
+from kfac_engine.autodiff.passes import BLOCKED_LAYOUT
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.backend.place import HOST
 from kfac_engine.errors import BackendError
@@ -38,9 +39,9 @@ def laid_out(
         constants: Those of the graph; parameters may be among them.
 
     Returns:
-        Nodes with the same results; the given ones where the model runs elsewhere.
+        Nodes with the same results; the given ones on a GPU, and without the pass.
     """
-    if model.place is not HOST:
+    if model.place is not HOST or BLOCKED_LAYOUT not in model.graph_passes:
         return Blocked(tuple(nodes), {}, {})
     facts = model.facts
     held = {name: array for name, array in constants.items() if name not in model.parameters}

@@ -14,6 +14,7 @@ from kfac_engine.autodiff.finish import divided
 from kfac_engine.autodiff.fused import fused_products
 from kfac_engine.autodiff.layouts import laid_out
 from kfac_engine.autodiff.model import OnnxModel
+from kfac_engine.autodiff.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
 from kfac_engine.autodiff.samples import measured_facts, open_run, sample_batch
 from kfac_engine.autodiff.twice import joint_graph
 from kfac_engine.backend.place import HOST
@@ -113,10 +114,11 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
     # Those of parameters are written into the caller's own arrays, which are counted as gradients.
     own = {gradient for name, gradient in backward.gradients.items() if name in model.parameters}
     if model.place is HOST:
-        backward = divided(backward).session
+        backward = divided(backward, apart=WEIGHT_GRADIENTS in model.graph_passes).session
     handed = set(backward.gradients.values())
     constants = {**graph.constants, **backward.constants}
-    laid = laid_out(model, fused_products(backward), handed, constants)
+    nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in model.graph_passes)
+    laid = laid_out(model, nodes, handed, constants)
     return max(forward, kept + _peak_as_run(laid, {**sizes, **dict.fromkeys(own, 0.0)}, handed))
 
 

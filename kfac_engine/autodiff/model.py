@@ -23,6 +23,7 @@ from kfac_engine.autodiff.feeds import check_inputs, check_parameters, explained
 from kfac_engine.autodiff.finish import FinishingSession
 from kfac_engine.autodiff.forward_session import open_forward
 from kfac_engine.autodiff.lower import lowered, with_taken_branches
+from kfac_engine.autodiff.passes import chosen_passes
 from kfac_engine.autodiff.products import plain_products
 from kfac_engine.autodiff.runtime import Session
 from kfac_engine.autodiff.samples import measured_facts, sample_facts
@@ -56,8 +57,8 @@ class OnnxModel:
         gradient_dtype: What ``hand_out`` gives for float16 and bfloat16 parameters, which are
             float32 in here: ``"file"`` for their own type, or ``"float32"``.
         tie_weights: Whether weights that are equal in the file are one parameter.
-        scratch_bytes: Bound of the working memory of gradients that ONNX Runtime leaves to us; None
-            for 64 MiB.
+        scratch_bytes: Bound of the memory of products outside ONNX Runtime; None for 64 MiB.
+        graph_passes: Names from ``passes.PASSES``; None for all of them.
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
@@ -88,10 +89,11 @@ class OnnxModel:
         gradient_dtype: GradientDType = "file",
         tie_weights: bool = False,
         scratch_bytes: int | None = None,
+        graph_passes: Sequence[str] | None = None,
     ) -> None:
         self.loaded = loaded = with_taken_branches(loaded, sample_inputs)
         self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
-        self.place = HOST
+        self.place, self.graph_passes = HOST, chosen_passes(graph_passes)
         # Read-only, as the file holds them: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
             name: loaded.graph.constants[name]
@@ -350,8 +352,7 @@ class OnnxModel:
         return name not in given and name not in self._stored
 
     def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        given = self.take_in(values)
-        return check_parameters(self.graph.name, self.parameters, given, self.place)
+        return check_parameters(self.graph.name, self.parameters, self.take_in(values), self.place)
 
     def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:

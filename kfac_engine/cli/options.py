@@ -64,6 +64,11 @@ def _megabytes(_: click.Context, __: click.Parameter, value: int | None) -> int 
     return None if value is None else value * 1_000_000
 
 
+def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...] | None:
+    words: dict[str, tuple[str, ...] | None] = {"all": None, "none": ()}
+    return words[value] if value in words else tuple(value.split(","))
+
+
 def _parse_approximations(
     _: click.Context, __: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
@@ -194,6 +199,14 @@ _ENGINE_OPTIONS = (
         type=click.IntRange(min=1),
         metavar="MB",
         help="Bound of working memory, in MB; 64 on a CPU by default.",
+    ),
+    click.option(
+        "--graph-passes",
+        callback=_names,
+        default="all",
+        show_default=True,
+        metavar="NAMES",
+        help="Graph passes for speed and memory: names separated by commas, 'all' or 'none'.",
     ),
     click.option(
         "--seed",
