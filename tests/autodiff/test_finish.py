@@ -1,6 +1,7 @@
 """Gradients that a backward session leaves out and the host makes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -206,6 +207,23 @@ def test_gradients_of_kernels_in_any_place_are_those_of_the_exported_graph(build
         for name in names:
             assert_close(found[name], expected[name])
     assert len(divided(model.backwards()[0]).finished) == left
+
+
+@of_any_size
+@pytest.mark.parametrize(
+    ("shape", "left"),
+    [((5, 36), 1), ((-1, 36), 0), ((5, -1), 0), ((0, 36), 0)],
+    ids=["known", "rows by the number of entries", "columns by it", "rows of the operand"],
+)
+def test_a_reshape_to_an_unknown_shape_stays_in_the_session(shape, left):
+    net = models.Net()
+    _matrix(net)
+    proto = net.model({"input": ["batch", 4, 6, 7]}, {"output": ["batch", "c", "a", "b"]})
+    backward = ke.load_model(proto).backward(["output"], ["w"])
+    (reshape,) = (node for node in backward.nodes if node.outputs[0] in backward.gradients.values())
+    assert reshape.op == "Reshape"
+    constants = {**backward.constants, reshape.inputs[1]: np.array(shape)}
+    assert len(divided(replace(backward, constants=constants)).finished) == left
 
 
 @of_any_size

@@ -54,11 +54,45 @@ def test_gradients_of_one_source_are_held_at_a_time(classes, monkeypatch):
     assert len(alive) == 2 * classes
 
 
-def test_values_let_go_are_computed_again_for_who_reads_them():
+def evaluated():
     proto = models.mlp((6, 5, 3))
     model = ke.load_model(proto)
     model.want(["act0"])
-    trace = model.run(models.random_inputs(proto, batch=4))
+    return model.run(models.random_inputs(proto, batch=4), np.arange(4))
+
+
+def test_released_values_are_freed():
+    trace = evaluated()
+    value = weakref.ref(trace["act0"])
+    trace.let_go(["act0"])
+    assert value() is None
+
+
+@pytest.mark.parametrize("name", ["input", "fc0.weight", "targets"])
+def test_values_that_no_forward_pass_computes_are_not_released(name):
+    trace = evaluated()
+    value = trace[name]
+    trace.let_go([name])
+    assert trace[name] is value
+
+
+def test_random_values_are_not_released():
+    """They would be drawn anew, and differ from those that other values were computed from."""
+    net = models.Net()
+    noise = net.op("RandomNormalLike", "input", to="noise")
+    product = net.op("Mul", "input", net.weight("w", 3), to="product")
+    net.op("Add", product, noise, to="output")
+    model = ke.load_model(net.model({"input": ["batch", 3]}, {"output": ["batch", 3]}))
+    trace = model.run({"input": np.ones((4, 3), np.float32)})
+    drawn = trace["noise"].copy()
+    trace.let_go(["noise"])
+    np.testing.assert_array_equal(trace["noise"], drawn)
+    expected = model.parameters["w"] + drawn
+    np.testing.assert_allclose(trace["output"], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_values_let_go_are_computed_again_for_who_reads_them():
+    trace = evaluated()
     before = np.array(trace["act0"])
     trace.let_go(["act0", "input", "fc0.weight", "nothing of that name"])
     np.testing.assert_array_equal(trace["act0"], before)
