@@ -269,6 +269,33 @@ def test_a_bias_behind_a_slice_of_unknown_length_is_a_shift():
     assert found == {("w",): "conv1d", ("b",): "shift"}
 
 
+def _behind_a_transpose(net):
+    x = net.op("Conv", "input", net.weight("w", 2, 1, 1), to="s")
+    x = net.op("Transpose", x, to="turned", perm=[0, 2, 1])
+    return net.op("Add", x, net.weight("b", 2), to="y")
+
+
+@pytest.mark.parametrize(
+    ("trainable", "found"),
+    [(["w", "b"], {("w", "b"): "conv1d"}), (["w"], {("w",): "conv1d"})],
+    ids=["trained", "frozen"],
+)
+def test_a_bias_behind_a_transpose_is_one_if_it_is_trained(trainable, found):
+    def build(net):
+        net.op("Tanh", _behind_a_transpose(net), to="output")
+
+    shape = ["batch", 1, 4], ["batch", 4, 2]
+    assert layers(build, *shape, trainable=trainable) == found
+
+
+def test_a_bias_behind_a_transpose_that_is_used_more_often_than_its_weight_is_none():
+    def build(net):
+        net.op("Mul", net.op("Sin", _behind_a_transpose(net), to="bent"), "b", to="output")
+
+    found = layers(build, ["batch", 1, 4], ["batch", 4, 2])
+    assert found == {("w",): "conv1d", ("b",): "used 2 times, by Add, Mul"}
+
+
 # -- scales and shifts in one array ----------------------------------------------------------------
 
 

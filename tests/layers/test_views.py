@@ -7,6 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.layers.forms import embedding_form
 from kfac_engine.layers.views import Patches, Rows
 from tests.backend.truths import patches
 
@@ -163,3 +164,18 @@ def test_images_that_do_not_fit_the_filter_are_refused(shape, says):
         view.count(shape)
     with pytest.raises(ke.ShapeError, match=says):
         view.rows(np.ones(shape), BACKEND)
+
+
+def test_identifiers_of_an_example_are_one_row_by_default():
+    assert embedding_form(5).input_view.count((3, 4)) == 3
+    assert embedding_form(5, positions=True).input_view.count((3, 4)) == 12
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape", "needed"),
+    [(2, (3,), r"\(n, ids\)"), (2, (3, 4, 2), r"\(n, ids\)"), (1, (3, 4), r"\(n,\)")],
+)
+def test_identifiers_of_another_rank_are_refused_by_default(rank, shape, needed):
+    with pytest.raises(ke.ShapeError, match=f"{needed} is needed"):
+        embedding_form(5, rank=rank).input_view.width(shape)
+    assert embedding_form(5, rank=rank, positions=True).input_view.width(shape) == 5
