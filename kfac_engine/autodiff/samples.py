@@ -3,7 +3,7 @@
 A run returns shapes. A value itself is returned only on request, and released after use.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -11,14 +11,13 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.chain import Chain, inferred
 from kfac_engine.autodiff.examples import first_examples, says_batch
 from kfac_engine.autodiff.feeds import check_inputs, disagreements, spelled
 from kfac_engine.autodiff.rules.attributes import integers
-from kfac_engine.autodiff.runtime import Session
 from kfac_engine.errors import BackendError, MissingKernelError, ModelError
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
-from kfac_engine.graph.subgraph import SubGraph, read_by
+from kfac_engine.graph.subgraph import SubGraph
 
 # Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
 # the batch more often than not, and a batch of two keeps it apart from axes of one; other axes
@@ -46,7 +45,7 @@ class SampleRun:
     ) -> None:
         self._graph, self._facts = graph, facts
         self._what = f"{what} of '{graph.name}'"
-        self._sessions: dict[tuple[str, ...], Session] = {}
+        self._chains: dict[tuple[str, ...], Chain] = {}
 
     @cached_property
     def dtypes(self) -> Mapping[str, DType]:
@@ -58,21 +57,22 @@ class SampleRun:
         if self._facts is not None:
             known = {name: fact.dtype for name, fact in self._facts.items()}
         else:
-            known = dict(self._unrun.output_dtypes)
+            known = {name: entry.dtype for name, entry in self._inferred.items()}
         return {name: known[name] for name in self._computed if name in known}
 
     def inferred_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of results that ONNX Runtime infers from those of the inputs, without a run."""
-        shapes = {name: self._unrun.output_shapes[name] for name in self.dtypes}
+        shapes = {name: entry.shape or () for name, entry in self._inferred.items()}
         # An unknown rank looks like that of a scalar, whose shape has no entries.
         empty = [name for name, shape in shapes.items() if not shape]
-        ranks = self._measures(empty, self._graph.nodes).output_shapes if empty else {}
-        return {
-            name: shape
+        nodes = _measuring(self._graph.nodes, empty)
+        ranks = inferred(self._graph, nodes, map(_shape_of, empty), self._what) if empty else {}
+        fixed = {
+            name: tuple(side for side in shape if isinstance(side, int))
             for name, shape in shapes.items()
-            if all(isinstance(side, int) for side in shape)
-            and (shape or ranks[f"shape of {name}"] == (0,))
+            if shape or ranks[_shape_of(name)].shape == (0,)
         }
+        return {name: shape for name, shape in fixed.items() if len(shape) == len(shapes[name])}
 
     def facts(
         self, feeds: Mapping[str, Array], known: Mapping[str, tuple[int, ...]] | None = None
@@ -92,12 +92,12 @@ class SampleRun:
         shapes = dict(known or {})
         asked = tuple(name for name in self.dtypes if name not in shapes)
         if asked:
-            nodes = SubGraph(self._graph, asked).nodes
-            key = tuple(f"shape of {name}" for name in asked)
-            if key not in self._sessions:
-                self._sessions[key] = self._measures(asked, nodes)
-            found = self._sessions[key].run(key, self._spared(feeds))
-            shapes |= {name: tuple(int(s) for s in found[f"shape of {name}"]) for name in asked}
+            names = tuple(map(_shape_of, asked))
+            if names not in self._chains:
+                nodes = _measuring(SubGraph(self._graph, asked).nodes, asked)
+                self._chains[names] = Chain(self._graph, nodes, names, self._what)
+            found = self._chains[names].run(self._spared(feeds))
+            shapes |= {name: tuple(map(int, found[_shape_of(name)])) for name in asked}
         return {
             **{name: Fact(array.dtype, array.shape) for name, array in self._constants.items()},
             **{name: Fact(array.dtype, array.shape) for name, array in feeds.items()},
@@ -115,9 +115,10 @@ class SampleRun:
             Name to array.
         """
         asked = tuple(name for name in names if name not in feeds)
-        if asked not in self._sessions:
-            self._sessions[asked] = self._session(SubGraph(self._graph, asked).nodes, asked)
-        return {**self._sessions[asked].run(asked, self._spared(feeds)), **feeds}
+        if asked not in self._chains:
+            nodes = SubGraph(self._graph, asked).nodes
+            self._chains[asked] = Chain(self._graph, nodes, asked, self._what)
+        return {**self._chains[asked].run(self._spared(feeds)), **feeds}
 
     def _spared(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The feeds, with copies of running statistics: ONNX Runtime 1.32 writes into those."""
@@ -135,31 +136,22 @@ class SampleRun:
         return {name: a for name, a in self._graph.constants.items() if name not in fed}
 
     @cached_property
-    def _unrun(self) -> Session:
-        """Has all results, which it would keep until a run ends: for types and shapes alone."""
-        return self._session(self._graph.nodes, self._computed)
+    def _inferred(self) -> Mapping[str, Input]:
+        return inferred(self._graph, self._graph.nodes, self._computed, self._what)
 
-    def _measures(self, names: Collection[str], nodes: Iterable[Node]) -> Session:
-        """A session that returns shapes, each as soon as its value is computed."""
-        wanted = set(names)
-        placed: list[Node] = []
-        for node in nodes:
-            found = [name for name in node.outputs if name in wanted]
-            placed += [node, *(Node("Shape", (name,), (f"shape of {name}",)) for name in found)]
-        return self._session(placed, tuple(f"shape of {name}" for name in names))
 
-    def _session(self, nodes: Sequence[Node], outputs: Sequence[str]) -> Session:
-        model = compact_model(
-            nodes,
-            self._graph.inputs,
-            outputs,
-            read_by(nodes, self._constants, excluded=()),
-            self._graph.opset,
-            name=self._graph.name,
-            domains=self._graph.domains,
-            once=True,
-        )
-        return Session(model, threads=0, optimize=False, once=True, what=self._what)
+def _shape_of(name: str) -> str:
+    return f"shape of {name}"
+
+
+def _measuring(nodes: Iterable[Node], names: Collection[str]) -> list[Node]:
+    """The nodes, and behind each those that return the shapes of its results among ``names``."""
+    wanted = frozenset(names)
+    placed: list[Node] = []
+    for node in nodes:
+        found = [name for name in node.outputs if name in wanted]
+        placed += [node, *(Node("Shape", (name,), (_shape_of(name),)) for name in found)]
+    return placed
 
 
 def open_run(graph: Graph, facts: Mapping[str, Fact] | None = None) -> SampleRun:
