@@ -21,7 +21,7 @@ from kfac_engine.bench.usage import used
 from kfac_engine.engine import Engine
 from kfac_engine.errors import BackendError
 
-SIZES = (1_000, 3_000, 10_000)
+SIZES = (1_000, 3_000, 10_000, 100_000)
 _WIDTH = 4
 
 

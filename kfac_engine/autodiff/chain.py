@@ -1,7 +1,7 @@
 """Sample runs of a long graph as a chain of short sessions, each handing its results to the next.
 
-Making a session takes time that grows faster than its nodes: 28 s for 100,000, but 3 s for as many
-in sessions of 2,000.
+Making a session takes time that grows faster than its nodes: 2.5 s for 30,000 and 28 s for 100,000,
+but 0.7 s for 30,000 in sessions of 2,000.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from kfac_engine.autodiff.runtime import Session
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Graph, Input, Node
 
-_MOST_NODES = 2000  # of one session; 500 to 4,000 are as fast
+_MOST_NODES = 2000  # of one session; with 500 a run takes 10 % less time, with 8,000 a third more
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _links(
     """The sessions in order; ``with_shapes`` declares inferred shapes of values between them."""
     wanted, last = frozenset(outputs), _last_readers(nodes)
     known = {entry.name: entry for entry in graph.inputs}
-    # Each session has threads of its own.
+    # Each session has threads of its own: a hundred sessions would have thousands.
     threads = 0 if len(nodes) <= _MOST_NODES else 1
     start, size = 0, _MOST_NODES
     while start < len(nodes):
