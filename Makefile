@@ -38,10 +38,8 @@ GPU_RUNTIME_cuda12 := onnxruntime-gpu[cuda,cudnn]==1.26.*
 TORCH_INDEX ?=
 
 # Tests whose results are sums, which each kernel of BLAS adds up in an order of its own.
-NUMERICAL := tests/backend tests/blocks tests/collection tests/factors tests/layers tests/linalg \
-	tests/losses $(patsubst %,tests/test_%.py,cache checkpoint curvature_products divergence docs \
-	engine estimation_modes estimator estimator_products exactness example_gradients \
-	gradient_model half_precision heads overlap recurrent_engine result two_heads)
+NUMERICAL := tests/backend tests/curvature tests/engine tests/layers tests/losses tests/autodiff \
+	tests/runtime tests/export $(patsubst %,tests/test_%.py,docs exactness half_precision two_heads)
 
 # $(call environment,FOLDER,REQUIREMENTS): a virtual environment of its own. Some systems ship venv
 # without its bundled pip; there the system's pip installs into the environment.

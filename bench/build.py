@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.model import OnnxModel
 from kfac_engine.bench.networks import NETWORKS
 from kfac_engine.bench.nodes import run_nodes
 from kfac_engine.bench.scaling import Point
 from kfac_engine.bench.timing import Spread, spread
-from kfac_engine.engine import Engine
+from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.load import load_model
 from kfac_engine.graph.structure import Input
+from kfac_engine.runtime.model import OnnxModel
 
 _ROUNDS = 3
 # Of axes that networks leave open, the batch apart.

@@ -10,7 +10,7 @@ from kfac_engine.bench.contenders import CONTENDERS, OURS
 from kfac_engine.bench.measure import Row
 from kfac_engine.bench.scaling import Point
 from kfac_engine.errors import BackendError, InputError
-from kfac_engine.writing import write_rendered
+from kfac_engine.system.writing import write_rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

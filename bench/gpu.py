@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.select import select
 from kfac_engine.bench.gpu_counts import Sizes
 from kfac_engine.bench.gpu_kernels import kernel_works

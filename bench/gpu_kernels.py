@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.bench.gpu_counts import Counted, Sizes, kernels
 from kfac_engine.bench.gpu_meter import Work, difference

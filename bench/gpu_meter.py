@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.cupy_backend import CupyBackend
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.bench.gpu_counts import Counted
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.errors import BackendError

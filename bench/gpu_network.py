@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.window import Window
 from kfac_engine.bench import gpu_counts
 from kfac_engine.bench.gpu_meter import FLOAT64, Work, difference, kind_of

@@ -89,7 +89,7 @@ def depthwise(shape: tuple[int, ...], kernel: int, pad: int) -> Job:
 
 def patch_count(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> int:
     """Patches that a convolution over images of this shape sees."""
-    return shape[0] * prod(square_window(kernel, stride, pad).output_sides(shape[2:]))
+    return shape[0] * prod(square_window(kernel, stride, pad).output_shape(shape[2:]))
 
 
 def square_window(kernel: int, stride: int, pad: int) -> Window:

@@ -10,9 +10,9 @@ from rich.console import Console
 from kfac_engine.bench.jobs import DECAY
 from kfac_engine.bench.report import new_table
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.engine import Engine
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.errors import BackendError
-from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
 
 # Network, batch and estimation mode: the modes differ in how often they go back.
 CASES = (

@@ -18,7 +18,7 @@ from kfac_engine.bench.report import new_table
 from kfac_engine.bench.scaling import Point, Steps, fitted_points
 from kfac_engine.bench.step_networks import classifier
 from kfac_engine.bench.usage import used
-from kfac_engine.engine import Engine
+from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import BackendError
 
 SIZES = (1_000, 3_000, 10_000, 100_000)

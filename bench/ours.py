@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.assembly import multiplied
-from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.backend.threads import blas_alone
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.bench import made, ours_gradient
 from kfac_engine.bench.jobs import (
     DAMPING,
@@ -22,14 +21,15 @@ from kfac_engine.bench.jobs import (
     square_window,
 )
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.collection import LayerCollection
-from kfac_engine.engine import Engine
-from kfac_engine.factors.refresh import refresh
-from kfac_engine.factors.stacked import GroupedMoment
-from kfac_engine.layers.parts import Part
+from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.factors.refresh import refresh
+from kfac_engine.curvature.factors.stacked import GroupedMoment
+from kfac_engine.curvature.linalg.spectral import eigh_power
+from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.engine.build import multiplied
+from kfac_engine.engine.engine import Engine
+from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.layers.views import Patches
-from kfac_engine.linalg.spectral import eigh_power
-from kfac_engine.scheduler import Schedule
 
 
 class _Moment:
@@ -115,10 +115,10 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
     for factor in factors:
         factor.update(values, 0.0)
     refresh(factors, collection.backend)
-    whole = {name: (Part(name),) for name in gradients}
+    whole = {name: (ParameterSlice(name),) for name in gradients}
 
     def run() -> list[Array]:
-        with blas_alone():
+        with single_threaded_blas():
             return list(multiplied(collection, whole, gradients, -1, 0.0).values())
 
     return run

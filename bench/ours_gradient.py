@@ -6,7 +6,7 @@ from typing import Any
 from kfac_engine._types import Array
 from kfac_engine.bench.jobs import GRADIENT, Run
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.engine import Engine
+from kfac_engine.engine.engine import Engine
 
 
 def step(network: str, batch: int, kind: str) -> Run:

@@ -12,7 +12,7 @@ from rich.table import Table
 from kfac_engine.bench.measure import Row
 from kfac_engine.bench.timing import Spread, milliseconds
 from kfac_engine.errors import InputError
-from kfac_engine.writing import write_file
+from kfac_engine.system.writing import write_file
 
 Kind = TypeVar("Kind")
 

@@ -23,7 +23,7 @@ from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
-from kfac_engine.writing import check_outputs
+from kfac_engine.system.writing import check_outputs
 
 # Of output that does not go to a terminal: wide enough for a table.
 _FILE_WIDTH = 160

@@ -20,11 +20,11 @@ from kfac_engine.bench.report import new_table
 from kfac_engine.bench.step_networks import Network, classifier, filters
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.bench.usage import used
-from kfac_engine.engine import Engine
+from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.errors import BackendError
-from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.registry import Registry
-from kfac_engine.scheduler import Schedule
 
 _ROUNDS = 5
 

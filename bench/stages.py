@@ -8,9 +8,9 @@ from rich.console import Console
 from kfac_engine.bench.jobs import DAMPING, DECAY, SUITES
 from kfac_engine.bench.report import new_table
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.engine import Engine
-from kfac_engine.result import Stage
-from kfac_engine.scheduler import Schedule
+from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.result import Stage
 
 _ROUNDS = 5
 

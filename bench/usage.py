@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
-from kfac_engine.profiling import forget_peak, peak_bytes, resident_bytes
+from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 
 if sys.platform != "win32":
     import resource

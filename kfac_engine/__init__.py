@@ -11,34 +11,87 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kfac_engine._types import Rows as Rows
-    from kfac_engine.autodiff.model import OnnxModel as OnnxModel
-    from kfac_engine.autodiff.model import load_model as load_model
-    from kfac_engine.autodiff.trace import Trace as Trace
-    from kfac_engine.blocks.base import FisherBlock as FisherBlock
-    from kfac_engine.blocks.embedding import EmbeddingKFACFB as EmbeddingKFACFB
-    from kfac_engine.blocks.embedding import EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB
-    from kfac_engine.blocks.grouped import DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB
-    from kfac_engine.blocks.grouped import DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB
-    from kfac_engine.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
-    from kfac_engine.blocks.named import ConvDiagonalFB as ConvDiagonalFB
-    from kfac_engine.blocks.named import ConvKFCBasicFB as ConvKFCBasicFB
-    from kfac_engine.blocks.named import ConvKFCBasicMultiIndepFB as ConvKFCBasicMultiIndepFB
-    from kfac_engine.blocks.named import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
-    from kfac_engine.blocks.named import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
-    from kfac_engine.blocks.named import FullyConnectedMultiIndepFB as FullyConnectedMultiIndepFB
-    from kfac_engine.blocks.named import FullyConnectedSeriesFB as FullyConnectedSeriesFB
-    from kfac_engine.blocks.scale_shift import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
-    from kfac_engine.blocks.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
-    from kfac_engine.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
-    from kfac_engine.blocks.single import NaiveFullFB as NaiveFullFB
-    from kfac_engine.collection import LayerCollection as LayerCollection
-    from kfac_engine.collection import get_default_layer_collection as get_default_layer_collection
-    from kfac_engine.collection import set_default_layer_collection as set_default_layer_collection
-    from kfac_engine.config import CollectionConfig as CollectionConfig
-    from kfac_engine.curvature_products import (
+    from kfac_engine.compat.blocks import ConvDiagonalFB as ConvDiagonalFB
+    from kfac_engine.compat.blocks import ConvKFCBasicFB as ConvKFCBasicFB
+    from kfac_engine.compat.blocks import ConvKFCBasicMultiIndepFB as ConvKFCBasicMultiIndepFB
+    from kfac_engine.compat.blocks import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
+    from kfac_engine.compat.blocks import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
+    from kfac_engine.compat.blocks import FullyConnectedMultiIndepFB as FullyConnectedMultiIndepFB
+    from kfac_engine.compat.blocks import FullyConnectedSeriesFB as FullyConnectedSeriesFB
+    from kfac_engine.compat.convolution_factors import ConvDiagonalFactor as ConvDiagonalFactor
+    from kfac_engine.compat.convolution_factors import (
+        ConvInputKroneckerFactor as ConvInputKroneckerFactor,
+    )
+    from kfac_engine.compat.convolution_factors import ConvInputMultiKF as ConvInputMultiKF
+    from kfac_engine.compat.convolution_factors import (
+        ConvInputSUAKroneckerFactor as ConvInputSUAKroneckerFactor,
+    )
+    from kfac_engine.compat.convolution_factors import (
+        ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
+    )
+    from kfac_engine.compat.convolution_factors import ConvOutputMultiKF as ConvOutputMultiKF
+    from kfac_engine.compat.factors import DiagonalKroneckerFactor as DiagonalKroneckerFactor
+    from kfac_engine.compat.factors import DiagonalMultiKF as DiagonalMultiKF
+    from kfac_engine.compat.factors import (
+        FullyConnectedDiagonalFactor as FullyConnectedDiagonalFactor,
+    )
+    from kfac_engine.compat.factors import (
+        FullyConnectedKroneckerFactor as FullyConnectedKroneckerFactor,
+    )
+    from kfac_engine.compat.factors import FullyConnectedMultiKF as FullyConnectedMultiKF
+    from kfac_engine.compat.factors import NaiveDiagonalFactor as NaiveDiagonalFactor
+    from kfac_engine.compat.factors import NaiveFullFactor as NaiveFullFactor
+    from kfac_engine.curvature.blocks.base import FisherBlock as FisherBlock
+    from kfac_engine.curvature.blocks.embedding import EmbeddingKFACFB as EmbeddingKFACFB
+    from kfac_engine.curvature.blocks.embedding import (
+        EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB,
+    )
+    from kfac_engine.curvature.blocks.grouped import (
+        DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB,
+    )
+    from kfac_engine.curvature.blocks.grouped import (
+        DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB,
+    )
+    from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
+    from kfac_engine.curvature.blocks.scale_shift import (
+        ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB,
+    )
+    from kfac_engine.curvature.blocks.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
+    from kfac_engine.curvature.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
+    from kfac_engine.curvature.blocks.single import NaiveFullFB as NaiveFullFB
+    from kfac_engine.curvature.collection import LayerCollection as LayerCollection
+    from kfac_engine.curvature.collection import (
+        get_default_layer_collection as get_default_layer_collection,
+    )
+    from kfac_engine.curvature.collection import (
+        set_default_layer_collection as set_default_layer_collection,
+    )
+    from kfac_engine.curvature.config import CollectionConfig as CollectionConfig
+    from kfac_engine.curvature.estimator import FisherEstimator as FisherEstimator
+    from kfac_engine.curvature.factors.base import FisherFactor as FisherFactor
+    from kfac_engine.curvature.factors.dense import (
+        DenseSquareMatrixFactor as DenseSquareMatrixFactor,
+    )
+    from kfac_engine.curvature.factors.diagonal import DiagonalFactor as DiagonalFactor
+    from kfac_engine.curvature.factors.embedding import (
+        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
+    )
+    from kfac_engine.curvature.factors.scale_shift import (
+        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
+    )
+    from kfac_engine.curvature.factors.scale_shift import (
+        ScaleAndShiftFullFactor as ScaleAndShiftFullFactor,
+    )
+    from kfac_engine.curvature.products import (
         CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
     )
-    from kfac_engine.engine import Engine as Engine
+    from kfac_engine.curvature.schedule import Schedule as Schedule
+    from kfac_engine.engine.engine import Engine as Engine
+    from kfac_engine.engine.memory import MemoryReport as MemoryReport
+    from kfac_engine.engine.one_batch import precondition as precondition
+    from kfac_engine.engine.options import EngineOptions as EngineOptions
+    from kfac_engine.engine.report import LayerReport as LayerReport
+    from kfac_engine.engine.result import Result as Result
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import DivergenceWarning as DivergenceWarning
     from kfac_engine.errors import InputError as InputError
@@ -54,42 +107,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnknownNameError as UnknownNameError
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
-    from kfac_engine.estimator import FisherEstimator as FisherEstimator
-    from kfac_engine.factors.base import FisherFactor as FisherFactor
-    from kfac_engine.factors.dense import DenseSquareMatrixFactor as DenseSquareMatrixFactor
-    from kfac_engine.factors.diagonal import DiagonalFactor as DiagonalFactor
-    from kfac_engine.factors.embedding import (
-        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
-    )
-    from kfac_engine.factors.named import DiagonalKroneckerFactor as DiagonalKroneckerFactor
-    from kfac_engine.factors.named import DiagonalMultiKF as DiagonalMultiKF
-    from kfac_engine.factors.named import (
-        FullyConnectedDiagonalFactor as FullyConnectedDiagonalFactor,
-    )
-    from kfac_engine.factors.named import (
-        FullyConnectedKroneckerFactor as FullyConnectedKroneckerFactor,
-    )
-    from kfac_engine.factors.named import FullyConnectedMultiKF as FullyConnectedMultiKF
-    from kfac_engine.factors.named import NaiveDiagonalFactor as NaiveDiagonalFactor
-    from kfac_engine.factors.named import NaiveFullFactor as NaiveFullFactor
-    from kfac_engine.factors.named_convolution import ConvDiagonalFactor as ConvDiagonalFactor
-    from kfac_engine.factors.named_convolution import (
-        ConvInputKroneckerFactor as ConvInputKroneckerFactor,
-    )
-    from kfac_engine.factors.named_convolution import ConvInputMultiKF as ConvInputMultiKF
-    from kfac_engine.factors.named_convolution import (
-        ConvInputSUAKroneckerFactor as ConvInputSUAKroneckerFactor,
-    )
-    from kfac_engine.factors.named_convolution import (
-        ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
-    )
-    from kfac_engine.factors.named_convolution import ConvOutputMultiKF as ConvOutputMultiKF
-    from kfac_engine.factors.scale_shift import (
-        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
-    )
-    from kfac_engine.factors.scale_shift import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
-    from kfac_engine.gradient_model import differentiate as differentiate
-    from kfac_engine.inspection import LayerReport as LayerReport
+    from kfac_engine.export.gradient_model import differentiate as differentiate
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
@@ -104,11 +122,9 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
-    from kfac_engine.memory import MemoryReport as MemoryReport
-    from kfac_engine.one_batch import precondition as precondition
-    from kfac_engine.options import EngineOptions as EngineOptions
-    from kfac_engine.result import Result as Result
-    from kfac_engine.scheduler import Schedule as Schedule
+    from kfac_engine.runtime.load import load_model as load_model
+    from kfac_engine.runtime.model import OnnxModel as OnnxModel
+    from kfac_engine.runtime.trace import Trace as Trace
 
 # Public name to the module that defines it.
 _HOMES = {
@@ -127,60 +143,60 @@ _HOMES = {
     "MissingKernelError": "errors",
     "MemoryLimitError": "errors",
     "DivergenceWarning": "errors",
-    "CollectionConfig": "config",
-    "Schedule": "scheduler",
-    "Engine": "engine",
-    "EngineOptions": "options",
-    "precondition": "one_batch",
-    "differentiate": "gradient_model",
-    "Result": "result",
-    "LayerReport": "inspection",
-    "MemoryReport": "memory",
-    "OnnxModel": "autodiff.model",
-    "Trace": "autodiff.trace",
-    "load_model": "autodiff.model",
+    "CollectionConfig": "curvature.config",
+    "Schedule": "curvature.schedule",
+    "Engine": "engine.engine",
+    "EngineOptions": "engine.options",
+    "precondition": "engine.one_batch",
+    "differentiate": "export.gradient_model",
+    "Result": "engine.result",
+    "LayerReport": "engine.report",
+    "MemoryReport": "engine.memory",
+    "OnnxModel": "runtime.model",
+    "Trace": "runtime.trace",
+    "load_model": "runtime.load",
     "Rows": "_types",
-    "LayerCollection": "collection",
-    "get_default_layer_collection": "collection",
-    "set_default_layer_collection": "collection",
-    "FisherEstimator": "estimator",
-    "CurvatureMatrixVectorProductComputer": "curvature_products",
-    "FisherBlock": "blocks.base",
-    "KroneckerProductFB": "blocks.kronecker",
-    "NaiveFullFB": "blocks.single",
-    "NaiveDiagonalFB": "blocks.single",
-    "FullyConnectedKFACBasicFB": "blocks.named",
-    "FullyConnectedDiagonalFB": "blocks.named",
-    "ConvKFCBasicFB": "blocks.named",
-    "ConvDiagonalFB": "blocks.named",
-    "FullyConnectedMultiIndepFB": "blocks.named",
-    "FullyConnectedSeriesFB": "blocks.named",
-    "ConvKFCBasicMultiIndepFB": "blocks.named",
-    "ScaleAndShiftFullFB": "blocks.scale_shift",
-    "ScaleAndShiftDiagonalFB": "blocks.scale_shift",
-    "EmbeddingKFACFB": "blocks.embedding",
-    "EmbeddingKFACMultiIndepFB": "blocks.embedding",
-    "DepthwiseConvKFCBasicFB": "blocks.grouped",
-    "DepthwiseConvDiagonalFB": "blocks.grouped",
-    "FisherFactor": "factors.base",
-    "DenseSquareMatrixFactor": "factors.dense",
-    "DiagonalFactor": "factors.diagonal",
-    "DiagonalKroneckerFactor": "factors.named",
-    "DiagonalMultiKF": "factors.named",
-    "FullyConnectedDiagonalFactor": "factors.named",
-    "FullyConnectedKroneckerFactor": "factors.named",
-    "FullyConnectedMultiKF": "factors.named",
-    "NaiveDiagonalFactor": "factors.named",
-    "NaiveFullFactor": "factors.named",
-    "ConvDiagonalFactor": "factors.named_convolution",
-    "ConvInputKroneckerFactor": "factors.named_convolution",
-    "ConvInputMultiKF": "factors.named_convolution",
-    "ConvInputSUAKroneckerFactor": "factors.named_convolution",
-    "ConvOutputKroneckerFactor": "factors.named_convolution",
-    "ConvOutputMultiKF": "factors.named_convolution",
-    "ScaleAndShiftFullFactor": "factors.scale_shift",
-    "ScaleAndShiftDiagonalFactor": "factors.scale_shift",
-    "EmbeddingInputKroneckerFactor": "factors.embedding",
+    "LayerCollection": "curvature.collection",
+    "get_default_layer_collection": "curvature.collection",
+    "set_default_layer_collection": "curvature.collection",
+    "FisherEstimator": "curvature.estimator",
+    "CurvatureMatrixVectorProductComputer": "curvature.products",
+    "FisherBlock": "curvature.blocks.base",
+    "KroneckerProductFB": "curvature.blocks.kronecker",
+    "NaiveFullFB": "curvature.blocks.single",
+    "NaiveDiagonalFB": "curvature.blocks.single",
+    "FullyConnectedKFACBasicFB": "compat.blocks",
+    "FullyConnectedDiagonalFB": "compat.blocks",
+    "ConvKFCBasicFB": "compat.blocks",
+    "ConvDiagonalFB": "compat.blocks",
+    "FullyConnectedMultiIndepFB": "compat.blocks",
+    "FullyConnectedSeriesFB": "compat.blocks",
+    "ConvKFCBasicMultiIndepFB": "compat.blocks",
+    "ScaleAndShiftFullFB": "curvature.blocks.scale_shift",
+    "ScaleAndShiftDiagonalFB": "curvature.blocks.scale_shift",
+    "EmbeddingKFACFB": "curvature.blocks.embedding",
+    "EmbeddingKFACMultiIndepFB": "curvature.blocks.embedding",
+    "DepthwiseConvKFCBasicFB": "curvature.blocks.grouped",
+    "DepthwiseConvDiagonalFB": "curvature.blocks.grouped",
+    "FisherFactor": "curvature.factors.base",
+    "DenseSquareMatrixFactor": "curvature.factors.dense",
+    "DiagonalFactor": "curvature.factors.diagonal",
+    "DiagonalKroneckerFactor": "compat.factors",
+    "DiagonalMultiKF": "compat.factors",
+    "FullyConnectedDiagonalFactor": "compat.factors",
+    "FullyConnectedKroneckerFactor": "compat.factors",
+    "FullyConnectedMultiKF": "compat.factors",
+    "NaiveDiagonalFactor": "compat.factors",
+    "NaiveFullFactor": "compat.factors",
+    "ConvDiagonalFactor": "compat.convolution_factors",
+    "ConvInputKroneckerFactor": "compat.convolution_factors",
+    "ConvInputMultiKF": "compat.convolution_factors",
+    "ConvInputSUAKroneckerFactor": "compat.convolution_factors",
+    "ConvOutputKroneckerFactor": "compat.convolution_factors",
+    "ConvOutputMultiKF": "compat.convolution_factors",
+    "ScaleAndShiftFullFactor": "curvature.factors.scale_shift",
+    "ScaleAndShiftDiagonalFactor": "curvature.factors.scale_shift",
+    "EmbeddingInputKroneckerFactor": "curvature.factors.embedding",
     "LossFunction": "losses",
     "CategoricalLogitsNegativeLogProbLoss": "losses",
     "OnehotCategoricalLogitsNegativeLogProbLoss": "losses",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kfac_engine.backend.cupy_groups import GroupProducts
-from kfac_engine.backend.cupy_moments import PatchMoments
+from kfac_engine.backend.cuda.grouped_gram import GroupProducts
+from kfac_engine.backend.cuda.patch_gram import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.symmetric import Floor, widen
@@ -176,7 +176,7 @@ def _group_error(case: str, order: str) -> float:
 def _square_error(case: str, order: str) -> float:
     x, window, z = _data(case)
     z = _by_group(z, window.taps)
-    sides = window.output_sides(x.shape[2:])
+    sides = window.output_shape(x.shape[2:])
     ds = np.random.default_rng(1).standard_normal((len(x), 6, *sides), np.float32)
     out = np.full((2, z.shape[3], 3), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)
@@ -211,7 +211,7 @@ def _few_error(kernel: tuple[int, int], order: str) -> float:
 
 def _few_square_error(kernel: tuple[int, int], order: str) -> float:
     x, window, z = _few(kernel)
-    sides = window.output_sides(x.shape[2:])
+    sides = window.output_shape(x.shape[2:])
     ds = np.random.default_rng(1).standard_normal((2, 6, *sides), np.float32)
     out = np.full((6, window.taps, 1), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)

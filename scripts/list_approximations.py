@@ -1,12 +1,12 @@
 """Writes docs/approximations.md from the table of approximations.
 
-Run from the repository root after changing `kfac_engine/approximations.py`:
+Run from the repository root after changing `kfac_engine/curvature/approximations.py`:
 ``python -m scripts.list_approximations``; a test compares the page with the table.
 """
 
 from pathlib import Path
 
-from kfac_engine.approximations import KINDS
+from kfac_engine.curvature.approximations import KINDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
 

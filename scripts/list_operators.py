@@ -19,7 +19,7 @@ from onnx import defs
 from kfac_engine.autodiff.lowering import load_lowerings
 from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.autodiff.rules.refused import REFUSED
-from kfac_engine.graph.spelling import SPELLINGS
+from kfac_engine.graph.passes.decompose import SPELLINGS
 from scripts import node_tests
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.data import demo_model, digits
-from kfac_engine.estimation_modes import MODES
 
 IMAGES, LABELS = digits()
 X, Y = {"image": IMAGES[:8]}, LABELS[:8]

@@ -7,13 +7,14 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.autodiff import placement
-from kfac_engine.backend import cupy_device, cupy_roots, select
+from kfac_engine.backend import select
+from kfac_engine.backend.cuda import device, inverse_roots
 from kfac_engine.errors import BackendError
+from kfac_engine.sessions import placement
 from tests import models
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler
-from tests.test_engine import LOSSES, random_targets
+from tests.engine.test_engine import LOSSES, random_targets
 
 # Float32 statistics summed in another order, through an inverse of condition 1e3.
 TOLERANCE = 1e-3
@@ -22,7 +23,7 @@ STEPS = 3
 
 @pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    caches = select._gpu, cupy_device._cupy
+    caches = select._gpu, device._cupy
     for cache in caches:
         cache.cache_clear()
     if request.param == "stand-in":
@@ -172,7 +173,7 @@ def test_a_step_reads_the_gpu_four_times_however_many_layers_there_are(
     """Whether batch and result are finite, the largest numbers, and norms of gradients."""
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
-    caches = select._gpu, cupy_device._cupy
+    caches = select._gpu, device._cupy
     for cache in caches:
         cache.cache_clear()
     cupy_standin.install(monkeypatch)
@@ -217,7 +218,7 @@ def test_powers_and_blocks_are_those_of_the_cpu(
     gpu: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Roots of small matrices, too, take the way of large ones.
-    monkeypatch.setattr(cupy_roots, "FROM_SIDE", dict.fromkeys((80, 90, 100), 2))
+    monkeypatch.setattr(inverse_roots, "FROM_SIDE", dict.fromkeys((80, 90, 100), 2))
     name, options = POWERS_AND_BLOCKS[case]
     pairs = zip(trained(name, "cupy", **options), trained(name, "numpy", **options), strict=True)
     for found, wanted in pairs:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.approximations import accepted
-from kfac_engine.estimation_modes import MODES
+from kfac_engine.curvature.approximations import accepted
+from kfac_engine.curvature.estimation_modes import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "from_tensorflow.md").read_text(encoding="utf-8")

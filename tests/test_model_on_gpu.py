@@ -12,22 +12,23 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.autodiff import placement
-from kfac_engine.autodiff.device_session import has_provider
-from kfac_engine.backend import cupy_device, select
-from kfac_engine.backend.cupy_place import CupyPlace
-from kfac_engine.backend.place import HOST
+from kfac_engine.backend import select
+from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda.memory_space import CupyPlace
+from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
+from kfac_engine.sessions import placement
+from kfac_engine.sessions.device_session import has_provider
 from tests import models
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler
-from tests.test_buffers import normalised
-from tests.test_engine import LOSSES
+from tests.engine.test_buffers import normalised
+from tests.engine.test_engine import LOSSES
+from tests.engine.test_recurrent_engine import batch, classifier
 from tests.test_engine_on_gpu import TOLERANCE, chain, host, trained
-from tests.test_recurrent_engine import batch, classifier
 
 CACHES = (
-    select._gpu, select._gpu_place, cupy_device._cupy, placement._obstacle, placement._say,
+    select._gpu, select._gpu_place, device._cupy, placement._obstacle, placement._say,
 )  # fmt: skip
 
 

@@ -16,15 +16,15 @@ from safetensors.numpy import load_file
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.approximations import KINDS
-from kfac_engine.collection import REGISTRATIONS
-from kfac_engine.collection.registry import canonical_key
-from kfac_engine.estimation_modes import MODES
+from kfac_engine.curvature.approximations import KINDS
+from kfac_engine.curvature.collection import REGISTRATIONS
+from kfac_engine.curvature.collection.registry import canonical_key
+from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.curvature.schedule import POLICIES
+from kfac_engine.export.loss_graphs import LOSS_GRAPHS
 from kfac_engine.layers import matchers
-from kfac_engine.layers.forms import dense_form
-from kfac_engine.loss_graphs import LOSS_GRAPHS
+from kfac_engine.layers.layer_forms import dense_form
 from kfac_engine.losses import LOSSES
-from kfac_engine.scheduler import POLICIES
 from tests import models
 
 N = 6

@@ -11,10 +11,9 @@ from typing import NoReturn
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.activity import activity, behind_quantizers, refuse_rounding, way_out
-from kfac_engine.autodiff.builder import Builder
-from kfac_engine.autodiff.leaves import KernelLeaf
 from kfac_engine.autodiff.lowering import find_lowering
 from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import (
     ZERO_DERIVATIVE,
     Cotangents,
@@ -23,6 +22,7 @@ from kfac_engine.autodiff.rules import (
     load_rules,
 )
 from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
@@ -57,7 +57,7 @@ class Backward:
     cotangents: Mapping[str, str]
     gradients: Mapping[str, str]
     dtypes: Mapping[str, DType]
-    leaves: Mapping[str, KernelLeaf] = field(default_factory=dict)
+    leaves: Mapping[str, KernelGradient] = field(default_factory=dict)
 
 
 def differentiate(

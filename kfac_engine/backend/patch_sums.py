@@ -7,7 +7,7 @@ does not depend on the others.
 from types import ModuleType
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.grouped import scale
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 

@@ -6,12 +6,12 @@ from functools import cache
 from typing import Literal, TypeAlias, cast, get_args
 
 from kfac_engine._types import Array
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.cupy_device import CupyDevice
-from kfac_engine.backend.cupy_place import CupyPlace
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda.backend import CupyBackend
+from kfac_engine.backend.cuda.device import CupyDevice
+from kfac_engine.backend.cuda.memory_space import CupyPlace
+from kfac_engine.backend.memory_space import HOST, Place
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.backend.place import HOST, Place
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError, UnknownNameError
 

@@ -56,7 +56,7 @@ class Workers:
         """
         queue = deque(tasks)
         helpers = 0 if _INSIDE.get() else min(self.count, len(queue)) - 1
-        with blas_alone():
+        with single_threaded_blas():
             if helpers > 0:
                 _work_together(queue, helpers)
             else:
@@ -104,7 +104,7 @@ _HOLDERS = _Holders()
 
 
 @contextmanager
-def blas_alone() -> Iterator[None]:
+def single_threaded_blas() -> Iterator[None]:
     """BLAS on one thread, for the whole process, until the last of those who asked has left."""
     with _HOLDERS.lock:
         if _HOLDERS.count == 0:

@@ -46,7 +46,7 @@ class Window:
         still = {*self.begins, *self.ends} <= {0}
         return still and {*self.kernel, *self.strides} <= {1}
 
-    def output_sides(self, sides: tuple[int, ...]) -> tuple[int, ...]:
+    def output_shape(self, sides: tuple[int, ...]) -> tuple[int, ...]:
         """Output positions an axis, for an image of ``sides``.
 
         Args:
@@ -112,7 +112,7 @@ class Window:
         Yields:
             Windows of equal size but for the last of each axis; leading axes are cut first.
         """
-        outputs = self.output_sides(sides)
+        outputs = self.output_shape(sides)
         lengths = []
         for axis, count in enumerate(outputs):
             lengths.append(min(count, max(1, positions // prod(outputs[axis + 1 :]))))
@@ -165,7 +165,7 @@ def _seen(window: Window, axis: int, tap: int, sides: tuple[int, ...]) -> tuple[
     step = window.strides[axis]
     first = tap * window.dilations[axis] - window.begins[axis]  # the pixel under output zero
     low = max(0, -(first // step))
-    stop = min(window.output_sides(sides)[axis], (sides[axis] - 1 - first) // step + 1)
+    stop = min(window.output_shape(sides)[axis], (sides[axis] - 1 - first) // step + 1)
     high = max(low, stop)
     pixel = first + low * step
     return slice(low, high), slice(pixel, pixel + (high - low) * step, step)

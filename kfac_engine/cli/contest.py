@@ -14,10 +14,10 @@ from typing import TypeAlias
 import numpy as np
 
 import kfac_engine as ke
-from kfac_engine import result as results
 from kfac_engine._types import Array
+from kfac_engine.engine import result as results
+from kfac_engine.engine.result import Result
 from kfac_engine.errors import NonFiniteError
-from kfac_engine.result import Result
 
 BATCH_SIZE = 128
 EPOCH = 12  # batches

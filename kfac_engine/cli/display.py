@@ -51,7 +51,7 @@ def progress() -> "Progress":
 @contextmanager
 def report_beside(path: Path) -> Iterator[None]:
     """Print on stderr if the content of a file is written to the standard output."""
-    from kfac_engine.writing import is_stdout
+    from kfac_engine.system.writing import is_stdout
 
     with redirect_stdout(sys.stderr) if is_stdout(path) else nullcontext():
         yield

@@ -126,8 +126,8 @@ def _gpus() -> dict[str, object]:
 
 
 def _backend() -> dict[str, str]:
-    from kfac_engine.autodiff.placement import placed
     from kfac_engine.backend.select import choice_reason, place_of, select
+    from kfac_engine.sessions.placement import placed
 
     found = select("auto")
     model = placed(place_of(found)).name

@@ -16,9 +16,9 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, KfacError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
-from kfac_engine.limits import available_memory
-from kfac_engine.reading import check_file, is_pipe, read_bounded
-from kfac_engine.writing import check_outputs, write_file
+from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.system.reading import check_file, is_pipe, read_bounded
+from kfac_engine.system.writing import check_outputs, write_file
 
 TARGETS = "targets"
 GRADIENT = "gradient/"

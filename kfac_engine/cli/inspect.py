@@ -18,10 +18,10 @@ from kfac_engine.cli.options import (
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-    from kfac_engine.autodiff.model import OnnxModel
-    from kfac_engine.graph.ties import Tie
-    from kfac_engine.inspection import LayerReport, LossReport
-    from kfac_engine.memory import MemoryReport
+    from kfac_engine.engine.memory import MemoryReport
+    from kfac_engine.engine.report import LayerReport, LossReport
+    from kfac_engine.graph.analysis.ties import Tie
+    from kfac_engine.runtime.model import OnnxModel
 
     # Name, shape and reason.
     Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
@@ -104,7 +104,7 @@ def print_layers(engine: "ke.Engine") -> None:
 
 def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     """Float constants that are no parameters: name, shape and reason."""
-    from kfac_engine.graph.trainable import excluded_reason
+    from kfac_engine.graph.analysis.trainable import excluded_reason
 
     model = _model(engine)
     graph = model.loaded.graph
@@ -121,7 +121,7 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
 
 def _model(engine: "ke.Engine") -> "OnnxModel":
     """The model that an engine is made from."""
-    from kfac_engine.autodiff.model import OnnxModel
+    from kfac_engine.runtime.model import OnnxModel
 
     model = engine.collection.graph
     assert isinstance(model, OnnxModel), "an engine is made from a model"

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 
-from kfac_engine.writing import abandon_files
+from kfac_engine.system.writing import abandon_files
 
 # Signals that end the program, where the system has them, and their messages.
 _MESSAGES: Mapping[int, str] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine.cli.contest import Run
-from kfac_engine.writing import write_rendered
+from kfac_engine.system.writing import write_rendered
 
 
 def draw(runs: Mapping[str, Run], path: Path) -> bool:

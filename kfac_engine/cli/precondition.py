@@ -20,7 +20,7 @@ from kfac_engine.errors import InputError
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
-    from kfac_engine.objective import Targets
+    from kfac_engine.losses.objective import Targets
 
 
 @dataclass(frozen=True, slots=True)

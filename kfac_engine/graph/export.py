@@ -10,9 +10,9 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.files import ModelFiles, model_files
 from kfac_engine.graph.load import LoadedModel
-from kfac_engine.graph.order import all_nodes
+from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.graph.passes.upcast import in_types
 from kfac_engine.graph.tensors import nested_initializers
-from kfac_engine.graph.widen import in_types
 from kfac_engine.graph.write import tensor
 
 

@@ -15,10 +15,12 @@ import onnx
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
-from kfac_engine.graph.batchwise import put_steps_first
-from kfac_engine.graph.bodies import hoist_weights
-from kfac_engine.graph.branches import fold_constant_ifs
-from kfac_engine.graph.canonicalise import (
+from kfac_engine.graph.external import ExternalData
+from kfac_engine.graph.nodes import canonical_nodes
+from kfac_engine.graph.passes.batch_first_rnn import put_steps_first
+from kfac_engine.graph.passes.bodies import hoist_weights
+from kfac_engine.graph.passes.branches import fold_constant_ifs
+from kfac_engine.graph.passes.canonicalize import (
     OLDEST_OPSET,
     check_nodes,
     check_versions,
@@ -27,15 +29,14 @@ from kfac_engine.graph.canonicalise import (
     unify_standard_domain,
     upgrade,
 )
-from kfac_engine.graph.constants import lift_constants
-from kfac_engine.graph.expansions import check_sizes
-from kfac_engine.graph.external import ExternalData
-from kfac_engine.graph.newer import executable
-from kfac_engine.graph.nodes import canonical_nodes
-from kfac_engine.graph.order import all_nodes, refuse_repeated, sort_nodes
+from kfac_engine.graph.passes.constants import lift_constants
+from kfac_engine.graph.passes.decompose import spell_out
+from kfac_engine.graph.passes.expansions import check_sizes
+from kfac_engine.graph.passes.newer_opsets import executable
+from kfac_engine.graph.passes.order import all_nodes, refuse_repeated, sort_nodes
+from kfac_engine.graph.passes.shared_constants import separate_statistics
+from kfac_engine.graph.passes.upcast import declared_halves, widen
 from kfac_engine.graph.read import read_model
-from kfac_engine.graph.shared import separate_statistics
-from kfac_engine.graph.spelling import spell_out
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
     element_type,
@@ -43,7 +44,6 @@ from kfac_engine.graph.tensors import (
     nested_tensors,
     to_array,
 )
-from kfac_engine.graph.widen import declared_halves, widen
 from kfac_engine.graph.write import tensor, value_info
 
 # Larger constants are weights or tables, never shapes, axes or scales: the upgrade need not see
@@ -69,7 +69,7 @@ class LoadedModel:
     Attributes:
         graph: The canonical form.
         template: The model as read, its initializers without data: that is in
-            ``graph.constants``.
+            ``graph.passes.constants``.
         stored: The file's element type of every constant, input and output that is float16 or
             bfloat16 there and float32 in the graph.
     """

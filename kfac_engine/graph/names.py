@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import onnx
 
-from kfac_engine.graph.order import all_nodes
+from kfac_engine.graph.passes.order import all_nodes
 
 
 def taken_names(graph: onnx.GraphProto, others: Iterable[str] = ()) -> set[str]:

@@ -6,7 +6,7 @@ import onnx
 from onnx import AttributeProto
 
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.graph.order import captures, describe
+from kfac_engine.graph.passes.order import captures, describe
 from kfac_engine.graph.structure import AttributeValue, Node, Subgraph
 from kfac_engine.graph.tensors import to_array
 

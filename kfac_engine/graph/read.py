@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped] 
 
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.graph.write import MAX_BYTES
-from kfac_engine.reading import check_file
+from kfac_engine.system.reading import check_file
 
 # What people give by mistake, by its first bytes.
 _OTHER_FORMATS = {

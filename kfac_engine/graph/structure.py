@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from kfac_engine._types import Array, DType
-from kfac_engine.graph.tables import Tables
+from kfac_engine.graph.analysis.computed_tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,11 @@ class Input:
     dtype: DType
     shape: tuple[int | str | None, ...] | None
     stored: DType | None = None
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether it is declared as a single integer or truth value, which is not data."""
+        return self.dtype.kind in "iub" and self.shape is not None and set(self.shape) <= {1}
 
 
 @dataclass(frozen=True, slots=True)

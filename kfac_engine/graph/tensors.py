@@ -11,7 +11,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.limits import MOST_ENTRIES
-from kfac_engine.graph.order import all_nodes
+from kfac_engine.graph.passes.order import all_nodes
 
 # Element types of real numbers.
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})

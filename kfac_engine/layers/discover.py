@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.graph.moves import ONLY_SHAPES
+from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
+from kfac_engine.graph.analysis.subgraph import handed_on, of_data
 from kfac_engine.graph.structure import Graph, Node
-from kfac_engine.graph.subgraph import handed_on, of_data
-from kfac_engine.layers.found import Found, Scene
+from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.matchers import Matcher, match
-from kfac_engine.layers.parts import Held, Part, held_values, is_move
-from kfac_engine.layers.several import joined
+from kfac_engine.layers.merged_uses import joined
+from kfac_engine.layers.parameter_slices import Held, ParameterSlice, held_values, is_move
 from kfac_engine.layers.shifts import SHIFTS, match_shift
 
 # The layout of a dense weight, and that of its transpose.
@@ -30,8 +30,8 @@ class Discovery:
         parts: Parameter to its parts; each part is in exactly one layer.
     """
 
-    layers: tuple[Found, ...]
-    parts: Mapping[str, tuple[Part, ...]]
+    layers: tuple[LayerMatch, ...]
+    parts: Mapping[str, tuple[ParameterSlice, ...]]
 
 
 def discover(
@@ -71,7 +71,7 @@ def discover(
         if not unfit:
             values = frozenset(value for group in groups for value in group.values)
             shared = frozenset(v for group in groups if len(group.values) > 1 for v in group.values)
-            scene = Scene(graph, values, shapes, batch, held, types, axes, shared)
+            scene = MatchContext(graph, values, shapes, batch, held, types, axes, shared)
             layers, reasons = _layers(scene, groups)
             unfit = _mixed(groups, layers, reasons)
             if not unfit:
@@ -125,12 +125,14 @@ def _overlapping(groups: Sequence[_Group], held: Mapping[str, Held]) -> dict[str
     }
 
 
-def _layers(scene: Scene, groups: Sequence[_Group]) -> tuple[list[Found], dict[str, str]]:
+def _layers(
+    scene: MatchContext, groups: Sequence[_Group]
+) -> tuple[list[LayerMatch], dict[str, str]]:
     """Layers by their weights, and by value why the others make none."""
     outcomes = [_layer_of(scene, group, match) for group in groups]
     claimed: set[str] = set()
     for i, found in enumerate(outcomes):
-        if isinstance(found, Found):
+        if isinstance(found, LayerMatch):
             named = _with_named_bias(scene, found)
             if not claimed.isdisjoint(named.parameters[1:]):
                 named = replace(named, parameters=named.parameters[:1])
@@ -140,14 +142,14 @@ def _layers(scene: Scene, groups: Sequence[_Group]) -> tuple[list[Found], dict[s
         operands = {(node.qualified_op, index) for _, node, index in _uses(scene, group)}
         if isinstance(outcomes[i], str) and not group.is_in(claimed) and operands <= SHIFTS.keys():
             outcomes[i] = _layer_of(scene, group, match_shift)
-    return [found for found in outcomes if isinstance(found, Found)], {
+    return [found for found in outcomes if isinstance(found, LayerMatch)], {
         group.values[0]: found
         for group, found in zip(groups, outcomes, strict=True)
         if isinstance(found, str)
     }
 
 
-def _uses(scene: Scene, group: _Group) -> list[tuple[str, Node, int]]:
+def _uses(scene: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
     """Values of a group with the nodes that compute with them."""
     return [
         (value, node, index)
@@ -157,16 +159,16 @@ def _uses(scene: Scene, group: _Group) -> list[tuple[str, Node, int]]:
     ]
 
 
-def _layer_of(scene: Scene, group: _Group, match: Matcher) -> Found | str:
+def _layer_of(scene: MatchContext, group: _Group, match: Matcher) -> LayerMatch | str:
     """The layer whose weight is a part of a parameter, over all its uses."""
     uses = _uses(scene, group)
     matches = [match(scene, node, index) for _, node, index in uses]
-    if len({isinstance(found, Found) for found in matches}) > 1:
+    if len({isinstance(found, LayerMatch) for found in matches}) > 1:
         # The first step of a recurrence may act on a state that is the same for all examples.
         matches = [match(scene.loose, node, index) for _, node, index in uses]
     roles = ", ".join(sorted({node.qualified_op for _, node, _ in uses}))
     several = f"used {len(uses)} times, by {roles}"
-    layers = [found for found in matches if isinstance(found, Found)]
+    layers = [found for found in matches if isinstance(found, LayerMatch)]
     if len(layers) < len(uses):
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
     # The parameter itself where its layout can be told of it, else a value as it is computed with.
@@ -179,7 +181,7 @@ def _layer_of(scene: Scene, group: _Group, match: Matcher) -> Found | str:
     return f"{several}, in several layouts"
 
 
-def _with_weight(scene: Scene, found: Found, name: str) -> Found | None:
+def _with_weight(scene: MatchContext, found: LayerMatch, name: str) -> LayerMatch | None:
     """The layer with its weight called ``name``; None where that has another layout."""
     own, *others = found.parameters
     if own == name:
@@ -196,7 +198,7 @@ def _with_weight(scene: Scene, found: Found, name: str) -> Found | None:
     return None
 
 
-def _with_named_bias(scene: Scene, found: Found) -> Found:
+def _with_named_bias(scene: MatchContext, found: LayerMatch) -> LayerMatch:
     """The layer with its bias called by the parameter it is, if it is all of one in order."""
     weight, *others = found.parameters
     for i, name in enumerate(others):
@@ -207,7 +209,7 @@ def _with_named_bias(scene: Scene, found: Found) -> Found:
 
 
 def _mixed(
-    groups: Iterable[_Group], layers: Iterable[Found], reasons: Mapping[str, str]
+    groups: Iterable[_Group], layers: Iterable[LayerMatch], reasons: Mapping[str, str]
 ) -> dict[str, str]:
     """Parameters partly in layers, while no single value holds another part; with the reason."""
     claimed = {name for layer in layers for name in layer.parameters}
@@ -220,7 +222,7 @@ def _mixed(
 
 
 def _complete(
-    layers: Sequence[Found],
+    layers: Sequence[LayerMatch],
     groups: Sequence[_Group],
     reasons: Mapping[str, str],
     trainable: Sequence[str],
@@ -232,8 +234,8 @@ def _complete(
     groups_of: dict[str, list[_Group]] = {}
     for group in groups:
         groups_of.setdefault(group.parameter, []).append(group)
-    generic: list[Found] = []
-    parts: dict[str, tuple[Part, ...]] = {}
+    generic: list[LayerMatch] = []
+    parts: dict[str, tuple[ParameterSlice, ...]] = {}
     for parameter in trainable:
         own = groups_of.get(parameter, [])
         values = {parameter, *(value for group in own for value in group.values)}
@@ -242,10 +244,11 @@ def _complete(
         if not names:
             why = dict.fromkeys(reasons[value] for value in (parameter, *free) if value in reasons)
             reason = "; ".join(why) or "no operator of the graph reads it"
-            generic.append(Found("generic", (parameter,), reason=reason))
+            generic.append(LayerMatch("generic", (parameter,), reason=reason))
             names, free = [parameter], []
-        generic += [Found("generic", (value,), reason=reasons[value]) for value in free]
+        generic += [LayerMatch("generic", (value,), reason=reasons[value]) for value in free]
         parts[parameter] = tuple(
-            Part(name, None if name == parameter else held[name].index) for name in (*names, *free)
+            ParameterSlice(name, None if name == parameter else held[name].index)
+            for name in (*names, *free)
         )
     return Discovery((*layers, *generic), parts)

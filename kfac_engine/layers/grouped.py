@@ -10,7 +10,7 @@ from types import ModuleType
 
 from kfac_engine._types import Array, Vector
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.forms import LayerForm, convolution_form
+from kfac_engine.layers.layer_forms import LayerForm, convolution_form
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.views import Padding
 

@@ -6,18 +6,18 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kfac_engine.graph.structure import Node
-from kfac_engine.layers.found import Found, Scene
-from kfac_engine.layers.moved_bias import moved_bias
+from kfac_engine.layers.batched_dense import match_slots
+from kfac_engine.layers.lookup_tables import identifiers, match_gather, picked
+from kfac_engine.layers.match import LayerMatch, MatchContext
+from kfac_engine.layers.reshaped_bias import moved_bias
 from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, slope
-from kfac_engine.layers.slots import match_slots
-from kfac_engine.layers.tables import identifiers, match_gather, picked
 from kfac_engine.layers.views import Padding
 
 # A matcher returns the layer a node is, or the reason why its weight makes none.
-Matcher: TypeAlias = Callable[[Scene, Node, int], Found | str]
+Matcher: TypeAlias = Callable[[MatchContext, Node, int], LayerMatch | str]
 
 
-def match(scene: Scene, node: Node, index: int) -> Found | str:
+def match(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """The layer that a parameter makes as operand ``index`` of ``node``, or why it makes none."""
     operand = node.qualified_op, index
     if operand in _MATCHERS:
@@ -28,7 +28,7 @@ def match(scene: Scene, node: Node, index: int) -> Found | str:
 # -- dense -----------------------------------------------------------------------------------------
 
 
-def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
+def _gemm(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     x, weight = node.inputs[0], node.inputs[index]
     if x not in scene.data:
         return _aside(node, index)
@@ -42,10 +42,10 @@ def _gemm(scene: Scene, node: Node, index: int) -> Found | str:
     if not given:
         outputs, bias = _with_bias(scene, outputs, weight, d_out, channel_axes=0)
     options = {"weight_format": "OI" if transposed else "IO"}
-    return Found("fully_connected", (weight, *bias), x, outputs, options)
+    return LayerMatch("fully_connected", (weight, *bias), x, outputs, options)
 
 
-def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
+def _matmul(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     weight, x = node.inputs[index], node.inputs[1 - index]
     if x not in scene.data:
         return _aside(node, index)
@@ -62,13 +62,13 @@ def _matmul(scene: Scene, node: Node, index: int) -> Found | str:
     options: dict[str, object] = {"weight_format": "OI" if left else "IO"}
     if left:
         options["feature_axis"] = -2
-    return Found("fully_connected", (weight, *bias), x, outputs, options)
+    return LayerMatch("fully_connected", (weight, *bias), x, outputs, options)
 
 
 # -- convolutions ----------------------------------------------------------------------------------
 
 
-def _conv(scene: Scene, node: Node, index: int) -> Found | str:
+def _conv(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     x, weight = node.inputs[0], node.inputs[index]
     shape = scene.shapes[weight]
     if x not in scene.data:
@@ -94,10 +94,10 @@ def _conv(scene: Scene, node: Node, index: int) -> Found | str:
         "weight_format": weight_format,
         **grouped,
     }
-    return Found(kind, (weight, *bias), x, outputs, options)
+    return LayerMatch(kind, (weight, *bias), x, outputs, options)
 
 
-def _conv_transpose(scene: Scene, node: Node, index: int) -> Found | str:
+def _conv_transpose(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     x, weight = node.inputs[0], node.inputs[index]
     axes, groups = len(scene.shapes[weight]) - 2, node.attributes.get("group", 1)
     if x not in scene.data:
@@ -116,7 +116,7 @@ def _conv_transpose(scene: Scene, node: Node, index: int) -> Found | str:
         "data_format": f"NC{spatial}",
         "weight_format": f"IO{spatial}",
     }
-    return Found("conv_transpose", (weight,), x, node.outputs[0], options)
+    return LayerMatch("conv_transpose", (weight,), x, node.outputs[0], options)
 
 
 # Spatial axes to kind, the registration's name for dilations, and formats.
@@ -139,7 +139,7 @@ def _padding(node: Node, axes: int) -> Padding:
 
 
 def _with_bias(
-    scene: Scene, value: str, weight: str, d_out: int, channel_axes: int
+    scene: MatchContext, value: str, weight: str, d_out: int, channel_axes: int
 ) -> tuple[str, tuple[str, ...]]:
     """The pre-activation and its bias, where ``value`` goes straight into an Add with one."""
     user, position = scene.only_user(value)

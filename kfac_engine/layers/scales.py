@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine.graph.normalised import before_scale
+from kfac_engine.graph.analysis.normalized import before_scale
+from kfac_engine.graph.analysis.subgraph import handed_on
 from kfac_engine.graph.structure import Node
-from kfac_engine.graph.subgraph import handed_on
-from kfac_engine.layers.found import Found, NewValue, Scene
+from kfac_engine.layers.match import LayerMatch, MatchContext, NewValue
 
 _SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
 
@@ -33,7 +33,7 @@ class _Carried:
     axis: int = -1
 
 
-def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
+def scale_of_product(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """The scale of ``x ∘ scale``, with a shift if that goes straight into a sum with one.
 
     A normalization may multiply the scale by the deviation ``x`` of each row, and ``z`` by that.
@@ -56,7 +56,7 @@ def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
     options = places(scene, y, scale.axis)
     shift, shifted = _shift(scene, scale, y)
     if shift:
-        return Found("scale_and_shift", (scale.parameter, shift), x, shifted, options)
+        return LayerMatch("scale_and_shift", (scale.parameter, shift), x, shifted, options)
     outer, position = scene.only_user(y)
     if outer is not None and outer.op == "Mul":
         z, product = outer.inputs[1 - position], outer.outputs[0]
@@ -66,11 +66,13 @@ def scale_of_product(scene: Scene, node: Node, index: int) -> Found | str:
             made = f"{product} before its scale"
             computed = NewValue(Node("Mul", (x, z), (made,), {}, f"make {made}"), {}, product)
             names = scale.parameter, shift
-            return Found("scale_and_shift", names, made, shifted, options, computed=(computed,))
-    return Found("scale_and_shift", (scale.parameter,), x, y, options)
+            return LayerMatch(
+                "scale_and_shift", names, made, shifted, options, computed=(computed,)
+            )
+    return LayerMatch("scale_and_shift", (scale.parameter,), x, y, options)
 
 
-def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
+def scale_of_normalization(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """The scale of a normalization, and its shift if that is a parameter."""
     if node.inputs[0] not in scene.data:
         return f"scale of {node.op}, which does not depend on the data"
@@ -84,7 +86,7 @@ def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
     shift = node.inputs[2] if len(node.inputs) > 2 else ""
     own = scene.goes_with(shift, scale)
     computed = _normalised(scene, node)
-    return Found(
+    return LayerMatch(
         "scale_and_shift",
         (scale, shift) if own else (scale,),
         computed.node.outputs[0],
@@ -94,7 +96,7 @@ def scale_of_normalization(scene: Scene, node: Node, index: int) -> Found | str:
     )
 
 
-def slope(scene: Scene, node: Node, index: int) -> Found | str:
+def slope(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """The slopes of a ``PRelu``: they scale the data below zero."""
     x, y = node.inputs[0], node.outputs[0]
     reason = misfit(scene, node.inputs[index], y)
@@ -108,15 +110,15 @@ def slope(scene: Scene, node: Node, index: int) -> Found | str:
         x,
     )
     parameters, options = (node.inputs[index],), places(scene, y)
-    return Found("scale_and_shift", parameters, name, y, options, computed=(computed,))
+    return LayerMatch("scale_and_shift", parameters, name, y, options, computed=(computed,))
 
 
-def feature_axis(scene: Scene, node: Node) -> int | None:
+def feature_axis(scene: MatchContext, node: Node) -> int | None:
     """The axis that the last axis of a normalization's scale lies along; None if along none."""
     return _FEATURE_AXES[node.op](scene)
 
 
-_FEATURE_AXES: Mapping[str, Callable[[Scene], int | None]] = {
+_FEATURE_AXES: Mapping[str, Callable[[MatchContext], int | None]] = {
     "LayerNormalization": lambda scene: -1,
     "BatchNormalization": lambda scene: 1,
     "InstanceNormalization": lambda scene: 1,
@@ -124,7 +126,7 @@ _FEATURE_AXES: Mapping[str, Callable[[Scene], int | None]] = {
 }
 
 
-def misfit(scene: Scene, value: str, y: str, axis: int = -1) -> str:
+def misfit(scene: MatchContext, value: str, y: str, axis: int = -1) -> str:
     """The reason why a value differs between examples of ``y``; empty where it does not."""
     shape, data, batch = scene.shapes[value], scene.shapes[y], scene.axes.get(y)
     if batch is None:
@@ -139,13 +141,13 @@ def misfit(scene: Scene, value: str, y: str, axis: int = -1) -> str:
     return f"different for each example, on axis {batch} of '{y}'" if aligned[batch] != 1 else ""
 
 
-def places(scene: Scene, y: str, axis: int = -1) -> dict[str, object]:
+def places(scene: MatchContext, y: str, axis: int = -1) -> dict[str, object]:
     """Options of a registration: the axes of ``y`` that hold features and examples."""
     options: dict[str, object] = {} if axis == -1 else {"feature_axis": axis}
     return options | ({"batch_axis": scene.axes[y]} if scene.axes[y] else {})
 
 
-def _shift(scene: Scene, scale: _Carried, y: str) -> tuple[str, str]:
+def _shift(scene: MatchContext, scale: _Carried, y: str) -> tuple[str, str]:
     """The shift that goes with a scale, and the sum with it; empty where there is none."""
     add, position = scene.only_user(y)
     if add is None or add.op != "Add" or scene.shapes[add.outputs[0]] != scene.shapes[y]:
@@ -158,7 +160,7 @@ def _shift(scene: Scene, scale: _Carried, y: str) -> tuple[str, str]:
     return (shift.parameter, add.outputs[0]) if fits else ("", "")
 
 
-def _carried(scene: Scene, value: str) -> _Carried | None:
+def _carried(scene: MatchContext, value: str) -> _Carried | None:
     """The parameter behind a value that no other layout is used of; None where there is none."""
     if value not in scene.trainable or value in scene.shared:
         return None
@@ -172,17 +174,17 @@ def _carried(scene: Scene, value: str) -> _Carried | None:
     return _Carried(held.parameter, value, axis)
 
 
-def _alike(scene: Scene, first: str, second: str) -> bool:
+def _alike(scene: MatchContext, first: str, second: str) -> bool:
     """Whether two values have as many axes, and the examples on the same one."""
     ranks = {len(scene.shapes[name]) for name in (first, second)}
     return len(ranks) == 1 and scene.axes.get(first) == scene.axes.get(second)
 
 
-def _of_shapes(scene: Scene, value: str, data: str) -> str:
+def _of_shapes(scene: MatchContext, value: str, data: str) -> str:
     return f"shape {scene.shapes[value]} with data of shape {scene.shapes[data]}"
 
 
-def _normalised(scene: Scene, node: Node) -> NewValue:
+def _normalised(scene: MatchContext, node: Node) -> NewValue:
     """The result of a normalization before it is scaled and shifted."""
     scale, shift = (*node.inputs[1:3], "")[:2]
     made, values = before_scale(

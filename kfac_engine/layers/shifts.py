@@ -7,11 +7,11 @@ not have, whatever it is added to.
 from collections.abc import Callable, Mapping
 
 from kfac_engine.graph.structure import Node
-from kfac_engine.layers.found import Found, Scene
+from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.scales import feature_axis, misfit, places
 
 
-def match_shift(scene: Scene, node: Node, index: int) -> Found | str:
+def match_shift(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """The layer of a shift, an operand in ``SHIFTS``, or the reason why there is none."""
     value, y = node.inputs[index], node.outputs[0]
     role = f"operand {index} of {node.op}"
@@ -22,22 +22,24 @@ def match_shift(scene: Scene, node: Node, index: int) -> Found | str:
         return f"{role}, which is not one number a channel"
     reason = misfit(scene, value, y, axis)
     return (
-        f"{role}, {reason}" if reason else Found("shift", (value,), "", y, places(scene, y, axis))
+        f"{role}, {reason}"
+        if reason
+        else LayerMatch("shift", (value,), "", y, places(scene, y, axis))
     )
 
 
-def _last(scene: Scene, node: Node) -> int:
+def _last(scene: MatchContext, node: Node) -> int:
     del scene, node
     return -1
 
 
-def _channels(scene: Scene, node: Node) -> int:
+def _channels(scene: MatchContext, node: Node) -> int:
     del scene, node
     return 1
 
 
 # Operator and operand to the axis of the result that the operand's last axis lies along.
-SHIFTS: Mapping[tuple[str, int], Callable[[Scene, Node], int | None]] = {
+SHIFTS: Mapping[tuple[str, int], Callable[[MatchContext, Node], int | None]] = {
     ("Add", 0): _last,
     ("Add", 1): _last,
     ("Expand", 0): _last,

@@ -173,7 +173,7 @@ class Patches:
         return prod(self.kernel) * shape[1 if self.channels_first else -1]
 
     def count(self, shape: tuple[int, ...]) -> int:
-        return shape[0] * prod(self.window(self._sides(shape)).output_sides(self._sides(shape)))
+        return shape[0] * prod(self.window(self._sides(shape)).output_shape(self._sides(shape)))
 
     def second_moment(
         self,

@@ -5,8 +5,8 @@ from typing import Protocol
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import array_module, as_array
-from kfac_engine.backend.numpy_sums import all_finite
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError
-from kfac_engine.graph.bounds import bounds
-from kfac_engine.graph.moves import RELAYS
+from kfac_engine.graph.analysis.interval_bounds import bounds
+from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.losses.base import PredictiveDistribution
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kfac_engine.autodiff.lower import lowered
+from kfac_engine.runtime.lower import lowered
 from tests.autodiff.harness import Bench, bench, compiled, draw, finite_differences
 
 SAMPLE_BATCH = 2

@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import kfac_engine as ke
-from kfac_engine.autodiff.lower import lowered
 from kfac_engine.graph.load import load_graph
+from kfac_engine.runtime.lower import lowered
 from scripts.node_tests import check
 
 RNG = np.random.default_rng(0)

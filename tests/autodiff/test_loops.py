@@ -10,8 +10,8 @@ from onnx import checker, parser
 from onnx.reference import ReferenceEvaluator
 
 import kfac_engine as ke
-from kfac_engine.autodiff import runtime
 from kfac_engine.errors import BackendError, ModelError, UnsupportedOpError
+from kfac_engine.sessions import session
 
 # Float32 products of a few steps.
 CLOSE = 1e-5
@@ -324,7 +324,7 @@ def test_a_loop_that_nothing_is_differentiated_through_stays() -> None:
 
 
 def test_a_loop_that_data_never_ends_is_stopped_after_the_time_limit(monkeypatch):
-    monkeypatch.setattr(runtime, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(session, "MOST_SECONDS", 0.5)
     endless = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, bool on = {{1}}> {{
       y = Loop (, on, x) <body = step (int64 i, bool c, float[n,3] h)
         => (bool more, float[n,3] k) {{

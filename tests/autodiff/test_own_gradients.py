@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
-from kfac_engine.autodiff.runtime import Session
+from kfac_engine.sessions.session import Session
 from tests import models, oracle
 
 # The runtime computes both into other memory: equal to the last bit but where sums are regrouped.
@@ -21,7 +21,7 @@ def test_own_gradients_are_those_of_vjp_and_can_be_written(name):
     trace = model.run(models.random_inputs(proto, batch=3))
     cotangents = {"output": np.ones_like(trace["output"])}
     wrt = tuple(model.parameters)
-    expected, own = trace.vjp(cotangents, wrt), trace.own_vjp(cotangents, wrt)
+    expected, own = trace.vjp(cotangents, wrt), trace.writable_vjp(cotangents, wrt)
     assert tuple(own) == wrt
     for gradient in own.values():
         assert gradient.flags.writeable
@@ -29,7 +29,7 @@ def test_own_gradients_are_those_of_vjp_and_can_be_written(name):
     for name in wrt:
         np.testing.assert_allclose(own[name], expected[name], **ROUNDING)
         own[name][...] = np.nan
-    again = trace.own_vjp(cotangents, wrt)
+    again = trace.writable_vjp(cotangents, wrt)
     for name in wrt:
         np.testing.assert_allclose(again[name], expected[name], **ROUNDING)
 
@@ -48,7 +48,7 @@ def test_gradients_that_are_one_value_of_the_graph_share_no_memory():
     model = ke.load_model(sums())
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     cotangent = x + 1
-    own = model.run({"input": x}).own_vjp(
+    own = model.run({"input": x}).writable_vjp(
         {"output": cotangent}, ["a", "b", "scale", "shift", "unread", "output", "a"]
     )
     a, b, scale = (model.parameters[name] for name in ("a", "b", "scale"))
@@ -71,7 +71,7 @@ def test_gradients_that_others_read_as_well_can_be_written():
     model = ke.load_model(sums())
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     trace = model.run({"input": x})
-    own, others = trace.joint_vjp(
+    own, others = trace.vjp_pair(
         {"output": x + 1}, ["a", "scale", "shift"], ["a", "product", "output", "unread"]
     )
     scale = model.parameters["scale"]
@@ -96,7 +96,7 @@ def test_failure_in_a_run_into_memory_of_ones_own_is_named():
 
 
 def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
-    monkeypatch.setattr("kfac_engine.autodiff.placement._MOST_OPTIMIZED", 0)
+    monkeypatch.setattr("kfac_engine.sessions.placement._MOST_OPTIMIZED", 0)
     proto = models.mlp()
     inputs = models.random_inputs(proto, batch=3)
     trace = ke.load_model(proto).run(inputs)
@@ -104,7 +104,7 @@ def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
     expected = np.einsum(
         "btc,btcp->p", ones[:, None], oracle.jacobian(proto, inputs, "output", ["fc0.weight"])
     )
-    found = trace.own_vjp({"output": ones}, ["fc0.weight"])["fc0.weight"]
+    found = trace.writable_vjp({"output": ones}, ["fc0.weight"])["fc0.weight"]
     # float32 passes against float64 differences, relative to the largest entry
     np.testing.assert_allclose(found.ravel(), expected, atol=2e-5 * np.abs(expected).max())
 
@@ -119,8 +119,8 @@ def test_a_forward_graph_of_more_nodes_than_the_limit_is_not_optimized(
         built.append(options["optimize"])
         return Session(model, **options)
 
-    monkeypatch.setattr("kfac_engine.autodiff.placement._MOST_OPTIMIZED", 3)
-    monkeypatch.setattr("kfac_engine.autodiff.placement.Session", session)
+    monkeypatch.setattr("kfac_engine.sessions.placement._MOST_OPTIMIZED", 3)
+    monkeypatch.setattr("kfac_engine.sessions.placement.Session", session)
     nodes = [helper.make_node("MatMul", ["r0", "w"], ["r1"])]
     nodes += [helper.make_node("Tanh", [f"r{i}"], [f"r{i + 1}"]) for i in range(1, count)]
     graph = helper.make_graph(

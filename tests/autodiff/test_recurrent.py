@@ -11,9 +11,9 @@ from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.autodiff.differentiate import differentiate
-from kfac_engine.autodiff.samples import sample_facts
 from kfac_engine.errors import BackendError, UnsupportedOpError
 from kfac_engine.graph.load import load_graph
+from kfac_engine.runtime.sample_run import sample_facts
 from tests.autodiff.recurrences import DIRECTIONS, GATES, recurrence
 
 STEPS, D_IN, HIDDEN = 3, 2, 2

@@ -6,9 +6,9 @@ import pytest
 from onnx import parser
 
 import kfac_engine as ke
-from kfac_engine.autodiff.axes import find_batch
-from kfac_engine.autodiff.model import load_model
-from kfac_engine.autodiff.places import Place
+from kfac_engine.runtime.batch_axis import find_batch
+from kfac_engine.runtime.example_axis import ExampleAxis
+from kfac_engine.runtime.load import load_model
 from tests import models, oracle
 
 
@@ -146,7 +146,11 @@ def located(model, inputs=None, axes=None):
 @pytest.mark.parametrize("inputs", [None, {"input": floats(1, 5, 3)}])
 def test_an_axis_called_batch_that_runs_with_one_only_holds_one_example(inputs):
     batch = located(traced_with_one(("batch", "seq")), inputs)
-    assert (batch.size, batch.inputs, batch.places["output"]) == (1, {"input": 0}, Place(0, 1))
+    assert (batch.size, batch.inputs, batch.places["output"]) == (
+        1,
+        {"input": 0},
+        ExampleAxis(0, 1),
+    )
     assert "fixes its batch of 1 inside" in batch.fixed
 
 
@@ -186,9 +190,9 @@ def fixed_recurrence():
 @pytest.mark.parametrize(
     ("make", "place", "size"),
     [
-        (fixed_columns, Place(0, 1), 4),
-        (fixed_transposed, Place(0, 1), 3),
-        (fixed_recurrence, Place(1, 1), 2),
+        (fixed_columns, ExampleAxis(0, 1), 4),
+        (fixed_transposed, ExampleAxis(0, 1), 3),
+        (fixed_recurrence, ExampleAxis(1, 1), 2),
     ],
 )
 def test_a_named_axis_is_taken_where_the_file_fixes_all_sizes(make, place, size):
@@ -255,7 +259,7 @@ def test_a_named_open_axis_is_the_batch_whatever_its_symbol():
     net.op("MatMul", "input", net.weight("w", 3, 2), to="output")
     model = net.model({"input": ["batch", "tokens", 3]}, {"output": ["batch", "tokens", 2]})
     batch = located(model, axes={"input": 1})
-    assert (batch.inputs, batch.places["output"]) == ({"input": 1}, Place(1, 1))
+    assert (batch.inputs, batch.places["output"]) == ({"input": 1}, ExampleAxis(1, 1))
     assert located(model).inputs == {"input": 0}
 
 

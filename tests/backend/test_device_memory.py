@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kfac_engine.backend import cupy_device
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import MemoryLimitError
@@ -49,10 +49,10 @@ MOMENTS = {
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
-    cupy_device._cupy.cache_clear()
+    device._cupy.cache_clear()
     cupy_standin.install(monkeypatch)
     yield CupyBackend(scratch_bytes=ASKED)
-    cupy_device._cupy.cache_clear()
+    device._cupy.cache_clear()
 
 
 def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: None) -> np.ndarray:

@@ -14,21 +14,21 @@ SOURCES = sorted(
 # What copies an array of CuPy to the host, to the places that may write it: those that make the
 # copies, and those that see arrays of the host only.
 COPIES = {
-    "asnumpy": ("kfac_engine/backend/cupy_device.py", "kfac_engine/backend/cupy_solvers.py"),
-    "get()": ("kfac_engine/backend/threads.py", "kfac_engine/collection/default.py"),
+    "asnumpy": ("kfac_engine/backend/cuda/device.py", "kfac_engine/backend/cuda/solvers.py"),
+    "get()": ("kfac_engine/backend/threads.py", "kfac_engine/curvature/collection/__init__.py"),
     "item()": ("kfac_engine/autodiff/lowering/", "kfac_engine/graph/", "kfac_engine/layers/"),
     "tolist()": (
-        "kfac_engine/backend/blas.py",
-        "kfac_engine/autodiff/placement.py",
+        "kfac_engine/backend/cpu/blas.py",
+        "kfac_engine/sessions/placement.py",
         "kfac_engine/autodiff/lowering/",
         "kfac_engine/autodiff/rules/",
         "kfac_engine/cli/",
         "kfac_engine/graph/",
         "kfac_engine/layers/",
         # Numbers that were downloaded together.
-        "kfac_engine/blocks/grouped.py",
-        "kfac_engine/factors/refresh.py",
-        "kfac_engine/factors/stacked.py",
+        "kfac_engine/curvature/blocks/grouped.py",
+        "kfac_engine/curvature/factors/requests.py",
+        "kfac_engine/curvature/factors/stacked.py",
     ),
 }
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.namespace import on_host
-from kfac_engine.backend.numpy_backend import NumpyBackend
 from kfac_engine.errors import InputError
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kfac_engine.backend import cupy_device
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import BackendError, ShapeError
@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "numpy":
         yield NumpyBackend(scratch_bytes=1 << 12)
         return
-    cupy_device._cupy.cache_clear()
+    device._cupy.cache_clear()
     if request.param == "stand-in":
         if compiler() is None:
             pytest.skip("needs g++ to run kernels on the CPU")
@@ -36,7 +36,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     except BackendError as failure:
         pytest.skip(str(failure))
     finally:
-        cupy_device._cupy.cache_clear()
+        device._cupy.cache_clear()
 
 
 def close(backend: Backend, found: object, wanted: np.ndarray, dtype: type) -> None:
@@ -49,7 +49,7 @@ def images(dtype: type, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndar
     """Images, output gradients, and the rows of each group, ``(groups, n, t, d)``, with the one."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(5, 4, 6, 5)).astype(dtype)
-    outputs = window.output_sides(x.shape[2:])
+    outputs = window.output_shape(x.shape[2:])
     ds = rng.normal(size=(5, GROUPS * OUTPUTS, *outputs)).astype(dtype)
     w = window
     z = np.stack(
@@ -130,7 +130,7 @@ def test_squares_of_small_groups(
 ) -> None:
     rng, w = np.random.default_rng(0), WINDOW
     x = rng.normal(size=(5, 3 * channels, 6, 5)).astype(dtype)
-    sides = w.output_sides((6, 5))
+    sides = w.output_shape((6, 5))
     ds = rng.normal(size=(5, 3 * outputs, *sides)).astype(dtype)
     z = np.stack(
         [

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kfac_engine.backend import cupy_device, select
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend import select
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.select import choice_reason
 from kfac_engine.errors import BackendError, UnknownNameError
 from tests.backend import cupy_standin
@@ -18,7 +19,7 @@ from tests.cuda_on_cpu.module import compiler
 @pytest.fixture
 def forget() -> Iterator[None]:
     """What is found is remembered for the process; each test asks anew."""
-    caches = select._gpu, cupy_device._cupy
+    caches = select._gpu, device._cupy
     for cache in caches:
         cache.cache_clear()
     yield

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from kfac_engine.backend.threads import Workers, blas_alone, default_count, usable_cores
+from kfac_engine.backend.threads import Workers, default_count, single_threaded_blas, usable_cores
 
 SECONDS = 20  # that a thread waits for another before it gives up
 
@@ -129,7 +129,7 @@ def test_settings_of_numpy_hold_in_every_thread():
 def test_blas_has_one_thread_meanwhile_and_its_own_number_afterwards():
     inside = []
     with threadpool_limits(2, user_api="blas"):
-        with blas_alone():
+        with single_threaded_blas():
             Workers(2).run([lambda: inside.append(blas_threads())] * 3)
             inside.append(blas_threads())
         assert blas_threads() == {2}
@@ -141,7 +141,7 @@ def test_the_default_is_what_blas_was_given():
         assert default_count() == Workers().count == 1
     with threadpool_limits(64, user_api="blas"):
         assert default_count() == usable_cores()
-        with blas_alone():
+        with single_threaded_blas():
             assert default_count() == usable_cores()
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kfac_engine.backend.frame import frame, full_grid
+from kfac_engine.backend.stride_one_grid import frame, full_grid
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from tests.backend.geometries import CORNERS, EVERY, STRIDE_ONE
@@ -19,7 +19,7 @@ def sights(window, sides, taps_from=None):
     """
     shift = taps_from or (0,) * len(sides)
     found = []
-    for output in product(*map(range, window.output_sides(sides))):
+    for output in product(*map(range, window.output_shape(sides))):
         for tap in product(*map(range, window.kernel)):
             under = [
                 o * s + u * d - b
@@ -43,7 +43,7 @@ def test_output_sides_count_the_positions_where_the_kernel_fits(case):
         first, past = -w.begins[axis], side + w.ends[axis]
         reach = (w.kernel[axis] - 1) * w.dilations[axis]
         expected.append(sum(p + reach < past for p in range(first, past, w.strides[axis])))
-    assert w.output_sides(case.sides) == tuple(expected)
+    assert w.output_shape(case.sides) == tuple(expected)
 
 
 @pytest.mark.parametrize("case", [*CORNERS, *EVERY], ids=str)
@@ -54,7 +54,7 @@ def test_each_tap_sees_the_pixels_that_counting_finds(case):
             outputs, pixels = w.seen(axis, tap, case.sides)
             pairs = [
                 (o, o * w.strides[axis] + tap * w.dilations[axis] - w.begins[axis])
-                for o in range(w.output_sides(case.sides)[axis])
+                for o in range(w.output_shape(case.sides)[axis])
             ]
             expected = [(o, p) for o, p in pairs if 0 <= p < side]
             found = zip(range(99)[outputs], range(99)[pixels], strict=True)
@@ -65,7 +65,7 @@ def test_each_tap_sees_the_pixels_that_counting_finds(case):
 @pytest.mark.parametrize("case", [*CORNERS, *EVERY[::7]], ids=str)
 def test_a_split_window_sees_everything_once_in_small_parts(case, positions):
     parts = list(case.window.split(case.sides, positions))
-    assert all(np.prod(part.output_sides(case.sides)) <= positions for part in parts)
+    assert all(np.prod(part.output_shape(case.sides)) <= positions for part in parts)
     found = [sight for part in parts for sight in sights(part, case.sides)]
     assert sorted(found) == sorted(sights(case.window, case.sides))
 
@@ -109,9 +109,9 @@ TOO_SMALL = {
 @pytest.mark.parametrize(("window", "sides"), TOO_SMALL.values(), ids=TOO_SMALL)
 def test_an_image_smaller_than_the_kernel_is_refused(window, sides):
     with pytest.raises(ShapeError, match="smaller than the window"):
-        window.output_sides(sides)
+        window.output_shape(sides)
 
 
 def test_an_image_with_other_axes_is_refused():
     with pytest.raises(ShapeError, match="has not the axes"):
-        Window((3,), (1,), (1,), (0,), (0,)).output_sides((5, 5))
+        Window((3,), (1,), (1,), (0,), (0,)).output_shape((5, 5))

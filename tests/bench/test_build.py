@@ -8,8 +8,8 @@ from kfac_engine.bench import nodes
 from kfac_engine.bench.build import measure_build
 from kfac_engine.bench.networks import NETWORKS
 from kfac_engine.bench.scaling import Steps
+from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import load_graph
-from kfac_engine.graph.trainable import trainable_parameters
 from tests import models
 
 # As published: torchvision's ResNet-50 (25,557,032), and BERT-base without token types (two rows

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kfac_engine.backend import cupy_device, cupy_roots, select
-from kfac_engine.backend.cupy_backend import CupyBackend
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend import select
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda import device, inverse_roots
+from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.bench import gpu, gpu_counts, gpu_kernels, gpu_meter, gpu_network, gpu_torch, made
 from kfac_engine.bench.resnet50 import Layer, resnet50
 from kfac_engine.errors import BackendError
@@ -23,7 +24,7 @@ from tests.kernels.test_kernels_page import KERNEL
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    caches = select._gpu, cupy_device._cupy
+    caches = select._gpu, device._cupy
     for cache in caches:
         cache.cache_clear()
     yield
@@ -56,7 +57,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> gpu_meter.Meter:
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
     cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(cupy_roots, "FROM_SIDE", {90: 2})
+    monkeypatch.setattr(inverse_roots, "FROM_SIDE", {90: 2})
     backend = select.select("cupy")
     assert isinstance(backend, CupyBackend)
     return gpu_meter.Meter(backend, rounds=2, side=8)

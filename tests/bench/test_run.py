@@ -12,8 +12,8 @@ from kfac_engine.bench.ceiling import Ceiling, Course, higher, measure_ceiling
 from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS, OURS_PLAIN, PEERS, running
 from kfac_engine.bench.measure import chosen, measure
 from kfac_engine.bench.usage import Usage
+from kfac_engine.curvature.schedule import Schedule, Work, plan
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
-from kfac_engine.scheduler import Schedule, Work, plan
 
 CEILING = Ceiling(threads=1, multiplications=1e9, copied_bytes=1e9)
 SLOW = Ceiling(threads=1, multiplications=7e8, copied_bytes=2e9)
@@ -63,7 +63,7 @@ class Fake:
     def prepare(self, job):
         return {"result": np.array(self.result)}, FIRST
 
-    def run(self, runs, *, warm, settle):
+    def run(self, runs, *, warm, wait):
         self.order.append(self.name)
         return self.used(runs)
 
@@ -131,7 +131,7 @@ def timed(contender, seconds):
     """Has each run of a contender take what its number, from the first turn on, says."""
     count = iter(range(10**6))
 
-    def run(runs, *, warm, settle):
+    def run(runs, *, warm, wait):
         assert not warm
         times = tuple(seconds(next(count)) for _ in range(runs))
         return Usage(times, tuple(2 * time for time in times), 0.0, 0, 0)

@@ -17,7 +17,7 @@ from kfac_engine.cli.contest import (
     best,
 )
 from kfac_engine.data import digits
-from kfac_engine.result import Result
+from kfac_engine.engine.result import Result
 
 START = np.array([3.0, -0.5, 0.25])
 CURVATURE = np.array([4.0, 1.0, 0.1])  # the loss is ½ Σ cᵢ wᵢ²

@@ -7,7 +7,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from tests import models, oracle
-from tests.test_recurrent_engine import classifier
+from tests.engine.test_recurrent_engine import classifier
 
 
 @pytest.fixture

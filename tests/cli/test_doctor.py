@@ -9,7 +9,7 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kfac_engine.__main__ import main
-from kfac_engine.backend.numpy_backend import NumpyBackend
+from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.cli import doctor
 
 

@@ -8,11 +8,11 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.autodiff.trace import Trace
 from kfac_engine.data import demo_model
+from kfac_engine.runtime.trace import Trace
+from tests.engine.test_buffers import normalised
+from tests.engine.test_recurrent_engine import classifier
 from tests.models import Net, layer_norm, random_inputs, resnet_block, two_outputs
-from tests.test_buffers import normalised
-from tests.test_recurrent_engine import classifier
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ import sys, time
 import click, numpy as np
 from kfac_engine.__main__ import main
 from kfac_engine.cli.app import app
-from kfac_engine.writing import write_file
+from kfac_engine.system.writing import write_file
 from tests.cli.test_interruption import *
 
 @click.command
@@ -58,8 +58,8 @@ def endless(*, once: bool) -> None:
     """A loop without an end, which runs inside ONNX Runtime."""
     import onnxruntime as ort
 
-    from kfac_engine.autodiff.runtime import Session
     from kfac_engine.graph.compact import CompactModel
+    from kfac_engine.sessions.session import Session
 
     model = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18]> g (float x) => (float y) {
@@ -79,8 +79,8 @@ def endless(*, once: bool) -> None:
 
 def folded() -> None:
     """Products of constants, which ONNX Runtime computes when it creates a session."""
-    from kfac_engine.autodiff.runtime import Session
     from kfac_engine.graph.compact import CompactModel
+    from kfac_engine.sessions.session import Session
 
     net = models.Net()
     x = w = net.constant("w", np.ones((1000, 1000), np.float32))

@@ -14,10 +14,10 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine import reading
 from kfac_engine.cli import files
 from kfac_engine.cli.files import read_arrays, read_gradients
 from kfac_engine.graph.read import read_model
+from kfac_engine.system import reading
 from tests import models
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from kfac_engine.errors import InputError, KfacError, ModelError, UnsupportedError
+from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Graph
-from kfac_engine.graph.trainable import trainable_parameters
 from tests import models
 
 MLP = models.mlp()

@@ -9,9 +9,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
+from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import LoadedModel, load_graph, load_model
-from kfac_engine.graph.trainable import trainable_parameters
 from tests import models
 from tests.graph.running import CARRIED, run_model
 

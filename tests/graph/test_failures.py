@@ -7,8 +7,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 import kfac_engine as ke
-from kfac_engine.autodiff.runtime import FAILURES
 from kfac_engine.graph.failures import model_errors
+from kfac_engine.sessions.session import FAILURES
 
 # A declared shape that contradicts the one that is inferred, in an operator set that is upgraded.
 FALSE_SHAPE = """

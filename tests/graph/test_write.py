@@ -6,7 +6,7 @@ import pytest
 from onnx import AttributeProto, helper, numpy_helper
 
 from kfac_engine.errors import ModelError
-from kfac_engine.graph.canonicalise import NEWEST_OPSET, OLDEST_OPSET
+from kfac_engine.graph.passes.canonicalize import NEWEST_OPSET, OLDEST_OPSET
 from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
 from kfac_engine.graph.write import build_model, serialize
 from tests.graph.running import run_model

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cupy_groups import GroupProducts
+from kfac_engine.backend.cuda.grouped_gram import GroupProducts
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from tests.backend.geometries import CORNERS, STRIDED, Case
@@ -97,7 +97,7 @@ def check_squares(
 ) -> ShimDevice:
     x = grouped(case, groups, dtype)
     z = rows(x, case.window, groups, ones=ones)
-    outputs = case.window.output_sides(case.sides)
+    outputs = case.window.output_shape(case.sides)
     y = np.random.default_rng(3).standard_normal((case.n, *outputs, groups * columns))
     y = np.moveaxis(y.astype(dtype), -1, 1)
     g = y.astype(np.float64).reshape(case.n, groups, columns, -1)

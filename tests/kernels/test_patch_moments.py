@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cupy_moments import PatchMoments
-from kfac_engine.backend.cupy_plan import plan
+from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.cuda.patch_gram_plan import plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import TILE

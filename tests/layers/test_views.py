@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.backend.numpy_backend import NumpyBackend
-from kfac_engine.layers.forms import embedding_form
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.layers.layer_forms import embedding_form
 from kfac_engine.layers.views import Patches, Rows
 from tests.backend.truths import patches
 

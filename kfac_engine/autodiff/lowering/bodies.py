@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.graph.bodies import Body, renamed
+from kfac_engine.graph.passes.bodies import Body, renamed
 
 
 def constants_of(pen: Pen, body: Body) -> dict[str, str]:

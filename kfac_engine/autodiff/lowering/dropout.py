@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from kfac_engine.autodiff.draws import drops
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.random_ops import drops
 from kfac_engine.graph.structure import Node
 
 

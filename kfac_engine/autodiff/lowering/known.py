@@ -10,15 +10,14 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.draws import draws
-from kfac_engine.autodiff.feeds import is_one_number
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import label_last
+from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.autodiff.rules.attributes import integer
-from kfac_engine.autodiff.runtime import Session
+from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.compact import compact_model
-from kfac_engine.graph.moves import ONLY_SHAPES
 from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.sessions.session import Session
 
 
 class KnownValues:
@@ -177,7 +176,7 @@ class Origin:
     def why_undecided(self) -> str:
         """The inputs that determine the value, and the remedy where there is one."""
         listed = ", ".join(f"'{value}'" for value in self.undecided)
-        numbers = {entry.name for entry in self._graph.inputs if is_one_number(entry)}
+        numbers = {entry.name for entry in self._graph.inputs if entry.is_setting}
         if not numbers.issuperset(self.undecided):
             return f"'{self._name}' depends on the data, through {listed}"
         return (

@@ -15,7 +15,7 @@ from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import stacked, taken_apart
 from kfac_engine.autodiff.lowering.trips import trip_count
 from kfac_engine.autodiff.rules.attributes import integer, integers
-from kfac_engine.graph.bodies import body_of
+from kfac_engine.graph.passes.bodies import body_of
 from kfac_engine.graph.structure import Node
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.builder import FLOAT_CODES
+from kfac_engine.autodiff.node_builder import FLOAT_CODES
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
 

@@ -12,7 +12,7 @@ from kfac_engine.autodiff.lowering.known import KnownValues, gated
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import check_steps, label_last, stacked
 from kfac_engine.autodiff.rules.attributes import integer
-from kfac_engine.graph.bodies import body_of
+from kfac_engine.graph.passes.bodies import body_of
 from kfac_engine.graph.structure import Node
 
 # -- what lies in a sequence -----------------------------------------------------------------------

@@ -9,10 +9,10 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin
 from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import MOST_STEPS
-from kfac_engine.autodiff.runtime import Session
-from kfac_engine.graph.bodies import Body
 from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.passes.bodies import Body
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.sessions.session import Session
 
 
 def trip_count(pen: Pen, node: Node, body: Body, known: KnownValues) -> int:

@@ -22,7 +22,7 @@ from functools import cache
 from importlib import import_module
 from typing import TypeAlias
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.graph.structure import Node
 from kfac_engine.registry import Registry
 

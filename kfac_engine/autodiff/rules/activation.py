@@ -7,7 +7,7 @@ needs it anyway, and ONNX Runtime fuses activations into the operator before the
 from collections.abc import Mapping
 from math import pi, sqrt
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.rules.elementwise import polynomial

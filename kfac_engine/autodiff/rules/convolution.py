@@ -8,11 +8,12 @@ from parameters has the same sides in every batch.
 
 from dataclasses import replace
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
-from kfac_engine.autodiff.rules.geometry import Sliding, sliding, spread
+from kfac_engine.autodiff.rules.geometry import sliding, spread
 from kfac_engine.autodiff.rules.kernels import kernel_cotangent
+from kfac_engine.autodiff.window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
 _LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero
@@ -62,7 +63,7 @@ def _pads_itself(node: Node) -> bool:
     return text(node, "auto_pad", "NOTSET").startswith("SAME")
 
 
-def _uncropped(b: Builder, node: Node, g: str, window: Sliding) -> str:
+def _uncropped(b: Builder, node: Node, g: str, window: SlidingWindow) -> str:
     """The cotangent of all that the taps reach, where cropping follows from the result's size."""
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
@@ -79,7 +80,7 @@ def _uncropped(b: Builder, node: Node, g: str, window: Sliding) -> str:
     return b.pad(g, pads, b.constant(window.axes), 2 + len(window.kernel))
 
 
-def _image(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
+def _image(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
     """Cotangent of the image: a convolution with the kernel turned around, or ConvTranspose."""
     x, weight = node.inputs[:2]
     begins = tuple(r - p for r, p in zip(window.reaches, window.begins, strict=True))
@@ -91,7 +92,7 @@ def _image(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
     return spread(b, window, g, weight, x, node.outputs[0], group)
 
 
-def _turned(b: Builder, weight: str, window: Sliding, group: int) -> str:
+def _turned(b: Builder, weight: str, window: SlidingWindow, group: int) -> str:
     """The kernel with input and output channels exchanged and every spatial axis reversed."""
     outs, ins = b.sides(weight)[:2]
     spatial = window.axes

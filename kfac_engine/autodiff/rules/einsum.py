@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import text
 from kfac_engine.graph.structure import Node

@@ -7,7 +7,7 @@ transforms leave out the half of a spectrum that follows from the other half.
 
 import numpy as np
 
-from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.node_builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.errors import UnsupportedOpError

@@ -21,64 +21,13 @@ Matrices lose to ConvTranspose in the last row once images are large: their work
 third power of a side. Maxima are compared tile by tile, with 32 images of 32 channels.
 """
 
-from dataclasses import dataclass
-from math import prod
-
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
+from kfac_engine.autodiff.window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
 
-@dataclass(frozen=True, slots=True)
-class Sliding:
-    """A sliding window over the spatial axes, which come after batch and channels.
-
-    Attributes:
-        kernel: Taps an axis.
-        strides: Step between output positions, an axis.
-        dilations: Step between taps, an axis.
-        begins: Padding before the first pixel, an axis.
-        ends: Padding after the last pixel, an axis.
-        same: "SAME_UPPER" or "SAME_LOWER" where padding depends on the size of the image, which
-            is known at run time only (``begins`` and ``ends`` are then zero); else "".
-        ceil_mode: Whether a last window may reach over the padding.
-    """
-
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    begins: tuple[int, ...]
-    ends: tuple[int, ...]
-    same: str
-    ceil_mode: bool
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The spatial axes of the image."""
-        return tuple(range(2, 2 + len(self.kernel)))
-
-    @property
-    def taps(self) -> int:
-        """Number of taps in all."""
-        return prod(self.kernel)
-
-    @property
-    def reaches(self) -> tuple[int, ...]:
-        """Distance between first and last tap, an axis."""
-        return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilations, strict=True))
-
-    @property
-    def unit_strides(self) -> bool:
-        """Whether windows sit at every pixel."""
-        return set(self.strides) <= {1}
-
-    @property
-    def padded(self) -> bool:
-        """Whether windows may see anything but pixels."""
-        return any(self.begins + self.ends) or bool(self.same) or self.ceil_mode
-
-
-def sliding(node: Node, kernel: tuple[int, ...]) -> Sliding:
+def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
     """The window that the attributes of ``node`` describe.
 
     Args:
@@ -93,7 +42,7 @@ def sliding(node: Node, kernel: tuple[int, ...]) -> Sliding:
     dilations = integers(node, "dilations", ones)
     pads = integers(node, "pads", (0,) * 2 * len(kernel))
     same = text(node, "auto_pad", "NOTSET")
-    window = Sliding(
+    window = SlidingWindow(
         kernel,
         strides,
         dilations,
@@ -105,17 +54,17 @@ def sliding(node: Node, kernel: tuple[int, ...]) -> Sliding:
     return _resolved(window) if window.same and window.unit_strides else window
 
 
-def _resolved(window: Sliding) -> Sliding:
+def _resolved(window: SlidingWindow) -> SlidingWindow:
     """With unit strides, SAME pads as much as the window reaches; the odd pixel is named by it."""
     less = tuple(reach // 2 for reach in window.reaches)
     more = tuple(reach - half for reach, half in zip(window.reaches, less, strict=True))
     begins, ends = (less, more) if window.same == "SAME_UPPER" else (more, less)
-    return Sliding(
+    return SlidingWindow(
         window.kernel, window.strides, window.dilations, begins, ends, "", window.ceil_mode
     )
 
 
-def same_padding(b: Builder, window: Sliding, x: str, y: str) -> tuple[str, str]:
+def same_padding(b: Builder, window: SlidingWindow, x: str, y: str) -> tuple[str, str]:
     """Run-time padding of SAME: as much as the windows of ``y`` stick out of the image ``x``.
 
     Args:
@@ -138,7 +87,9 @@ def same_padding(b: Builder, window: Sliding, x: str, y: str) -> tuple[str, str]
     return (less, more) if window.same == "SAME_UPPER" else (more, less)
 
 
-def spread(b: Builder, window: Sliding, g: str, weight: str, x: str, y: str, group: int = 1) -> str:
+def spread(
+    b: Builder, window: SlidingWindow, g: str, weight: str, x: str, y: str, group: int = 1
+) -> str:
     """The adjoint of a convolution: each window adds its cotangent to the pixels it saw.
 
     Args:

@@ -5,7 +5,7 @@ ScatterElements, never with ScatterND: ONNX Runtime spreads the latter over thre
 same element at the same time, and sums come out short.
 """
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.structure import Node

@@ -1,6 +1,6 @@
 """The inverse of a matrix, which ONNX Runtime has and the standard has not."""
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.graph.structure import Node
 

@@ -24,13 +24,14 @@ from math import prod
 
 import numpy as np
 
-from kfac_engine.autodiff.builder import Builder
-from kfac_engine.autodiff.leaves import KernelLeaf
-from kfac_engine.autodiff.rules.geometry import Sliding, same_padding
+from kfac_engine.autodiff.node_builder import Builder
+from kfac_engine.autodiff.rules.geometry import same_padding
+from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.autodiff.window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
-# Kernels whose gradient is better made by ``backend.numpy_kernels``, where that may be: with more
-# than one tap, so many channels in a group on both sides, and so many multiplications an example.
+# Kernels whose gradient ``backend.cpu.conv_weight_grad`` computes faster than ONNX Runtime: at
+# least two taps, and at least these channels per group and multiplications per example.
 _LEAST_CHANNELS = 4
 _LEAST_MULTIPLIED = 1e6
 
@@ -38,7 +39,7 @@ _LEAST_MULTIPLIED = 1e6
 _MOST_SHIFTS = 9
 
 
-def kernel_cotangent(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
+def kernel_cotangent(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
     """Cotangent of the kernel of a convolution.
 
     Args:
@@ -58,11 +59,11 @@ def kernel_cotangent(b: Builder, node: Node, g: str, window: Sliding, group: int
         found = _product_of_shifts(b, node, g, window, shifts)
     if _is_quicker_alone(b, node, window, group):
         outs, ins = b.sides(node.inputs[1])[:2]
-        b.leaves[found] = KernelLeaf(node.inputs[0], g, window, outs, ins)
+        b.leaves[found] = KernelGradient(node.inputs[0], g, window, outs, ins)
     return found
 
 
-def _is_quicker_alone(b: Builder, node: Node, window: Sliding, group: int) -> bool:
+def _is_quicker_alone(b: Builder, node: Node, window: SlidingWindow, group: int) -> bool:
     """Whether the product is worth doing outside ONNX Runtime, by the sizes of the sample run."""
     weight = node.inputs[1]
     outs, ins = b.sides(weight)[:2]
@@ -88,7 +89,7 @@ class _Shifts:
     written: int
 
 
-def _shifts(b: Builder, node: Node, window: Sliding) -> _Shifts | None:
+def _shifts(b: Builder, node: Node, window: SlidingWindow) -> _Shifts | None:
     """The division of shifts that writes the fewest numbers; None where all write too many."""
     outs, ins = b.sides(node.inputs[1])[:2]
     kernel, pads = window.kernel, (window.begins, window.ends)
@@ -103,7 +104,9 @@ def _shifts(b: Builder, node: Node, window: Sliding) -> _Shifts | None:
     return best if few and best.written <= _MOST_SHIFTS * (ins + outs) else None
 
 
-def _product_of_shifts(b: Builder, node: Node, g: str, window: Sliding, shifts: _Shifts) -> str:
+def _product_of_shifts(
+    b: Builder, node: Node, g: str, window: SlidingWindow, shifts: _Shifts
+) -> str:
     """The product over examples and positions of the shifted operands, in the kernel's order."""
     x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
     outs, ins, *kernel = b.sides(weight)
@@ -129,7 +132,7 @@ def _product_of_shifts(b: Builder, node: Node, g: str, window: Sliding, shifts: 
     return b.op("Transpose", taps, perm=order) if along_g else taps
 
 
-def _only_last(window: Sliding, cut: int) -> Sliding:
+def _only_last(window: SlidingWindow, cut: int) -> SlidingWindow:
     """The window without its first ``cut`` axes."""
     none, ones = (0,) * cut, (1,) * cut
     return replace(
@@ -141,7 +144,7 @@ def _only_last(window: Sliding, cut: int) -> Sliding:
     )
 
 
-def _against(window: Sliding, cut: int) -> Sliding:
+def _against(window: SlidingWindow, cut: int) -> SlidingWindow:
     """How the cotangent slides, backwards, along the first ``cut`` axes of an image.
 
     Args:
@@ -168,7 +171,13 @@ def _against(window: Sliding, cut: int) -> Sliding:
 
 
 def _shifted(
-    b: Builder, value: str, like: str, channels: int, window: Sliding, *, backwards: bool = False
+    b: Builder,
+    value: str,
+    like: str,
+    channels: int,
+    window: SlidingWindow,
+    *,
+    backwards: bool = False,
 ) -> str:
     """What lies under each tap of a window.
 
@@ -193,7 +202,7 @@ def _shifted(
     )  # fmt: skip
 
 
-def _as_kernel(b: Builder, node: Node, g: str, window: Sliding, group: int) -> str:
+def _as_kernel(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
     """A convolution of the image whose kernel is the cotangent."""
     # Examples take the place of input channels; strides and dilations change roles.
     x, weight = node.inputs[:2]
@@ -211,7 +220,7 @@ def _as_kernel(b: Builder, node: Node, g: str, window: Sliding, group: int) -> s
     return b.op("Transpose", taps, perm=(1, 0, *spatial))
 
 
-def _padded(b: Builder, x: str, y: str, window: Sliding) -> str:
+def _padded(b: Builder, x: str, y: str, window: SlidingWindow) -> str:
     """The image with its padding."""
     pads = b.constant(window.begins + window.ends)
     if window.same:
@@ -221,7 +230,9 @@ def _padded(b: Builder, x: str, y: str, window: Sliding) -> str:
     return b.pad(x, pads, b.constant(window.axes), 2 + len(window.axes))
 
 
-def _examples_as_channels(b: Builder, image: str, ins: int, window: Sliding, group: int) -> str:
+def _examples_as_channels(
+    b: Builder, image: str, ins: int, window: SlidingWindow, group: int
+) -> str:
     """``(n, group · ins, *pixels)`` to ``(ins, group · n, *pixels)``."""
     spatial = window.axes
     if group == 1:

@@ -3,7 +3,7 @@
 Two-dimensional products are written as Gemm, which transposes operands for free.
 """
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number
 from kfac_engine.graph.structure import Node

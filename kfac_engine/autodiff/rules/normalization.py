@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number
 from kfac_engine.errors import UnsupportedOpError
-from kfac_engine.graph.normalised import before_scale
+from kfac_engine.graph.analysis.normalized import before_scale
 from kfac_engine.graph.structure import Node
 
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
-from kfac_engine.autodiff.rules.geometry import Sliding, sliding, spread
+from kfac_engine.autodiff.rules.geometry import sliding, spread
+from kfac_engine.autodiff.window import SlidingWindow
 from kfac_engine.errors import ModelError, UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
@@ -29,7 +30,7 @@ def _by_index(b: Builder, node: Node, g: str) -> str:
     return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
 
 
-def _compared(b: Builder, node: Node, g: str, window: Sliding) -> str:
+def _compared(b: Builder, node: Node, g: str, window: SlidingWindow) -> str:
     """Of tiles: a pixel won if it equals the maximum of its tile."""
     _refuse_larger(b, node, window)
     # Asking MaxPool for indices makes it ten times slower. Measured with 2×2 tiles of 32 images of
@@ -41,7 +42,7 @@ def _compared(b: Builder, node: Node, g: str, window: Sliding) -> str:
     return b.op("Mul", won, _tiled(b, b.op("Div", g, winners), x, window))
 
 
-def _tiled(b: Builder, value: str, x: str, window: Sliding) -> str:
+def _tiled(b: Builder, value: str, x: str, window: SlidingWindow) -> str:
     """Each element repeated over its tile; zeros where the image has a rest that no tile covers."""
     scales = b.constant(np.array([1, 1, *window.kernel], dtype="float32"))
     tiles = b.op(
@@ -96,7 +97,7 @@ def _signed_power(b: Builder, node: Node) -> str:
     return b.op("Mul", b.op("Sign", x), power)
 
 
-def _shared(b: Builder, g: str, x: str, y: str, window: Sliding) -> str:
+def _shared(b: Builder, g: str, x: str, y: str, window: SlidingWindow) -> str:
     """Each window of ``y`` gives its cotangent to all pixels of ``x`` that it saw."""
     if _tiles(window):
         return _tiled(b, g, x, window)
@@ -115,12 +116,12 @@ def _shared(b: Builder, g: str, x: str, y: str, window: Sliding) -> str:
     return b.reshape_like(spread(b, window, images, _kernel_of_ones(b, x, window), x, y), x)
 
 
-def _tiles(window: Sliding) -> bool:
+def _tiles(window: SlidingWindow) -> bool:
     """Whether windows lie side by side."""
     return window.kernel == window.strides and not window.padded and max(window.dilations) == 1
 
 
-def _refuse_misplaced(node: Node, window: Sliding) -> None:
+def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
     """Raise where ONNX Runtime puts the windows elsewhere than ONNX defines."""
     # It leaves dilations out of the padding and starts inside the image where strides skip pixels.
     apart = any(s > k for s, k in zip(window.strides, window.kernel, strict=True))
@@ -132,7 +133,7 @@ def _refuse_misplaced(node: Node, window: Sliding) -> None:
         )
 
 
-def _refuse_larger(b: Builder, node: Node, window: Sliding) -> None:
+def _refuse_larger(b: Builder, node: Node, window: SlidingWindow) -> None:
     """Raise where an unpadded window is larger than the image of the sample run."""
     # ONNX defines no output there; ONNX Runtime pools the few pixels that it finds, by weights of
     # its own, if the stride is above one. (With a stride of one it fails, as it should.)
@@ -145,7 +146,7 @@ def _refuse_larger(b: Builder, node: Node, window: Sliding) -> None:
         )
 
 
-def _weight_of_pixels(b: Builder, node: Node, window: Sliding) -> str:
+def _weight_of_pixels(b: Builder, node: Node, window: SlidingWindow) -> str:
     """What one pixel weighs in each average: one over the number of pixels that count."""
     # At the border it depends on count_include_pad, ceil_mode and the version of the operator; the
     # pool itself tells, when it averages an image of ones: pixels × weight.
@@ -164,7 +165,7 @@ def _weight_of_pixels(b: Builder, node: Node, window: Sliding) -> str:
     return b.forward("Div", total, pixels)[0]
 
 
-def _count_pixels(b: Builder, ones: str, kernel: str, window: Sliding) -> str:
+def _count_pixels(b: Builder, ones: str, kernel: str, window: SlidingWindow) -> str:
     """How many pixels each window sees; more windows than there are where they are rounded up."""
     if window.same:
         return b.forward(
@@ -179,7 +180,7 @@ def _count_pixels(b: Builder, ones: str, kernel: str, window: Sliding) -> str:
     )[0]  # fmt: skip
 
 
-def _kernel_of_ones(b: Builder, x: str, window: Sliding) -> str:
+def _kernel_of_ones(b: Builder, x: str, window: SlidingWindow) -> str:
     return b.constant(np.ones((1, 1, *window.kernel), dtype=b.dtype(x)))
 
 

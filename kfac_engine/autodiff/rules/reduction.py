@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.errors import UnsupportedOpError

@@ -8,7 +8,7 @@ by its transpose. Nearest neighbours have shorter forms.
 from dataclasses import replace
 from math import prod
 
-from kfac_engine.autodiff.builder import FLOAT_CODES, Builder
+from kfac_engine.autodiff.node_builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integers, text
 from kfac_engine.autodiff.rules.indexing import rearranged

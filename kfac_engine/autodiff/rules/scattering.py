@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, text
 from kfac_engine.autodiff.rules.indexing import numbers

@@ -1,6 +1,6 @@
 """Operators that select by a condition, by a length, by value, or by counting."""
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.rules.indexing import rearranged

@@ -1,6 +1,6 @@
 """Trigonometric and hyperbolic functions and their inverses."""
 
-from kfac_engine.autodiff.builder import Builder
+from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.elementwise import polynomial
 from kfac_engine.graph.structure import Node

@@ -1,0 +1,54 @@
+"""Checks of arguments: each refuses a wrong value with an InputError that names the argument."""
+
+from collections.abc import Collection, Sequence
+from math import inf, isfinite
+from numbers import Integral, Real
+
+from kfac_engine.errors import InputError
+
+
+def one_of(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse a value that is not an allowed name, with an InputError."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+
+
+def whole(name: str, value: object, *, least: int | None) -> None:
+    """Refuse a value that is not a whole number, or too small, with an InputError."""
+    fits = isinstance(value, Integral) and not isinstance(value, bool)
+    if not fits or (least is not None and value < least):  # type: ignore[operator] # a number
+        bound = "" if least is None else f" of at least {least}"
+        raise InputError(f"{name} must be a whole number{bound}, got {value!r}.")
+
+
+def number(name: str, value: object) -> None:
+    """Refuse a value that is not a finite real number, with an InputError."""
+    fits = isinstance(value, Real) and not isinstance(value, bool)
+    if not fits or not isfinite(value):  # type: ignore[arg-type] # a number
+        raise InputError(f"{name} must be a finite number, got {value!r}.")
+
+
+def positive(name: str, value: object) -> None:
+    """Refuse a value that is no positive finite number, with an InputError."""
+    fits = isinstance(value, Real) and not isinstance(value, bool)
+    if not fits or not 0 < value < inf:  # type: ignore[operator] # a number
+        raise InputError(f"{name} must be a positive number, got {value!r}.")
+
+
+def flag(name: str, value: object) -> None:
+    """Refuse a value that is neither True nor False, with an InputError."""
+    if value is not True and value is not False:
+        raise InputError(f"{name} must be True or False, got {value!r}.")
+
+
+def listed(name: str, value: object, like: str) -> Sequence[object]:
+    """The entries of a list; an InputError with an example where the value is not a list."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise InputError(f"{name} must be a list, such as {like}, got {value!r}.")
+    return value
+
+
+def texts(name: str, value: object, like: str) -> None:
+    """Refuse a value that is not a list of strings, with an InputError that shows an example."""
+    if not all(isinstance(entry, str) for entry in listed(name, value, like)):
+        raise InputError(f"{name} must be a list of names, such as {like}, got {value!r}.")

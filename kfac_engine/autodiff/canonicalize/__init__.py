@@ -1,0 +1,1 @@
+"""Rewrites of products with weights into one form."""

@@ -1,0 +1,183 @@
+"""Products of data with weights, each in one form: the weight a matrix on the right, unscaled.
+
+Exporters write the same layer in many ways. Here they become one, so that what looks for layers
+has to know one. The function stays the same, parameters stay as the file has them, and scales move
+from weights to the data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from string import ascii_lowercase
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine.autodiff.canonicalize.contraction import Letters, write_product
+from kfac_engine.autodiff.canonicalize.weights import merged, moved, unscaled
+from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.rules.attributes import integer, number, text
+from kfac_engine.graph.analysis.subgraph import of_data
+from kfac_engine.graph.structure import Fact, Graph, Node
+
+# Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
+_Rewrite: TypeAlias = Callable[[Pen, Node, int], None]
+
+_SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
+
+
+def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]) -> Graph:
+    """The same function, its products with weights in one form.
+
+    Args:
+        graph: Canonical graph.
+        facts: Element type and shape of every value.
+        parameters: Names of the weights.
+
+    Returns:
+        The graph, the given one where nothing changes; new values are called after their node.
+    """
+    graph, facts = unscaled(merged(graph, parameters), facts, parameters)
+    weights, data = moved(graph, parameters), of_data(graph)
+    written: dict[str, Sequence[Node]] = {}
+    constants = dict(graph.constants)
+    for node in graph.nodes:
+        rewrite = None if node.domain else _REWRITES.get(node.op)
+        places = [place for place, name in enumerate(node.inputs[:2]) if name in weights]
+        if rewrite and len(places) == 1 and node.inputs[1 - places[0]] in data:
+            pen = Pen(graph, facts, f"{node.name}/plain/")
+            rewrite(pen, node, places[0])
+            if pen.nodes:
+                written[node.name] = pen.nodes
+                constants |= pen.constants
+    if not written:
+        return graph
+    nodes = tuple(new for node in graph.nodes for new in written.get(node.name, (node,)))
+    return replace(graph, nodes=nodes, constants=constants)
+
+
+def _gemm(pen: Pen, node: Node, index: int) -> None:
+    """``α·op(A)·op(B) + β·C``, the weight on the right, without α, β and a transposition of data.
+
+    With a bias it is ``β·(x·W + C)`` where ``x`` is the data times ``α / β``.
+    """
+    alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
+    bias = node.inputs[2] if len(node.inputs) > 2 and beta else ""
+    last = beta if bias else 1.0
+    data_turned, weight_turned = (
+        bool(integer(node, name, 0))
+        for name in (("transA", "transB") if index else ("transB", "transA"))
+    )
+    left = index == 0  # yᵀ = x·Wᵀ + Cᵀ
+    x, weight = node.inputs[1 - index], node.inputs[index]
+    if not alpha or (not left and not data_turned and alpha == last == 1):
+        return
+    if data_turned != left:
+        x = pen.op("Transpose", x, perm=(1, 0))
+    if alpha != last:
+        x = pen.op("Mul", x, pen.scalar(alpha / last, node.inputs[0]))
+    if weight_turned != left:
+        weight = pen.op("Transpose", weight, perm=(1, 0))
+    y = pen.op("MatMul", x, weight)
+    if bias:
+        y = pen.op("Add", y, _turned_bias(pen, bias) if left else bias)
+    if left:
+        y = pen.op("Transpose", y, perm=(1, 0))
+    if last != 1:
+        pen.op("Mul", y, pen.scalar(last, node.inputs[0]))
+    pen.nodes[-1] = replace(pen.nodes[-1], outputs=node.outputs)
+
+
+def _turned_bias(pen: Pen, bias: str) -> str:
+    """What is added to the transposed result."""
+    rank = len(pen.facts[bias].shape)
+    if rank == 1:
+        return pen.op("Unsqueeze", bias, pen.constant([1]))
+    return pen.op("Transpose", bias, perm=(1, 0)) if rank else bias
+
+
+def _matmul(pen: Pen, node: Node, index: int) -> None:
+    names = node.inputs[1 - index], node.inputs[index]
+    shapes = [pen.facts[name].shape for name in names]
+    fine = len(shapes[1]) == 2 and (index == 1 or len(shapes[0]) > 2)
+    if fine or len(shapes[0]) < 2:
+        return
+    rank = max(len(shape) for shape in shapes)
+    outer = ascii_lowercase[: rank - 2]
+    inner = ("XS", "SY", "XY") if index == 1 else ("SY", "XS", "XY")
+    if len(shapes[1]) == 1:  # one number a row: the weight is a column
+        inner = (inner[0], "S", inner[0].replace("S", ""))
+    letters = Letters(*(outer + pair for pair in inner))
+    _contract(pen, names, shapes, letters, node.outputs[0])
+
+
+def _einsum(pen: Pen, node: Node, index: int) -> None:
+    equation = text(node, "equation", "").replace(" ", "")
+    if len(node.inputs) != 2 or "->" not in equation or "." in equation:
+        return
+    operands, result = equation.split("->")
+    parts = operands.split(",")
+    names = node.inputs[1 - index], node.inputs[index]
+    letters = Letters(parts[1 - index], parts[index], result)
+    if any(len(set(part)) < len(part) for part in parts):
+        return
+    _contract(pen, names, [pen.facts[name].shape for name in names], letters, node.outputs[0])
+
+
+def _contract(
+    pen: Pen,
+    names: tuple[str, str],
+    shapes: Sequence[tuple[int, ...]],
+    letters: Letters,
+    to: str,
+) -> None:
+    """Write data (the first operand) times a weight, if that is one product of matrices."""
+    data, weight = (
+        dict(zip(spelled[-len(shape) :], shape, strict=True))
+        for spelled, shape in zip((letters.data, letters.weight), shapes, strict=True)
+    )
+    # An operand does not have the axes along which it is stretched to the other's length.
+    own = [
+        {e: side for e, side in sides.items() if not (side == 1 and e in other and e in to_keep)}
+        for sides, other, to_keep in (
+            (data, {e for e, side in weight.items() if side > 1}, letters.result),
+            (weight, data, letters.result),
+        )
+    ]
+    found = Letters("".join(own[0]), "".join(own[1]), letters.result)
+    alike = all(side == own[1].get(e, side) for e, side in own[0].items())
+    if alike and found.is_plain():
+        operands = [
+            _squeezed(pen, name, sides, kept)
+            for name, sides, kept in zip(names, (data, weight), own, strict=True)
+        ]
+        write_product(pen, found, operands[0], operands[1], own[1], to)
+
+
+def _squeezed(pen: Pen, value: str, sides: Mapping[str, int], kept: Mapping[str, int]) -> str:
+    """A value without those axes that are not kept."""
+    axes = [axis for axis, letter in enumerate(sides) if letter not in kept]
+    return pen.op("Squeeze", value, pen.constant(axes)) if axes else value
+
+
+def _group_normalization(pen: Pen, node: Node, index: int) -> None:
+    """Scale and shift as operators of their own where they have one number a group."""
+    if pen.graph.opset >= _SCALE_PER_CHANNEL or index != 1:
+        return
+    x, scale, shift = node.inputs
+    (groups,) = pen.facts[scale].shape
+    neutral = (pen.constant(make(groups, pen.facts[scale].dtype)) for make in (np.ones, np.zeros))
+    normal = f"{node.name}/plain"
+    pen.nodes.append(replace(node, inputs=(x, *neutral), outputs=(normal,), name=normal))
+    y = pen.op("Reshape", normal, pen.constant([0, groups, -1]))
+    one = pen.constant([1])
+    y = pen.op("Mul", y, pen.op("Unsqueeze", scale, one))
+    y = pen.op("Add", y, pen.op("Unsqueeze", shift, one))
+    pen.op("Reshape", y, pen.op("Shape", normal), to=node.outputs[0])
+
+
+_REWRITES: Mapping[str, _Rewrite] = {
+    "Einsum": _einsum,
+    "Gemm": _gemm,
+    "GroupNormalization": _group_normalization,
+    "MatMul": _matmul,
+}

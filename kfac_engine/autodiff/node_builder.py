@@ -1,0 +1,225 @@
+"""Emits the nodes of a backward graph: the pen that every derivative rule writes with.
+
+A rule names forward values freely: each forward value it mentions is *saved* by the forward session
+and fed to the backward session. Where only a size is needed, ``shape`` saves eight bytes an axis
+instead of the value itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2s
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
+
+# TensorProto.DataType codes of the types that carry gradients, for the attribute ``to`` of Cast.
+FLOAT_CODES: Mapping[str, int] = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
+_INT64 = 7  # TensorProto.INT64
+
+
+class Builder:
+    """Collects nodes for the backward graph and extra nodes for the forward graph.
+
+    Args:
+        graph: The forward graph; its value names are operands a rule may use.
+        facts: Element type and shape of every forward value, from a sample run.
+
+    Attributes:
+        nodes: Nodes of the backward graph, in topological order.
+        forward_nodes: Nodes to append to the forward graph, in topological order.
+        constants: Constants that either kind of node reads.
+        leaves: Results of backward nodes that could be made elsewhere, and how; rules add to it.
+    """
+
+    def __init__(self, graph: Graph, facts: Mapping[str, Fact]) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+        self.forward_nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+        self.leaves: dict[str, KernelGradient] = {}
+        self._facts = facts
+        self._forward_values = set(graph.values())
+        self._count = 0
+
+    # -- emitting -----------------------------------------------------------------------------
+
+    def op(self, op: str, *inputs: str, domain: str = "", **attributes: AttributeValue) -> str:
+        """Add a one-output node to the backward graph; returns the name of its result."""
+        return self.multi(op, inputs, 1, domain=domain, **attributes)[0]
+
+    def multi(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        outputs: int,
+        *,
+        domain: str = "",
+        **attributes: AttributeValue,
+    ) -> tuple[str, ...]:
+        """Add a node with several outputs to the backward graph; returns their names."""
+        names = tuple(self._fresh(op) for _ in range(outputs))
+        node = Node(op, tuple(inputs), names, attributes, name=f"node_{names[0]}", domain=domain)
+        self.nodes.append(node)
+        return names
+
+    def forward(
+        self, op: str, *inputs: str, outputs: int = 1, **attributes: AttributeValue
+    ) -> tuple[str, ...]:
+        """Add a node to the *forward* graph; its operands are forward values and constants.
+
+        Names follow from content, so equal calls share one node, across builders too. Only those
+        results that backward nodes read are saved.
+        Attributes must be hashable (numbers, strings, tuples).
+
+        Returns:
+            The names of the results.
+        """
+        return self._forward(op, inputs, outputs, attributes)
+
+    def repeat(self, node: Node, *inputs: str, outputs: int = 1) -> tuple[str, ...]:
+        """Add the operation of ``node`` on other operands to the forward graph."""
+        return self._forward(node.op, inputs, outputs, node.attributes)
+
+    def append(self, node: Node, constants: Mapping[str, Array]) -> None:
+        """Add a node to the *forward* graph that names its results itself; the same one once.
+
+        Args:
+            node: Of forward values, and of ``constants``.
+            constants: By name.
+        """
+        if node.outputs[0] not in self._forward_values:
+            self.constants.update(constants)
+            self.forward_nodes.append(node)
+            self._forward_values.update(node.outputs)
+
+    def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
+        """A constant, usable in both graphs; equal ones are stored once. Integers become int64."""
+        array = np.asarray(value, dtype=dtype)
+        name = f"constant_{_digest(array.dtype.name, array.shape, array.tobytes())}"
+        self.constants[name] = array
+        return name
+
+    def scalar(self, value: float, like: str) -> str:
+        """A 0-d constant with the element type of the forward value ``like``."""
+        return self.constant(np.asarray(value, dtype=self.dtype(like)))
+
+    # -- facts about forward values ---------------------------------------------------------------
+
+    def is_forward(self, name: str) -> bool:
+        """Whether ``name`` is a value of the forward graph (its extra nodes included)."""
+        return name in self._forward_values
+
+    def dtype(self, name: str) -> DType:
+        """Element type of a forward value."""
+        return self._facts[name].dtype
+
+    def rank(self, name: str) -> int:
+        """Number of axes of a forward value."""
+        return len(self._facts[name].shape)
+
+    def sides(self, name: str) -> tuple[int, ...]:
+        """Shape of a forward value in the sample run.
+
+        For constants and parameters it holds always. For other values only its length and *which
+        sides are one* hold for every batch: take sizes from ``shape`` or ``count``.
+
+        Returns:
+            One size an axis.
+        """
+        return self._facts[name].shape
+
+    def shape(self, name: str) -> str:
+        """The run-time shape of a forward value: ``(rank,)``, int64."""
+        if name in self.graph.constants:
+            return self.constant(self.sides(name), "int64")
+        return self.forward("Shape", name)[0]
+
+    def count(self, name: str, axes: Sequence[int]) -> str:
+        """The run-time number of elements of a forward value along ``axes``: 0-d, in its type."""
+        kept = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))[0]
+        product = self.forward("ReduceProd", kept, keepdims=0)[0]
+        return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])[0]
+
+    # -- shared pieces of rules --------------------------------------------------------------------
+
+    def reshape_like(self, g: str, like: str) -> str:
+        """``g`` with the run-time shape of the forward value ``like``."""
+        # A size of zero is meant: without `allowzero` it would copy a size of ``g``.
+        return self.op("Reshape", g, self.shape(like), allowzero=1)
+
+    def pad(self, value: str, pads: str, axes: str, rank: int) -> str:
+        """``value`` with zeros around it: ``pads`` before and after, one each of ``axes``."""
+        # ONNX Runtime 1.31 moves a Transpose past a Pad without a look at its operand `axes`, which
+        # permutes the wrong entries: all axes are named, in order.
+        known = self.constants.get(axes, self.graph.constants.get(axes))
+        if known is None:
+            least = self.forward(
+                "Mod", self.forward("Cast", axes, to=_INT64)[0], self.constant(rank)
+            )
+            last = self.forward("Add", least[0], self.constant(rank))
+            places = self.forward("Concat", *least, *last, axis=0)[0]
+        else:
+            places = self.constant([*(known % rank), *(known % rank + rank)])
+        none = self.constant([0] * 2 * rank)
+        return self.op("Pad", value, self.op("ScatterElements", none, places, pads, axis=0))
+
+    def cast_like(self, value: str, like: str) -> str:
+        """``value`` in the element type of the forward value ``like``: True becomes one."""
+        return self.op("Cast", value, to=FLOAT_CODES[self.dtype(like).name])
+
+    def zeros(self, like: str) -> str:
+        """Zeros with the run-time shape and the element type of the forward value ``like``."""
+        zero = np.zeros(1, dtype=self.dtype(like))
+        return self.op("ConstantOfShape", self.shape(like), value=zero)
+
+    def unbroadcast(self, g: str, result: str, operand: str) -> str:
+        """Adjoint of broadcasting ``operand`` to ``result``: sums ``g`` over the stretched axes.
+
+        Args:
+            g: Has the shape of the forward value ``result``.
+            result: Forward value with the broadcast shape.
+            operand: Forward value that was broadcast; the outcome has its shape.
+
+        Returns:
+            The name of the sum; ``g`` itself where nothing was stretched.
+        """
+        wide, narrow = self.sides(result), self.sides(operand)
+        lead = len(wide) - len(narrow)
+        stretched = [
+            axis
+            for axis in range(len(wide))
+            if axis < lead or (narrow[axis - lead] == 1 and wide[axis] != 1)
+        ]
+        if not stretched:
+            return g
+        summed = self.op("ReduceSum", g, self.constant(stretched, "int64"), keepdims=1)
+        return summed if lead == 0 else self.reshape_like(summed, operand)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _forward(
+        self,
+        op: str,
+        inputs: tuple[str, ...],
+        outputs: int,
+        attributes: Mapping[str, AttributeValue],
+    ) -> tuple[str, ...]:
+        for name in inputs:
+            assert not name or name in self._forward_values or name in self.constants, name
+        digest = _digest(op, inputs, outputs, sorted(attributes.items()))
+        names = tuple(f"forward_{op}_{digest}_{index}" for index in range(outputs))
+        if names[0] not in self._forward_values:
+            self.forward_nodes.append(Node(op, inputs, names, attributes, name=f"node_{names[0]}"))
+            self._forward_values.update(names)
+        return names
+
+    def _fresh(self, hint: str) -> str:
+        self._count += 1
+        name = f"vjp_{hint}_{self._count}"
+        return name if name not in self._forward_values else self._fresh(hint)
+
+
+def _digest(*content: object) -> str:
+    return blake2s(repr(content).encode(), digest_size=8).hexdigest()

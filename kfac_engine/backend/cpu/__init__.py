@@ -1,0 +1,1 @@
+"""The NumPy and SciPy backend."""

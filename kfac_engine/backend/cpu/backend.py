@@ -1,0 +1,256 @@
+"""The NumPy backend: the definition of each primitive."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import Array
+from kfac_engine.backend import channel_groups, patch_sums
+from kfac_engine.backend.cpu import (
+    batched_inverse,
+    gram,
+    grouped_gram,
+    im2col,
+    inverse,
+    patch_gram,
+    reductions,
+    threaded_matmul,
+)
+from kfac_engine.backend.cpu.syrk import threads_for
+from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
+from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import BackendError
+
+SCRATCH_BYTES = 64 << 20
+
+
+class NumpyBackend:
+    """Primitives on NumPy arrays.
+
+    Args:
+        scratch_bytes: Upper bound of the working memory of one primitive.
+        threads: That share the work of one primitive; by default as ``Workers`` has it.
+    """
+
+    name = "numpy"
+
+    def __init__(self, *, scratch_bytes: int = SCRATCH_BYTES, threads: int | None = None) -> None:
+        self.scratch_bytes = scratch_bytes
+        self.workers = Workers(threads)
+
+    @property
+    def xp(self) -> ModuleType:
+        return np
+
+    def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
+        # In float64, one at a time: the matrix, damped, and its inverse, mirrored; or the matrix,
+        # its vectors and LAPACK's work of twice its size.
+        return max(min(self.scratch_bytes, copied), 8 * 2 * inverted, 8 * 5 * decomposed), False
+
+    def reserve(self, kept: int) -> None:
+        del kept  # of the host's memory, which is given out as it is used
+
+    def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
+        array = as_array(value)
+        if not isinstance(array, np.ndarray):
+            raise BackendError(
+                f"the numpy backend cannot read a {type(array).__module__} array on a device; "
+                f"copy it to the host first (cupy.asnumpy)."
+            )
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def to_numpy(self, array: Array) -> Array:
+        return array
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        return [np.array(array, np.float64) for array in arrays]
+
+    def share(self, tasks: Sequence[Task]) -> None:
+        share(tasks, self.workers)
+
+    def bands(self, length: int, work: float) -> list[slice]:
+        return self.workers.bands(length) if work >= WORTH_WAKING else [slice(0, length)]
+
+    def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        return threaded_matmul.matmul(x, y, out, self.workers)
+
+    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+        threaded_matmul.add_outer(out, x, y, alpha, beta)
+
+    def second_moment(
+        self,
+        x: Array,
+        out: Array,
+        *,
+        feature_axis: int = -1,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        gram.second_moment(
+            x if feature_axis == -1 else np.moveaxis(x, feature_axis, -1),
+            out,
+            homogeneous=homogeneous,
+            alpha=alpha,
+            beta=beta,
+            scratch_bytes=self._scratch(),
+            workers=self.workers,
+        )
+
+    def mirror(self, moment: Array) -> None:
+        gram.mirror(moment, self.workers)
+
+    def patch_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        patch_gram.patch_second_moment(
+            x,
+            window,
+            out,
+            homogeneous=homogeneous,
+            alpha=alpha,
+            beta=beta,
+            scratch_bytes=self._scratch(),
+            workers=self.workers,
+        )
+
+    def patches(self, x: Array, window: Window) -> Array:
+        return im2col.patches(x, window)
+
+    def patch_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        patch_sums.add_patch_squares(x, window, out, np, alpha=alpha, beta=beta)
+
+    def grouped_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        grouped_gram.grouped_second_moment(
+            x,
+            window,
+            out,
+            homogeneous=homogeneous,
+            alpha=alpha,
+            beta=beta,
+            scratch_bytes=self._scratch(),
+            workers=self.workers,
+        )
+
+    def squared_gradients(
+        self,
+        x: Array,
+        window: Window,
+        ds: Array,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        scratch, size = self._scratch(), out.size * out.itemsize
+        threads = threads_for(ds.size * out.shape[1], self.workers)
+        parts = max(1, min(threads, len(ds), scratch // max(2 * size, 1)))
+        alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
+
+        def add(part: slice, room: Array, beta: float) -> None:
+            own = alone, x[part], window, ds[part], room
+            channel_groups.squared_gradients(*own, homogeneous=homogeneous, alpha=alpha, beta=beta)
+
+        grouped_gram.squared_gradients(add, len(ds), out, beta, parts, self.workers)
+
+    def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
+        return reductions.example_sums(x, ds, axes)
+
+    def count_ids(self, ids: Array, rows: int) -> Array:
+        flat = ids.reshape(-1)
+        return np.bincount(flat[(flat >= 0) & (flat < rows)], minlength=rows)
+
+    def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
+        return channel_groups.draw_classes(self, logits, uniforms, axis)
+
+    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
+        channel_groups.add_scaled(out, measured, alpha, beta)
+
+    def damped_inverse(self, matrix: Array, damping: float) -> Array:
+        return inverse.damped_inverse(matrix, damping, self.workers)
+
+    def damped_cholesky(self, matrix: Array, damping: float) -> Array:
+        return inverse.damped_cholesky(matrix, damping, self.workers)
+
+    def triangular_inverse(self, lower: Array) -> Array:
+        return inverse.triangular_inverse(lower, self.workers)
+
+    def eigh(self, matrix: Array) -> tuple[Array, Array]:
+        return inverse.eigh(matrix, self.workers)
+
+    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return batched_inverse.damped_inverses(matrices, dampings, self.workers, self.scratch_bytes)
+
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        found = self.damped_inverses(matrices, dampings)
+        return lambda: found
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return batched_inverse.damped_choleskys(
+            matrices, dampings, self.workers, self.scratch_bytes
+        )
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        return batched_inverse.triangular_inverses(lowers, self.workers, self.scratch_bytes)
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        return batched_inverse.eighs(matrices, self.workers, self.scratch_bytes)
+
+    def inverse_roots(
+        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
+    ) -> list[Array | None]:
+        del dampings, degrees  # products of whole matrices take longer than eigenvectors
+        return [None] * len(matrices)
+
+    def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
+        found: dict[int, float] = {}
+
+        def measure(index: int, array: Array) -> None:
+            found[index] = reductions.squared_norm(array)
+
+        tasks = [Task(TO_READ * x.size, partial(measure, i, x)) for i, x in enumerate(arrays)]
+        self.share(tasks)
+        return [found[index] for index in range(len(arrays))]
+
+    def are_finite(self, arrays: Sequence[Array]) -> Array:
+        found: dict[int, bool] = {}
+
+        def judge(index: int, array: Array) -> None:
+            found[index] = reductions.all_finite(array)
+
+        self.share([Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)])
+        return np.array([found[index] for index in range(len(arrays))], bool)
+
+    def rng(self, seed: int) -> np.random.Generator:
+        return np.random.default_rng(seed)
+
+    def _scratch(self) -> int:
+        """Working memory of one primitive: of those side by side in tasks, each has a share."""
+        free = len(self.workers.bands(self.workers.count))
+        return self.scratch_bytes * free // self.workers.count

@@ -1,0 +1,219 @@
+"""Second moments of rows: SYRK onto the lower triangle, from views where BLAS can read them.
+
+No row is ever extended by its one: the moment with a homogeneous coordinate is bordered by the sum
+of the rows and their number.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.backend.cpu import blas
+from kfac_engine.backend.cpu.batched_gram import thin_moment, thin_stack
+from kfac_engine.backend.cpu.syrk import accumulate, parts_for, scale
+from kfac_engine.backend.threads import Workers, single_threaded_blas
+from kfac_engine.errors import ShapeError
+
+# Copies are made in pieces that stay in the cache; from 1 to 16 MB it makes no difference.
+CHUNK_BYTES = 4 << 20
+_MIRROR_BLOCK = 256
+# Sides below which one thread copies a triangle in less than a millisecond.
+_SHARED_MIRROR = 1024
+_ABOVE = np.triu(np.ones((_MIRROR_BLOCK, _MIRROR_BLOCK), bool), 1)
+# Images of fewer pixels are copied and joined: a SYRK on so few rows mostly reads and writes its
+# result. On 784 rows of 64 to 2048 channels views save 3 to 10 %, on 196 they lose up to 40 %.
+_FEW_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What the homogeneous coordinate adds to a second moment.
+
+    Attributes:
+        sums: Sum of the rows, ``(d,)``, float64.
+        count: Number of rows.
+    """
+
+    sums: Array
+    count: int
+
+
+def second_moment(
+    x: Array,
+    out: Array,
+    *,
+    homogeneous: bool,
+    alpha: float,
+    beta: float,
+    scratch_bytes: int,
+    workers: Workers,
+) -> None:
+    """Lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+
+    Args:
+        x: ``(…, d)``, any strides; accumulated in the dtype of ``out``.
+        out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last; C-contiguous.
+        homogeneous: Whether each row ends with an implicit one.
+        alpha: Scale of the new moment.
+        beta: Scale of the old one; zero overwrites.
+        scratch_bytes: Bound of the working memory, that of all threads together.
+        workers: Threads.
+
+    Raises:
+        ShapeError: ``out`` is not of this shape and layout.
+    """
+    d, rows = x.shape[-1], prod(x.shape[:-1])
+    check_out(out, d + homogeneous)
+    stack = None if homogeneous else thin_stack(x, out.dtype)
+    if stack is not None:
+        with single_threaded_blas():
+            thin_moment(
+                stack, out, alpha=alpha, beta=beta, scratch_bytes=scratch_bytes, workers=workers
+            )
+        return
+    spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
+    parts = cut_rows(x, parts_for(rows, d, workers, spare))
+    chunk_bytes = min(CHUNK_BYTES, scratch_bytes) // len(parts)
+    sums = [np.zeros(d) for _ in parts]
+    pieces = [matrices(part, out.dtype, chunk_bytes) for part in parts]
+    with single_threaded_blas():
+        accumulate(pieces, out[:d, :d], alpha, beta, workers, sums if homogeneous else ())
+    if homogeneous:
+        write_border(out, Border(sum(sums[1:], sums[0]), rows), alpha, beta)
+
+
+def check_out(out: Array, side: int) -> None:
+    """Refuse a result that the moment cannot be accumulated in.
+
+    Args:
+        out: To be ``(side, side)``, C-contiguous, float32 or float64.
+        side: Of the moment.
+
+    Raises:
+        ShapeError: It is not.
+    """
+    if out.shape != (side, side) or not out.flags.c_contiguous or out.dtype.char not in "fd":
+        raise ShapeError(
+            f"a second moment needs a C-contiguous float32 or float64 result of shape "
+            f"{(side, side)}, got {out.dtype} of shape {out.shape} and strides {out.strides}."
+        )
+
+
+def cut_rows(x: Array, count: int) -> list[Array]:
+    """The rows in so many parts of about equal size, or in fewer where no axis is long enough.
+
+    Args:
+        x: ``(…, d)``.
+        count: Of parts.
+
+    Returns:
+        Views ``(…, d)``.
+    """
+    if count == 1 or x.ndim == 1:
+        return [x]
+    lengths = x.shape[:-1]
+    # Parts of the first axis lie closest together; one too short for equal parts is passed over.
+    equal = (i for i, length in enumerate(lengths) if length % count == 0 or length > 8 * count)
+    axis = next(equal, int(np.argmax(lengths)))
+    return np.array_split(x, min(count, lengths[axis]), axis=axis)
+
+
+def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
+    """Last row of ``out ← beta·out + alpha·(sums, count)``.
+
+    Args:
+        out: ``(d + 1, d + 1)``.
+        border: Sums ``(d,)`` and count.
+        alpha: Scale of the new moment.
+        beta: Scale of the old one; zero overwrites.
+    """
+    scale(out[-1], beta)
+    out[-1, :-1] += (alpha * border.sums).astype(out.dtype)
+    out[-1, -1] += alpha * border.count
+
+
+def mirror(matrix: Array, workers: Workers | None = None) -> None:
+    """Copy the lower triangle onto the upper one, in blocks that fit a cache.
+
+    Args:
+        matrix: ``(…, d, d)``, changed in place.
+        workers: Threads that share a large matrix.
+    """
+    side = matrix.shape[-1]
+    tasks = [partial(_mirror_rows, matrix, i) for i in range(0, side, _MIRROR_BLOCK)]
+    if workers is not None and side >= _SHARED_MIRROR:
+        workers.run(reversed(tasks))
+        return
+    for task in tasks:
+        task()
+
+
+def _mirror_rows(matrix: Array, start: int) -> None:
+    """Copy some rows left of the diagonal to the columns above it."""
+    rows = slice(start, start + _MIRROR_BLOCK)
+    for j in range(0, start, _MIRROR_BLOCK):
+        columns = slice(j, j + _MIRROR_BLOCK)
+        matrix[..., columns, rows] = matrix[..., rows, columns].swapaxes(-1, -2)
+    block = matrix[..., rows, rows]
+    side = block.shape[-1]
+    np.copyto(block, block.swapaxes(-1, -2).copy(), where=_ABOVE[:side, :side])
+
+
+def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
+    """The rows of ``x`` as matrices that BLAS can read, views where possible.
+
+    Args:
+        x: ``(…, d)``, any strides.
+        dtype: Wanted; float32 or float64.
+        chunk_bytes: Largest copy made at a time.
+
+    Yields:
+        ``(d, k)``; together all rows, in any order. The next may lie where the last one did.
+    """
+    if not x.size:
+        return
+    x = x if x.ndim > 1 else x[None]
+    whole = _merged(x, dtype)
+    if whole is not None:
+        yield whole
+    elif prod(x.shape[1:-1]) >= _FEW_ROWS and _merged(x[0], dtype) is not None:
+        for part in x:  # parts of equal shape and strides
+            view = _merged(part, dtype)
+            assert view is not None
+            yield view
+    else:
+        numbers = max(chunk_bytes // dtype.itemsize, x.shape[-1])
+        yield from _copies(x, np.empty(min(numbers, x.size), dtype))
+
+
+def _merged(x: Array, dtype: DType) -> Array | None:
+    """``x`` as one matrix ``(d, rows)`` without a copy, if dtype and strides allow."""
+    axes = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
+    if x.dtype != dtype or any(
+        x.strides[a] != x.strides[b] * x.shape[b] for a, b in pairwise(axes)
+    ):
+        return None
+    rows = x.reshape(-1, x.shape[-1]).T
+    return rows if blas.layout(rows) else None
+
+
+def _copies(x: Array, room: Array) -> Iterator[Array]:
+    """The rows of ``x`` copied into ``room`` a chunk at a time, features inner- or outermost."""
+    part_size = prod(x.shape[1:])
+    if part_size > room.size:
+        for part in x:
+            yield from _copies(part, room)
+        return
+    innermost = abs(x.strides[-1]) <= min(abs(stride) for stride in x.strides[:-1])
+    for start in range(0, len(x), room.size // part_size):
+        chunk = x[start : start + room.size // part_size]
+        if not innermost:
+            chunk = np.moveaxis(chunk, -1, 0)
+        copy = room[: chunk.size].reshape(chunk.shape)
+        copy[...] = chunk
+        yield copy.reshape(-1, x.shape[-1]).T if innermost else copy.reshape(x.shape[-1], -1)

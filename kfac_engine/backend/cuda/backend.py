@@ -1,0 +1,388 @@
+"""The CuPy backend: the primitives of the NumPy one, on a GPU, by our kernels and CUDA's libraries.
+
+Nothing here copies an array to the host; what must be decided on the host (is it finite, did a
+factorisation succeed) reads a single number.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import Array
+from kfac_engine.backend import channel_groups, patch_sums
+from kfac_engine.backend.cpu.reductions import summed_in
+from kfac_engine.backend.cuda.device import CupyDevice
+from kfac_engine.backend.cuda.grouped_gram import GroupProducts, entries_first, few_axes
+from kfac_engine.backend.cuda.inverse import CupyInverses
+from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES, inverse_roots
+from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.namespace import detached
+from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.window import Window, pointwise
+from kfac_engine.errors import ShapeError
+from kfac_engine.kernels.averages import count_ids, update_average
+from kfac_engine.kernels.finite import find_infinite
+from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.moments import mirror
+from kfac_engine.kernels.patches import write_patches
+
+SCRATCH_BYTES = 256 << 20
+
+# Types that kernels compute with, in float32.
+_COMPUTED = frozenset({"float32", "float16", "bfloat16"})
+
+# Two TF32 numbers for each factor: float32's accuracy at the speed of tensor cores.
+_SPLIT = 3
+
+
+class CupyBackend:
+    """Primitives on CuPy arrays.
+
+    Args:
+        device: The GPU; the current one when left out.
+        scratch_bytes: Upper bound of the working memory of one primitive.
+        split: TF32 numbers that factors of patch products are split into on tensor cores: 3 keeps
+            float32's accuracy, 1 does not, 0 takes FP32 units. By default 3 where there are any.
+
+    Attributes:
+        tf32: Whether products round float32 numbers to TF32.
+
+    Raises:
+        BackendError: There is no usable GPU.
+    """
+
+    name = "cupy"
+
+    def __init__(
+        self,
+        device: CupyDevice | None = None,
+        *,
+        scratch_bytes: int = SCRATCH_BYTES,
+        split: int | None = None,
+    ) -> None:
+        self.device = device or CupyDevice()
+        self.scratch_bytes = scratch_bytes
+        if split is None or not self.device.tensor_cores:
+            split = _SPLIT if self.device.tensor_cores else 0
+        self.tf32 = split == 1
+        self._inverses = CupyInverses(self.device, scratch_bytes)
+        self._moments = PatchMoments(self.device, scratch_bytes, split)
+        self._groups = GroupProducts(self.device, scratch_bytes)
+
+    @property
+    def xp(self) -> ModuleType:
+        return self.device.xp
+
+    def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
+        del copied  # what is reserved is not given back
+        # On the current stream, and on those of refreshes: there one matrix may need more.
+        largest = MOST_COPIES * 8 * max(inverted, decomposed)
+        return self.scratch_bytes + max(self.scratch_bytes, largest), True
+
+    def reserve(self, kept: int) -> None:
+        self.device.reserve(kept, self.scratch_bytes)
+
+    def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
+        if _is_foreign(value, self.xp):
+            value = detached(value)
+            value = self.xp.from_dlpack(value) if _on_gpu(value) else np.from_dlpack(value)  # type: ignore[arg-type] # it has the protocol
+        array: Array = self.xp.asarray(value, dtype)
+        return array
+
+    def to_numpy(self, array: Array) -> Array:
+        return array if isinstance(array, np.ndarray) else self.device.download(array)
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        if not arrays:
+            return []
+        # Widened type by type: an array alone would be a launch of its own.
+        kinds: dict[str, list[int]] = {}
+        for i, array in enumerate(arrays):
+            kinds.setdefault(array.dtype.name, []).append(i)
+        order = [i for which in kinds.values() for i in which]
+        wide = [
+            self.xp.concatenate([arrays[i].reshape(-1) for i in which]).astype(np.float64)
+            for which in kinds.values()
+        ]
+        host = self.device.download(self.xp.concatenate(wide))
+        ends = np.cumsum([arrays[i].size for i in order])
+        parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
+        return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
+
+    def share(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:  # each is begun on the device while those before still run there
+            task.do()
+
+    def bands(self, length: int, work: float) -> list[slice]:
+        del work  # a kernel has threads of its own
+        return [slice(0, length)]
+
+    def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        product: Array = self.xp.matmul(x, y, out=out)
+        return product
+
+    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+        out *= beta
+        out += x[:, None] * (alpha * y)
+
+    def second_moment(
+        self,
+        x: Array,
+        out: Array,
+        *,
+        feature_axis: int = -1,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        axis = feature_axis % x.ndim
+        if axis != x.ndim - 1 and out.dtype == np.float32 and x.dtype != np.float64:
+            # Features outside, as channels of images are: pixels are read where they lie.
+            images = _as_images(x, axis)
+            window = pointwise(images.ndim - 2)
+            self.patch_second_moment(
+                images, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+            )
+            return
+        rows = self.xp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
+        self._check_out(out, rows.shape[1] + homogeneous)
+        self._add_rows(rows, out, homogeneous, alpha, beta)
+
+    def mirror(self, moment: Array) -> None:
+        del moment  # kernels write both triangles
+
+    def patch_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        self._fit_scratch()
+        if out.dtype == np.float32 and x.dtype != np.float64:
+            self._moments.add(x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta)
+            return
+        # Double precision: patches written out, some images at a time.
+        features = window.taps * x.shape[1]
+        self._check_out(out, features + homogeneous)
+        positions = prod(window.output_shape(x.shape[2:]))
+        step = max(1, self.scratch_bytes // (8 * features * positions))
+        for start in range(0, len(x), step):
+            rows = self.patches(x[start : start + step], window).reshape(-1, features)
+            self._add_rows(rows, out, homogeneous, alpha, beta)
+            beta = 1.0
+
+    def patches(self, x: Array, window: Window) -> Array:
+        geometry = self._moments.geometry(x, window)
+        features = window.taps * x.shape[1]
+        found = self.device.empty((len(x), geometry.positions, features), x.dtype)
+        write_patches(self.device, x, found, geometry)
+        return found
+
+    def patch_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        if out.dtype != np.float32 or x.dtype == np.float64:
+            patch_sums.add_patch_squares(x, window, out, self.xp, alpha=alpha, beta=beta)
+            return
+        patch_sums.check_line(x, window, out)
+        x, window = few_axes(x, window)
+        self._moments.add_squares(x, window, out, alpha=alpha, beta=beta)
+
+    def grouped_second_moment(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        self._fit_scratch()
+        if out.dtype == np.float32 and x.dtype != np.float64:
+            self._groups.add_moments(
+                x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+            )
+            return
+        channel_groups.grouped_second_moment(
+            self, x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
+        )
+
+    def squared_gradients(
+        self,
+        x: Array,
+        window: Window,
+        ds: Array,
+        out: Array,
+        *,
+        homogeneous: bool = False,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        self._fit_scratch()
+        scales = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+        # Examples of a single row are products of matrices, for which there is a library.
+        if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
+            channel_groups.squared_gradients(self, x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
+            return
+        kind = x.dtype if x.dtype == ds.dtype else np.dtype(np.float32)
+        x, window = few_axes(x, window)
+        x, ds = (array.astype(kind, copy=False) for array in (x, ds))
+        self._groups.add_squares(x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
+
+    def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
+        x = self.xp.broadcast_to(x, ds.shape)
+        pair = entries_first(x, axes), entries_first(ds, axes)
+        if _is_double(x, ds) or x.dtype != ds.dtype or pair[0] is None or pair[1] is None:
+            return channel_groups.example_sums(self, x, ds, axes)
+        sums = self.device.empty((len(ds), 2 * pair[1].shape[1]), np.float32)
+        sum_examples(self.device, pair[0], pair[1], sums)
+        return sums
+
+    def count_ids(self, ids: Array, rows: int) -> Array:
+        counts: Array = self.xp.zeros(rows, np.int32)
+        count_ids(self.device, self.xp.ascontiguousarray(ids, np.int64), counts)
+        return counts
+
+    def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
+        uniforms = self.asarray(uniforms, np.float64)
+        if logits.dtype == np.float64:
+            return channel_groups.draw_classes(self, logits, uniforms, axis)
+        ids = self.device.empty(uniforms.shape, np.int64)
+        axis %= logits.ndim
+        outer, inner = prod(logits.shape[:axis]), prod(logits.shape[axis + 1 :])
+        rows = self.xp.ascontiguousarray(logits).reshape(outer, logits.shape[axis], inner)
+        draw_classes(self.device, rows, self.xp.ascontiguousarray(uniforms), ids)
+        return ids
+
+    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
+        plain = out.flags.c_contiguous and measured.flags.c_contiguous
+        known = out.dtype == np.float32 and measured.dtype.name in _COMPUTED
+        if plain and known and out.shape == measured.shape:
+            update_average(self.device, out, measured, alpha, beta)
+            return
+        channel_groups.add_scaled(out, measured, alpha, beta)
+
+    def damped_inverse(self, matrix: Array, damping: float) -> Array:
+        return self.damped_inverses([matrix], [damping])[0]
+
+    def damped_cholesky(self, matrix: Array, damping: float) -> Array:
+        return self._inverses.damped_choleskys([matrix], [damping])[0]
+
+    def triangular_inverse(self, lower: Array) -> Array:
+        return self._inverses.triangular_inverses([lower])[0]
+
+    def eigh(self, matrix: Array) -> tuple[Array, Array]:
+        return self._inverses.eighs([matrix])[0]
+
+    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return self.begin_damped_inverses(matrices, dampings)()
+
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        return self._inverses.begin_damped_inverses(matrices, dampings)
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        return self._inverses.damped_choleskys(matrices, dampings)
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        return self._inverses.triangular_inverses(lowers)
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        return self._inverses.eighs(matrices)
+
+    def inverse_roots(
+        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
+    ) -> list[Array | None]:
+        return inverse_roots(self.device, self._inverses, matrices, dampings, degrees)
+
+    def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
+        sums = [self._squared_norm(array) for array in arrays]
+        return [float(total) for total in self.download(sums)]
+
+    def are_finite(self, arrays: Sequence[Array]) -> Array:
+        flags: Array = self.xp.ones(len(arrays), np.int32)
+        launched: dict[str, list[int]] = {"float32": [], "float64": []}
+        for i, array in enumerate(arrays):
+            if array.dtype.name in launched and array.flags.c_contiguous:
+                launched[array.dtype.name].append(i)
+            else:
+                flags[i] = self.xp.isfinite(array).all()
+        for which in filter(None, launched.values()):
+            own = self.xp.ones(len(which), np.int32)
+            find_infinite(self.device, [arrays[i] for i in which], own)
+            flags[self.device.upload(np.array(which))] = own
+        return flags
+
+    def rng(self, seed: int) -> np.random.Generator:
+        return np.random.default_rng(seed)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _fit_scratch(self) -> None:
+        """Plan for the working memory that the device has: where it is short, for less for good.
+
+        Asked before anything is written: what was begun could not be begun again.
+        """
+        given = self.device.affordable(self.scratch_bytes)
+        self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = given
+
+    def _squared_norm(self, x: Array) -> Array:
+        flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)
+        total: Array = flat @ flat
+        return total
+
+    def _add_rows(
+        self, rows: Array, out: Array, homogeneous: bool, alpha: float, beta: float
+    ) -> None:
+        """``out ← beta·out + alpha·rowsᵀ rows``, both triangles, a part of the rows at a time."""
+        xp = self.xp
+        self._fit_scratch()
+        step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step].astype(out.dtype, copy=False)
+            if homogeneous:
+                part = xp.concatenate([part, xp.ones((len(part), 1), out.dtype)], axis=1)
+            self.device.add_gram(xp.ascontiguousarray(part), out, alpha, beta)
+            beta = 1.0
+        if out.dtype == np.float32:
+            mirror(self.device, out)
+        else:
+            out[...] = xp.tril(out) + xp.tril(out, -1).T
+
+    def _check_out(self, out: Array, side: int) -> None:
+        if out.shape != (side, side) or not out.flags.c_contiguous or out.dtype.char not in "fd":
+            raise ShapeError(
+                f"a second moment needs a C-contiguous float32 or float64 result of shape "
+                f"{(side, side)}, got {out.dtype} of shape {out.shape}."
+            )
+
+
+def _is_foreign(value: object, xp: ModuleType) -> bool:
+    """Whether a value is an array of a third library, which shares it by DLPack."""
+    return hasattr(value, "__dlpack_device__") and not isinstance(value, np.ndarray | xp.ndarray)
+
+
+def _on_gpu(value: object) -> bool:
+    """Whether an array of another library lies on a CUDA device (DLPack's device type 2)."""
+    kind, _ = value.__dlpack_device__()  # type: ignore[attr-defined] # the caller has looked
+    return bool(kind == 2)
+
+
+def _as_images(x: Array, axis: int) -> Array:
+    """``x`` as images ``(n, channels, *sides)`` of at most three axes, a view where possible."""
+    lead, tail = x.shape[:axis], x.shape[axis + 1 :]
+    sides = tail if len(tail) <= 3 else (prod(tail),)
+    return x.reshape(prod(lead), x.shape[axis], *sides)
+
+
+def _is_double(*arrays: Array) -> bool:
+    return any(array.dtype == np.float64 for array in arrays)

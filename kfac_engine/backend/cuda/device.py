@@ -1,0 +1,216 @@
+"""The GPU through CuPy: calls that only a GPU can answer are here and in ``solvers``.
+
+CuPy is imported when a device is made, not before: it is an extra, and takes its time. Tests run
+everything above this file on a CPU, with a stand-in for CuPy; what is listed here is checked on a
+device by ``tests/gpu``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cuda.solvers import Solvers
+from kfac_engine.errors import BackendError, MemoryLimitError
+from kfac_engine.kernels.launch import Launch
+
+_PROBE = """
+extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }
+"""
+# Kernels hold 64-bit offsets and tensor cores' instructions; older devices have neither.
+_OLDEST = 70
+# Less scratch than this is not worth trying.
+_LEAST_SCRATCH = 1 << 20
+
+_T = TypeVar("_T")
+
+
+class CupyDevice:
+    """The current CUDA device.
+
+    Raises:
+        BackendError: CuPy is not installed, there is no device, or it fails a small computation.
+
+    Attributes:
+        xp: CuPy.
+        processors: Multiprocessors.
+        name: What the device calls itself, with its compute capability and memory.
+        capability: Compute capability, ``90`` for 9.0.
+        tensor_cores: Whether the device multiplies TF32 numbers.
+        solvers: Factorisations of stacks of matrices.
+    """
+
+    def __init__(self) -> None:
+        self.xp = _cupy()
+        cuda = self.xp.cuda
+        try:
+            properties = cuda.runtime.getDeviceProperties(cuda.Device().id)
+            self.capability = 10 * properties["major"] + properties["minor"]
+            self.processors = int(properties["multiProcessorCount"])
+            self.memory = int(properties["totalGlobalMem"])
+            name = properties["name"].decode()
+            self._prove()
+            self.solvers = Solvers(self.xp)
+        except (RuntimeError, OSError, ImportError, AttributeError) as failure:
+            raise BackendError(f"the GPU cannot be used: {_first_line(failure)}.") from failure
+        self.name = f"{name}, compute capability {self.capability / 10}, {self.memory >> 30} GiB"
+        self.tensor_cores = self.capability >= 80
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    # -- kernels ----------------------------------------------------------------------------------
+
+    def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
+        """Kernel ``name`` of a source, compiled once for each set of options."""
+        key = source, options
+        if key not in self._modules:
+            flags = ("-std=c++17", *options)
+            self._modules[key] = self.xp.RawModule(code=source, options=flags)
+        launch: Launch = self._modules[key].get_function(name)
+        return launch
+
+    def upload(self, host: npt.NDArray[Any]) -> Array:
+        """A copy of a host array on the device."""
+        array: Array = self.xp.asarray(host)
+        return array
+
+    def address(self, array: Array) -> int:
+        """Where an array begins in the device's memory."""
+        place: int = array.data.ptr  # type: ignore[attr-defined] # CuPy's
+        return place
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """An array with arbitrary content."""
+        array: Array = self.xp.empty(tuple(shape), dtype)
+        return array
+
+    def download(self, array: Array) -> Array:
+        """A copy on the host; waits for the device."""
+        host: Array = self.xp.asnumpy(array)
+        return host
+
+    # -- libraries --------------------------------------------------------------------------------
+
+    def add_gram(self, rows: Array, out: Array, alpha: float, beta: float) -> None:
+        """Lower triangle of ``out ← beta·out + alpha·rowsᵀ rows``, in place, by cuBLAS.
+
+        Args:
+            rows: ``(k, d)``, C-contiguous, float32 or float64.
+            out: ``(d, d)``, C-contiguous, of the same type; zero ``beta`` overwrites.
+            alpha: Scale of the product.
+            beta: Scale of the old values.
+        """
+        self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
+
+    def reserve(self, kept: int, scratch: int) -> None:
+        """Take two blocks of memory, which CuPy's pool gives out to later arrays.
+
+        Args:
+            kept: Bytes of what stays: averages and inverses.
+            scratch: Bytes of what comes and goes.
+
+        Raises:
+            MemoryLimitError: The device has not so much.
+        """
+        try:
+            # Both before either goes back to the pool: else the second would be cut from the first.
+            blocks = [self.xp.cuda.alloc(size) for size in (kept, scratch)]
+        except self.xp.cuda.memory.OutOfMemoryError as failure:
+            free, total = self._memory_figures()
+            raise MemoryLimitError(
+                f"factors and inverses need {kept / 1e9:.2f} GB and scratch {scratch / 1e9:.2f} GB "
+                f"on the GPU, which has {free} of {total} GB free; choose approximation 'diagonal' "
+                f"for the largest layers, or train fewer parameters."
+            ) from failure
+        del blocks
+
+    def within_memory(self, work: Callable[[int], _T], scratch_bytes: int) -> _T:
+        """The result of ``work``, which is done again with half the memory where there is none.
+
+        Args:
+            work: Takes the bytes it may use; can be begun anew.
+            scratch_bytes: What it is given at first.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            MemoryLimitError: The device has not even memory for the smallest pieces.
+        """
+        given = scratch_bytes
+        while True:
+            try:
+                return work(given)
+            except self.xp.cuda.memory.OutOfMemoryError as failure:
+                self.xp.get_default_memory_pool().free_all_blocks()
+                if given <= _LEAST_SCRATCH:
+                    free, total = self._memory_figures()
+                    raise MemoryLimitError(
+                        f"the GPU has {free} of {total} GB free, which is not "
+                        f"enough for {given / 1e6:.0f} MB of scratch beside a single matrix "
+                        f"({_first_line(failure)}); choose approximation 'diagonal' for the "
+                        f"largest layers, or a smaller batch."
+                    ) from failure
+                given //= 2
+
+    def affordable(self, wanted: int) -> int:
+        """The bytes that work may plan with: ``wanted``, halved until the device has as much.
+
+        Args:
+            wanted: What it would take at most.
+
+        Returns:
+            What it may take.
+
+        Raises:
+            MemoryLimitError: The device has not even memory for the smallest pieces.
+        """
+
+        def taken(size: int) -> int:
+            self.xp.cuda.alloc(size)  # goes back to CuPy's pool at once, which gives it out again
+            return size
+
+        return self.within_memory(taken, wanted)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _memory_figures(self) -> tuple[str, str]:
+        """Free and all memory, in GB."""
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        return f"{free / 1e9:.2f}", f"{total / 1e9:.2f}"
+
+    def _prove(self) -> None:
+        """One kernel and one product: a device may be there and its compiler or libraries not."""
+        if self.capability < _OLDEST:
+            raise RuntimeError(f"its compute capability {self.capability / 10} is below 7.0")
+        x = self.xp.zeros((2, 2), np.float32)
+        self.xp.RawModule(code=_PROBE).get_function("add_one")((1,), (4,), (x,))
+        if float((x @ x).sum()) != 8.0:
+            raise RuntimeError("a small kernel gave a wrong result")
+
+
+@cache
+def _cupy() -> ModuleType:
+    try:
+        cupy = import_module("cupy")
+    except ImportError as failure:
+        raise BackendError(
+            f"CuPy is not installed ({_first_line(failure)}); install kfac-engine[cuda13] or "
+            f"kfac-engine[cuda12]."
+        ) from failure
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as failure:
+        raise BackendError(f"there is no usable GPU: {_first_line(failure)}.") from failure
+    if not count:
+        raise BackendError("there is no GPU.")
+    import_module("cupy.cublas")
+    return cupy
+
+
+def _first_line(failure: Exception) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0].rstrip(".")

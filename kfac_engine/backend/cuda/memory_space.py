@@ -1,0 +1,86 @@
+"""The memory of a GPU as a place for a runtime, which works on a stream of its own.
+
+A stream of its own, because CuPy's default stream has no address that a runtime could be given.
+Events order the two both ways on the device; the host does not wait.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import Array, DType
+from kfac_engine.backend.memory_space import HOST, stays_on_host
+
+if TYPE_CHECKING:
+    from kfac_engine.backend.cuda.backend import CupyBackend
+
+
+class CupyPlace:
+    """The current device; see ``Place``.
+
+    Args:
+        backend: Whose arrays lie there.
+        tf32: Whether products may round float32 numbers to TF32.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, backend: "CupyBackend", *, tf32: bool) -> None:
+        self._backend = backend
+        self._cuda = backend.xp.cuda
+        self._stream = self._cuda.Stream(non_blocking=True)
+        self.index = int(self._cuda.Device().id)
+        self.stream = int(self._stream.ptr)
+        self.tf32 = tf32
+        self.name = backend.device.name
+
+    def take(self, value: Any) -> Array:
+        if isinstance(value, np.ndarray) and (
+            value.dtype.kind not in "biuf" or stays_on_host(value.dtype, value.ndim)
+        ):
+            return HOST.take(value)
+        return self.own(value)
+
+    def own(self, value: Any) -> Array:
+        array = self._backend.asarray(value)
+        contiguous: Array = self._backend.xp.ascontiguousarray(array)
+        return contiguous.reshape(array.shape)
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        return self._backend.device.empty(shape, dtype)
+
+    def adopt(self, value: Any, dtype: DType) -> Array:
+        array: Array = self._backend.xp.from_dlpack(value).view(dtype)
+        return array
+
+    def address(self, array: Array) -> int:
+        memory: Any = array.data
+        return int(memory.ptr)
+
+    def on_host(self, array: Array) -> Array:
+        return self._backend.to_numpy(array)
+
+    def finite(self, arrays: Sequence[Array]) -> list[bool]:
+        # Squares of large numbers overflow: those few arrays are looked at again, by themselves.
+        found = self._backend.squared_norms(arrays)
+        return [
+            isfinite(squares) or bool(self._backend.xp.isfinite(array).all())
+            for squares, array in zip(found, arrays, strict=True)
+        ]
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        current = self._cuda.get_current_stream()
+        self._stream.wait_event(current.record())
+        try:
+            yield
+        finally:  # what failed may have begun work
+            current.wait_event(self._stream.record())
+
+    def release(self) -> bool:
+        self._backend.xp.get_default_memory_pool().free_all_blocks()
+        return True

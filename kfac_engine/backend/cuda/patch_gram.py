@@ -1,0 +1,125 @@
+"""Second moments of patches by our own kernels, on any ``Device``: a CPU can check it."""
+
+from math import prod
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cuda.patch_gram_plan import HostPass, plan
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import ShapeError
+from kfac_engine.kernels.geometry import Geometry, WindowSides, geometry, words
+from kfac_engine.kernels.launch import Device
+from kfac_engine.kernels.moments import Pass, Scales, add_products
+from kfac_engine.kernels.patch_sums import add_border, add_patch_squares
+
+# Positions are counted in 32 bits.
+MOST_POSITIONS = 2**31 - 2**16
+
+
+class PatchMoments:
+    """Moments of patches on one device; plans are made and uploaded once for each geometry.
+
+    Args:
+        device: Where kernels run.
+        scratch_bytes: Bound for what the blocks of one pass find.
+        split: TF32 numbers a factor is split into on tensor cores: 3 keeps float32 accuracy, 1 does
+            not; 0 takes FP32 units.
+
+    Attributes:
+        scratch_bytes: As given; may be changed.
+    """
+
+    def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:
+        self._device = device
+        self.scratch_bytes = scratch_bytes
+        self._split = split
+        self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
+        self._geometries: dict[tuple[object, ...], Geometry] = {}
+
+    def add(
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        *,
+        homogeneous: bool,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            window: Geometry.
+            out: ``(taps·channels (+ 1), same)``, C-contiguous float32; features tap-major.
+            homogeneous: Whether each patch ends with an implicit one.
+            alpha: Scale of the new moment.
+            beta: Scale of the old one; zero overwrites.
+
+        Raises:
+            ShapeError: The image does not fit the window, or ``out`` is not of this shape.
+        """
+        features = window.taps * x.shape[1]
+        if out.shape != (features + homogeneous,) * 2:
+            raise ShapeError(
+                f"a moment of {features} features{' and a one' if homogeneous else ''} does not "
+                f"fit a matrix of shape {out.shape}."
+            )
+        outputs = window.output_shape(x.shape[2:])
+        most = max(1, MOST_POSITIONS // prod(outputs))
+        for start in range(0, len(x), most):
+            self._add(x[start : start + most], window, out, homogeneous, alpha, beta)
+            beta = 1.0
+
+    def _add(
+        self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
+    ) -> None:
+        passes = self._passes(window, len(x), x.shape[1], x.shape[2:])
+        geometry = self.geometry(x, window)
+        scales = Scales(window.taps * x.shape[1], alpha, beta)
+        add_products(self._device, x, out, geometry, passes, scales, self._split)
+        if homogeneous:
+            add_border(self._device, x, out, geometry, scales)
+
+    def add_squares(
+        self, x: Array, window: Window, out: Array, *, alpha: float, beta: float
+    ) -> None:
+        """``out ← beta·out + alpha·Σ z²``, feature by feature, in place.
+
+        Args:
+            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            window: Geometry.
+            out: ``(taps·channels,)``, C-contiguous float32; features tap-major.
+            alpha: Scale of the new squares.
+            beta: Scale of the old ones; zero overwrites.
+        """
+        scales = Scales(len(out), alpha, beta)
+        add_patch_squares(self._device, x, out, self.geometry(x, window), scales)
+
+    def geometry(self, x: Array, window: Window) -> Geometry:
+        """Images and window as kernels take them."""
+        key = window, x.shape, x.strides, x.dtype.itemsize
+        if key not in self._geometries:
+            self._geometries[key] = image_geometry(x, window)
+        return self._geometries[key]
+
+    def _passes(
+        self, window: Window, images: int, channels: int, sides: tuple[int, ...]
+    ) -> tuple[Pass, ...]:
+        key = window, images, channels, sides, self.scratch_bytes
+        if key not in self._plans:
+            host = plan(*key[:4], self._device.processors, self.scratch_bytes)
+            self._plans[key] = tuple(self._uploaded(found) for found in host)
+        return self._plans[key]
+
+    def _uploaded(self, found: HostPass) -> Pass:
+        upload = self._device.upload
+        structs = (upload(words(array)) for array in (found.grids, found.jobs, found.sums))
+        return Pass(found.aligned, *structs, upload(found.sources))
+
+
+def image_geometry(x: Array, window: Window) -> Geometry:
+    """Images and window as kernels take them."""
+    strides = tuple(stride // x.dtype.itemsize for stride in x.strides)
+    outputs = window.output_shape(x.shape[2:])
+    sides = WindowSides(window.kernel, window.strides, window.dilations, window.begins, outputs)
+    return geometry(x.shape, strides, sides)

@@ -1,0 +1,208 @@
+"""Which products of patches a GPU computes for a moment, and how they add up: geometry only.
+
+The lower triangle of ``Σ z zᵀ`` falls into tiles of features. Two plans make them:
+
+* *direct*: one product for each tile, over the window's own output positions;
+* *shifted*, for strides of one and channels that are a multiple of the tile: over the full grid of
+  positions that see a pixel, a product depends on the distance of its two taps alone, so that few
+  different ones are left (13 instead of 45 for 3 × 3 taps); the frame around the window's own
+  positions is taken off (see ``frame``).
+
+The cheaper is taken. Products over many positions are cut in pieces, so that a device has enough
+blocks to do, and the pieces are added in a fixed order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.stride_one_grid import frame, full_grid
+from kfac_engine.backend.window import Window
+from kfac_engine.kernels.geometry import JOB, SUM, grid_struct
+from kfac_engine.kernels.moments import TILE
+
+# Positions a block takes at least: fewer do not pay for its start.
+_SHORTEST = 512
+# Blocks for each multiprocessor, so that the last wave is short.
+_BLOCKS_EACH = 12
+# What a product costs besides its positions, in positions.
+_START = 128
+_DEPTH = 16  # positions that a block of patch_products.cu takes at a time
+
+
+class Product(NamedTuple):
+    """A tile of a product over one grid: what a job computes, whole."""
+
+    grid: int
+    row: int
+    column: int
+
+
+Terms = Mapping[tuple[int, int], Sequence[tuple[Product, bool]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How tiles come about, before products are cut in pieces.
+
+    Attributes:
+        aligned: Whether channels are a multiple of a tile's side.
+        grids: Boxes of output positions as ``(begins, outputs)``.
+        terms: Tile of the lower triangle to products, each with whether it is taken off.
+    """
+
+    aligned: bool
+    grids: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    terms: Terms
+
+    def positions(self, grid: int) -> int:
+        """Output positions of one image."""
+        return prod(self.grids[grid][1])
+
+    def cost(self, images: int) -> int:
+        """Positions of all products."""
+        needed = {found for terms in self.terms.values() for found, _ in terms}
+        return sum(images * self.positions(found.grid) + _START for found in needed)
+
+
+@dataclass(frozen=True, slots=True)
+class HostPass:
+    """One pass as host arrays: see ``kernels.moments.Pass``."""
+
+    aligned: bool
+    grids: Array
+    jobs: Array
+    sums: Array
+    sources: Array
+
+
+@lru_cache(maxsize=256)
+def plan(
+    window: Window,
+    images: int,
+    channels: int,
+    sides: tuple[int, ...],
+    processors: int,
+    scratch_bytes: int,
+) -> tuple[HostPass, ...]:
+    """The passes that make a patch moment.
+
+    Args:
+        window: Geometry.
+        images: Number of images.
+        channels: Of each.
+        sides: Of each.
+        processors: Multiprocessors of the device.
+        scratch_bytes: Bound for what the blocks of a pass find.
+
+    Returns:
+        Passes over different tiles of the result.
+    """
+    ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
+    recipes = [way(window, channels, sides) for way in ways]
+    recipe = min(recipes, key=lambda found: found.cost(images))
+    length = _length(recipe, images, processors)
+    room = max(1, scratch_bytes // (TILE**2 * 4))
+    return tuple(_passes(recipe, images, length, room))
+
+
+def _direct(window: Window, channels: int, sides: tuple[int, ...]) -> Recipe:
+    count = -(-window.taps * channels // TILE)
+    return Recipe(
+        channels % TILE == 0,
+        ((window.begins, window.output_shape(sides)),),
+        {(i, j): [(Product(0, i, j), False)] for i in range(count) for j in range(i + 1)},
+    )
+
+
+def _can_shift(window: Window, channels: int) -> bool:
+    return set(window.strides) == {1} and window.taps > 1 and channels % TILE == 0
+
+
+def _shifted(window: Window, channels: int, sides: tuple[int, ...]) -> Recipe:
+    lines = full_grid(window, sides)
+    begins = tuple(begin - line.start for begin, line in zip(window.begins, lines, strict=True))
+    grids = [(begins, tuple(map(len, lines)))]
+    slabs = list(frame(window, sides))
+    for slab in slabs:
+        inner = slab.window
+        start = list(inner.begins)
+        start[slab.axis] += slab.taps.start * window.dilations[slab.axis]
+        grids.append((tuple(start), inner.output_shape(sides)))
+    taps = list(product(*map(range, window.kernel)))
+    place = {tap: index for index, tap in enumerate(taps)}
+    each = channels // TILE
+    terms: dict[tuple[int, int], list[tuple[Product, bool]]] = {}
+    for i in range(len(taps) * each):
+        for j in range(i + 1):
+            u, v = taps[i // each], taps[j // each]
+            # The pair with the same distance that lies nearest to the first tap.
+            apart = [a - b for a, b in zip(u, v, strict=True)]
+            first = place[tuple(max(step, 0) for step in apart)] * each + i % each
+            second = place[tuple(max(-step, 0) for step in apart)] * each + j % each
+            terms[i, j] = [(Product(0, first, second), False)]
+            terms[i, j] += [
+                (Product(1 + number, i, j), True)
+                for number, slab in enumerate(slabs)
+                if all(slab.taps.start <= tap[slab.axis] < slab.taps.stop for tap in (u, v))
+            ]
+    return Recipe(True, tuple(grids), terms)
+
+
+def _length(recipe: Recipe, images: int, processors: int) -> int:
+    """Positions of a piece: all blocks together fill the device several times."""
+    needed = {found for terms in recipe.terms.values() for found, _ in terms}
+    total = sum(images * recipe.positions(found.grid) for found in needed)
+    even = -(-total // (processors * _BLOCKS_EACH))
+    return -(-max(even, _SHORTEST) // _DEPTH) * _DEPTH
+
+
+def _passes(recipe: Recipe, images: int, length: int, room: int) -> Iterator[HostPass]:
+    """Tiles in groups whose pieces fit the scratch memory; a single tile always does."""
+    pieces = [-(-images * recipe.positions(grid) // length) for grid in range(len(recipe.grids))]
+    group: dict[tuple[int, int], Sequence[tuple[Product, bool]]] = {}
+    needed: set[Product] = set()
+    taken = 0
+    for tile, terms in recipe.terms.items():
+        new = {found for found, _ in terms} - needed
+        more = sum(pieces[found.grid] for found in new)
+        if group and taken + more > room:
+            yield _pass(recipe, images, length, group)
+            group, needed, taken = {}, set(), 0
+            new = {found for found, _ in terms}
+            more = sum(pieces[found.grid] for found in new)
+        group[tile] = terms
+        needed |= new
+        taken += more
+    yield _pass(recipe, images, length, group)
+
+
+def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> HostPass:
+    jobs: list[tuple[int, int, int, int, int]] = []
+    pieces: dict[Product, range] = {}
+    sums: list[tuple[int, int, int, int]] = []
+    sources: list[int] = []
+    for (row, column), terms in group.items():
+        begin = len(sources)
+        for found, minus in terms:
+            if found not in pieces:
+                stop = images * recipe.positions(found.grid)
+                cuts = range(0, stop, length)
+                pieces[found] = range(len(jobs), len(jobs) + len(cuts))
+                jobs += [(*found, cut, min(cut + length, stop)) for cut in cuts]
+            sources += [~index if minus else index for index in pieces[found]]
+        sums.append((row, column, begin, len(sources)))
+    grids = np.concatenate([grid_struct(*box) for box in recipe.grids])
+    return HostPass(
+        recipe.aligned,
+        grids,
+        np.array(jobs, JOB),
+        np.array(sums, SUM),
+        np.array(sources, np.int32),
+    )

@@ -1,0 +1,260 @@
+"""The specification's factor classes for convolutions: names and constructors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Unpack
+
+from kfac_engine._types import Array
+from kfac_engine.compat.factors import (
+    FactorOptions,
+    Gradients,
+    Tower,
+    tensors_of,
+    uses_in,
+    uses_of,
+)
+from kfac_engine.compat.patch_extraction import check_extraction
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquare
+from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
+from kfac_engine.errors import InputError
+from kfac_engine.layers.layer_forms import convolution_form
+from kfac_engine.layers.views import Padding, Rows
+
+_CHANNELS_LAST = (None, "NWC", "NHWC", "NDHWC")
+_CHANNELS_FIRST = ("NCW", "NCHW", "NCDHW")
+
+
+class ConvInputKroneckerFactor(SampledFactor):
+    """The second moment of the patches that a convolution sees.
+
+    Args:
+        inputs: Names of the images, one a tower.
+        filter_shape: ``(*kernel, channels, outputs)``.
+        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
+        strides: One a spatial axis, or one an axis of the data; ones when left out.
+        dilation_rate: Likewise.
+        data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
+        extract_patches_fn: As in ``ConvKFCBasicFB``.
+        has_bias: Whether patches end with a one.
+        sub_sample_inputs: As in ``ConvKFCBasicFB``.
+        sub_sample_patches: As in ``ConvKFCBasicFB``.
+        patch_mask: Multiplies each patch, ``(*kernel, channels)``.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        inputs: Sequence[Tower],
+        filter_shape: tuple[int, ...],
+        padding: Padding,
+        strides: Sequence[int] | None = None,
+        dilation_rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+        extract_patches_fn: str | None = None,
+        has_bias: bool = False,
+        sub_sample_inputs: bool | None = None,
+        sub_sample_patches: bool | None = None,
+        patch_mask: Array | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        form = convolution_form(
+            filter_shape,
+            has_bias=has_bias,
+            padding=padding,
+            strides=strides,
+            dilations=dilation_rate,
+            data_format=data_format,
+            mask=patch_mask,
+        )
+        check_extraction(extract_patches_fn, form, strides, dilation_rate)
+        config = options.get("config") or CollectionConfig()
+        statistic = SampledMoment(
+            tensors_of([inputs]),
+            form.input_view,
+            homogeneous=has_bias,
+            sampling=config.sampling(sub_sample_inputs, sub_sample_patches),
+        )
+        super().__init__(statistic, **options)
+
+
+class ConvInputMultiKF(ConvInputKroneckerFactor):
+    """The second moment of patches over the uses of a convolution.
+
+    Args:
+        inputs: Names of the images, one entry a tower: a list over uses, or one name of all.
+        filter_shape: As in ``ConvInputKroneckerFactor``.
+        padding: As in ``ConvInputKroneckerFactor``.
+        num_uses: Uses; may be left out where they are listed.
+        strides: As in ``ConvInputKroneckerFactor``.
+        dilation_rate: As in ``ConvInputKroneckerFactor``.
+        data_format: As in ``ConvInputKroneckerFactor``: that of one use.
+        extract_patches_fn: As in ``ConvInputKroneckerFactor``.
+        has_bias: As in ``ConvInputKroneckerFactor``.
+        sub_sample_inputs: As in ``ConvInputKroneckerFactor``.
+        sub_sample_patches: As in ``ConvInputKroneckerFactor``.
+        patch_mask: As in ``ConvInputKroneckerFactor``.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        inputs: Sequence[Tower],
+        filter_shape: tuple[int, ...],
+        padding: Padding,
+        num_uses: int | None = None,
+        strides: Sequence[int] | None = None,
+        dilation_rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+        extract_patches_fn: str | None = None,
+        has_bias: bool = False,
+        sub_sample_inputs: bool | None = None,
+        sub_sample_patches: bool | None = None,
+        patch_mask: Array | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        super().__init__(
+            inputs,
+            filter_shape,
+            padding,
+            strides,
+            dilation_rate,
+            data_format,
+            extract_patches_fn,
+            has_bias,
+            sub_sample_inputs,
+            sub_sample_patches,
+            patch_mask,
+            **options,
+        )
+        self.statistic = self._moment = replace(
+            self._moment, num_uses=uses_in(self._moment.tensors, num_uses)
+        )
+
+
+class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
+    """The second moment of patches whose pixels are uncorrelated between places.
+
+    Args:
+        inputs: Names of the images, channels last, one a tower.
+        filter_shape: ``(*kernel, channels, outputs)``.
+        has_bias: Whether patches end with a one.
+        **options: As in ``FactorOptions``; the configuration says whether pixels have a mean.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        filter_shape: tuple[int, ...],
+        has_bias: bool = False,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        statistic = PixelCovariance.configured(
+            options.get("config") or CollectionConfig(),
+            tensors=tensors_of([inputs]),
+            view=Rows(rank=len(filter_shape)),
+            homogeneous=has_bias,
+            taps=prod(filter_shape[:-2]),
+        )
+        super().__init__(statistic, **options)
+
+
+class ConvOutputKroneckerFactor(DenseSquareMatrixFactor):
+    """The second moment of a convolution's output gradients over examples and locations.
+
+    Args:
+        outputs_grads: Names ``[source][tower]``.
+        data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        outputs_grads: Gradients,
+        data_format: str | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        statistic = KroneckerMoment(tensors_of(outputs_grads), _output_view(data_format))
+        super().__init__(statistic, **options)
+
+
+class ConvOutputMultiKF(DenseSquareMatrixFactor):
+    """The second moment of output gradients over the uses of a convolution.
+
+    Args:
+        outputs_grads: Names ``[source][tower]``: a list over uses, or one name of all.
+        data_format: That of one use: ``"NHWC"`` (the default), ``"NCHW"`` or their relatives.
+        num_uses: Uses; may be left out where they are listed.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        outputs_grads: Gradients,
+        data_format: str | None = None,
+        num_uses: int | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        names = tensors_of(outputs_grads)
+        statistic = KroneckerMoment(
+            names, _output_view(data_format or "NHWC"), num_uses=uses_in(names, num_uses)
+        )
+        super().__init__(statistic, **options)
+
+
+class ConvDiagonalFactor(DiagonalFactor):
+    """The mean squared per-example gradient of a convolution, ``(taps·channels (+ 1), outputs)``.
+
+    Args:
+        inputs: Names of the images, one a tower.
+        outputs_grads: Names ``[source][tower]``.
+        filter_shape: ``(*kernel, channels, outputs)``.
+        strides: As in ``ConvInputKroneckerFactor``.
+        padding: As in ``ConvInputKroneckerFactor``.
+        data_format: As in ``ConvInputKroneckerFactor``.
+        dilations: Like ``strides``; ones when left out.
+        has_bias: Whether the layer has a bias.
+        patch_mask: As in ``ConvInputKroneckerFactor``.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Gradients,
+        filter_shape: tuple[int, ...],
+        strides: Sequence[int],
+        padding: Padding,
+        data_format: str | None = None,
+        dilations: Sequence[int] | None = None,
+        has_bias: bool = False,
+        patch_mask: Array | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        form = convolution_form(
+            filter_shape,
+            has_bias=has_bias,
+            padding=padding,
+            strides=strides,
+            dilations=dilations,
+            data_format=data_format,
+            mask=patch_mask,
+        )
+        names = tuple(uses_of(tower) for tower in inputs)
+        statistic = LayerSquare(
+            names, tensors_of(outputs_grads), form.input_view, form.output_view, has_bias
+        )
+        super().__init__(statistic, **options)
+
+
+def _output_view(data_format: str | None) -> Rows:
+    """Channels of outputs; the number of axes is checked where the format tells it."""
+    if data_format not in (*_CHANNELS_LAST, *_CHANNELS_FIRST):
+        known = ", ".join(name for name in (*_CHANNELS_LAST, *_CHANNELS_FIRST) if name)
+        raise InputError(f"data_format is '{data_format}'; choose one of: {known}.")
+    axis = 1 if data_format in _CHANNELS_FIRST else -1
+    return Rows(axis, rank=len(data_format) if data_format else None)

@@ -1,0 +1,273 @@
+"""The specification's factor classes for dense layers and for parameters without a layer.
+
+Names and constructors over the general factors. Each can be made alone, from names of tensors;
+blocks use the general ones.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias, TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import DType
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.lagged import LaggedFactor
+from kfac_engine.curvature.factors.statistics import (
+    GradientOuter,
+    GradientSquare,
+    KroneckerDiagonal,
+    KroneckerMoment,
+    LayerSquare,
+    Tensors,
+    Uses,
+)
+from kfac_engine.errors import InputError, RegistrationError
+from kfac_engine.layers.views import Rows
+
+# Names of one tower: one tensor, or one for each use.
+Tower: TypeAlias = str | Sequence[str]
+# [source][tower].
+Gradients: TypeAlias = Sequence[Sequence[Tower]]
+
+_DENSE_LAYER = Rows()
+_MATRIX = Rows(rank=2)
+
+
+class FactorOptions(TypedDict, total=False):
+    """What every factor takes by keyword.
+
+    Attributes:
+        backend: Array library; NumPy when left out.
+        config: How averages and powers are taken; the defaults when left out.
+    """
+
+    backend: Backend | None
+    config: CollectionConfig | None
+
+
+class NaiveFullFactor(DenseSquareMatrixFactor):
+    """The outer product of a batch's summed gradient, over the batch size.
+
+    Args:
+        params_grads: Names of the gradient of one parameter, or of several, for each source.
+        batch_size: Examples, or the name of a value whose first axis is the batch.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        params_grads: Sequence[Tower],
+        batch_size: int | str,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        tensors = tuple((uses_of(source),) for source in params_grads)
+        super().__init__(GradientOuter(tensors, (batch_size,)), **options)
+
+
+class NaiveDiagonalFactor(DiagonalFactor):
+    """The square of a batch's summed gradient of one parameter, over the batch size.
+
+    Args:
+        params_grads: Name of the gradient for each source.
+        batch_size: Examples, or the name of a value whose first axis is the batch.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        params_grads: Sequence[Tower],
+        batch_size: int | str,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        tensors = tuple((uses_of(source),) for source in params_grads)
+        super().__init__(GradientSquare(tensors, (batch_size,)), **options)
+
+
+class FullyConnectedKroneckerFactor(DenseSquareMatrixFactor):
+    """The second moment of a dense layer's inputs, or of its output gradients.
+
+    Args:
+        tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
+        has_bias: Whether rows end with a one.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self, tensors: Gradients, has_bias: bool = False, **options: Unpack[FactorOptions]
+    ) -> None:
+        statistic = KroneckerMoment(tensors_of(tensors), _DENSE_LAYER, homogeneous=has_bias)
+        super().__init__(statistic, **options)
+
+
+class DiagonalKroneckerFactor(DiagonalFactor):
+    """The mean squares of a dense layer's inputs, or of its output gradients.
+
+    Args:
+        tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
+        has_bias: Whether a one is appended.
+        dtype: Least exact type of the average; the data's, from float32 on, when left out.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        tensors: Gradients,
+        has_bias: bool = False,
+        dtype: npt.DTypeLike | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        statistic = KroneckerDiagonal(tensors_of(tensors), _MATRIX, homogeneous=has_bias)
+        super().__init__(statistic, **options)
+        self.narrowest = average_type(dtype)
+
+
+class FullyConnectedMultiKF(LaggedFactor):
+    """The second moment over the uses of a dense layer, and on demand of successive uses.
+
+    Args:
+        tensors: Names ``[source][tower]``: a list over uses, or one of ``(u·n, d)`` or
+            ``(u, n, d)``.
+        num_uses: ``u``; may be left out where uses are listed.
+        has_bias: Whether rows end with a one.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        tensors: Gradients,
+        num_uses: int | None = None,
+        has_bias: bool = False,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        names = tensors_of(tensors)
+        statistic = KroneckerMoment(
+            names, _DENSE_LAYER, homogeneous=has_bias, num_uses=uses_in(names, num_uses)
+        )
+        super().__init__(statistic, **options)
+
+
+class DiagonalMultiKF(DiagonalFactor):
+    """The mean squares over the uses of a dense layer.
+
+    Args:
+        tensors: As in ``FullyConnectedMultiKF``.
+        num_uses: As in ``FullyConnectedMultiKF``.
+        has_bias: Whether a one is appended.
+        dtype: As in ``DiagonalKroneckerFactor``.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        tensors: Gradients,
+        num_uses: int | None = None,
+        has_bias: bool = False,
+        dtype: npt.DTypeLike | None = None,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        names = tensors_of(tensors)
+        statistic = KroneckerDiagonal(
+            names, _DENSE_LAYER, homogeneous=has_bias, num_uses=uses_in(names, num_uses)
+        )
+        super().__init__(statistic, **options)
+        self.narrowest = average_type(dtype)
+
+
+class FullyConnectedDiagonalFactor(DiagonalFactor):
+    """The mean squared per-example gradient of a dense layer, ``(d_in (+ 1), d_out)``.
+
+    Args:
+        inputs: Names of ``(n, d_in)`` arrays, one a tower.
+        outputs_grads: Names of ``(n, d_out)`` arrays, ``[source][tower]``.
+        has_bias: Whether the layer has a bias.
+        **options: As in ``FactorOptions``.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Gradients,
+        has_bias: bool = False,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        names = tuple(uses_of(tower) for tower in inputs)
+        view = _DENSE_LAYER
+        statistic = LayerSquare(names, tensors_of(outputs_grads), view, view, has_bias)
+        super().__init__(statistic, **options)
+
+
+def uses_of(names: Tower) -> Uses:
+    """Names of one tower as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def tensors_of(names: Gradients) -> Tensors:
+    """Names ``[source][tower]`` as nested tuples.
+
+    Args:
+        names: At least one source with one tower; as many towers in each.
+
+    Returns:
+        ``[source][tower]`` of names over uses.
+
+    Raises:
+        InputError: There is no tensor, or sources differ in their towers.
+    """
+    tensors = tuple(tuple(uses_of(tower) for tower in source) for source in names)
+    if len({len(source) for source in tensors}) != 1 or not tensors[0]:
+        raise InputError(
+            f"a factor needs names [source][tower], at least one and as many towers in each "
+            f"source; got {names!r}."
+        )
+    return tensors
+
+
+def uses_in(tensors: Tensors, num_uses: int | None) -> int:
+    """The number of uses that a number and lists of names agree on.
+
+    Args:
+        tensors: As made by ``tensors_of``.
+        num_uses: As a caller said; None if not.
+
+    Returns:
+        At least one.
+
+    Raises:
+        InputError: Neither a number nor a list was given, or it is below one.
+        RegistrationError: They differ.
+    """
+    given = {len(tower) for source in tensors for tower in source if len(tower) > 1}
+    if num_uses is not None:
+        given.add(num_uses)
+    if len(given) > 1:
+        raise RegistrationError(
+            f"the uses of one layer are counted differently: {sorted(given)}; num_uses and the "
+            f"lengths of all lists must be equal."
+        )
+    if not given or min(given) < 1:
+        raise InputError(
+            f"You must supply a value for the num_uses argument, at least one; got {num_uses}."
+        )
+    return given.pop()
+
+
+def average_type(dtype: npt.DTypeLike | None) -> DType:
+    """The least exact type of an average.
+
+    Args:
+        dtype: As a caller said; None is float32.
+
+    Returns:
+        The type.
+
+    Raises:
+        InputError: It is narrower than float32, or not of floating point.
+    """
+    chosen: DType = np.dtype(np.float32 if dtype is None else dtype)
+    if chosen not in (np.float32, np.float64):
+        raise InputError(f"an average is float32 or float64, not {chosen}.")
+    return chosen

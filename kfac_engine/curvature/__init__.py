@@ -1,0 +1,1 @@
+"""The Kronecker-factored Fisher matrix: factors, blocks, estimation and refresh schedules."""

@@ -1,0 +1,259 @@
+"""The table of layer kinds, each with its approximations: how blocks are made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from kfac_engine.curvature.blocks.base import FactorOwner, FisherBlock
+from kfac_engine.curvature.blocks.convolution import patches_side, uncorrelated_side
+from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
+from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
+from kfac_engine.curvature.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
+from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
+from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
+from kfac_engine.curvature.blocks.reduced import ReducedKroneckerFB
+from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
+from kfac_engine.curvature.blocks.series import USES, SeriesFB
+from kfac_engine.curvature.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.scale_shift import ScaleShiftSquare
+from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.token_ids import Ids
+from kfac_engine.registry import Registry
+
+# Takes the collection and the form of the kind's layers.
+LayerRecipe: TypeAlias = Callable[..., FisherBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Approximation:
+    """A row of the table.
+
+    Attributes:
+        build: Makes the block.
+        formula: The block, in a few symbols.
+        source: Where it is derived.
+        examples_first: Whether statistics tell examples apart by the first axis of the layer's
+            tensors, which must then hold the examples alone.
+        fills_scratch: Whether statistics go through gradients of examples, which fill all scratch
+            memory there is.
+        eigenvectors: Whether refreshes decompose factors whatever the power.
+        dense: Whether the input's and the output's factor are matrices.
+    """
+
+    build: LayerRecipe
+    formula: str
+    source: str
+    examples_first: bool = False
+    fills_scratch: bool = False
+    eigenvectors: bool = False
+    dense: tuple[bool, bool] = (True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A kind of layer.
+
+    Attributes:
+        approximations: Name to row; the first one is the default.
+        large: The default of layers of more than ``LARGEST_FULL_SIDE`` numbers; empty for none.
+        window: Whether the weight's axes after the first two are a window, and statistics copy the
+            patches of the data that lie under it.
+    """
+
+    approximations: Mapping[str, Approximation]
+    large: str = ""
+    window: bool = False
+
+    @property
+    def default(self) -> str:
+        """The approximation of a layer of few numbers unless one is chosen."""
+        return next(iter(self.approximations))
+
+
+def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
+    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        if isinstance(form.input_view, Ids):
+            return EmbeddingKroneckerFB(collection, form, output_side=output_side)
+        return KroneckerProductFB(collection, form, input_side=input_side, output_side=output_side)
+
+    return build
+
+
+def _patches_kronecker(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+    return KroneckerProductFB(collection, form, input_side=patches_side(form))
+
+
+def _uncorrelated(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+    side = uncorrelated_side(form, collection.config)
+    return KroneckerProductFB(collection, form, input_side=side)
+
+
+def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
+    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        if isinstance(form.input_view, Ids):
+            return EmbeddingKroneckerFB(collection, form, form.num_uses, output_side=output_side)
+        return MultiUseKroneckerFB(
+            collection, form, form.num_uses, input_side=input_side, output_side=output_side
+        )
+
+    return build
+
+
+def _series(option: int) -> LayerRecipe:
+    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+        return SeriesFB(collection, form, form.num_uses, option)
+
+    return build
+
+
+def _multi_patches(collection: FactorOwner, form: LayerForm) -> FisherBlock:
+    return MultiUseKroneckerFB(collection, form, form.num_uses, input_side=patches_side(form))
+
+
+_KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
+_KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
+_SUA = "Grosse & Martens 2016, arXiv:1602.01407, theorem 4"
+_USES = "Martens, Ba & Johnson 2018, section 3.2"
+_SERIES = "Martens, Ba & Johnson 2018, section 3.5"
+_DIAGONAL = "mean of squared per-example gradients"
+
+_SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
+# Approximations that measure the gradient of each example.
+_of_examples = partial(Approximation, examples_first=True, fills_scratch=True)
+_AFFINE = {
+    "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
+    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL, dense=(False, False)),
+}
+_GROUPS = {
+    "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
+    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False)),
+}
+_REDUCE = _of_examples(
+    ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
+)
+_EKFAC = _of_examples(
+    EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884", eigenvectors=True
+)
+_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False))
+_PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
+_CONVOLUTION_USES = {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)}
+
+# A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
+# normalization would cost as much as the largest layer of a ResNet-50. Above this side (256
+# channels with scale and shift) ``LayerKind.large`` is taken.
+LARGEST_FULL_SIDE = 512
+
+KINDS: Registry[LayerKind] = Registry(
+    "kind of layer",
+    {
+        "fully_connected": LayerKind(
+            {
+                "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
+                "kron_in_diag": Approximation(
+                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
+                ),
+                "kron_out_diag": Approximation(
+                    _kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC, dense=(True, False)
+                ),
+                "kron_both_diag": Approximation(
+                    _kronecker(DIAGONAL, DIAGONAL),
+                    "diag(A) ⊗ diag(G)",
+                    _KFAC,
+                    dense=(False, False),
+                ),
+                "kron_reduce": _REDUCE,
+                "ekfac": _EKFAC,
+                "diagonal": _LAYER_DIAGONAL,
+            }
+        ),
+        "conv2d": LayerKind(
+            {
+                "kron": _PATCHES,
+                "kron_reduce": _REDUCE,
+                "ekfac": _EKFAC,
+                "diagonal": _LAYER_DIAGONAL,
+                "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
+            },
+            window=True,
+        ),
+        "conv1d": LayerKind({"kron": _PATCHES}, window=True),
+        "convolution": LayerKind({"kron": _PATCHES}, window=True),
+        "conv_transpose": LayerKind(
+            {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)}, window=True
+        ),
+        "fully_connected_multi": LayerKind(
+            {
+                "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
+                "kron_indep_in_diag": Approximation(
+                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES, dense=(False, True)
+                ),
+                "kron_indep_out_diag": Approximation(
+                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES, dense=(True, False)
+                ),
+                "kron_indep_both_diag": Approximation(
+                    _multi(DIAGONAL, DIAGONAL),
+                    "u · diag(A) ⊗ diag(G)",
+                    _USES,
+                    dense=(False, False),
+                ),
+                "kron_series_1": Approximation(
+                    _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True
+                ),
+                "kron_series_2": Approximation(
+                    _series(2), "Σ_d u · A_d ⊗ G_d", _SERIES, eigenvectors=True
+                ),
+            }
+        ),
+        "conv2d_multi": LayerKind(_CONVOLUTION_USES, window=True),
+        "convolution_multi": LayerKind(_CONVOLUTION_USES, window=True),
+        "conv_transpose_multi": LayerKind(
+            {"kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)}, window=True
+        ),
+        "grouped_convolution": LayerKind(_GROUPS, window=True),
+        "grouped_convolution_multi": LayerKind(
+            {"kron_indep": Approximation(GroupedKroneckerFB, "⊕ u·t · A_g ⊗ G_g", _USES)},
+            window=True,
+        ),
+        "depthwise_conv2d": LayerKind(dict(reversed(_GROUPS.items())), window=True),
+        "stacked_dense": LayerKind(_GROUPS),
+        "embedding": LayerKind(
+            {
+                "kron": Approximation(
+                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
+                )
+            }
+        ),
+        "embedding_multi": LayerKind(
+            {
+                "kron_indep": Approximation(
+                    _multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES, dense=(False, True)
+                )
+            }
+        ),
+        "scale_and_shift": LayerKind(_AFFINE, large="diagonal"),
+        "shift": LayerKind(_AFFINE, large="diagonal"),
+        # Parameters without a layer: blocks are made from names, not from a layer's form.
+        "generic": LayerKind(
+            {
+                "diagonal": Approximation(
+                    NaiveDiagonalFB, "diag(g²)", _DIAGONAL, dense=(False, False)
+                ),
+                "full": Approximation(
+                    NaiveFullFB, "g gᵀ", "second moment of per-example gradients"
+                ),
+            }
+        ),
+    },
+)
+
+
+def row(kind: str, approximation: str) -> Approximation:
+    """The row of an approximation of a kind of layer."""
+    return KINDS[kind].approximations[approximation]
+
+
+def accepted(kind: str) -> tuple[str, ...]:
+    """Names of the approximations that a kind of layer accepts."""
+    return tuple(KINDS[kind].approximations)

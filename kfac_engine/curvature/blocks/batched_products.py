@@ -1,0 +1,109 @@
+"""Products with many blocks, side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from kfac_engine._types import Params, Rows, Vector
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.tasks import Task
+from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
+from kfac_engine.errors import InputError, ShapeError
+
+# Vectors over the parameters of a collection.
+Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
+Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
+
+
+def batched_products(
+    pairs: Sequence[tuple[FisherBlock, Vector]], product: Product, backend: Backend
+) -> list[Vector]:
+    """The product of each block with its vector.
+
+    Args:
+        pairs: Blocks, none of them twice, and what to multiply.
+        product: A product, which neither changes a block nor what it is made of.
+        backend: Of the blocks.
+
+    Returns:
+        The products, in the order of the pairs.
+
+    Raises:
+        KfacError: As the product raises it, for one of the pairs.
+    """
+    found: dict[int, Vector] = {}
+
+    def do(index: int, block: FisherBlock, vector: Vector) -> None:
+        found[index] = product(block, vector)
+
+    backend.share([Task(pair[0].work, partial(do, i, *pair)) for i, pair in enumerate(pairs)])
+    return [found[index] for index in range(len(pairs))]
+
+
+def multiply_named(
+    blocks: Mapping[Params, FisherBlock],
+    vecs_and_vars: Pairs,
+    product: Product,
+    backend: Backend,
+) -> list[tuple[Vector, Params]]:
+    """The products of all blocks of a collection with vectors over all their parameters.
+
+    Args:
+        blocks: Parameters to block.
+        vecs_and_vars: Pairs of an array and its parameter, or of several of each.
+        product: As for ``batched_products``.
+        backend: Of the blocks.
+
+    Returns:
+        Pairs in the order given.
+
+    Raises:
+        ShapeError: A pair has another number of arrays than parameters.
+        InputError: A parameter is missing, comes twice or is not registered.
+    """
+    given = by_parameter(vecs_and_vars, [name for key in blocks for name in uses(key)])
+    pairs = [
+        (block, given[key] if isinstance(key, str) else tuple(given[name] for name in key))
+        for key, block in blocks.items()
+    ]
+    results: dict[str, Any] = {}
+    for key, result in zip(blocks, batched_products(pairs, product, backend), strict=True):
+        arrays = (result,) if isinstance(result, Rows) else parts(result)
+        results.update(zip(uses(key), arrays, strict=True))
+    return [
+        (results[key] if isinstance(key, str) else tuple(results[name] for name in key), key)
+        for _, key in vecs_and_vars
+    ]
+
+
+def by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:
+    """Vectors over all parameters, one by one.
+
+    Args:
+        vecs_and_vars: Pairs of an array and its parameter, or of several of each.
+        registered: All parameters.
+
+    Returns:
+        Parameter to array, or to rows of an embedding.
+
+    Raises:
+        ShapeError: A pair has another number of arrays than parameters.
+        InputError: A parameter is missing, comes twice or is not registered.
+    """
+    given: dict[str, Any] = {}
+    for vector, key in vecs_and_vars:
+        names = uses(key)
+        arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
+        if len(arrays) != len(names):
+            raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
+        if given.keys() & set(names):
+            raise InputError(f"products take every parameter once; {key} comes again.")
+        given.update(zip(names, arrays, strict=True))
+    if set(given) != set(registered):
+        missing = sorted(set(registered) - set(given))
+        extra = sorted(set(given) - set(registered))
+        raise InputError(
+            f"products take every registered parameter once; missing: {missing}, not registered: "
+            f"{extra}."
+        )
+    return given

@@ -1,0 +1,68 @@
+"""How the input side of a convolution's Kronecker block is kept."""
+
+from functools import partial
+from math import prod
+
+from kfac_engine.curvature.blocks.kronecker import DENSE, Side
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
+from kfac_engine.curvature.factors.statistics import Tensors
+from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.views import Patches, Rows, View
+
+
+def patches_side(form: LayerForm) -> Side:
+    """Dense, of the part of a batch that the form names."""
+    if not form.sampling.active:
+        return DENSE
+    return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
+
+
+def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
+    """Of single pixels, taken as uncorrelated between places; strides and padding do not matter.
+
+    Args:
+        form: A convolution's.
+        config: Says whether pixels have a mean.
+
+    Returns:
+        The side.
+
+    Raises:
+        UnsupportedError: Patches are masked: what a pixel is then depends on its place.
+    """
+    patches = form.input_view
+    if not isinstance(patches, Patches):
+        raise UnsupportedError("approximation 'kron_sua' cannot mask patches; use 'kron'.")
+    pixels = Rows(1 if patches.channels_first else -1, rank=patches.rank)
+    taps, has_bias = prod(patches.kernel), form.packing.has_bias
+    modelled = not config.assume_zero_mean_activations
+
+    def statistic(
+        tensors: Tensors,
+        view: View,
+        *,
+        homogeneous: bool,
+        num_uses: int,
+        batch: str | None,
+        exact: bool,
+    ) -> PixelCovariance:
+        del view  # of patches: never extracted
+        return PixelCovariance.configured(
+            config,
+            tensors=tensors,
+            view=pixels,
+            homogeneous=homogeneous,
+            taps=taps,
+            num_uses=num_uses,
+            batch=batch,
+            exact=exact,
+        )
+
+    def shape(d: int) -> tuple[int, ...]:
+        channels = (d - has_bias) // taps
+        return channels + modelled, channels
+
+    return Side(statistic, SpatiallyUncorrelatedFactor, shape)

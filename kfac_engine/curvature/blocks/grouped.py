@@ -1,0 +1,176 @@
+"""Blocks of convolutions in groups: one block for each group, computed together.
+
+``F ≈ ⊕_g t · A_g ⊗ G_g``: parameters of different groups are taken as uncorrelated, although all
+meet the same example; each group is a convolution of its own. Damping is split in each group by the
+traces of its own factors. The packed order is group by group.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from kfac_engine._types import Array, Params
+from kfac_engine.curvature.blocks.base import FactorOwner, GradsList
+from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, Side
+from kfac_engine.curvature.blocks.single import LayerDiagonalFB
+from kfac_engine.curvature.factors.damping import Level
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.stacked import GroupedMoment, GroupedSquare, StackedSquareFactor
+from kfac_engine.curvature.linalg.damping import pi_correction
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.layers.grouped import GroupedForm, depthwise_form
+from kfac_engine.layers.views import Padding
+
+
+class GroupedKroneckerFB(KroneckerProductFB):
+    """A Kronecker block for each group of a convolution.
+
+    Args:
+        collection: Owner of the factors.
+        form: How the convolution is laid out.
+    """
+
+    def __init__(self, collection: FactorOwner, form: GroupedForm) -> None:
+        groups = form.groups
+        a, ds = (
+            Side(partial(GroupedMoment, groups=groups, taps=taps), StackedSquareFactor)
+            for taps in (form.taps, 1)
+        )
+        super().__init__(collection, form.layer, input_side=a, output_side=ds)
+        self._stack = form.shape
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        del shapes  # the filter's, which the form knows
+        groups, d_in, d_out = self._stack
+        return (groups, d_in, d_in), (groups, d_out, d_out)
+
+    def split_damping(self) -> tuple[Level, Level]:
+        """Split ``damping`` between the sides of each group.
+
+        Returns:
+            ``(λ_A, λ_G)``, one number a group each.
+        """
+        root = float(np.sqrt(self.damping))
+        A, G = self.input_factor, self.output_factor
+        assert isinstance(A, StackedSquareFactor)  # by the sides
+        assert isinstance(G, StackedSquareFactor)
+        _, d_in, d_out = self._stack
+        if self._collection.config.pi_type == "off":
+            pi = np.ones(len(A.traces()))
+        else:
+            traces = zip(A.traces().tolist(), G.traces().tolist(), strict=True)
+            pi = np.array([pi_correction(a, d_in, g, d_out) for a, g in traces])
+        return root * pi, root / pi
+
+    def full_fisher_block(self) -> Array:
+        xp = self._collection.backend.xp
+        groups, d_in, d_out = self._stack
+        side = d_in * d_out
+        A, G = (factor.average.read(factor.name) for factor in self.factors)
+        block: Array = xp.zeros((groups * side, groups * side), A.dtype)
+        for group in range(groups):
+            where = slice(group * side, (group + 1) * side)
+            block[where, where] = self.repeats * xp.kron(A[group], G[group])
+        return block
+
+
+class GroupedDiagonalFB(LayerDiagonalFB):
+    """The diagonal of the block of a convolution in groups.
+
+    Args:
+        collection: Owner of the factor.
+        form: How the convolution is laid out.
+    """
+
+    def __init__(self, collection: FactorOwner, form: GroupedForm) -> None:
+        super().__init__(collection, form.layer)
+        self._grouped = form
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        del shapes  # the filter's, which the form knows
+        return (self._grouped.shape,)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        statistic = GroupedSquare(
+            tuple(self._towers.inputs),
+            self._towers.gradients(grads_list),
+            self.form.input_view,
+            self.form.output_view,
+            self.form.packing.has_bias,
+            self._grouped.groups,
+            self._grouped.taps,
+        )
+        self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
+
+
+class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
+    """One Kronecker pair for each channel of a depthwise convolution.
+
+    Args:
+        layer_collection: Owner of the factors; must know the filter's shape.
+        params: The filter, ``(kh, kw, channels, multiplier)``.
+        strides: Four, one an axis of the data.
+        padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
+        rate: Two dilations; ones when left out.
+        data_format: ``"NHWC"`` (default) or ``"NCHW"``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        params: Params,
+        strides: Sequence[int],
+        padding: Padding,
+        rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+    ) -> None:
+        form = depthwise_form(
+            layer_collection.require_shape(single_filter(params)),
+            padding=padding,
+            strides=strides,
+            rate=rate,
+            data_format=data_format,
+        )
+        super().__init__(layer_collection, form)
+
+
+class DepthwiseConvDiagonalFB(GroupedDiagonalFB):
+    """The diagonal of a depthwise convolution's block.
+
+    Args:
+        layer_collection: Owner of the factor; must know the filter's shape.
+        params: As in ``DepthwiseConvKFCBasicFB``.
+        strides: As in ``DepthwiseConvKFCBasicFB``.
+        padding: As in ``DepthwiseConvKFCBasicFB``.
+        rate: As in ``DepthwiseConvKFCBasicFB``.
+        data_format: As in ``DepthwiseConvKFCBasicFB``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        params: Params,
+        strides: Sequence[int],
+        padding: Padding,
+        rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+    ) -> None:
+        form = depthwise_form(
+            layer_collection.require_shape(single_filter(params)),
+            padding=padding,
+            strides=strides,
+            rate=rate,
+            data_format=data_format,
+        )
+        super().__init__(layer_collection, form)
+
+
+def single_filter(params: Params) -> str:
+    """The filter of a depthwise convolution; an UnsupportedError where there is a bias."""
+    if isinstance(params, str):
+        return params
+    raise UnsupportedError(
+        f"a depthwise convolution is registered without a bias, got {params}; with one, register "
+        f"it by register_grouped_convolution."
+    )

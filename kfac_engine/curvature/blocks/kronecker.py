@@ -1,0 +1,288 @@
+"""Kronecker-factored blocks: ``F ≈ c · A ⊗ G``.
+
+``A`` is the second moment of a layer's inputs, ``G`` that of its output gradients, both means over
+uses, examples and positions; ``c`` is the number of uses × positions for each example. One block
+serves dense layers (c = 1), convolutions (c = output locations; KFC) and layers shared over
+independent uses.
+
+Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); Grosse & Martens
+2016, arXiv:1602.01407, equation 23; Martens, Ba & Johnson 2018, section 3.2 (independent uses).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from kfac_engine._types import Array, Vector
+from kfac_engine.curvature.blocks.base import (
+    FactorOwner,
+    FisherBlock,
+    GradsList,
+    TowerNames,
+    Towers,
+    shape_of,
+)
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.damping import Level
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment
+from kfac_engine.curvature.linalg.damping import pi_correction
+from kfac_engine.curvature.linalg.kronecker import multiply_parts
+from kfac_engine.errors import NotReadyError
+from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.uses import rows_per_example
+
+
+def _square(d: int) -> tuple[int, ...]:
+    return d, d
+
+
+def _line(d: int) -> tuple[int, ...]:
+    return (d,)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How one side of a Kronecker block is kept.
+
+    Attributes:
+        statistic: Makes the statistic, with the arguments of ``KroneckerMoment``.
+        factor: Averages it.
+        shape: Shape of the average, from the side of the matrix.
+    """
+
+    statistic: Callable[..., KroneckerMoment]
+    factor: type[FisherFactor]
+    shape: Callable[[int], tuple[int, ...]] = _square
+
+
+DENSE = Side(KroneckerMoment, DenseSquareMatrixFactor)
+DIAGONAL = Side(KroneckerDiagonal, DiagonalFactor, _line)
+
+
+class KroneckerProductFB(FisherBlock):
+    """A Kronecker block of a layer.
+
+    Args:
+        collection: Owner of the factors.
+        form: How the layer's tensors and parameters are laid out.
+        input_side: How ``A`` is kept.
+        output_side: How ``G`` is kept.
+    """
+
+    def __init__(
+        self,
+        collection: FactorOwner,
+        form: LayerForm,
+        *,
+        input_side: Side = DENSE,
+        output_side: Side = DENSE,
+    ) -> None:
+        super().__init__(collection)
+        self.form = form
+        self._sides = input_side, output_side
+        self._towers = Towers()
+        self._input_factor: FisherFactor | None = None
+        self._output_factor: FisherFactor | None = None
+
+    # -- registration ---------------------------------------------------------------------------
+
+    @property
+    def num_registered_towers(self) -> int:
+        return len(self._towers)
+
+    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
+        """Add a mini-batch shard.
+
+        Args:
+            inputs: Name of the layer's input, or names over uses.
+            outputs: Name of the layer's output before any nonlinearity, or names over uses.
+        """
+        self._towers.add(inputs, outputs)
+
+    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+        return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        gradients = self._towers.gradients(grads_list)
+        form, collection = self.form, self._collection
+        input_side, output_side = self._sides
+        a = input_side.statistic(
+            (tuple(self._towers.inputs),),
+            form.input_view,
+            homogeneous=form.packing.has_bias,
+            num_uses=form.num_uses,
+            batch=collection.batch_value,
+            exact=collection.batch_is_exact,
+        )
+        ds = output_side.statistic(
+            gradients,
+            form.output_view,
+            num_uses=form.num_uses,
+            batch=collection.batch_value,
+            exact=collection.batch_is_exact,
+        )
+        self._input_factor = collection.make_or_get_factor(input_side.factor, (a,))
+        self._output_factor = collection.make_or_get_factor(output_side.factor, (ds,))
+
+    # -- factors --------------------------------------------------------------------------------
+
+    @property
+    def input_factor(self) -> FisherFactor:
+        """``A``."""
+        return self._instantiated(self._input_factor)
+
+    @property
+    def output_factor(self) -> FisherFactor:
+        """``G``."""
+        return self._instantiated(self._output_factor)
+
+    @property
+    def factors(self) -> tuple[FisherFactor, ...]:
+        return self.input_factor, self.output_factor
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        d_in, d_out = self.form.packing.matrix_shape(shapes[0])
+        pairs = zip(self._sides, (d_in, d_out), strict=True)
+        return tuple(side.shape(d) for side, d in pairs)
+
+    @property
+    def repeats(self) -> int:
+        """``c``: uses × positions for each example.
+
+        Raises:
+            NotReadyError: No batch was seen and the output's shape was not declared.
+        """
+        if self.output_factor.repeats is not None:
+            return self.output_factor.repeats
+        shapes = [self._collection.shape_of(name) for name in self._towers.outputs[0]]
+        if not shapes or any(shape is None for shape in shapes):
+            raise NotReadyError(
+                f"the number of positions in the layer of {self.params} is known after the first "
+                f"update of its statistics."
+            )
+        known = [shape for shape in shapes if shape is not None]
+        return rows_per_example(known, self.form.output_view, self.form.num_uses)
+
+    @property
+    def damping(self) -> float:
+        """``λ / c**p`` (p is the configuration's ``normalize_damping_power``).
+
+        With p = 1 the identity that damping adds to ``c·A ⊗ G`` is ``λ·I``.
+        """
+        power = self._collection.config.normalize_damping_power
+        normalizer: float = float(self.repeats) ** power
+        return super().damping / normalizer
+
+    def split_damping(self) -> tuple[Level, Level]:
+        """Split ``damping`` between the sides, by the current undamped factors.
+
+        Returns:
+            ``(λ_A, λ_G)`` with ``λ_A·λ_G`` = ``damping``; where factors are stacks, for each group.
+
+        Source: Martens & Grosse 2015, section 6.3.
+        """
+        root = float(np.sqrt(self.damping))
+        if self._collection.config.pi_type == "off":
+            return root, root
+        A, G = self.input_factor, self.output_factor
+        pi = pi_correction(A.trace(), A.side, G.trace(), G.side)
+        return root * pi, root / pi
+
+    def register_matpower(self, exp: float) -> None:
+        for factor, damping in self._damped():
+            factor.register_matpower(exp, damping)
+
+    def register_cholesky(self) -> None:
+        for factor, damping in self._damped():
+            factor.register_cholesky(damping)
+
+    def register_cholesky_inverse(self) -> None:
+        for factor, damping in self._damped():
+            factor.register_cholesky_inverse(damping)
+
+    # -- products -------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> float:
+        a, g = (shape_of(factor) for factor in self.factors)
+        both_sides = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
+        return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(both_sides, 1)
+
+    def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
+        vector = self._operand(vector)
+        (A, damping_a), (G, damping_g) = self._damped()
+        scale = float(self.repeats) ** exp
+        left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
+        if left is not None and right is not None:
+            return self._between(left, right, vector, scale)
+        V = self._pack(vector)
+        V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
+        return self.form.packing.unpack(scale * V, vector)
+
+    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
+        return self._multiply_root(vector, transpose=transpose, inverse=False)
+
+    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
+        return self._multiply_root(vector, transpose=transpose, inverse=True)
+
+    def full_fisher_block(self) -> Array:
+        xp = self._collection.backend.xp
+        A, G = self.input_factor.get_cov(), self.output_factor.get_cov()
+        block: Array = self.repeats * xp.kron(A, G)
+        return block
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _between(self, left: Array, right: Array, vector: Vector, scale: float) -> Vector:
+        """``scale · left V right`` of symmetric matrices, the vector taken where it lies."""
+        backend, packing = self._collection.backend, self.form.packing
+        parts = packing.parts(vector, self.params)
+        dtype = backend.xp.result_type(left, right, *parts)
+        parts = tuple(part.astype(dtype, copy=False) for part in parts)
+        out = packing.rooms(parts, dtype, backend.xp)
+        multiply_parts(left, right, parts, out, backend, scale=scale)
+        return packing.joined(out, vector)
+
+    def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
+        """``√c·L_A V L_Gᵀ`` and its three relatives: the right side is transposed by default."""
+        vector = self._operand(vector)
+        (A, damping_a), (G, damping_g) = self._damped()
+        V = self._pack(vector)
+        V = A.left_multiply_cholesky(V, damping_a, transpose=transpose, inverse=inverse)
+        V = G.right_multiply_cholesky(V, damping_g, transpose=not transpose, inverse=inverse)
+        scale = float(self.repeats) ** (-0.5 if inverse else 0.5)
+        return self.form.packing.unpack(scale * V, vector)
+
+    def _pack(self, vector: Vector) -> Array:
+        return self.form.packing.pack(vector, self.params, self._collection.backend.xp)
+
+    def _damped(self) -> Sequence[tuple[FisherFactor, "_SideDamping"]]:
+        return (
+            (self.input_factor, _SideDamping(self, 0)),
+            (self.output_factor, _SideDamping(self, 1)),
+        )
+
+    def _instantiated(self, factor: FisherFactor | None) -> FisherFactor:
+        if factor is None:
+            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
+        return factor
+
+
+@dataclass(frozen=True, slots=True, eq=True)
+class _SideDamping:
+    """The damping of one side of a block, read when a factor is refreshed."""
+
+    block: KroneckerProductFB
+    side: int
+
+    @property
+    def sides(self) -> Sequence[FisherFactor]:
+        """The factors whose traces it reads."""
+        return self.block.factors
+
+    def __call__(self) -> Level:
+        return self.block.split_damping()[self.side]

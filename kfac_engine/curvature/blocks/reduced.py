@@ -1,0 +1,37 @@
+"""KFAC-reduce: a layer that sees many positions, as one that sees their mean.
+
+Two Kronecker approximations of such a layer are exact in two cases. ``kron``, KFAC-expand, takes
+each position as an example of its own, which is right where the loss sums over positions.
+KFAC-reduce takes an example's gradient ``Σ_t a_t ds_tᵀ`` as ``(mean_t a_t) (Σ_t ds_t)ᵀ``, which is
+right where the network averages over positions before its loss. Without positions both are K-FAC.
+
+Source: Eschenhagen et al. 2023, arXiv:2311.00636, section 3.3.
+"""
+
+from functools import partial
+
+from kfac_engine.curvature.blocks.base import FactorOwner
+from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, Side
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.reduced import ReducedMoment
+from kfac_engine.layers.layer_forms import LayerForm
+
+_MEAN = Side(partial(ReducedMoment, mean=True), DenseSquareMatrixFactor)
+_SUM = Side(ReducedMoment, DenseSquareMatrixFactor)
+
+
+class ReducedKroneckerFB(KroneckerProductFB):
+    """``F ≈ A ⊗ G`` with A of mean inputs and G of summed gradients.
+
+    Args:
+        collection: Owner of the factors.
+        form: How the layer's tensors and parameters are laid out.
+    """
+
+    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
+        super().__init__(collection, form, input_side=_MEAN, output_side=_SUM)
+
+    @property
+    def repeats(self) -> int:
+        """One: positions are reduced."""
+        return 1

@@ -1,0 +1,134 @@
+"""Blocks of parameters that scale and shift the data, as in normalisation layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from kfac_engine.curvature.blocks.base import FactorOwner, GradsList, TowerNames, uses
+from kfac_engine.curvature.blocks.single import SingleLayerFB
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.scale_shift import (
+    ScaleShiftMoment,
+    ScaleShiftSquare,
+    summed_axes,
+)
+from kfac_engine.errors import RegistrationError
+from kfac_engine.layers.broadcast import Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleShiftForm:
+    """How a scale, a shift or both are broadcast against the data.
+
+    Attributes:
+        scale: None without one.
+        shift: None without one.
+    """
+
+    scale: Reduction | None
+    shift: Reduction | None
+
+
+class ScaleShiftFB(SingleLayerFB):
+    """The block of a scale, a shift or both, the vector being ``[scale, shift]``, row-major each.
+
+    The parameters may be used several times: a tower then lists the data of each use.
+
+    Args:
+        collection: Owner of the factor.
+        form: How the parameters are broadcast.
+        statistic: Of their per-example gradients.
+        factor: Averages it.
+    """
+
+    def __init__(
+        self,
+        collection: FactorOwner,
+        form: ScaleShiftForm,
+        *,
+        statistic: type[ScaleShiftMoment] = ScaleShiftMoment,
+        factor: type[FisherFactor] = DenseSquareMatrixFactor,
+    ) -> None:
+        super().__init__(collection)
+        self.form = form
+        self._statistic = statistic
+        self._factor_class = factor
+
+    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
+        """Add a mini-batch shard.
+
+        Args:
+            inputs: Names of the data before scaling, one a use; empty without a scale.
+            outputs: Names of the data after it, likewise.
+
+        Raises:
+            RegistrationError: Inputs and outputs list different numbers of uses.
+        """
+        counts = len(uses(inputs)), len(uses(outputs))
+        if counts[0] != (counts[1] if self.form.scale else 0):
+            raise RegistrationError(
+                f"the block of {self.params} takes an input for each of {counts[1]} output(s) of a "
+                f"scale, and none without a scale; got {counts[0]}."
+            )
+        self._towers.add(inputs, outputs)
+
+    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+        return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        size = sum(prod(shape) for shape in shapes)
+        return ((size,) if issubclass(self._factor_class, DiagonalFactor) else (size, size),)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        statistic = self._statistic(
+            tuple(self._towers.inputs),
+            self._towers.gradients(grads_list),
+            self.form.scale,
+            self.form.shift,
+        )
+        self._factor = self._collection.make_or_get_factor(self._factor_class, (statistic,))
+
+
+class ScaleAndShiftFullFB(ScaleShiftFB):
+    """The full second moment of per-example gradients of a scale and a shift.
+
+    Args:
+        layer_collection: Owner of the factor.
+        broadcast_dims_scale: Axes of the data (the batch is 0) along which the scale is broadcast.
+        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
+        has_shift: Whether there is a shift.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        super().__init__(layer_collection, ScaleShiftForm(*sums))
+
+
+class ScaleAndShiftDiagonalFB(ScaleShiftFB):
+    """The mean squares of per-example gradients of a scale and a shift.
+
+    Args:
+        layer_collection: Owner of the factor.
+        broadcast_dims_scale: As in ``ScaleAndShiftFullFB``.
+        broadcast_dims_shift: As in ``ScaleAndShiftFullFB``.
+        has_shift: Whether there is a shift.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        form = ScaleShiftForm(*sums)
+        super().__init__(layer_collection, form, statistic=ScaleShiftSquare, factor=DiagonalFactor)

@@ -1,0 +1,273 @@
+"""Blocks with a single factor: the full matrix of a set of parameters, or its diagonal."""
+
+from collections.abc import Sequence
+from math import prod
+
+from kfac_engine._types import Array, Rows, Vector
+from kfac_engine.curvature.blocks.base import (
+    FactorOwner,
+    FisherBlock,
+    GradsList,
+    TowerNames,
+    Towers,
+    parts,
+    uses,
+)
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.statistics import GradientOuter, GradientSquare, LayerSquare
+from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
+from kfac_engine.layers.layer_forms import LayerForm
+
+
+class SingleFactorFB(FisherBlock):
+    """A block that is one matrix over the concatenated parameters, damped by λ."""
+
+    def __init__(self, collection: FactorOwner) -> None:
+        super().__init__(collection)
+        self._factor: FisherFactor | None = None
+
+    @property
+    def factor(self) -> FisherFactor:
+        """The matrix.
+
+        Raises:
+            NotReadyError: The factors were not instantiated.
+        """
+        if self._factor is None:
+            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
+        return self._factor
+
+    @property
+    def factors(self) -> tuple[FisherFactor, ...]:
+        return (self.factor,)
+
+    def register_matpower(self, exp: float) -> None:
+        self.factor.register_matpower(exp, self._current_damping)
+
+    def register_cholesky(self) -> None:
+        self.factor.register_cholesky(self._current_damping)
+
+    def register_cholesky_inverse(self) -> None:
+        self.factor.register_cholesky_inverse(self._current_damping)
+
+    def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
+        vector = self._operand(vector)
+        column = self._to_column(vector)
+        product = self.factor.left_multiply_matpower(column, exp, self._current_damping)
+        return self._from_column(product, vector)
+
+    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
+        return self._multiply_root(vector, transpose=transpose, inverse=False)
+
+    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
+        return self._multiply_root(vector, transpose=transpose, inverse=True)
+
+    def full_fisher_block(self) -> Array:
+        return self.factor.get_cov()
+
+    def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
+        vector = self._operand(vector)
+        product = self.factor.left_multiply_cholesky(
+            self._to_column(vector), self._current_damping, transpose=transpose, inverse=inverse
+        )
+        return self._from_column(product, vector)
+
+    def _current_damping(self) -> float:
+        return self.damping
+
+    def _to_column(self, vector: Vector) -> Array:
+        arrays = parts(vector)
+        self._check_declared([part.shape for part in arrays])
+        xp = self._collection.backend.xp
+        column: Array = xp.concatenate([part.reshape(-1, 1) for part in arrays])
+        if column.size != self.factor.side:
+            raise ShapeError(
+                f"the block of {self.params} has {self.factor.side} entries, the vector "
+                f"{column.size}."
+            )
+        return column
+
+    def _check_declared(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse arrays of other shapes than the parameters, where those are known."""
+        names = () if self.params is None else uses(self.params)
+        if names and len(names) != len(shapes):
+            raise InputError(
+                f"the block of {self.params} takes {len(names)} array(s), got {len(shapes)}."
+            )
+        for name, shape in zip(names, shapes, strict=bool(names)):
+            if self._collection.shape_of(name) not in (None, shape):
+                raise ShapeError(
+                    f"'{name}' has shape {self._collection.shape_of(name)}, the vector {shape}."
+                )
+
+    def _from_column(self, column: Array, like: Vector) -> Vector:
+        assert not isinstance(like, Rows)  # they were refused by parts
+        if not isinstance(like, tuple | list):
+            return column.reshape(like.shape).astype(like.dtype)
+        pieces, start = [], 0
+        for part in like:
+            piece = column[start : start + part.size].reshape(part.shape)
+            pieces.append(piece.astype(part.dtype))
+            start += part.size
+        return tuple(pieces)
+
+
+class NaiveFullFB(SingleFactorFB):
+    """The outer product of the batch gradient: any parameters, no structure.
+
+    Args:
+        collection: Owner of the factors.
+        params: The parameters.
+    """
+
+    _statistic: type[GradientSquare] = GradientOuter
+    _factor_class: type[FisherFactor] = DenseSquareMatrixFactor
+
+    def __init__(self, collection: FactorOwner, params: TowerNames) -> None:
+        super().__init__(collection)
+        self._params = uses(params)
+        self._batch: list[int | str] = []
+
+    @property
+    def num_registered_towers(self) -> int:
+        return len(self._batch)
+
+    def register_additional_tower(self, batch_size: int | str) -> None:
+        """Add a mini-batch shard: its size, or the name of a value with the batch axis first."""
+        self._batch.append(batch_size)
+
+    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+        return self._params
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        size = sum(prod(shape) for shape in shapes)
+        return ((size, size),)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        tensors = tuple((uses(source),) for source in grads_list)  # type: ignore[arg-type]
+        if not tensors or any(len(source[0]) != len(self._params) for source in tensors):
+            raise InputError(
+                f"the block of {self._params} takes one gradient a parameter in each source."
+            )
+        statistic = self._statistic(tensors, tuple(self._batch))
+        self._factor = self._collection.make_or_get_factor(self._factor_class, (statistic,))
+
+
+class NaiveDiagonalFB(NaiveFullFB):
+    """The squared batch gradient of one parameter.
+
+    Args:
+        collection: Owner of the factors.
+        params: One parameter.
+
+    Raises:
+        RegistrationError: Several parameters were given.
+    """
+
+    _statistic = GradientSquare
+    _factor_class = DiagonalFactor
+
+    def __init__(self, collection: FactorOwner, params: TowerNames) -> None:
+        super().__init__(collection, params)
+        if len(self._params) != 1:
+            raise RegistrationError(
+                f"approximation 'diagonal' takes one parameter, got {self._params}; register them "
+                f"one by one, or use 'full'."
+            )
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(shapes)
+
+
+class SingleLayerFB(SingleFactorFB):
+    """A block with a single factor, of a layer with one input and one output."""
+
+    def __init__(self, collection: FactorOwner) -> None:
+        super().__init__(collection)
+        self._towers = Towers()
+
+    @property
+    def num_registered_towers(self) -> int:
+        return len(self._towers)
+
+    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
+        """Add a mini-batch shard.
+
+        Args:
+            inputs: Name of the layer's input.
+            outputs: Name of its output.
+
+        Raises:
+            RegistrationError: Several uses are listed.
+        """
+        if len(uses(inputs)) != 1 or len(uses(outputs)) != 1:
+            raise RegistrationError(
+                f"the block of {self.params} takes one use of its layer, got {inputs} and "
+                f"{outputs}."
+            )
+        self._towers.add(inputs, outputs)
+
+    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+        return tuple(names[0] for names in self._towers.outputs)
+
+
+class LayerDiagonalFB(SingleLayerFB):
+    """The diagonal of a layer's block: mean of squared per-example gradients.
+
+    Args:
+        collection: Owner of the factors.
+        form: How the layer's tensors and parameters are laid out.
+    """
+
+    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
+        super().__init__(collection)
+        self.form = form
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        return (self.form.packing.matrix_shape(shapes[0]),)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        statistic = LayerSquare(
+            tuple(self._towers.inputs),
+            self._towers.gradients(grads_list),
+            self.form.input_view,
+            self.form.output_view,
+            self.form.packing.has_bias,
+        )
+        self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
+
+    @property
+    def damping(self) -> float:
+        """``λ·c / c**p``: the multiple of the identity that a Kronecker block would add.
+
+        c is the number of positions, p the configuration's ``normalize_damping_power``; λ itself
+        for p = 1.
+
+        Raises:
+            NotReadyError: p is not 1, and no batch was seen.
+        """
+        power = self._collection.config.normalize_damping_power
+        if power == 1:
+            return super().damping
+        if self.factor.repeats is None:
+            raise NotReadyError(
+                f"the number of positions in the layer of {self.params} is known after the first "
+                f"update of its statistics."
+            )
+        excess: float = float(self.factor.repeats) ** (1 - power)
+        return super().damping * excess
+
+    def _to_column(self, vector: Vector) -> Array:
+        packed = self.form.packing.pack(vector, self.params, self._collection.backend.xp)
+        expected = self.factor.average.read(self.factor.name).shape
+        if packed.shape != expected:
+            raise ShapeError(
+                f"the layer of {self.params} has a packed matrix of shape {expected}, the vector "
+                f"one of {packed.shape}."
+            )
+        return packed
+
+    def _from_column(self, column: Array, like: Vector) -> Vector:
+        return self.form.packing.unpack(column, like)

@@ -1,0 +1,120 @@
+"""The registry of layers and losses: which parameters form which block.
+
+``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
+as a mapping from names to arrays. The specification asks for one class with fifty methods; they
+lie in a file for each topic: ``losses.collection``, ``coverage`` (uses beside those of the graph),
+``choices`` (defaults and linked groups), ``registry`` (blocks and factors), and a file for each
+family of layers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from kfac_engine.curvature.collection.dense import DenseLayers
+from kfac_engine.curvature.collection.embedding import EmbeddingLayers
+from kfac_engine.curvature.collection.grouped import GroupedConvolutionLayers
+from kfac_engine.curvature.collection.multi_use import MultiUseLayers
+from kfac_engine.curvature.collection.scale_shift import ScaleAndShiftLayers
+from kfac_engine.curvature.collection.transposed import TransposedConvolutionLayers
+from kfac_engine.errors import RegistrationError
+from kfac_engine.registry import Registry
+
+__all__ = [
+    "REGISTRATIONS",
+    "LayerCollection",
+    "get_default_layer_collection",
+    "set_default_layer_collection",
+]
+
+
+class LayerCollection(
+    DenseLayers,
+    GroupedConvolutionLayers,
+    TransposedConvolutionLayers,
+    MultiUseLayers,
+    EmbeddingLayers,
+    ScaleAndShiftLayers,
+):
+    """Layers, losses and the factors they share; one for each estimator.
+
+    Args:
+        graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
+        name: For messages.
+        config: How statistics are averaged, damped and inverted.
+        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or what ``select`` made of one of them.
+
+    Attributes:
+        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
+        fisher_factors: (class, arguments) to factor, in the order of creation.
+    """
+
+    @contextmanager
+    def as_default(self) -> Iterator["LayerCollection"]:
+        """A context in which this is the collection of ``get_default_layer_collection``."""
+        set_default_layer_collection(self)
+        try:
+            yield self
+        finally:
+            set_default_layer_collection(None)
+
+
+# A context variable: threads and tasks do not see each other's choice.
+_default: ContextVar["LayerCollection | None"] = ContextVar("default collection", default=None)
+
+
+def get_default_layer_collection() -> "LayerCollection":
+    """The collection set as the default.
+
+    Returns:
+        The collection itself.
+
+    Raises:
+        RegistrationError: None is set.
+    """
+    collection = _default.get()
+    if collection is None:
+        raise RegistrationError(
+            "no default LayerCollection is set; pass one, or use `with collection.as_default():`."
+        )
+    return collection
+
+
+def set_default_layer_collection(layer_collection: "LayerCollection | None") -> None:
+    """Make a collection the default; None clears it.
+
+    Raises:
+        RegistrationError: Another default is set; clear it first.
+    """
+    if layer_collection is not None and _default.get() is not None:
+        raise RegistrationError(
+            "a default LayerCollection is set already; clear it with "
+            "set_default_layer_collection(None) first."
+        )
+    _default.set(layer_collection)
+
+
+# Kind of layer to what registers it with a collection: takes the collection, the parameters,
+# ``inputs`` where a layer reads some, ``outputs``, ``approx`` and options of its own.
+REGISTRATIONS: Registry[Callable[..., None]] = Registry(
+    "kind of layer",
+    {
+        "fully_connected": LayerCollection.register_fully_connected,
+        "fully_connected_multi": LayerCollection.register_fully_connected_multi,
+        "conv1d": LayerCollection.register_conv1d,
+        "conv2d": LayerCollection.register_conv2d,
+        "conv2d_multi": LayerCollection.register_conv2d_multi,
+        "convolution": LayerCollection.register_convolution,
+        "convolution_multi": LayerCollection.register_convolution_multi,
+        "conv_transpose": LayerCollection.register_conv_transpose,
+        "conv_transpose_multi": LayerCollection.register_conv_transpose_multi,
+        "grouped_convolution": LayerCollection.register_grouped_convolution,
+        "grouped_convolution_multi": LayerCollection.register_grouped_convolution_multi,
+        "depthwise_conv2d": LayerCollection.register_depthwise_conv2d,
+        "stacked_dense": LayerCollection.register_stacked_dense,
+        "embedding": LayerCollection.register_embedding,
+        "embedding_multi": LayerCollection.register_embedding_multi,
+        "scale_and_shift": LayerCollection.register_scale_and_shift,
+        "shift": LayerCollection.register_shift,
+    },
+)

@@ -1,0 +1,82 @@
+"""Registration of dense layers."""
+
+from collections.abc import Sequence
+
+from kfac_engine._types import Params
+from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key, names_of
+from kfac_engine.errors import InputError
+from kfac_engine.layers.batched_dense import slots_form
+from kfac_engine.layers.layer_forms import dense_form, embedding_form
+from kfac_engine.losses.collection import Reuse
+
+
+class DenseLayers(BlockRegistry):
+    """The part of ``LayerCollection`` that registers dense layers."""
+
+    def register_fully_connected(  # noqa: PLR0913 (the specification's signature)
+        self,
+        params: Params | Sequence[str],
+        inputs: str,
+        outputs: str,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        weight_format: str = "IO",
+        feature_axis: int = -1,
+        dense_inputs: bool = True,
+    ) -> None:
+        """Register a dense layer.
+
+        Args:
+            params: The weight, or ``(weight, bias)``.
+            inputs: Name of the input, ``(n, …positions, d_in)``.
+            outputs: Name of the output, ``(n, …positions, d_out)``.
+            approx: A row of the table of approximations; the default when left out.
+            reuse: Whether this is a further tower.
+            weight_format: ``"IO"`` or ``"OI"``.
+            feature_axis: Axis of the features in inputs and outputs; -2 for ``weight · inputs``.
+            dense_inputs: False where ``inputs`` are identifiers ``(n,)`` that pick rows of the
+                weight, ``(vocabulary, d_out)`` and alone; the input factor is then diagonal.
+        """
+        key = canonical_key(params)
+        if dense_inputs:
+            form = dense_form(weight_format, not isinstance(key, str), feature_axis=feature_axis)
+        else:
+            require_diagonal_input(self._resolve("fully_connected", approx, key))
+            form = embedding_form(self.require_vocabulary(key), rank=1)
+        self._register("fully_connected", key, form, (inputs, outputs), approx, reuse)
+
+    def register_stacked_dense(
+        self,
+        params: Params | Sequence[str],
+        inputs: str,
+        outputs: str,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> None:
+        """Register dense layers side by side, each with a weight of its own: experts, say.
+
+        Args:
+            params: The weights ``(slots, d_in, d_out)``, or ``(weights, biases)``; the shape of the
+                weights must be declared.
+            inputs: Name of the input, ``(n, …positions, slots, d_in)``.
+            outputs: Name of the output, ``(n, …positions, slots, d_out)``.
+            approx: ``"kron"``, a Kronecker pair a slot, or ``"diagonal"``.
+            reuse: Whether this is a further tower.
+        """
+        key = canonical_key(params)
+        shape = self.require_shape(names_of(key)[0])
+        form = slots_form(shape, has_bias=not isinstance(key, str))
+        self._register("stacked_dense", key, form, (inputs, outputs), approx, reuse)
+
+
+def require_diagonal_input(approx: str) -> None:
+    """Refuse approximations that need inputs written out as rows.
+
+    Raises:
+        InputError: The input factor is not diagonal.
+    """
+    if not approx.endswith(("_in_diag", "_both_diag")):
+        raise InputError(
+            f"Bad value '{approx}' for approx with dense_inputs=False: identifiers have a diagonal "
+            f"input factor; choose one that ends with 'in_diag' or 'both_diag'."
+        )

@@ -1,0 +1,75 @@
+"""Registration of embeddings: tables whose rows are picked by identifiers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kfac_engine._types import Params
+from kfac_engine.curvature.blocks.base import TowerNames
+from kfac_engine.curvature.blocks.multi_use import count_uses
+from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key
+from kfac_engine.layers.layer_forms import embedding_form
+from kfac_engine.losses.collection import Reuse
+
+
+class EmbeddingLayers(BlockRegistry):
+    """The part of ``LayerCollection`` that registers embeddings."""
+
+    def register_embedding(
+        self,
+        params: Params | Sequence[str],
+        inputs: str,
+        outputs: str,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        count_repeats: bool = False,
+        positions: bool = False,
+    ) -> None:
+        """Register an embedding.
+
+        Args:
+            params: The table ``(vocabulary, d_out)``; its shape must be declared.
+            inputs: Name of integers, ``(n,)`` or ``(n, ids)``; negative ones count from the end.
+            outputs: Name of the output, ``(n, d_out)``: the sum of the picked rows.
+            approx: ``"kron"``.
+            reuse: Whether this is a further tower.
+            count_repeats: Whether an identifier that comes ``k`` times in a row of ``inputs``
+                counts ``k`` times in the input factor; otherwise once.
+            positions: Whether each identifier has an output of its own, ``(n, …positions)`` and
+                ``(n, …positions, d_out)``, as in ONNX's Gather.
+        """
+        key = canonical_key(params)
+        form = embedding_form(
+            self.require_vocabulary(key), positions=positions, count_repeats=count_repeats
+        )
+        self._register("embedding", key, form, (inputs, outputs), approx, reuse)
+
+    def register_embedding_multi(  # noqa: PLR0913 (the specification's signature)
+        self,
+        params: Params | Sequence[str],
+        inputs: TowerNames,
+        outputs: TowerNames,
+        num_uses: int | None = None,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        count_repeats: bool = False,
+        positions: bool = False,
+    ) -> None:
+        """Register an embedding that is used several times.
+
+        Args:
+            params: As in ``register_embedding``.
+            inputs: Names over uses, each as in ``register_embedding``; or one name of all uses,
+                ``(num_uses·n, ids)`` (use by use) or ``(num_uses, n, ids)``.
+            outputs: Likewise with ``d_out``; need not be given in the same way.
+            num_uses: Uses; may be left out where they are listed.
+            approx: ``"kron_indep"``.
+            reuse: Whether this is a further tower.
+            count_repeats: As in ``register_embedding``.
+            positions: As in ``register_embedding``.
+        """
+        key = canonical_key(params)
+        form = embedding_form(
+            self.require_vocabulary(key), positions=positions, count_repeats=count_repeats
+        )
+        form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
+        self._register("embedding_multi", key, form, (inputs, outputs), approx, reuse)

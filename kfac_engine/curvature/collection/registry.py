@@ -1,0 +1,317 @@
+"""The registry of layers and losses: which parameters form which block.
+
+``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
+as a mapping from names to arrays.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import inf
+from typing import TypeVar
+
+from kfac_engine._types import Params
+from kfac_engine.arguments import whole
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.select import select
+from kfac_engine.curvature.approximations import row as row_of
+from kfac_engine.curvature.blocks.base import FisherBlock, TowerNames, uses
+from kfac_engine.curvature.blocks.single import NaiveFullFB
+from kfac_engine.curvature.collection.choices import ApproximationChoices
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
+from kfac_engine.losses.collection import Reuse, check_reuse
+from kfac_engine.runtime.model import OnnxModel
+
+Factor = TypeVar("Factor", bound=FisherFactor)
+
+
+class BlockRegistry(ApproximationChoices):
+    """Registered blocks; see ``LayerCollection``, the public class."""
+
+    def __init__(
+        self,
+        graph: OnnxModel | Mapping[str, tuple[int, ...]] | None = None,
+        name: str = "LayerCollection",
+        config: CollectionConfig | None = None,
+        backend: str | Backend = "auto",
+    ) -> None:
+        super().__init__(graph)
+        self.name = name
+        self.config = config or CollectionConfig()
+        self.backend = select(backend) if isinstance(backend, str) else backend
+        self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
+        self._rows: dict[Params, tuple[object, ...]] = {}
+
+    # -- what is registered -----------------------------------------------------------------------
+
+    @property
+    def registered_variables(self) -> tuple[str, ...]:
+        """All parameters that belong to a block."""
+        return tuple(name for key in self.fisher_blocks for name in names_of(key))
+
+    def get_blocks(self) -> tuple[FisherBlock, ...]:
+        """All blocks, in the order of registration."""
+        return tuple(self.fisher_blocks.values())
+
+    def get_factors(self) -> tuple[FisherFactor, ...]:
+        """All factors, in the order of creation: a block's input factor comes first."""
+        return tuple(self.fisher_factors.values())
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The declared shape of a tensor; None where it is not known before a batch."""
+        if isinstance(self.graph, OnnxModel):
+            return self.graph.static_shape(name)
+        return None if self.graph is None or name not in self.graph else tuple(self.graph[name])
+
+    def require_shape(self, name: str) -> tuple[int, ...]:
+        """The declared shape of a tensor.
+
+        Returns:
+            One side an axis.
+
+        Raises:
+            InputError: It is not known.
+        """
+        shape = self.shape_of(name)
+        if shape is None:
+            raise InputError(
+                f"the shape of '{name}' is needed to register its layer: name it in "
+                f"LayerCollection(graph={{'{name}': (…), …}})."
+            )
+        return shape
+
+    def require_filter(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The declared shape of a convolution's filter.
+
+        Args:
+            name: The parameter.
+            ranks: Numbers of axes it may have.
+
+        Returns:
+            One side an axis.
+
+        Raises:
+            InputError: It is not known or has another rank.
+        """
+        shape = self.require_shape(name)
+        if len(shape) not in ranks:
+            wanted = " or ".join(str(rank) for rank in ranks)
+            raise InputError(f"filter '{name}' has shape {shape}; {wanted} axes are needed.")
+        return shape
+
+    def require_vocabulary(self, key: Params) -> int:
+        """Rows of the table of a layer whose inputs are identifiers.
+
+        Args:
+            key: Its parameters.
+
+        Returns:
+            The first side of the table.
+
+        Raises:
+            InputError: There is a bias, or the table is unknown or has not two axes.
+        """
+        if not isinstance(key, str):
+            raise InputError(f"Bias not supported: identifiers pick rows of one table, got {key}.")
+        shape = self.require_shape(key)
+        if len(shape) != 2:
+            raise InputError(f"table '{key}' has shape {shape}; (vocabulary, d) is needed.")
+        return shape[0]
+
+    def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
+        """The factor ``cls(*args)``: layers that measure the same thing share it.
+
+        Args:
+            cls: Class of the factor.
+            args: Its positional arguments, hashable.
+
+        Returns:
+            The factor, made at the first call.
+        """
+        key = (cls, *args)
+        if key not in self.fisher_factors:
+            self.fisher_factors[key] = cls(*args, backend=self.backend, config=self.config)  # type: ignore[arg-type] # args are cls's own
+        factor = self.fisher_factors[key]
+        factor.companions = self.fisher_factors
+        assert isinstance(factor, cls)
+        return factor
+
+    # -- layers -----------------------------------------------------------------------------------
+
+    def register_generic(
+        self,
+        params: Params | Sequence[str],
+        batch_size: int | str,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> None:
+        """Register parameters without a layer.
+
+        Args:
+            params: One name, or several for a joint block.
+            batch_size: Examples, or the name of a value whose first axis is the batch.
+            approx: ``"diagonal"`` (one parameter) or ``"full"``.
+            reuse: Whether this is a further tower.
+        """
+        key = canonical_key(params)
+        if not isinstance(batch_size, str):
+            whole("batch_size", batch_size, least=1)
+        approx = self._resolve("generic", approx, key)
+        block = row_of("generic", approx).build(self, key)
+        found = self._find_or_use(key, block, reuse, ("generic", approx), exact=True)
+        assert isinstance(found, NaiveFullFB)  # as `block` is
+        found.register_additional_tower(batch_size)
+        self._enter(key, found, ("generic", approx), inf)
+
+    def register_block(
+        self,
+        layer_key: Params | Sequence[str],
+        fisher_block: FisherBlock,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> FisherBlock:
+        """Register a block made by the caller.
+
+        Args:
+            layer_key: The parameters.
+            fisher_block: Their block.
+            reuse: True returns the registered block, False demands a new key.
+
+        Returns:
+            The block now registered under the key.
+
+        Raises:
+            RegistrationError: The key is taken and ``reuse`` is False, it is taken by another type
+                of block, or one of its parameters belongs to another key.
+            UnknownNameError: ``reuse`` is True and the key is unknown.
+        """
+        key = canonical_key(layer_key)
+        known = key in self.fisher_blocks
+        found = self._find_or_use(key, fisher_block, reuse, self._rows.get(key, ()), exact=True)
+        if not known:  # whoever makes a block knows how often its parameters are used
+            self._enter(key, found, (), inf)
+        return found
+
+    def approximation_of(self, params: Params) -> str:
+        """The row of the table of approximations that a registered layer has."""
+        return str(self._rows[params][1])
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _register(
+        self,
+        kind: str,
+        key: Params,
+        form: Hashable,
+        tensors: tuple[TowerNames, TowerNames],
+        approx: str | None,
+        reuse: Reuse,
+    ) -> None:
+        """Register a layer, or a further tower of one."""
+        if not isinstance(key, str) and len(key) != 2:
+            raise RegistrationError(
+                f"a layer has one parameter, given by its name, or a pair of them; got {key}."
+            )
+        for names in tensors:
+            if not all(isinstance(name, str) for name in uses_of(names)):
+                raise RegistrationError(
+                    f"inputs and outputs of {key} must be names of tensors, got {names!r}."
+                )
+        approx = self._resolve(kind, approx, key)
+        row = (kind, approx, form)
+        block = self._find_or_use(key, row_of(kind, approx).build(self, form), reuse, row)
+        block.register_additional_tower(*tensors)  # type: ignore[attr-defined] # layer blocks have it
+        self._enter(key, block, row, max(len(uses(names)) for names in tensors))
+
+    def _find_or_use(
+        self,
+        key: Params,
+        block: FisherBlock,
+        reuse: Reuse,
+        row: tuple[object, ...],
+        *,
+        exact: bool = False,
+    ) -> FisherBlock:
+        """The registered block of a key, else ``block``; refuses what cannot be registered.
+
+        A caller's own block is taken for the table's where it is of the same type; a named class
+        counts as the general one it is made of, unless ``exact``.
+
+        Returns:
+            The block that is to have the tower.
+
+        Raises:
+            UnknownNameError: ``reuse`` is True and the key is unknown.
+            InputError: ``reuse`` is none of its three values.
+            RegistrationError: The key or one of its parameters is taken by something else.
+        """
+        self._require_open(f"a layer of {key}")
+        check_reuse(reuse)
+        known = self.fisher_blocks.get(key)
+        if reuse is True and known is None:
+            raise UnknownNameError(f"reuse=True, but no layer is registered for {key}.")
+        if reuse is False and known is not None:
+            raise RegistrationError(f"FisherBlock for {key} is already in LayerCollection.")
+        if known is None:
+            self._require_free(key)
+            return block
+        same = type(known) is type(block) or (not exact and isinstance(known, type(block)))
+        if not same or self._rows.get(key, row) != row:
+            kind = self._rows.get(key, (type(known).__name__,))[:2]
+            raise RegistrationError(
+                f"{key} is registered as {' '.join(map(str, kind))}; a tower must be the same "
+                f"layer, with the same approximation."
+            )
+        return known
+
+    def _require_free(self, key: Params) -> None:
+        taken = self._uses.keys() & set(names_of(key))
+        if taken:
+            raise RegistrationError(
+                f"{', '.join(sorted(taken))} of {key} belong(s) to another registered layer."
+            )
+
+    def _enter(
+        self, key: Params, block: FisherBlock, row: tuple[object, ...], count: float
+    ) -> None:
+        """Put a block that has its tower under its key; ``count`` uses are accounted for."""
+        if key not in self.fisher_blocks:
+            block.params = key
+            self.fisher_blocks[key] = block
+            if row:
+                self._rows[key] = row
+        self._count_uses(names_of(key), count)
+
+
+def uses_of(names: object) -> tuple[object, ...]:
+    """The names of a tower, whatever a caller gave for them."""
+    listed = isinstance(names, Iterable) and not isinstance(names, str)
+    return tuple(names) if listed else (names,)  # type: ignore[arg-type] # it is iterable
+
+
+def canonical_key(params: Params | Sequence[str]) -> Params:
+    """The key of a block.
+
+    Args:
+        params: A name, or several in any sequence.
+
+    Returns:
+        A name, or a tuple of names.
+
+    Raises:
+        RegistrationError: There is none, one comes twice, or one is no name.
+    """
+    given = isinstance(params, str | Iterable)
+    key = params if isinstance(params, str) else tuple(params if given else ())
+    names = names_of(key)
+    if (
+        not all(isinstance(name, str) for name in names)
+        or not names
+        or len(set(names)) < len(names)
+    ):
+        raise RegistrationError(f"params must be distinct names of parameters, got {params!r}.")
+    return key
+
+
+def names_of(key: Params) -> tuple[str, ...]:
+    """The names in a key."""
+    return (key,) if isinstance(key, str) else key

@@ -1,0 +1,52 @@
+"""Registration of transposed convolutions."""
+
+from collections.abc import Sequence
+
+from kfac_engine.curvature.collection.registry import BlockRegistry
+from kfac_engine.layers.layer_forms import transposed_form
+from kfac_engine.layers.views import Padding
+from kfac_engine.losses.collection import Reuse
+
+
+class TransposedConvolutionLayers(BlockRegistry):
+    """The part of ``LayerCollection`` that registers transposed convolutions."""
+
+    def register_conv_transpose(  # noqa: PLR0913 (a convolution has that many properties)
+        self,
+        params: str,
+        inputs: str,
+        outputs: str,
+        padding: Padding,
+        strides: Sequence[int] | None = None,
+        dilations: Sequence[int] | None = None,
+        data_format: str | None = None,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+        weight_format: str | None = None,
+    ) -> None:
+        """Register a transposed convolution over one, two or three spatial axes.
+
+        A bias does not belong to it: it is added once to a pixel of the output, the filter acts
+        once on a pixel of the input.
+
+        Args:
+            params: The filter; its shape must be declared.
+            inputs: Name of the images.
+            outputs: Name of the output.
+            padding: What is cut off the output: ``"VALID"`` or ``((begin, end), …)``.
+            strides: One a spatial axis, or one an axis of the data; ones when left out.
+            dilations: Likewise.
+            data_format: ``"NHWC"`` and its relatives (default), or ``"NCHW"``.
+            approx: ``"kron"``.
+            reuse: Whether this is a further tower.
+            weight_format: ``"HWOI"`` and its relatives (default), or ``"IOHW"``.
+        """
+        form = transposed_form(
+            self.require_filter(params, (3, 4, 5)),
+            padding=padding,
+            strides=strides,
+            dilations=dilations,
+            data_format=data_format,
+            weight_format=weight_format,
+        )
+        self._register("conv_transpose", params, form, (inputs, outputs), approx, reuse)

@@ -1,0 +1,101 @@
+"""The configuration of a layer collection: averages, damping and inverses."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kfac_engine.arguments import flag, number, one_of, positive, whole
+from kfac_engine.errors import InputError
+from kfac_engine.layers.subsampling import Sampling
+
+PiType = Literal["tracenorm", "off"]
+
+_FLAGS = (
+    "debias",
+    "assume_zero_mean_activations",
+    "subtract_mean_contrib_from_cov",
+    "sub_sample_inputs",
+    "sub_sample_patches",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionConfig:
+    """How statistics are averaged, damped and inverted; given to ``LayerCollection``.
+
+    Attributes:
+        debias: Whether averages are debiased (value = decayed sum / decayed weight). False is the
+            classical ``decay·c + (1 − decay)·new``.
+        initial_covariance: Where a classical average starts. A debiased one forgets its start.
+        pi_type: How a Kronecker block splits its damping: by the factors' mean traces, or evenly.
+        normalize_damping_power: ``p`` in ``λ' = λ / N**p`` for a block whose parameters are used
+            ``N`` times per example; 0 turns the normalization off.
+        eigenvalue_clipping_threshold: Floor of eigenvalues before damping, on the eigen path.
+        eigendecomposition_threshold: So many inverses of one factor (with different dampings) are
+            taken from one eigendecomposition rather than from Cholesky factors.
+        assume_zero_mean_activations: Kronecker factors without spatial correlation (SUA): whether
+            activations count as centred.
+        subtract_mean_contrib_from_cov: SUA with centred activations: whether the mean's outer
+            product is taken off the second moment.
+        sub_sample_inputs: Whether convolution input factors see a random part of the examples.
+        inputs_to_extract_patches_factor: That part.
+        sub_sample_patches: Whether convolution input factors see a random part of the patches.
+        max_num_patches: At most so many patches.
+        max_num_patches_per_dimension: At most so many patches per row of the factor.
+        seed: Of the sub-sampling.
+    """
+
+    debias: bool = True
+    initial_covariance: Literal["zeros", "identity"] = "zeros"
+    pi_type: PiType = "tracenorm"
+    normalize_damping_power: float = 1.0
+    eigenvalue_clipping_threshold: float = 0.0
+    eigendecomposition_threshold: int = 4
+    assume_zero_mean_activations: bool = False
+    subtract_mean_contrib_from_cov: bool = True
+    sub_sample_inputs: bool = False
+    inputs_to_extract_patches_factor: float = 0.2
+    sub_sample_patches: bool = False
+    max_num_patches: int = 10_000_000
+    max_num_patches_per_dimension: float = 3.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: A value is outside its range.
+        """
+        one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
+        one_of("pi_type", self.pi_type, ("tracenorm", "off"))
+        for name in _FLAGS:
+            flag(name, getattr(self, name))
+        number("normalize_damping_power", self.normalize_damping_power)
+        number("eigenvalue_clipping_threshold", self.eigenvalue_clipping_threshold)
+        number("inputs_to_extract_patches_factor", self.inputs_to_extract_patches_factor)
+        if not 0 < self.inputs_to_extract_patches_factor <= 1:
+            raise InputError(
+                f"inputs_to_extract_patches_factor must lie in (0, 1], got "
+                f"{self.inputs_to_extract_patches_factor}."
+            )
+        whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
+        whole("max_num_patches", self.max_num_patches, least=1)
+        whole("seed", self.seed, least=0)
+        positive("max_num_patches_per_dimension", self.max_num_patches_per_dimension)
+
+    def sampling(self, inputs: bool | None = None, patches: bool | None = None) -> Sampling:
+        """The sub-sampling of the input factor of a convolution.
+
+        Args:
+            inputs: Whether the factor sees a part of the examples; ``sub_sample_inputs`` if None.
+            patches: Whether it sees a part of the patches; ``sub_sample_patches`` if None.
+
+        Returns:
+            The sub-sampling, inactive if neither is wanted.
+        """
+        some_inputs = self.sub_sample_inputs if inputs is None else inputs
+        some_patches = self.sub_sample_patches if patches is None else patches
+        return Sampling(
+            self.inputs_to_extract_patches_factor if some_inputs else None,
+            self.max_num_patches if some_patches else None,
+            self.max_num_patches_per_dimension,
+        )

@@ -1,0 +1,386 @@
+"""The Fisher estimator: statistics of a trace into factors, products with the whole matrix."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from kfac_engine._types import Array, Params, Vector
+from kfac_engine.arguments import listed, number, texts, whole
+from kfac_engine.curvature.blocks.base import FisherBlock, GradsList, uses
+from kfac_engine.curvature.blocks.batched_products import Pairs, Product, multiply_named
+from kfac_engine.curvature.blocks.single import NaiveFullFB
+from kfac_engine.curvature.collection import LayerCollection, get_default_layer_collection
+from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.refresh import refresh
+from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo
+from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
+from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.sealed import Sealed
+
+
+class FisherEstimator(Sealed):
+    """Estimates the block-diagonal Fisher matrix of a collection and multiplies by it.
+
+    Args:
+        variables: The parameters; must be those registered with the collection.
+        cov_ema_decay: Decay of the moving averages, in [0, 1].
+        damping: λ; a multiple of the identity added to the matrix. Can be changed later.
+        layer_collection: Layers and losses; closed by its one estimator. None takes the default
+            collection.
+        exps: Powers to be multiplied by, besides 1.
+        estimation_mode: A row of ``MODES``.
+        colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does;
+            otherwise it runs on the CPU. ONNX Runtime runs both there, so the numbers are the same.
+        name: For messages.
+        compute_cholesky: Whether products with the Cholesky factor are wanted.
+        compute_cholesky_inverse: Whether products with its inverse are.
+        compute_params_stats: Whether ``params_stats`` is computed.
+        batch_size: Size of a mini-batch over all towers, which every update is checked against;
+            needed for ``params_stats``.
+        seed: Of sampled targets and random signs.
+        examples: Gives the gradients of a batch example by example: called with a trace, the
+            cotangents and names of parameters, it yields mappings from name to gradient. Blocks of
+            parameters without a layer then average over examples; without it they take the
+            gradient of the batch, as their classes say.
+
+    Attributes:
+        params_stats: Per variable, ``Σ_sources gradient / batch_size`` of the last update.
+
+    Raises:
+        InputError: No loss is registered, the mode is unknown, the decay is outside [0, 1], or the
+            batch size is missing.
+        RegistrationError: The variables are not the registered ones, or the collection serves
+            another estimator.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        variables: Sequence[str],
+        cov_ema_decay: float,
+        damping: float,
+        layer_collection: LayerCollection | None,
+        exps: Sequence[float] = (-1,),
+        estimation_mode: str = "gradients",
+        colocate_gradients_with_ops: bool = True,
+        name: str = "FisherEstimator",
+        compute_cholesky: bool = False,
+        compute_cholesky_inverse: bool = False,
+        compute_params_stats: bool = False,
+        batch_size: int | None = None,
+        seed: int = 0,
+        examples: ExampleGradients | None = None,
+    ) -> None:
+        if compute_params_stats and batch_size is None:
+            raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
+        _check_options(variables, cov_ema_decay, exps, estimation_mode)
+        whole("seed", seed, least=0)
+        if batch_size is not None:
+            whole("batch_size", batch_size, least=1)
+        if layer_collection is None:
+            layer_collection = get_default_layer_collection()
+        if not isinstance(layer_collection, LayerCollection):
+            raise InputError(f"a LayerCollection is needed, got {layer_collection!r}.")
+        self.variables = tuple(variables)
+        self.damping = damping
+        self.name = name
+        self.cov_ema_decay = cov_ema_decay
+        self.colocate_gradients_with_ops = colocate_gradients_with_ops
+        self.params_stats: list[Array] = []
+        self._collection = layer_collection
+        self._mode = MODES[estimation_mode]
+        self._sources = Sources(
+            self._mode,
+            layer_collection.registered_losses,
+            layer_collection.backend,
+            layer_collection.backend.rng(seed),
+            examples,
+            self.variables if compute_params_stats else (),
+        )
+        self._batch_size = batch_size
+        self._exps = (1.0, *map(float, exps))
+        self._roots = {False: compute_cholesky, True: compute_cholesky_inverse}
+        self._round: _Round | None = None
+        layer_collection.check_registration(self.variables)
+        layer_collection.finalize()
+        for block in self.blocks:
+            self._instantiate(block, exps, compute_cholesky, compute_cholesky_inverse)
+            if examples is not None and isinstance(block, NaiveFullFB):
+                self._sources.alone += block.factors
+        self._sealed = True
+
+    @property
+    def damping(self) -> float:
+        """λ, read at each refresh; can be set."""
+        return self._damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        number("damping", value)
+        if value < 0:
+            raise InputError(f"damping must not be negative, got {value}.")
+        self._damping = value
+
+    @property
+    def mat_type(self) -> MatType:
+        """Which curvature matrix the estimation mode estimates."""
+        return self._mode.mat_type
+
+    @property
+    def sums_sources(self) -> bool:
+        """Whether each update sums up several sources before it moves an average."""
+        return not self._mode.one_source
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether statistics are of the gradients at the data's targets: see ``propagated``."""
+        return self._mode.needs_targets and not self._sources.variables
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Draws sampled targets and random signs."""
+        return self._sources.rng
+
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """Values that updates differentiate the losses of the whole batch with respect to."""
+        return self._sources.of_batches
+
+    @property
+    def differentiated_alone(self) -> tuple[str, ...]:
+        """Values that updates differentiate the losses of each example with respect to."""
+        return self._sources.of_examples
+
+    @property
+    def blocks(self) -> tuple[FisherBlock, ...]:
+        """The blocks of the collection."""
+        return self._collection.get_blocks()
+
+    @property
+    def factors(self) -> tuple[FisherFactor, ...]:
+        """The factors of the collection."""
+        return self._collection.get_factors()
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    def update_covariances(
+        self,
+        trace: Trace,
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
+        should_decay: bool = True,
+        release: LetGo | None = None,
+        propagated: dict[str, Array] | None = None,
+    ) -> None:
+        """Average one batch into every factor; all factors move or none does.
+
+        Args:
+            trace: The evaluation of the batch.
+            draws: Fixes the randomness, by loss name.
+            scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by
+                ``w``.
+            should_decay: False takes all batches so far alike: a plain mean.
+            release: Told which values of the batch no factor will read any more, as soon as that is
+                so; in modes with several sources they are kept to the end, and it is not called.
+            propagated: Gradients of all ``differentiated`` values, scales included, where the
+                caller has them already and the estimator ``reads_gradients``; is emptied.
+
+        Raises:
+            KfacError: The batch does not fit the losses or factors, or holds NaN or infinity; the
+                estimator is as before, its random generator included.
+        """
+        decay = self.cov_ema_decay if should_decay else 1.0
+        stats: dict[str, Array] = {}
+        alone = self._sources.alone
+        singles = self._sources.measure_examples(alone, trace, draws, scales or {})
+        factors = tuple(factor for factor in self.factors if factor not in alone)
+        if propagated is None:
+            sources = self._sources.of_batch(factors, trace, draws, scales or {}, stats)
+        else:
+            sources = self._sources.given(factors, trace, propagated)
+        self._update(factors, sources, stats, decay, release)
+        for single in singles:
+            single.commit(decay)
+
+    def update_inverses(self) -> None:
+        """Recompute every registered power from the current averages."""
+        refresh(self.factors, self._collection.backend)
+
+    @property
+    def cov_update_thunks(self) -> list[Callable[..., None]]:
+        """One callable a factor, in the order of creation; on one trace all see the same draws.
+
+        Each takes ``(trace, should_decay=True)``, as ``update_covariances`` does.
+        """
+        return [partial(self._update_one, factor) for factor in self.factors]
+
+    @property
+    def inv_update_thunks(self) -> list[Callable[[], None]]:
+        """One callable a factor, in the order of creation; some have nothing to do."""
+        return [factor.refresh for factor in self.factors]
+
+    def get_cov_vars(self) -> tuple[list[Array], ...]:
+        """For each factor, its current average; a NotReadyError before the first update."""
+        return tuple([factor.get_cov_var()] for factor in self.factors)
+
+    def get_inv_vars(self) -> tuple[list[Array], ...]:
+        """For each factor, what its last refresh stored: copies."""
+        stored = (factor.arrays().items() for factor in self.factors)
+        return tuple([array.copy() for name, array in s if name != "average"] for s in stored)
+
+    # -- products -------------------------------------------------------------------------------
+
+    def multiply_matpower(self, exp: float, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """The damped matrix to the power ``exp`` times a vector.
+
+        Args:
+            exp: 1, or one of ``exps``.
+            vecs_and_vars: Pairs of an array and its parameter; all registered parameters.
+
+        Returns:
+            Pairs in the same order.
+
+        Raises:
+            InputError: A registered parameter is missing, or one is not registered.
+            UnknownNameError: The power is none of ``exps``.
+        """
+        if float(exp) not in self._exps:
+            raise UnknownNameError(
+                f"power {exp} was not registered with {self.name}; add it to exps={self._exps[1:]}."
+            )
+        return self._apply(vecs_and_vars, lambda block, v: block.multiply_matpower(v, exp))
+
+    def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """The damped matrix, from the current averages, times a vector."""
+        return self.multiply_matpower(1, vecs_and_vars)
+
+    def multiply_inverse(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """The inverse of the damped matrix, as of the last refresh, times a vector."""
+        return self.multiply_matpower(-1, vecs_and_vars)
+
+    def multiply_cholesky(
+        self, vecs_and_vars: Pairs, transpose: bool = False
+    ) -> list[tuple[Vector, Params]]:
+        """A factor ``B`` of the damped matrix, or its transpose, times a vector."""
+        self._require_root(inverse=False)
+        return self._apply(vecs_and_vars, lambda block, v: block.multiply_cholesky(v, transpose))
+
+    def multiply_cholesky_inverse(
+        self, vecs_and_vars: Pairs, transpose: bool = False
+    ) -> list[tuple[Vector, Params]]:
+        """``B⁻¹``, or its transpose, times a vector."""
+        self._require_root(inverse=True)
+        return self._apply(
+            vecs_and_vars, lambda block, v: block.multiply_cholesky_inverse(v, transpose)
+        )
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _instantiate(
+        self, block: FisherBlock, exps: Sequence[float], cholesky: bool, inverse: bool
+    ) -> None:
+        named: list[str | tuple[str, ...]] = []
+        for tower in block.tensors_to_compute_grads():
+            gradients = tuple(self._sources.gradient_name(value) for value in uses(tower))
+            named.append(gradients if len(gradients) > 1 else gradients[0])
+        # Sources are streamed one by one through the same names, so a factor knows one source.
+        grads_list: GradsList = [tuple(named)] if isinstance(block, NaiveFullFB) else [named]
+        block.instantiate_factors(grads_list, lambda: self.damping)
+        for exp in exps:
+            block.register_matpower(exp)
+        if cholesky:
+            block.register_cholesky()
+        if inverse:
+            block.register_cholesky_inverse()
+
+    def _require_root(self, *, inverse: bool) -> None:
+        if not self._roots[inverse]:
+            option = "compute_cholesky_inverse" if inverse else "compute_cholesky"
+            raise UnknownNameError(
+                f"the product was not registered with {self.name}; make it with {option}=True."
+            )
+
+    def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
+        now = self.rng.bit_generator.state
+        if self._round is None or not self._round.includes(trace, factor):
+            self._round = _Round(trace, now)
+        first = not self._round.done
+        self.rng.bit_generator.state = self._round.generator
+        stats: dict[str, Array] = {}
+        decay = self.cov_ema_decay if should_decay else 1.0
+        alone = (factor,) if factor in self._sources.alone else ()
+        rest = () if alone else (factor,)
+        try:
+            singles = self._sources.measure_examples(alone, trace, None, {})
+            self._update(rest, self._sources.of_batch(rest, trace, None, {}, stats), stats, decay)
+        finally:
+            if not first:  # these draws were counted
+                self.rng.bit_generator.state = now
+        for single in singles:
+            single.commit(decay)
+        self._round.done.add(id(factor))
+
+    def _update(
+        self,
+        factors: Sequence[FisherFactor],
+        sources: Iterator[dict[str, Array]],
+        stats: Mapping[str, Array],
+        decay: float,
+        release: LetGo | None = None,
+    ) -> None:
+        generator = self.rng.bit_generator.state
+        whose = f"the batch_size of {self.name}"
+        backend = self._collection.backend
+        intake = FactorUpdater(
+            factors, backend, self._sources.gradients.keys(), self._batch_size, whose
+        )
+        try:
+            if self._mode.one_source:
+                intake.average(next(sources), decay, release)
+            else:
+                intake.average_sum(sources, decay)
+        except BaseException:  # whatever it was: these draws were not used
+            self.rng.bit_generator.state = generator
+            raise
+        self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
+
+    def _apply(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
+        blocks, backend = self._collection.fisher_blocks, self._collection.backend
+        return multiply_named(blocks, vecs_and_vars, product, backend)
+
+
+def _check_options(
+    variables: object, cov_ema_decay: float, exps: object, estimation_mode: object
+) -> None:
+    """Refuse options of a wrong type or outside their range, with an InputError."""
+    if not isinstance(estimation_mode, str) or estimation_mode not in MODES:
+        raise InputError(
+            f"unknown estimation_mode '{estimation_mode}'; choose one of: {', '.join(MODES)}."
+        )
+    texts("variables", variables, "['w', 'b']")
+    for exp in listed("exps", exps, "(-1,)"):
+        number("each of exps", exp)
+    number("cov_ema_decay", cov_ema_decay)
+    if not 0 <= cov_ema_decay <= 1:
+        raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
+
+
+@dataclass(slots=True)
+class _Round:
+    """One pass of the covariance thunks over a batch.
+
+    Attributes:
+        trace: The batch.
+        generator: State of the random generator that each thunk draws from.
+        done: Identities of the factors that have it; changed by their thunks.
+    """
+
+    trace: Trace
+    generator: Mapping[str, object]
+    done: set[int] = field(default_factory=set)
+
+    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
+        """Whether a factor's update belongs to this pass; a second one begins another."""
+        return trace is self.trace and id(factor) not in self.done

@@ -1,0 +1,390 @@
+"""What every factor is: a statistic with a moving average, and powers of it.
+
+Life cycle, as the specification has it: construct → ``register_*`` → ``instantiate_cov_variables``
+→ ``make_covariance_update_op`` → ``instantiate_inv_variables`` → ``make_inverse_update_ops`` →
+read. The estimator drives the same steps through ``update`` and ``refresh``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from kfac_engine._types import Array, DType, Thunk, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.select import select
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.average import MovingAverage
+from kfac_engine.curvature.factors.damping import Damping
+from kfac_engine.curvature.factors.refresh import refresh
+from kfac_engine.curvature.factors.requests import Refreshing
+from kfac_engine.curvature.factors.statistics import Statistic
+from kfac_engine.curvature.factors.values import TensorStats, check_examples, take, tensor_stats
+from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
+
+_WIDE = np.dtype(np.float64)
+
+
+class FisherFactor(ABC):
+    """A statistic averaged over batches, multiplied as a matrix.
+
+    Args:
+        statistic: What is measured on a batch.
+        backend: Array library; NumPy when left out.
+        config: How averages and powers are taken; the defaults when left out.
+
+    Attributes:
+        statistic: As given.
+        average: The moving average; changed by ``update`` and ``commit``.
+        repeats: Uses × positions for each example in the last batch; None before the first.
+        narrowest: Least exact element type that the average may have.
+        companions: Factors of the same collection, by any key.
+        known_traces: What ``traces`` gives while a refresh has read it for many factors at once.
+    """
+
+    def __init__(
+        self,
+        statistic: Statistic,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        self.statistic = statistic
+        self.backend = backend or select("numpy")
+        self.config = config or CollectionConfig()
+        self.average = MovingAverage()
+        self.repeats: int | None = None
+        self.known_traces: Array | None = None
+        self.companions: Mapping[tuple[object, ...], FisherFactor] = {}
+        self._finish: Callable[[], None] | None = None
+        self.narrowest: DType = np.dtype(np.float32)
+        self._covariance_ready = False
+        self._inverse_ready = False
+
+    @property
+    def name(self) -> str:
+        """What the factor is a statistic of, for messages and tables."""
+        reads = ", ".join(dict.fromkeys(self.statistic.names()))
+        return f"{type(self.statistic).__name__}({reads})"
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    @property
+    def cov(self) -> Array:
+        """The current average, in the statistic's own shape; a copy.
+
+        Raises:
+            NotReadyError: Nothing was averaged yet.
+        """
+        return self.average.read(self.name).copy()
+
+    def check(self, values: Values, known: TensorStats | None = None) -> None:
+        """Refuse a batch that would poison the average or does not fit it.
+
+        What passes can be measured: an update after it does not stop half way. Numbers whose
+        squares overflow float32 are taken: from this batch on the average is float64.
+
+        Args:
+            values: As made by ``take``; holds every tensor of the statistic.
+            known: What was measured of them for several factors at once.
+
+        Raises:
+            NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares, or the squares
+                of whose products, overflow float64.
+            ShapeError: The tensors do not fit each other, or the measurement has another shape than
+                the average.
+            InputError: The towers differ in size, or there is no example.
+        """
+        known = known or tensor_stats([self.statistic], values, self.backend)
+        for name in self.statistic.names():
+            if not known.is_finite(name):
+                self._check_large(name, values[name])
+        shape, old = self.statistic.shape(values), self.average.value
+        if old is not None and old.shape != shape:
+            raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
+        if not self.statistic.batch_size(values):
+            raise InputError(f"the batch for {self.name} holds no example.")
+        for pair in self.statistic.products():
+            self._check_product(pair, values, known)
+
+    def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
+        """Average one batch in, all its sources at once, in place.
+
+        Args:
+            values: Checked values.
+            decay: Of the old average, in [0, 1].
+            weight: Of the new measurement.
+        """
+        self.wait()
+        beta, alpha = self.average.coefficients(decay, weight, self.config)
+        self.statistic.add_to(self._room(values), values, self.backend, alpha, beta)
+        self._remember(values)
+
+    def accumulate(self, pending: Array | None, values: Values) -> Array:
+        """Add one source's measurement to a sum; the factor stays as it is until ``commit``.
+
+        Args:
+            pending: The sum so far, changed; None starts one.
+            values: Checked values.
+
+        Returns:
+            The sum.
+        """
+        if pending is None:
+            pending = self._empty(values)
+            self.statistic.add_to(pending, values, self.backend, 1.0, 0.0)
+            return pending
+        pending = self._widened(pending)
+        self.statistic.add_to(pending, values, self.backend, 1.0, 1.0)
+        return pending
+
+    def commit(self, pending: Array, values: Values, decay: float, weight: float = 1.0) -> None:
+        """Average a sum made by ``accumulate`` from ``values`` in."""
+        self.wait()
+        beta, alpha = self.average.coefficients(decay, weight, self.config)
+        value = self._room(values)
+        value *= beta
+        pending *= alpha
+        value += pending
+        self._remember(values)
+
+    def complete(self, value: Array) -> None:
+        """Write what measurements leave out of an average, in place: here nothing."""
+        del value
+
+    def _remember(self, values: Values) -> None:
+        """After a batch was averaged in."""
+        self.repeats = self.statistic.repeats(values)
+        self.average.rest = self.complete
+
+    def _check_large(self, name: str, x: Array) -> None:
+        """Tell numbers with a large square, which float64 can hold, from those that are none."""
+        if not self.backend.download([self.backend.are_finite([x])])[0].all():
+            raise NonFiniteError(
+                f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
+                f"Lower the learning rate or check the data."
+            )
+        if x.dtype.itemsize >= _WIDE.itemsize:
+            raise NonFiniteError(
+                f"'{name}' holds numbers up to {float(abs(x).max()):.3g}, whose squares overflow; "
+                f"the batch was not taken into {self.name}."
+            )
+        self.narrowest = _WIDE
+
+    def _check_product(self, pair: tuple[str, str], values: Values, known: TensorStats) -> None:
+        """Numbers in range may have products whose squares are not: widen, or refuse."""
+        # An example's sum of products is at most the product of its norms (Cauchy-Schwarz), and the
+        # squares of these add up to no more than the product over all examples.
+        bound = prod(known.norm_bound(name, values[name]) for name in pair)
+        kept = np.result_type(self.narrowest, *(values[n].dtype for n in pair if _real(values[n])))
+        if bound < float(np.finfo(kept).max) ** 0.5:
+            return
+        if bound >= float(np.finfo(_WIDE).max) ** 0.5:
+            raise NonFiniteError(
+                f"the products of '{pair[0]}' and '{pair[1]}' are so large that their squares "
+                f"overflow; the batch was not taken into {self.name}."
+            )
+        self.narrowest = _WIDE
+
+    def _empty(self, values: Values) -> Array:
+        # Integers are identifiers or counts: they do not say how exact the statistic should be.
+        arrays = (values[name] for name in self.statistic.names())
+        dtype = np.result_type(self.narrowest, *(x.dtype for x in arrays if _real(x)))
+        # Zeros, for what measurements leave out is scaled and added along with the rest.
+        room: Array = self.backend.xp.zeros(self.statistic.shape(values), dtype)
+        return room
+
+    def _widened(self, array: Array) -> Array:
+        """``array``, in float64 once a batch needed it."""
+        return array.astype(np.result_type(array.dtype, self.narrowest), copy=False)
+
+    def _room(self, values: Values) -> Array:
+        """The average's own array; at the first batch identity or zero."""
+        if self.average.value is None:
+            self.average.value = self._empty(values)
+            if self.config.initial_covariance == "identity" and not self.config.debias:
+                self.average.value[...] = self._identity(self.average.value)
+        self.average.value = self._widened(self.average.value)
+        return self.average.value
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """What each refresh computes, in the order that ``arrays`` numbers it."""
+        return ()
+
+    def arrays(self) -> dict[str, Array]:
+        """Everything a checkpoint must hold, by name, as host arrays."""
+        if self.average.value is None:
+            return {}
+        return {"average": self.backend.to_numpy(self.average.read(self.name))}
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        """Take back what ``arrays`` gave."""
+        self.wait()
+        average = arrays.get("average")
+        value = None if average is None else self.backend.asarray(average).copy()
+        self.average = MovingAverage(value, weight)
+        self.repeats = repeats
+
+    @abstractmethod
+    def _identity(self, like: Array) -> Array:
+        """The identity in the factor's shape."""
+
+    # -- the specification's life cycle -----------------------------------------------------------
+
+    def instantiate_cov_variables(self) -> None:
+        """Make room for the average; once.
+
+        Raises:
+            InputError: It was done before.
+        """
+        if self._covariance_ready:
+            raise InputError(f"the covariance variables of {self.name} exist already.")
+        self._covariance_ready = True
+
+    def instantiate_inv_variables(self) -> None:
+        """Fix the set of registered powers; once.
+
+        Raises:
+            InputError: It was done before.
+        """
+        if self._inverse_ready:
+            raise InputError(f"the inverse variables of {self.name} exist already.")
+        self._inverse_ready = True
+
+    def make_covariance_update_op(self, ema_decay: float, ema_weight: float = 1.0) -> Thunk[Array]:
+        """A callable that averages a batch in and returns the new average.
+
+        Args:
+            ema_decay: Of the old average, in [0, 1].
+            ema_weight: Of the new measurement.
+
+        Returns:
+            Takes the batch's values by name. Values of factors of one collection must have the
+            same number of examples.
+
+        Raises:
+            NotReadyError: ``instantiate_cov_variables`` was not called.
+        """
+        if not self._covariance_ready:
+            raise NotReadyError(f"call instantiate_cov_variables of {self.name} first.")
+
+        def update(values: Values) -> Array:
+            lengths = (name for name in self.statistic.lengths() if name in values)
+            read = take(values, (*self.statistic.names(), *lengths), self.backend)
+            self.check(read)
+            others = ((f.name, f.statistic) for f in self.companions.values() if f is not self)
+            check_examples((self.name, self.statistic), others, values, self.backend)
+            self.update(read, ema_decay, ema_weight)
+            return self.cov
+
+        return update
+
+    def make_inverse_update_ops(self) -> Sequence[Callable[[], None]]:
+        """Callables that recompute everything registered; empty where nothing is stored."""
+        return [self.refresh] if self.has_inverses else []
+
+    def get_cov_var(self) -> Array:
+        """The average as it is stored; see ``get_cov`` for the dense matrix."""
+        return self.cov
+
+    # -- powers -----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def has_inverses(self) -> bool:
+        """Whether ``refresh`` has anything to do."""
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        """Numbers that refreshes keep beside an average of this shape."""
+        del shape
+        return 0
+
+    @property
+    @abstractmethod
+    def side(self) -> int:
+        """Rows of the matrix the factor stands for."""
+
+    def trace(self) -> float:
+        """Trace of that matrix, undamped."""
+        return float(self.traces().sum())
+
+    def traces(self) -> Array:
+        """Trace of each matrix of a stack, of a single one without axes; float64, on the host."""
+        if self.known_traces is not None:
+            return self.known_traces
+        return self.backend.download([self.measured_traces()])[0]
+
+    @abstractmethod
+    def measured_traces(self) -> Array:
+        """What ``traces`` gives, as an array of the backend."""
+
+    @abstractmethod
+    def get_cov(self) -> Array:
+        """That matrix, dense ``(side, side)``, undamped."""
+
+    @abstractmethod
+    def register_matpower(self, exp: float, damping_func: Damping) -> None:
+        """Have ``(C + damping·I)**exp`` computed at each refresh."""
+
+    @abstractmethod
+    def register_cholesky(self, damping_func: Damping) -> None:
+        """Have the lower Cholesky factor of ``C + damping·I`` computed at each refresh."""
+
+    @abstractmethod
+    def register_cholesky_inverse(self, damping_func: Damping) -> None:
+        """Have the inverse of that Cholesky factor computed at each refresh."""
+
+    def refresh(self) -> None:
+        """Recompute everything registered from the current average and dampings."""
+        refresh((self,), self.backend)
+
+    def wait(self) -> None:
+        """Finish a refresh that was begun: store its results."""
+        if self._finish is not None:
+            self._finish()
+
+    def set_pending(self, finish: Callable[[], None] | None) -> None:
+        """Have ``wait`` call this; None where nothing was begun."""
+        self._finish = finish
+
+    def averages(self) -> Mapping[str, MovingAverage]:
+        """What a refresh starts from, by name."""
+        return {self.name: self.average}
+
+    def dampings(self) -> Iterable[Damping]:
+        """The dampings of everything registered."""
+        return ()
+
+    @abstractmethod
+    def refreshing(self) -> Refreshing:
+        """Ask for what a refresh computes, and store the results when they are sent."""
+
+    def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
+        """``(C + damping·I)**exp`` as a matrix, where it is kept as one; else None."""
+        return None
+
+    @abstractmethod
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        """``(C + damping·I)**exp · x``; stored powers as of the last refresh, power 1 fresh."""
+
+    @abstractmethod
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        """``x · (C + damping·I)**exp``; see ``left_multiply_matpower``."""
+
+    @abstractmethod
+    def left_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        """``L·x``, ``Lᵀ·x``, ``L⁻¹·x`` or ``L⁻ᵀ·x`` with ``L Lᵀ = C + damping·I``."""
+
+    @abstractmethod
+    def right_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        """``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
+
+
+def _real(array: Array) -> bool:
+    return bool(array.dtype.kind == "f")

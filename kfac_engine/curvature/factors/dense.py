@@ -1,0 +1,211 @@
+"""Factors that are a symmetric matrix: inverses, powers and Cholesky factors of it."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import prod
+from typing import TypeAlias
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.damping import Damping, damping_id
+from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.statistics import Statistic
+from kfac_engine.errors import (
+    InputError,
+    NotReadyError,
+    ShapeError,
+    UnknownNameError,
+)
+
+_INVERSE: Hashable = -1.0
+CHOLESKY: Hashable = "cholesky"
+CHOLESKY_INVERSE: Hashable = "cholesky_inverse"
+
+# An operation and its damping: one number, or one for each matrix of a stack.
+Wanted: TypeAlias = tuple[Hashable, float | tuple[float, ...]]
+
+
+class DenseSquareMatrixFactor(FisherFactor):
+    """A factor whose average is a symmetric positive semi-definite matrix ``(d, d)``.
+
+    Attributes:
+        stored: What each refresh computes, by ``(operation, damping id)``; an operation is an
+            exponent, ``"cholesky"`` or ``"cholesky_inverse"``. Stale between refreshes by design.
+    """
+
+    def __init__(
+        self,
+        statistic: Statistic,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        super().__init__(statistic, backend=backend, config=config)
+        self._registered: dict[tuple[Hashable, Hashable], Damping] = {}
+        self.stored: dict[tuple[Hashable, Hashable], Array] = {}
+
+    @property
+    def has_inverses(self) -> bool:
+        return bool(self._registered)
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        return len(self._registered) * prod(shape)
+
+    @property
+    def side(self) -> int:
+        return len(self._lower())
+
+    def complete(self, value: Array) -> None:
+        self.backend.mirror(self._within(value))
+
+    def measured_traces(self) -> Array:
+        traces: Array = self.backend.xp.trace(self._lower())
+        return traces
+
+    def get_cov(self) -> Array:
+        return self.cov
+
+    def register_matpower(self, exp: float, damping_func: Damping) -> None:
+        if exp != 1:  # power 1 is always computed from the current average
+            self._register(float(exp), damping_func)
+
+    def register_cholesky(self, damping_func: Damping) -> None:
+        self._register(CHOLESKY, damping_func)
+
+    def register_cholesky_inverse(self, damping_func: Damping) -> None:
+        self._register(CHOLESKY_INVERSE, damping_func)
+
+    def dampings(self) -> Iterable[Damping]:
+        return self._registered.values()
+
+    def refreshing(self) -> Refreshing:
+        dampings = {key: self._level(damping) for key, damping in self._registered.items()}
+        # Blocks whose dampings are equal now share one result.
+        asked = self._asked(dict.fromkeys((key[0], damping) for key, damping in dampings.items()))
+        results = yield list(asked)
+        computed: dict[Wanted, Array] = {}
+        for wanted, arrays in zip(asked.values(), results, strict=True):
+            computed |= zip(wanted, arrays, strict=True)
+        self.stored = {key: computed[key[0], damping] for key, damping in dampings.items()}
+
+    def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
+        return None if exp == 1 else self._read(float(exp), damping_func)
+
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        self._check_operand(x, axis=0)
+        if exp == 1:
+            fresh: Array = self.backend.matmul(self._matrix(), x) + damping_func() * x
+            return fresh
+        product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
+        return product
+
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        self._check_operand(x, axis=-1)
+        if exp == 1:
+            fresh: Array = self.backend.matmul(x, self._matrix()) + damping_func() * x
+            return fresh
+        product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
+        return product
+
+    def left_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        self._check_operand(x, axis=0)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
+        product: Array = self.backend.matmul(L.T if transpose else L, x)
+        return product
+
+    def right_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        self._check_operand(x, axis=-1)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
+        product: Array = self.backend.matmul(x, L.T if transpose else L)
+        return product
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return tuple(str(operation) for operation, _ in self._registered)
+
+    def arrays(self) -> dict[str, Array]:
+        order = {key: index for index, key in enumerate(self._registered)}
+        stored = {f"power/{order[key]}": array for key, array in self.stored.items()}
+        return super().arrays() | {k: self.backend.to_numpy(v) for k, v in stored.items()}
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        super().restore(arrays, weight, repeats)
+        self.stored = {
+            key: self.backend.asarray(arrays[f"power/{index}"])
+            for index, key in enumerate(self._registered)
+            if f"power/{index}" in arrays
+        }
+
+    def _matrix(self) -> Array:
+        """The matrix, or the stack of them, both triangles."""
+        return self._within(self.average.read(self.name))
+
+    def _lower(self) -> Array:
+        """The same for who needs no more than its shape and lower triangle."""
+        return self._within(self.average.lower(self.name))
+
+    def _within(self, average: Array) -> Array:
+        """What of the average is the matrix, a view."""
+        return average
+
+    def _identity(self, like: Array) -> Array:
+        eye: Array = self.backend.xp.eye(len(like), dtype=like.dtype)
+        return eye
+
+    def _register(self, operation: Hashable, damping_func: Damping) -> None:
+        if self._inverse_ready:
+            raise InputError(
+                f"register '{operation}' of {self.name} before instantiate_inv_variables."
+            )
+        self._registered[operation, damping_id(damping_func)] = damping_func
+
+    def _asked(self, wanted: Iterable[Wanted]) -> dict[Request, Sequence[Wanted]]:
+        """Requests, with what their results are."""
+        powers = [(op, damping) for op, damping in wanted if isinstance(op, float)]
+        asked: dict[Request, Sequence[Wanted]] = {}
+        takes_eigenvectors = self._takes_eigenvectors(powers)
+        cov = self._matrix() if takes_eigenvectors else self._lower()
+        if takes_eigenvectors:
+            clip = self.config.eigenvalue_clipping_threshold
+            asked[Request("powers", cov, powers=tuple(powers), clip=clip)] = powers
+        else:
+            asked |= {Request("inverse", cov, pair[1]): [pair] for pair in powers}
+        for damping in dict.fromkeys(d for op, d in wanted if not isinstance(op, float)):
+            both = (CHOLESKY, damping), (CHOLESKY_INVERSE, damping)
+            asked[Request("cholesky", cov, damping)] = both
+        return asked
+
+    def _level(self, damping_func: Damping) -> float | tuple[float, ...]:
+        """A damping as it is now, hashable."""
+        return float(damping_func())
+
+    def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
+        """Whether eigenvectors are needed, or cheaper than so many inverses."""
+        many = len(powers) >= self.config.eigendecomposition_threshold
+        return many or any(op != _INVERSE for op, _ in powers)
+
+    def _read(self, operation: Hashable, damping_func: Damping) -> Array:
+        key = operation, damping_id(damping_func)
+        if key not in self._registered:
+            raise UnknownNameError(
+                f"'{operation}' of {self.name} was not registered with this damping; register it "
+                f"before the inverses are made."
+            )
+        if key not in self.stored:
+            raise NotReadyError(
+                f"'{operation}' of {self.name} was not computed yet: update the statistics, then "
+                f"refresh the inverses."
+            )
+        return self.stored[key]
+
+    def _check_operand(self, x: Array, axis: int) -> None:
+        if x.ndim != 2 or x.shape[axis] != self.side:
+            raise ShapeError(
+                f"{self.name} is {self.side} × {self.side}; it cannot multiply an array of shape "
+                f"{x.shape} from the {'left' if axis == 0 else 'right'}."
+            )

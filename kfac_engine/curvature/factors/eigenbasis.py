@@ -1,0 +1,216 @@
+"""Diagonals in the eigenbasis of a Kronecker product: the factor of EKFAC.
+
+With ``A = U_A Λ_A U_Aᵀ`` and ``G`` likewise, ``A ⊗ G`` has the eigenvectors ``U_A ⊗ U_G``. EKFAC
+keeps them and replaces the eigenvalues, products of those of A and G, by the mean of squared
+per-example gradients in that basis: of all matrices with these eigenvectors the one nearest to the
+second moment of the gradients, in Frobenius norm.
+
+Source: George et al. 2018, arXiv:1806.03884, section 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.average import MovingAverage
+from kfac_engine.curvature.factors.damping import Damping
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.statistics import LayerSquare
+from kfac_engine.errors import NotReadyError, ShapeError
+from kfac_engine.layers.views import written_out
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """Orthonormal eigenvectors as columns.
+
+    Attributes:
+        input: ``U_A``, ``(d_in, d_in)``.
+        output: ``U_G``, ``(d_out, d_out)``.
+    """
+
+    input: Array
+    output: Array
+
+    def into(self, V: Array, backend: Backend) -> Array:
+        """``U_Aᵀ V U_G``: packed gradients ``(…, d_in, d_out)`` in the basis."""
+        return backend.matmul(backend.matmul(self.input.T, V), self.output)
+
+    def back(self, V: Array, backend: Backend) -> Array:
+        """``U_A V U_Gᵀ``: the inverse of ``into``."""
+        return backend.matmul(backend.matmul(self.input, V), self.output.T)
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedSquare(LayerSquare):
+    """Mean over examples of the squared per-example gradient in a basis, ``(d_in, d_out)``.
+
+    Attributes:
+        bases: The basis, set by the factor.
+    """
+
+    bases: Bases | None = field(default=None, compare=False, repr=False)
+
+    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+        assert self.bases is not None  # the factor has one before it measures
+        u_in, u_out = self.bases.input, self.bases.output
+        positions = self.input_view.count(a.shape) // len(a)
+        # Some examples at a time: rows and gradients of one example are as large as the layer.
+        numbers = max(out.size, positions * sum(out.shape))
+        step = max(1, backend.scratch_bytes // (numbers * out.itemsize))
+        for start in range(0, len(ds), step):
+            rows = self.input_view.rows(a[start : start + step], backend)
+            weights = rows.shape[2]  # without the one that a bias adds
+            x = backend.matmul(rows, u_in[:weights])
+            if self.homogeneous:
+                x += u_in[-1]
+            g = backend.matmul(self.output_view.rows(ds[start : start + step], backend), u_out)
+            backend.squared_gradients(
+                *written_out(x), g.swapaxes(1, 2), out[None], alpha=scale, beta=1.0
+            )
+
+
+class EigenbasisFactor(DiagonalFactor):
+    """A matrix that is diagonal in the eigenbasis of ``A ⊗ G``.
+
+    Each refresh takes the basis anew from the averages of ``A`` and ``G``; the average moves along,
+    as the diagonal it has in the new basis. Before the first batch is averaged there is no basis:
+    that of the batch itself (of its first source) is taken.
+
+    Args:
+        statistic: Squares of per-example gradients.
+        input_factor: ``A``.
+        output_factor: ``G``.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+
+    Attributes:
+        sides: ``A`` and ``G``.
+        bases: The current basis; changed by ``refresh`` and by the first batch.
+    """
+
+    def __init__(
+        self,
+        statistic: RotatedSquare,
+        input_factor: DenseSquareMatrixFactor,
+        output_factor: DenseSquareMatrixFactor,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        super().__init__(statistic, backend=backend, config=config)
+        self._square = statistic
+        self.sides = input_factor, output_factor
+        self.bases: Bases | None = None
+
+    @property
+    def has_inverses(self) -> bool:
+        return True
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        return sum(side * side for side in shape)
+
+    def get_cov(self) -> Array:
+        bases = self._basis()
+        columns = self.backend.xp.kron(bases.input, bases.output)
+        eigenvalues = self.average.read(self.name)
+        dense: Array = (columns * eigenvalues.reshape(-1)) @ columns.T
+        return dense
+
+    def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
+        self._start(values)
+        super().update(values, decay, weight)
+
+    def accumulate(self, pending: Array | None, values: Values) -> Array:
+        if pending is None:
+            self._start(values)
+        return super().accumulate(pending, values)
+
+    def averages(self) -> Mapping[str, MovingAverage]:
+        return {side.name: side.average for side in self.sides}
+
+    def refreshing(self) -> Refreshing:
+        averages = [side.average.read(side.name) for side in self.sides]
+        pairs = yield [Request("eigh", average) for average in averages]
+        old, value = self.bases, self.average.value
+        new = self._turned(averages, pairs)
+        if old is not None and value is not None:
+            # diag(Uᵀ (W diag(s) Wᵀ) U) = (Uᵀ W)² s, and U, W are Kronecker products themselves.
+            matmul = self.backend.matmul
+            left = matmul(new.input.T, old.input) ** 2
+            right = matmul(new.output.T, old.output) ** 2
+            self.average.value = matmul(matmul(left, value), right.T).astype(value.dtype)
+
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        shape = self.average.read(self.name).shape
+        if x.shape != shape:
+            columns = self._matrices(x, axis=0)
+            turned = self._multiplied(columns.T.reshape(-1, *shape), exp, damping_func)
+            return turned.reshape(columns.T.shape).T.reshape(x.shape)
+        return self._multiplied(x, exp, damping_func)
+
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        shape = self.average.read(self.name).shape
+        rows = self._matrices(x, axis=1)
+        return self._multiplied(rows.reshape(-1, *shape), exp, damping_func).reshape(x.shape)
+
+    def arrays(self) -> dict[str, Array]:
+        if self.bases is None:
+            return super().arrays()
+        to_numpy = self.backend.to_numpy
+        bases = {"basis/input": self.bases.input, "basis/output": self.bases.output}
+        return super().arrays() | {name: to_numpy(basis) for name, basis in bases.items()}
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        super().restore(arrays, weight, repeats)
+        self.bases = None
+        if "basis/input" in arrays:
+            found = (arrays["basis/input"], arrays["basis/output"])
+            self._set(Bases(*(self.backend.asarray(basis).copy() for basis in found)))
+
+    def _start(self, values: Values) -> None:
+        """Take the basis of the batch while there is no average."""
+        if self.average.value is None:
+            moments = [side.accumulate(None, values) for side in self.sides]
+            for side, moment in zip(self.sides, moments, strict=True):
+                side.complete(moment)
+            self._turned(moments, self.backend.eighs(moments))
+
+    def _turned(self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]) -> Bases:
+        """Take the eigenvectors of these moments, the second of each pair, as the basis."""
+        # In rows, as a checkpoint brings them back: products then have the same bits.
+        vectors = (
+            pair[1].astype(moment.dtype, order="C")
+            for moment, pair in zip(moments, pairs, strict=True)
+        )
+        bases = Bases(*vectors)
+        self._set(bases)
+        return bases
+
+    def _set(self, bases: Bases) -> None:
+        self.bases = bases
+        self.statistic = replace(self._square, bases=bases)
+
+    def _basis(self) -> Bases:
+        if self.bases is None:
+            raise NotReadyError(f"{self.name} has no basis yet: update its statistics first.")
+        return self.bases
+
+    def _multiplied(self, V: Array, exp: float, damping_func: Damping) -> Array:
+        bases = self._basis()
+        power = self._power(self.average.read(self.name), exp, damping_func)
+        return bases.back(power * bases.into(V, self.backend), self.backend)
+
+    def _matrices(self, x: Array, axis: int) -> Array:
+        """Vectors as the columns or rows of a matrix."""
+        matrix = x.reshape(-1, 1) if x.ndim == 1 and axis == 0 else x
+        if matrix.ndim != 2 or matrix.shape[axis] != self.side:
+            raise ShapeError(
+                f"{self.name} is {self.side} × {self.side}; it cannot multiply an array of shape "
+                f"{x.shape} from the {'left' if axis == 0 else 'right'}."
+            )
+        return matrix

@@ -1,0 +1,144 @@
+"""The input side of embeddings: a diagonal counted from identifiers."""
+
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kfac_engine._types import Array, Rows, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.damping import Damping
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, one_use
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.layers.token_ids import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class IdCounts(KroneckerDiagonal):
+    """Part of the rows that have each identifier, ``(vocabulary,)``; the view is ``Ids``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        for name in self.names():
+            self._ids.check(name, values[name])
+        return KroneckerDiagonal.shape(self, self._in_rows(values))
+
+    def batch_size(self, values: Values) -> int:
+        return KroneckerDiagonal.batch_size(self, self._in_rows(values))
+
+    def repeats(self, values: Values) -> int:
+        return KroneckerDiagonal.repeats(self, self._in_rows(values))
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, uses in self._towers():
+            arrays = self._arrays(uses, self._in_rows(values), backend)
+            rows = sum(self.view.count(ids.shape) for ids in arrays)
+            for ids in arrays:
+                counts = self._ids.counts(ids, backend)
+                backend.add_scaled(out, counts, alpha / (rows * towers), beta)
+                beta = 1.0
+
+    @property
+    def _ids(self) -> Ids:
+        assert isinstance(self.view, Ids)  # the class is made for it
+        return self.view
+
+    def _in_rows(self, values: Values) -> Values:
+        """The values, with single identifiers as rows of one: ``(n,)`` becomes ``(n, 1)``."""
+        if self._ids.rank == 1:
+            return values
+        single = {n: values[n][:, None] for n in self.names() if values[n].ndim == 1}
+        return ChainMap(single, values)  # type: ignore[arg-type] # only read
+
+
+class VocabularyFactor(DiagonalFactor):
+    """A diagonal over a vocabulary: multiplies dense matrices, and a few rows of one.
+
+    Args:
+        statistic: Counts identifiers.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        statistic: IdCounts,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        super().__init__(statistic, backend=backend, config=config)
+        # Identifiers do not tell how exact the network is: exact enough for any.
+        self.narrowest = np.dtype(np.float64)
+
+    @overload
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array: ...
+
+    @overload
+    def left_multiply_matpower(self, x: Rows, exp: float, damping_func: Damping) -> Rows: ...
+
+    def left_multiply_matpower(
+        self, x: Array | Rows, exp: float, damping_func: Damping
+    ) -> Array | Rows:
+        """``(C + damping·I)**exp · x``.
+
+        Args:
+            x: ``(vocabulary, d)``, or a few of its rows.
+            exp: Any exponent.
+            damping_func: The damping.
+
+        Returns:
+            In the form and type of ``x``.
+
+        Raises:
+            ShapeError: ``x`` has another number of rows than the vocabulary.
+        """
+        if not isinstance(x, Rows):
+            return super().left_multiply_matpower(x, exp, damping_func).astype(x.dtype)
+        if x.num_rows != self.side:
+            raise ShapeError(f"{self.name} has {self.side} entries, the rows are of {x.num_rows}.")
+        diagonal = self.average.read(self.name)[x.indices]
+        damped = self._power(diagonal, exp, damping_func)[:, None]
+        return Rows(x.indices, (damped * x.values).astype(x.values.dtype), x.num_rows)
+
+
+class EmbeddingInputKroneckerFactor(VocabularyFactor):
+    """``Cov = (1/n) Σ_i diag(n_hot(ids_i)²)``: how many rows have each identifier.
+
+    Args:
+        input_ids: Names of identifiers ``(n, ids)`` or ``(n,)``, one a tower.
+        vocab_size: Identifiers are below it.
+        dtype: Of the statistics, floating point; float32 when left out.
+        count_repeats: Whether an identifier that comes several times in a row counts as often.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+
+    Raises:
+        InputError: The vocabulary is empty or the type is not floating point.
+    """
+
+    def __init__(
+        self,
+        input_ids: Sequence[str],
+        vocab_size: int,
+        dtype: npt.DTypeLike | None = None,
+        *,
+        count_repeats: bool = False,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        chosen = np.dtype(np.float32 if dtype is None else dtype)
+        if chosen.kind != "f" or vocab_size < 1:
+            raise InputError(
+                f"an embedding's factor needs a vocabulary of at least one entry and a floating "
+                f"point type, got {vocab_size} and {chosen}."
+            )
+        view = Ids(int(vocab_size), count_repeats=count_repeats)
+        super().__init__(IdCounts((one_use(input_ids),), view), backend=backend, config=config)
+        self.narrowest = chosen

@@ -1,0 +1,262 @@
+"""Factors of layers used at successive steps: the moment of a use, and that of two in a row."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.damping import Damping, damping_id
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, scale
+from kfac_engine.curvature.linalg.lags import (
+    Infinite,
+    Symmetric,
+    Whitened,
+    infinite,
+    symmetric,
+    whiten,
+    whiten_undamped,
+)
+from kfac_engine.errors import InputError, NotReadyError, UnknownNameError
+
+_Side: TypeAlias = Symmetric | Infinite
+
+# The two closed forms of the inverse: see ``curvature.linalg.lags``.
+_SIDES: Mapping[int, tuple[Callable[[Whitened, Backend], _Side], type[_Side]]] = {
+    1: (symmetric, Symmetric),
+    2: (infinite, Infinite),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LagMoment(KroneckerMoment):
+    """``C₀`` and ``C₁`` as ``(2, d, d)``: the second moments of a use and of two successive ones.
+
+    ``C₁ = Σ x_{τ+1} x_τᵀ / (u·n)``: future × present, over the ``u − 1`` pairs of uses. Divided by
+    the number of uses and not of pairs, it is the moment of a sequence with zeros around it, which
+    keeps the block of both positive semi-definite.
+    """
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        d = self.features(values) + self.homogeneous
+        return 2, d, d
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        KroneckerMoment.add_to(self, out[0], values, backend, alpha, beta)
+        scale(out[1], beta)
+        for towers, uses in self._towers():
+            arrays = self._arrays(uses, values, backend)
+            rows = [self.view.rows(x, backend) for x in arrays]
+            total = sum(x.shape[0] * x.shape[1] for x in rows)
+            flat = [x.reshape(-1, x.shape[-1]).astype(out.dtype, copy=False) for x in rows]
+            for present, future in self._pairs(flat):
+                self._add_pair(out[1], present, future, alpha / (total * towers))
+
+    def _pairs(self, rows: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
+        """Rows of uses and of their successors."""
+        if len(rows) > 1:
+            yield from pairwise(rows)
+            return
+        (folded,) = rows
+        one_use = len(folded) // self.num_uses
+        yield folded[:-one_use], folded[one_use:]
+
+    def _add_pair(self, out: Array, present: Array, future: Array, alpha: float) -> None:
+        d = present.shape[1]
+        out[:d, :d] += alpha * (future.T @ present)
+        if self.homogeneous:
+            out[:d, d] += alpha * future.sum(axis=0)
+            out[d, :d] += alpha * present.sum(axis=0)
+            out[d, d] += alpha * len(present)
+
+
+class LaggedFactor(DenseSquareMatrixFactor):
+    """A dense factor that also averages the moment of successive uses, once it is asked to.
+
+    Args:
+        statistic: The moment of a use.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        statistic: KroneckerMoment,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        super().__init__(statistic, backend=backend, config=config)
+        self._moment = statistic
+        self._series: dict[tuple[int, Hashable], Damping] = {}
+        self._solvers: dict[tuple[int, Hashable], _Side] = {}
+
+    # -- statistics ---------------------------------------------------------------------------
+
+    def register_cov_dt1(self) -> None:
+        """Have the moment of two successive uses averaged as well.
+
+        Raises:
+            InputError: Batches without it were averaged before.
+        """
+        if self.has_lag:
+            return
+        if self.average.value is not None:
+            raise InputError(f"call register_cov_dt1 of {self.name} before its first batch.")
+        values = {field.name: getattr(self._moment, field.name) for field in fields(self._moment)}
+        self.statistic = LagMoment(**values)
+
+    @property
+    def has_lag(self) -> bool:
+        """Whether the moment of two successive uses is averaged."""
+        return isinstance(self.statistic, LagMoment)
+
+    @property
+    def cov(self) -> Array:
+        """``C₀``, ``(d, d)``; a copy."""
+        return self._matrix().copy()
+
+    @property
+    def cov_dt1(self) -> Array:
+        """``C₁``, ``(d, d)``, future × present; a copy.
+
+        Raises:
+            InputError: ``register_cov_dt1`` was not called.
+        """
+        if not self.has_lag:
+            raise InputError(f"call register_cov_dt1 of {self.name} before its first batch.")
+        lag: Array = self.average.read(self.name)[1].copy()
+        return lag
+
+    def _within(self, average: Array) -> Array:
+        return average[0] if self.has_lag else average
+
+    def _identity(self, like: Array) -> Array:
+        eye: Array = self.backend.xp.eye(like.shape[-1], dtype=like.dtype)
+        if not self.has_lag:
+            return eye
+        both: Array = self.backend.xp.stack([eye, self.backend.xp.zeros_like(eye)])
+        return both
+
+    # -- inverses of sums over lags -------------------------------------------------------------
+
+    def register_series(self, option: int, damping_func: Damping) -> None:
+        """Have one side of a closed form computed at each refresh.
+
+        Args:
+            option: 1 or 2; see ``curvature.linalg.lags``.
+            damping_func: Damping of this side.
+
+        Raises:
+            InputError: There is no such option, or the set of registered powers is fixed.
+        """
+        if option not in _SIDES:
+            raise InputError(f"option must be 1 or 2, got {option}.")
+        if self._inverse_ready:
+            raise InputError(f"register option {option} before instantiate_inv_variables.")
+        self.register_cov_dt1()
+        self._series[option, damping_id(damping_func)] = damping_func
+
+    def series(self, option: int, damping_func: Damping) -> _Side:
+        """One side of a closed form, as of the last refresh.
+
+        Args:
+            option: As registered.
+            damping_func: As registered.
+
+        Returns:
+            The side.
+
+        Raises:
+            UnknownNameError: It was not registered.
+            NotReadyError: It was not computed yet.
+        """
+        key = option, damping_id(damping_func)
+        if key not in self._series:
+            raise UnknownNameError(
+                f"option {option} of {self.name} was not registered with this damping."
+            )
+        if key not in self._solvers:
+            raise NotReadyError(
+                f"option {option} of {self.name} was not computed yet: update the statistics, then "
+                f"refresh the inverses."
+            )
+        return self._solvers[key]
+
+    def whitened(self, damping: float) -> Whitened:
+        """The side that products with the block need, from the current averages."""
+        values, vectors = self.backend.eigh(self._matrix())
+        lag = self.cov_dt1.astype(values.dtype)
+        if damping == 0.0:
+            rounding = len(values) * float(np.finfo(self._matrix().dtype).eps)
+            return whiten_undamped(values, vectors, lag, rounding)
+        clip = self.config.eigenvalue_clipping_threshold
+        return whiten(values, vectors, lag, damping, clip)
+
+    @property
+    def has_inverses(self) -> bool:
+        return bool(self._series) or super().has_inverses
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        sides = (sum(1 for _ in fields(_SIDES[option][1])) for option, _ in self._series)
+        return super().stored_numbers(shape) + shape[-1] ** 2 * sum(sides)
+
+    def dampings(self) -> Iterable[Damping]:
+        return (*super().dampings(), *self._series.values())
+
+    def refreshing(self) -> Refreshing:
+        yield from super().refreshing()
+        if not self._series:
+            return
+        ((values, vectors),) = yield [Request("eigh", self._matrix())]
+        lag = self.cov_dt1.astype(values.dtype)
+        clip = self.config.eigenvalue_clipping_threshold
+        self._solvers = {}
+        for (option, identity), damping in self._series.items():
+            side = whiten(values, vectors, lag, float(damping()), clip)
+            make, _ = _SIDES[option]
+            self._solvers[option, identity] = self._stored(make(side, self.backend))
+
+    def _stored(self, side: _Side) -> _Side:
+        """A side in the dtype of the average."""
+        arrays = {field.name: getattr(side, field.name) for field in fields(side)}
+        dtype = self._matrix().dtype
+        return replace(side, **{k: array.astype(dtype) for k, array in arrays.items()})
+
+    # -- state --------------------------------------------------------------------------------
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return (*super().operations, *(f"series {option}" for option, _ in self._series))
+
+    def arrays(self) -> dict[str, Array]:
+        series = {
+            f"series/{index}/{field.name}": self.backend.to_numpy(getattr(side, field.name))
+            for index, side in self._indexed()
+            for field in fields(side)
+        }
+        return super().arrays() | series
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        super().restore(arrays, weight, repeats)
+        self._solvers = {}
+        for index, key in enumerate(self._series):
+            _, side = _SIDES[key[0]]
+            names = [field.name for field in fields(side)]
+            if f"series/{index}/{names[0]}" in arrays:
+                self._solvers[key] = side(
+                    *(self.backend.asarray(arrays[f"series/{index}/{name}"]) for name in names)
+                )
+
+    def _indexed(self) -> Iterator[tuple[int, _Side]]:
+        for index, key in enumerate(self._series):
+            if key in self._solvers:
+                yield index, self._solvers[key]

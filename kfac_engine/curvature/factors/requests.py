@@ -1,0 +1,147 @@
+"""Requests of factors for inverses and powers of their averages, computed by operation.
+
+Requests of one operation are computed together, so that a backend can stack matrices of equal
+shape and read a device once.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.linalg.spectral import eigh_power
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a factor wants of one matrix.
+
+    Attributes:
+        operation: Row of ``OPERATIONS``.
+        matrix: ``(d, d)``, symmetric; except for ``"inverse"`` it may be a stack ``(g, d, d)``.
+            For ``"inverse"`` and ``"cholesky"`` the lower triangle is enough. For ``"read"`` any
+            array.
+        damping: For ``"inverse"`` and ``"cholesky"``; for each matrix of a stack one.
+        powers: For ``"powers"``: pairs of exponent and damping.
+        clip: For ``"powers"``: least eigenvalue before damping.
+    """
+
+    operation: str
+    matrix: Array
+    damping: Any = 0.0
+    powers: tuple[tuple[Any, Any], ...] = ()
+    clip: float = 0.0
+
+
+# Exponents of inverse roots, with the degree of the root.
+_DEGREES: Mapping[float, int] = {-0.5: 2, -0.25: 4}
+# What an operation gives: the inverse; the Cholesky factor and its inverse; each of the powers;
+# eigenvalues and eigenvectors; an array of the host.
+Result: TypeAlias = Sequence[Array]
+# Waits for the results of some requests.
+Finish: TypeAlias = Callable[[], Sequence[Result]]
+# Yields requests, one or more times, and is sent their results in the same order.
+Refreshing: TypeAlias = Generator[Sequence[Request], Sequence[Result], None]
+
+
+def begin_requests(requests: Sequence[Request], backend: Backend) -> Callable[[], list[Result]]:
+    """Begins all requests, those of one operation together; the results are in their order."""
+    groups = []
+    for operation, start in OPERATIONS.items():
+        together = [request for request in requests if request.operation == operation]
+        if together:
+            groups.append((together, start(backend, together)))
+
+    def finished() -> list[Result]:
+        results: dict[Request, Result] = {}
+        for together, results_of in groups:
+            results |= zip(together, results_of(), strict=True)
+        return [results[request] for request in requests]
+
+    return finished
+
+
+def _inverses(backend: Backend, requests: Sequence[Request]) -> Finish:
+    matrices, dampings = [r.matrix for r in requests], [r.damping for r in requests]
+    finish = backend.begin_damped_inverses(matrices, dampings)
+    return lambda: [(inverse,) for inverse in finish()]
+
+
+def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    stacks = [r.matrix if r.matrix.ndim > 2 else r.matrix[None] for r in requests]
+    levels = [np.ravel(r.damping).tolist() for r in requests]
+    lower = backend.damped_choleskys([m for s in stacks for m in s], list(chain(*levels)))
+    pairs = zip(lower, backend.triangular_inverses(lower), strict=True)
+    results: list[Result] = []
+    for request, stack in zip(requests, stacks, strict=True):
+        both = list(zip(*islice(pairs, len(stack)), strict=True))
+        single = request.matrix.ndim == 2
+        results.append([side[0] if single else backend.xp.stack(side) for side in both])
+    return results
+
+
+def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    return backend.eighs([request.matrix for request in requests])
+
+
+def _readings(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    return [(found,) for found in backend.download([request.matrix for request in requests])]
+
+
+def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    """Every power of each matrix: by one decomposition, or without where that is quicker."""
+    results = _roots(backend, requests)
+    slow = [request for request in requests if request not in results]
+    pairs = backend.eighs([request.matrix for request in slow])
+    # Eigenvalues ascend: the first ones say which powers there are.
+    smallest = backend.download([values[..., 0] for values, _ in pairs])
+    for request, pair, least in zip(slow, pairs, smallest, strict=True):
+        power = partial(eigh_power, *pair, clip=request.clip, smallest=least)
+        dtype = request.matrix.dtype
+        results[request] = [power(damping, exp, dtype=dtype) for exp, damping in request.powers]
+    return [results[request] for request in requests]
+
+
+def _roots(backend: Backend, requests: Sequence[Request]) -> dict[Request, Result]:
+    """The powers of matrices all of whose powers have a quicker way than eigenvectors."""
+    fit = [
+        request
+        for request in requests
+        if request.matrix.ndim == 2
+        and not request.clip
+        and all(exp in _DEGREES for exp, _ in request.powers)
+    ]
+    asked = [(request, exp, damping) for request in fit for exp, damping in request.powers]
+    roots = backend.inverse_roots(
+        [request.matrix for request, _, _ in asked],
+        [damping for _, _, damping in asked],
+        [_DEGREES[exp] for _, exp, _ in asked],
+    )
+    following = iter(roots)
+    shares = {request: list(islice(following, len(request.powers))) for request in fit}
+    return {
+        request: [root for root in share if root is not None]
+        for request, share in shares.items()
+        if all(root is not None for root in share)
+    }
+
+
+def _later(
+    compute: Callable[[Backend, Sequence[Request]], Sequence[Result]],
+) -> Callable[[Backend, Sequence[Request]], Finish]:
+    """An operation that is not begun before its results are wanted."""
+    return lambda backend, requests: partial(compute, backend, requests)
+
+
+OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Finish]] = {
+    "inverse": _inverses,
+    "cholesky": _later(_choleskys),
+    "powers": _later(_powers),
+    "eigh": _later(_eighs),
+    "read": _later(_readings),
+}

@@ -1,0 +1,115 @@
+"""Second moments of a random part of a convolution's patches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
+from kfac_engine.layers.subsampling import EVERYTHING, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SampledMoment(KroneckerMoment):
+    """Mean of ``x xᵀ`` over the examples and positions that were drawn.
+
+    Attributes:
+        sampling: What is drawn.
+        seed: Of the draws; set for each batch by the factor.
+    """
+
+    sampling: Sampling = EVERYTHING
+    seed: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        scale(out, beta)
+        rng = np.random.default_rng(self.seed)
+        for towers, uses in self._towers():
+            pieces = self._drawn(self._arrays(uses, values, backend), values, rng)
+            # ÷ what was kept: the mean of a sample estimates the mean of all.
+            total = sum(self._size(piece) for piece in pieces)
+            for array, rows in pieces:
+                self._add_piece(out, array, rows, backend, alpha / (total * towers))
+
+    def _drawn(
+        self, tensors: Sequence[Array], values: Values, rng: np.random.Generator
+    ) -> list[tuple[Array, Array | None]]:
+        """The images kept in each tensor of a tower, and the rows kept of them (None: all)."""
+        arrays = []
+        for x in tensors:
+            kept = self.sampling.examples(len(x), rng)
+            arrays.append(x if kept is None else x[kept])
+        counts = [self.view.count(x.shape) for x in arrays]
+        rows = self.sampling.patches(counts, self.features(values), rng)
+        if rows is None:
+            return [(x, None) for x in arrays]
+        return list(zip(arrays, rows, strict=True))
+
+    def _size(self, piece: tuple[Array, Array | None]) -> int:
+        array, rows = piece
+        return self.view.count(array.shape) if rows is None else len(rows)
+
+    def _add_piece(
+        self, out: Array, array: Array, rows: Array | None, backend: Backend, alpha: float
+    ) -> None:
+        array = at_least(out.dtype, array)
+        options = {"homogeneous": self.homogeneous, "alpha": alpha, "beta": 1.0}
+        if rows is None:
+            self.view.second_moment(array, out, backend, **options)  # type: ignore[arg-type] # as named
+            return
+        positions = self.view.count(array.shape) // len(array)
+        width = self.view.width(array.shape)
+        # Some images at a time: their patches are as large as the kernel, times the images.
+        step = max(1, backend.scratch_bytes // (positions * width * array.itemsize))
+        for start in range(0, len(array), step):
+            low, high = np.searchsorted(rows, [start * positions, (start + step) * positions])
+            if low < high:
+                patches = self.view.rows(array[start : start + step], backend)
+                chosen = patches.reshape(-1, width)[rows[low:high] - start * positions]
+                backend.second_moment(chosen, out, **options)  # type: ignore[arg-type] # as named
+
+
+class SampledFactor(DenseSquareMatrixFactor):
+    """A dense factor whose statistic draws a new part of every batch.
+
+    The draws depend on the configuration's seed and on how many batches were seen: the same seed
+    gives the same statistics, and a checkpoint goes on where it was.
+
+    Args:
+        statistic: What is measured.
+        backend: Array library; NumPy when left out.
+        config: Holds the seed; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        statistic: SampledMoment,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        super().__init__(statistic, backend=backend, config=config)
+        self._moment = statistic
+        self._go_on_from(0)
+
+    def arrays(self) -> dict[str, Array]:
+        return super().arrays() | {"batches": np.array(self._batches)}
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        super().restore(arrays, weight, repeats)
+        self._go_on_from(int(arrays["batches"]))
+
+    def _remember(self, values: Values) -> None:
+        super()._remember(values)
+        self._go_on_from(self._batches + 1)
+
+    def _go_on_from(self, batches: int) -> None:
+        """Have the next batch drawn from as the one after so many."""
+        self._batches = batches
+        self.statistic = replace(self._moment, seed=(self.config.seed, batches))

@@ -1,0 +1,199 @@
+"""Statistics of parameters that scale and shift the data: ``s = x ∘ scale + shift``.
+
+An example's gradient is ``[Σ x∘ds, Σ ds]``, each sum over the axes along which the parameter is
+broadcast and over the uses of the parameter. It is short, so its second moment is taken in full or
+of its entries.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.statistics import LayerPairs, one_use, the_same
+from kfac_engine.errors import ShapeError
+from kfac_engine.layers.broadcast import Reduction, SummedAxes, entries, per_example
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleShiftMoment(LayerPairs):
+    """Mean over examples of ``v vᵀ`` with ``v = [scale's gradient, shift's gradient]``.
+
+    The gradient of an example is summed over the uses of the parameters.
+
+    Attributes:
+        inputs: Names of the data before scaling, ``[tower]``; a tower without a scale has none.
+        tensors: Names of output gradients, ``[source][tower]``.
+        scale: Sums for the scale; None without one.
+        shift: Sums for the shift; None without one.
+    """
+
+    scale: Reduction | None
+    shift: Reduction | None
+
+    def entries(self, values: Values) -> int:
+        """Entries of ``v``; a ShapeError where inputs and gradients do not fit each other."""
+        for x_name, ds_name in self.products():
+            x, ds = values[x_name].shape, values[ds_name].shape
+            if len(x) != len(ds) or any(a not in (1, b) for a, b in zip(x, ds, strict=True)):
+                raise ShapeError(
+                    f"'{x_name}' has shape {x} and '{ds_name}' {ds}: data before scaling has as "
+                    f"many axes, each as long or of length one."
+                )
+        sums = [reduction for reduction in (self.scale, self.shift) if reduction]
+        sizes = {
+            name: sum(entries(values[name].shape, reduction) for reduction in sums)
+            for name in self._gradient_names()
+        }
+        return the_same("entries", sizes)
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        side = self.entries(values)
+        return side, side
+
+    def products(self) -> tuple[tuple[str, str], ...]:
+        return tuple(
+            pair
+            for source in self.tensors
+            for xs, gradients in zip(self.inputs, source, strict=True)
+            for pair in zip(xs, gradients, strict=False)
+        )
+
+    def batch_size(self, values: Values) -> int:
+        reduction = self.scale or self.shift
+        axis = reduction.batch_axis if reduction else 0
+        own = {name: values[name].shape[axis] for name in self._gradient_names()}
+        examples: int = the_same("examples", own)
+        return examples * len(self.inputs)
+
+    def repeats(self, values: Values) -> int:
+        del values
+        return 1  # positions are summed within an example
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, v in self._gradients(out, values, backend):
+            backend.second_moment(v, out, alpha=alpha / (len(v) * towers), beta=beta)
+            beta = 1.0
+
+    def _gradient_names(self) -> Iterator[str]:
+        return (name for source in self.tensors for tower in source for name in tower)
+
+    def _gradients(
+        self, out: Array, values: Values, backend: Backend
+    ) -> Iterator[tuple[int, Array]]:
+        """``v`` of each example, for every tower of every source, in the type of the average."""
+        for source in self.tensors:
+            for xs, gradients in zip(self.inputs, source, strict=True):
+                v: Array | None = None
+                for use, name in enumerate(gradients):
+                    ds = values[name].astype(out.dtype, copy=False)
+                    x = values[xs[use]].astype(out.dtype, copy=False) if xs else None
+                    own = self._of_use(x, ds, backend)
+                    v = own if v is None else v + own
+                assert v is not None, "a tower has at least one use"
+                yield len(source), v
+
+    def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
+        """The contribution of one use to ``v``."""
+        if self.scale and self.shift and not self.scale.batch_axis and x is not None:
+            axes = self.scale.summed(ds.shape)
+            if axes == self.shift.summed(ds.shape):
+                return backend.example_sums(x, ds, tuple(axes))
+        columns = []
+        if self.scale and x is not None:
+            columns.append(per_example(x * ds, self.scale))
+        if self.shift:
+            columns.append(per_example(ds, self.shift))
+        joined: Array = backend.xp.concatenate(columns, axis=1)
+        return joined
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleShiftSquare(ScaleShiftMoment):
+    """Mean over examples of ``v²``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        return (self.entries(values),)
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, v in self._gradients(out, values, backend):
+            squares = backend.xp.einsum("ni,ni->i", v, v)
+            backend.add_scaled(out, squares, alpha / (len(v) * towers), beta)
+            beta = 1.0
+
+
+class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
+    """The second moment of a scale's and a shift's per-example gradients.
+
+    Args:
+        inputs: Names of the data before scaling, one a tower.
+        outputs_grads: Names of output gradients, ``[source][tower]``.
+        broadcast_dims_scale: Axes along which the scale is broadcast; empty sums nothing.
+        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
+        has_shift: Whether there is a shift.
+        backend: Array library; NumPy when left out.
+        config: How averages and powers are taken; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        tensors = tuple(one_use(source) for source in outputs_grads)
+        statistic = ScaleShiftMoment(one_use(inputs), tensors, *sums)
+        super().__init__(statistic, backend=backend, config=config)
+
+
+class ScaleAndShiftDiagonalFactor(DiagonalFactor):
+    """The mean squares of a scale's and a shift's per-example gradients.
+
+    Args:
+        inputs: As in ``ScaleAndShiftFullFactor``.
+        outputs_grads: As in ``ScaleAndShiftFullFactor``.
+        broadcast_dims_scale: As in ``ScaleAndShiftFullFactor``.
+        broadcast_dims_shift: As in ``ScaleAndShiftFullFactor``.
+        has_shift: Whether there is a shift.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        tensors = tuple(one_use(source) for source in outputs_grads)
+        statistic = ScaleShiftSquare(one_use(inputs), tensors, *sums)
+        super().__init__(statistic, backend=backend, config=config)
+
+
+def summed_axes(
+    scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
+) -> tuple[SummedAxes, SummedAxes | None]:
+    """The sums for scale and shift, from axes named by the caller."""
+    own = SummedAxes(tuple(scale))
+    if not has_shift:
+        return own, None
+    return own, own if shift is None else SummedAxes(tuple(shift))

@@ -1,0 +1,187 @@
+"""Stacks of small symmetric matrices, one for each group of channels, inverted together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
+from kfac_engine.curvature.factors.damping import Damping
+from kfac_engine.curvature.factors.dense import (
+    CHOLESKY,
+    CHOLESKY_INVERSE,
+    DenseSquareMatrixFactor,
+    Wanted,
+)
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquare, at_least
+from kfac_engine.errors import ShapeError
+from kfac_engine.layers.views import View
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMoment(KroneckerMoment):
+    """Mean of ``x xᵀ`` over examples and positions, for each group: ``(groups, d, d)``.
+
+    Attributes:
+        groups: Number of groups, runs of neighbours among the channels.
+        taps: Kernel entries that features repeat the channels for; 1 for outputs.
+    """
+
+    groups: int = 1
+    taps: int = 1
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        d = group_width(self.features(values), self.groups, self.taps) + self.homogeneous
+        return self.groups, d, d
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, uses in self._towers():
+            arrays = self._arrays(uses, values, backend)
+            rows = sum(self.view.count(x.shape) for x in arrays)
+            for x in arrays:
+                images, window = group_images(self.view, x, backend, self.groups, self.taps)
+                backend.grouped_second_moment(
+                    at_least(out.dtype, images),
+                    window,
+                    out,
+                    homogeneous=self.homogeneous,
+                    alpha=alpha / (rows * towers),
+                    beta=beta,
+                )
+                beta = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSquare(LayerSquare):
+    """Mean over examples of the squared gradient of each group: ``(groups, d_in, d_out)``.
+
+    Attributes:
+        groups: Number of groups.
+        taps: Entries of the kernel.
+    """
+
+    groups: int = 1
+    taps: int = 1
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        rows, outputs = LayerSquare.shape(self, values)
+        d_in = group_width(rows - self.homogeneous, self.groups, self.taps)
+        return self.groups, d_in + self.homogeneous, group_width(outputs, self.groups, 1)
+
+    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+        x, window = group_images(self.input_view, a, backend, self.groups, self.taps)
+        g, _ = group_images(self.output_view, ds, backend, self.groups, 1)
+        backend.squared_gradients(
+            x, window, g, out, homogeneous=self.homogeneous, alpha=scale, beta=1.0
+        )
+
+
+class StackedSquareFactor(DenseSquareMatrixFactor):
+    """A block-diagonal matrix kept as ``(groups, d, d)``; its dampings have one number a group.
+
+    All groups are inverted by one batched eigendecomposition. Operands are stacks, too.
+    """
+
+    @property
+    def side(self) -> int:
+        groups, d, _ = self._lower().shape
+        return int(groups) * int(d)
+
+    def measured_traces(self) -> Array:
+        traces: Array = self.backend.xp.trace(self._lower(), axis1=1, axis2=2)
+        return traces
+
+    def get_cov(self) -> Array:
+        stack = self._matrix()
+        dense: Array = self.backend.xp.zeros((self.side, self.side), stack.dtype)
+        d = stack.shape[1]
+        for group, matrix in enumerate(stack):
+            where = slice(group * d, (group + 1) * d)
+            dense[where, where] = matrix
+        return dense
+
+    def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
+        return None  # a stack of them
+
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        self._check_stack(x, axis=1)
+        if exp == 1:
+            fresh: Array = self.backend.matmul(self._matrix(), x) + self._levels(damping_func) * x
+            return fresh
+        product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
+        return product
+
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        self._check_stack(x, axis=2)
+        if exp == 1:
+            fresh: Array = self.backend.matmul(x, self._matrix()) + self._levels(damping_func) * x
+            return fresh
+        product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
+        return product
+
+    def left_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        self._check_stack(x, axis=1)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
+        product: Array = self.backend.matmul(L.swapaxes(1, 2) if transpose else L, x)
+        return product
+
+    def right_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        self._check_stack(x, axis=2)
+        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
+        product: Array = self.backend.matmul(x, L.swapaxes(1, 2) if transpose else L)
+        return product
+
+    def _identity(self, like: Array) -> Array:
+        eye = self.backend.xp.eye(like.shape[1], dtype=like.dtype)
+        identity: Array = self.backend.xp.broadcast_to(eye, like.shape)
+        return identity
+
+    def _level(self, damping_func: Damping) -> tuple[float, ...]:
+        levels = np.broadcast_to(np.ravel(damping_func()), len(self._lower()))
+        return tuple(levels.astype(np.float64).tolist())
+
+    def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
+        return bool(powers)
+
+    def _levels(self, damping_func: Damping) -> Array:
+        """A damping as ``(groups, 1, 1)``."""
+        stack = self._lower()
+        levels = self.backend.asarray(damping_func(), stack.dtype).reshape(-1, 1, 1)
+        every: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))
+        return every
+
+    def _check_stack(self, x: Array, axis: int) -> None:
+        groups, d, _ = self._lower().shape
+        if x.ndim != 3 or x.shape[0] != groups or x.shape[axis] != d:
+            raise ShapeError(
+                f"{self.name} has {groups} matrices {d} × {d}; they cannot multiply an array of "
+                f"shape {x.shape} from the {'left' if axis == 1 else 'right'}."
+            )
+
+
+def group_images(
+    view: View, x: Array, backend: Backend, groups: int, taps: int
+) -> tuple[Array, Window]:
+    """What a view reads as images, the channels of each group beside each other."""
+    images, window = view.images(x, backend)
+    if window.taps == taps:
+        return images, window
+    # Rows written out: their features, taps before channels, are channels of single pixels.
+    n, features, *sides = images.shape
+    split = images.reshape(n, taps, groups, features // (taps * groups), *sides)
+    return split.swapaxes(1, 2).reshape(images.shape), window
+
+
+def group_width(features: int, groups: int, taps: int) -> int:
+    """Features of one group; a ShapeError where the channels do not fall into so many groups."""
+    if features % (groups * taps):
+        raise ShapeError(f"{features // taps} channels cannot fall into {groups} groups.")
+    return features // groups

@@ -1,0 +1,325 @@
+"""The input factor of a convolution whose activations are uncorrelated between pixels (SUA).
+
+The second moment of a patch is then known from single pixels: with ``κ`` taps, the mean ``μ`` and
+the covariance ``C`` of a pixel,
+
+    ``M = (I_κ ⊗ C) + m mᵀ``,  ``m = (μ, …, μ)``
+
+in the order ``(*kernel, channels)`` of a patch's features. A bias appends a one to ``m`` and a zero
+to the first term. Damping adds ``δ·I``; the inverse is Sherman and Morrison's.
+
+Source: Grosse & Martens 2016, arXiv:1602.01407, section 4.2 and theorem 4.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.damping import Damping, damping_id
+from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, Tensors, scale
+from kfac_engine.errors import (
+    InputError,
+    NotReadyError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from kfac_engine.layers.views import View
+
+
+@dataclass(frozen=True, slots=True)
+class PixelCovariance(KroneckerMoment):
+    """Covariance of pixels over examples and places, ``(C, C)``, with their mean as a last row.
+
+    Attributes:
+        taps: Pixels in a patch.
+        centred: Whether ``μ μᵀ`` is taken off the second moment.
+        with_mean: Whether the mean is measured: ``(C + 1, C)``.
+    """
+
+    taps: int = 1
+    centred: bool = True
+    with_mean: bool = True
+
+    @classmethod
+    def configured(  # noqa: PLR0913 (the fields of a statistic)
+        cls,
+        config: CollectionConfig,
+        *,
+        tensors: Tensors,
+        view: View,
+        homogeneous: bool,
+        taps: int,
+        num_uses: int = 1,
+        batch: str | None = None,
+        exact: bool = False,
+    ) -> "PixelCovariance":
+        """The statistic as a configuration wants it.
+
+        Args:
+            config: Says whether pixels have a mean, and what becomes of it.
+            tensors: As in ``KroneckerMoment``.
+            view: Reads images as rows of channels.
+            homogeneous: Whether patches end with a one.
+            taps: Pixels in a patch.
+            num_uses: As in ``KroneckerMoment``.
+            batch: As in ``KroneckerMoment``.
+            exact: As in ``KroneckerMoment``.
+
+        Returns:
+            The statistic.
+        """
+        modelled = not config.assume_zero_mean_activations
+        centred = modelled or config.subtract_mean_contrib_from_cov
+        return cls(tensors, view, homogeneous, num_uses, batch, exact, taps, centred, modelled)
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        channels = self.features(values)
+        return channels + self.with_mean, channels
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        channels = out.shape[1]
+        moment = backend.xp.empty((channels + 1, channels + 1), out.dtype)
+        second_moment = KroneckerMoment(
+            self.tensors, self.view, homogeneous=True, num_uses=self.num_uses, batch=self.batch
+        )
+        second_moment.add_to(moment, values, backend, alpha=1.0, beta=0.0)
+        backend.mirror(moment)
+        mean = moment[-1, :-1]
+        scale(out, beta)
+        out[:channels] += alpha * moment[:-1, :-1]
+        if self.centred:
+            # After the mean over towers: two towers then equal one of both.
+            out[:channels] -= alpha * backend.xp.outer(mean, mean)
+        if self.with_mean:
+            out[-1] += alpha * mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """``blockdiag(I_κ ⊗ kernel, corner) + weight · update updateᵀ``, never formed.
+
+    Attributes:
+        kernel: ``(C, C)``.
+        update: ``(κ·C (+ 1),)``.
+        scalars: ``corner`` and ``weight``.
+    """
+
+    kernel: Array
+    update: Array
+    scalars: Array
+
+    def times(self, x: Array) -> Array:
+        """The matrix times ``(κ·C (+ 1), k)``."""
+        channels = len(self.kernel)
+        taps = len(self.update) // channels
+        corner, weight = (float(scalar) for scalar in self.scalars)
+        product = corner * x
+        blocks = self.kernel @ x[: taps * channels].reshape(taps, channels, -1)
+        product[: taps * channels] = blocks.reshape(taps * channels, -1)
+        product += weight * (self.update[:, None] * (self.update @ x))
+        return product
+
+
+class SpatiallyUncorrelatedFactor(FisherFactor):
+    """The matrix ``M`` of the module, of which only pixels are measured.
+
+    Powers 1 and −1 only. Its average holds ``C`` and, where the mean is modelled, ``μ`` below it.
+
+    Args:
+        statistic: What is measured.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+
+    Attributes:
+        stored: Inverses of the last refresh, by damping id.
+    """
+
+    def __init__(
+        self,
+        statistic: PixelCovariance,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        super().__init__(statistic, backend=backend, config=config)
+        self._pixels = statistic
+        self._registered: dict[Hashable, Damping] = {}
+        self.stored: dict[Hashable, _Matrix] = {}
+
+    # -- the matrix ---------------------------------------------------------------------------
+
+    @property
+    def cov(self) -> Array:
+        """The covariance of a pixel, ``(C, C)``; a copy."""
+        return self._covariance().copy()
+
+    @property
+    def mean(self) -> Array:
+        """The mean of a pixel, ``(C,)``; a copy, zeros where it is not modelled."""
+        average = self.average.read(self.name)
+        channels = average.shape[1]
+        mean: Array = average[channels:].sum(axis=0)  # one row or none
+        return mean
+
+    @property
+    def side(self) -> int:
+        return self._pixels.taps * len(self._covariance()) + self._pixels.homogeneous
+
+    def measured_traces(self) -> Array:
+        update = self._mean_patch()
+        pixels = self._pixels.taps * self.backend.xp.trace(self._covariance())
+        trace: Array = pixels + update @ update
+        return trace
+
+    def get_cov(self) -> Array:
+        eye = self.backend.xp.eye(self.side, dtype=self._covariance().dtype)
+        return self._damped(0.0).times(eye)
+
+    # -- registration -------------------------------------------------------------------------
+
+    @property
+    def has_inverses(self) -> bool:
+        return bool(self._registered)
+
+    def stored_numbers(self, shape: tuple[int, ...]) -> int:
+        # Of each inverse a kernel between channels, and a vector over patches with two numbers.
+        pixels, channels = self._pixels, shape[1]
+        patch = pixels.taps * channels + pixels.homogeneous
+        return len(self._registered) * (channels * channels + patch + 2)
+
+    def register_matpower(self, exp: float, damping_func: Damping) -> None:
+        self._check_power(exp)
+        if exp == 1:
+            return
+        if self._inverse_ready:
+            raise InputError(f"register powers of {self.name} before instantiate_inv_variables.")
+        self._registered[damping_id(damping_func)] = damping_func
+
+    def register_cholesky(self, damping_func: Damping) -> None:
+        raise UnsupportedError(_NO_CHOLESKY)
+
+    def register_cholesky_inverse(self, damping_func: Damping) -> None:
+        raise UnsupportedError(_NO_CHOLESKY)
+
+    def dampings(self) -> Iterable[Damping]:
+        return self._registered.values()
+
+    def refreshing(self) -> Refreshing:
+        levels = {key: float(damping()) for key, damping in self._registered.items()}
+        if 0.0 in levels.values() and self._pixels.homogeneous:
+            raise InputError(f"{self.name} has a bias: its inverse needs a positive damping.")
+        cov, m = self._covariance(), self._mean_patch()
+        kernels = yield [Request("inverse", cov, damping) for damping in levels.values()]
+        # (M + δ·I)⁻¹ = D⁻¹ − D⁻¹m (D⁻¹m)ᵀ / (1 + mᵀD⁻¹m), D the block diagonal part.
+        corners = [1.0 / damping if damping else 0.0 for damping in levels.values()]
+        blocks = [
+            _Matrix(kernel, m, np.array([corner, 0.0]))
+            for (kernel,), corner in zip(kernels, corners, strict=True)
+        ]
+        updates = [inverse.times(m[:, None])[:, 0] for inverse in blocks]
+        sums = yield [Request("read", m @ update) for update in updates]
+        weights = [-1.0 / (1.0 + float(total)) for (total,) in sums]
+        parts = zip(levels, blocks, updates, corners, weights, strict=True)
+        self.stored = {
+            key: _Matrix(inverse.kernel, update, np.array([corner, weight]))
+            for key, inverse, update, corner, weight in parts
+        }
+
+    # -- products -----------------------------------------------------------------------------
+
+    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        if x.ndim != 2 or len(x) != self.side:
+            raise ShapeError(
+                f"{self.name} is {self.side} × {self.side}; it cannot multiply an array of shape "
+                f"{x.shape}."
+            )
+        self._check_power(exp)
+        if exp == 1:
+            return self._damped(float(damping_func())).times(x)
+        key = damping_id(damping_func)
+        if key not in self._registered:
+            raise UnknownNameError(f"the inverse of {self.name} with this damping was not asked.")
+        if key not in self.stored:
+            raise NotReadyError(f"the inverse of {self.name} was not computed yet: refresh it.")
+        return self.stored[key].times(x)
+
+    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
+        # M is symmetric.
+        return self.left_multiply_matpower(x.T, exp, damping_func).T
+
+    def left_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        raise UnsupportedError(_NO_CHOLESKY)
+
+    def right_multiply_cholesky(
+        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
+    ) -> Array:
+        raise UnsupportedError(_NO_CHOLESKY)
+
+    # -- state --------------------------------------------------------------------------------
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return ("-1.0",) * len(self._registered)
+
+    def arrays(self) -> dict[str, Array]:
+        inverses = {
+            f"inverse/{index}/{part}": self.backend.to_numpy(getattr(self.stored[key], part))
+            for index, key in enumerate(self._registered)
+            if key in self.stored
+            for part in _PARTS
+        }
+        return super().arrays() | inverses
+
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+        super().restore(arrays, weight, repeats)
+        self.stored = {
+            key: _Matrix(*(self.backend.asarray(arrays[f"inverse/{index}/{p}"]) for p in _PARTS))
+            for index, key in enumerate(self._registered)
+            if f"inverse/{index}/kernel" in arrays
+        }
+
+    # -- private ------------------------------------------------------------------------------
+
+    def _identity(self, like: Array) -> Array:
+        eye: Array = self.backend.xp.eye(*like.shape, dtype=like.dtype)
+        return eye  # C = I, μ = 0
+
+    def _covariance(self) -> Array:
+        average = self.average.read(self.name)
+        return average[: average.shape[1]]
+
+    def _mean_patch(self) -> Array:
+        """``m``: the mean of a patch, with the one of a bias; zeros where it is not modelled."""
+        patch: Array = self.backend.xp.zeros(self.side, self._covariance().dtype)
+        if self._pixels.with_mean:
+            patch[...] = 1.0
+            tiled = self.backend.xp.tile(self.mean, self._pixels.taps)
+            patch[: len(tiled)] = tiled
+        return patch
+
+    def _damped(self, damping: float) -> _Matrix:
+        """``M + δ·I``."""
+        C = self._covariance()
+        eye = self.backend.xp.eye(len(C), dtype=C.dtype)
+        return _Matrix(C + damping * eye, self._mean_patch(), np.array([damping, 1.0]))
+
+    def _check_power(self, exp: float) -> None:
+        if exp not in (1, -1):
+            raise InputError(f"{self.name} has the powers 1 and -1 only, not {exp}.")
+
+
+_PARTS = ("kernel", "update", "scalars")
+_NO_CHOLESKY = (
+    "approximation 'kron_sua' has no Cholesky factor; use 'kron', or products with powers 1 and -1."
+)

@@ -1,0 +1,222 @@
+"""Kronecker blocks of stationary sequences: sums over lags of ``A_d ⊗ G_d``, and their inverses.
+
+A layer used at ``u`` successive steps, with moments that depend on the lag only, has the block
+
+    ``F = Σ_{|d| < u} (u − |d|) · A_d ⊗ G_d``
+
+and if inputs and gradients follow a linear recursion, ``A_d = S Ψ^d S`` with ``S = A_0^{1/2}`` and
+``Ψ = S⁻¹ A_1 S⁻¹`` (``Ψᵀ`` for negative lags). Two closed forms of the inverse are known.
+*Option 1* takes ``Ψ`` as symmetric and keeps the weights. *Option 2* takes any ``Ψ`` and the
+sequence as infinite: every weight is ``u``, and with ``P = Ψ_A ⊗ Ψ_G``
+
+    ``Σ_d P^d = (I − P)⁻¹ + (I − Pᵀ)⁻¹ − I = (I − Pᵀ)⁻¹ (I − PᵀP) (I − P)⁻¹``.
+
+Source: Martens, Ba & Johnson 2018, Kronecker-factored curvature approximations for recurrent neural
+networks, section 3.5 and appendix.
+"""
+
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.linalg.spectral import eigh_power
+from kfac_engine.errors import UnsupportedError
+
+# A spectral radius of 1 − 1e-9 needs 36 doublings to fall below the rounding of float64.
+_DOUBLINGS = 40
+_NEGLIGIBLE = 1e-17
+_DIVERGED = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Whitened:
+    """One side of the block, seen from where its moment is the identity.
+
+    Attributes:
+        root: ``S``, ``(d, d)``.
+        inverse_root: ``S⁻¹``.
+        lag: ``Ψ = S⁻¹ C₁ S⁻¹``.
+    """
+
+    root: Array
+    inverse_root: Array
+    lag: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetric:
+    """One side of option 1.
+
+    Attributes:
+        basis: ``S⁻¹ Q`` with ``Q diag(ψ) Qᵀ = Ψ``, ``(d, d)``.
+        values: ``|ψ|``, ``(d,)``.
+    """
+
+    basis: Array
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Infinite:
+    """One side of option 2.
+
+    Attributes:
+        shift: ``C₁ᵀ (C₀ + λ)⁻¹ = S Ψᵀ S⁻¹``, ``(d, d)``.
+        basis: ``S⁻¹ Q`` with ``Q diag(μ) Qᵀ = ΨᵀΨ``, ``(d, d)``.
+        values: ``μ``, at most one, ``(d,)``.
+    """
+
+    shift: Array
+    basis: Array
+    values: Array
+
+
+def whiten(
+    eigenvalues: Array, eigenvectors: Array, lag: Array, damping: float, clip: float = 0.0
+) -> Whitened:
+    """A side from its moment ``C₀`` and its lag moment ``C₁``.
+
+    Args:
+        eigenvalues: Of ``C₀``, ``(d,)``.
+        eigenvectors: As columns, ``(d, d)``.
+        lag: ``C₁ = E[x_{τ+1} x_τᵀ]``, ``(d, d)``.
+        damping: Added to the clipped eigenvalues.
+        clip: Least eigenvalue before damping.
+
+    Returns:
+        In the dtype of the eigenvalues.
+
+    Raises:
+        InputError: A damped eigenvalue is not positive.
+    """
+    root = eigh_power(eigenvalues, eigenvectors, damping, 0.5, clip=clip)
+    inverse_root = eigh_power(eigenvalues, eigenvectors, damping, -0.5, clip=clip)
+    return Whitened(root, inverse_root, inverse_root @ lag @ inverse_root)
+
+
+def whiten_undamped(
+    eigenvalues: Array, eigenvectors: Array, lag: Array, rounding: float
+) -> Whitened:
+    """As ``whiten`` without damping, on the range of ``C₀``: ``C₁`` has no part outside it.
+
+    Args:
+        eigenvalues: As in ``whiten``.
+        eigenvectors: As in ``whiten``.
+        lag: As in ``whiten``.
+        rounding: Eigenvalues below this part of the largest are none.
+
+    Returns:
+        With a pseudo-inverse for the inverse root.
+    """
+    xp = array_module(eigenvalues)
+    roots = xp.sqrt(xp.maximum(eigenvalues, 0.0))
+    kept = eigenvalues > rounding * eigenvalues[-1]
+    inverses = xp.where(kept, 1.0 / xp.where(kept, roots, 1.0), 0.0)
+    root = (eigenvectors * roots) @ eigenvectors.T
+    inverse_root = (eigenvectors * inverses) @ eigenvectors.T
+    return Whitened(root, inverse_root, inverse_root @ lag @ inverse_root)
+
+
+def symmetric(side: Whitened, backend: Backend) -> Symmetric:
+    """A side of option 1; the lag moment is symmetrised, its eigenvalues are taken absolute."""
+    values, Q = backend.eigh((side.lag + side.lag.T) / 2)
+    return Symmetric(side.inverse_root @ Q, abs(values))
+
+
+def infinite(side: Whitened, backend: Backend) -> Infinite:
+    """A side of option 2; singular values above one, which are rounding, become one."""
+    xp = array_module(side.lag)
+    values, Q = backend.eigh(side.lag.T @ side.lag)
+    shift = side.root @ side.lag.T @ side.inverse_root
+    return Infinite(shift, side.inverse_root @ Q, xp.clip(values, 0.0, 1.0))
+
+
+def lag_weights(x: Array, uses: int) -> Array:
+    """``Σ_{|d| < u} (u − |d|) x^|d| = (u(1 − x²) − 2x(1 − x^u)) / (1 − x)²``.
+
+    As a polynomial it has no singularity at one, where it is ``u²``.
+
+    Args:
+        x: Products of the two sides' eigenvalues.
+        uses: ``u``, at least one.
+
+    Returns:
+        In the shape of ``x``; the inverse of the paper's γ.
+    """
+    # 2x·(1·x^(u−2) + 2·x^(u−3) + … + (u−1)) + u, by Horner's rule.
+    total = 0 * x
+    for weight in range(1, uses):
+        total = total * x + weight
+    weights: Array = 2 * x * total + uses
+    return weights
+
+
+def solve_symmetric(V: Array, A: Symmetric, G: Symmetric, uses: int) -> Array:
+    """The inverse of option 1's block times ``V``, ``(d_in, d_out)``."""
+    Z = A.basis.T @ V @ G.basis / lag_weights(A.values[:, None] * G.values, uses)
+    solution: Array = A.basis @ Z @ G.basis.T
+    return solution
+
+
+def solve_infinite(V: Array, A: Infinite, G: Infinite, uses: int) -> Array:
+    """The inverse of option 2's block times ``V``, ``(d_in, d_out)``."""
+    xp = array_module(V)
+    V = V - A.shift @ V @ G.shift.T
+    scales = 1.0 - A.values[:, None] * G.values
+    # Zero only where a sequence repeats itself exactly; the paper's code divides by one there.
+    V = A.basis.T @ V @ G.basis / xp.where(scales == 0.0, 1.0, scales)
+    V = A.basis @ V @ G.basis.T
+    solution: Array = (V - A.shift.T @ V @ G.shift) / uses
+    return solution
+
+
+def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
+    """Option 1's block times ``V``, ``(…, d_in, d_out)``."""
+    (psi_a, basis_a), (psi_g, basis_g) = (
+        backend.eigh((side.lag + side.lag.T) / 2) for side in (A, G)
+    )
+    basis_a, basis_g = A.root @ basis_a, G.root @ basis_g
+    weights = lag_weights(abs(psi_a)[:, None] * abs(psi_g), uses)
+    product: Array = basis_a @ ((basis_a.T @ V @ basis_g) * weights) @ basis_g.T
+    return product
+
+
+def multiply_infinite(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
+    """The product with option 2's block.
+
+    Args:
+        V: ``(…, d_in, d_out)``.
+        A: Input side.
+        G: Output side.
+        uses: ``u``.
+        backend: Not needed; option 1 decomposes.
+
+    Returns:
+        In the shape of ``V``.
+
+    Raises:
+        UnsupportedError: The sum over lags does not converge.
+    """
+    del backend
+    Z = A.root @ V @ G.root
+    total = _sum_of_powers(A.lag, G.lag, Z) + _sum_of_powers(A.lag.T, G.lag.T, Z) - Z
+    product: Array = uses * (A.root @ total @ G.root)
+    return product
+
+
+def _sum_of_powers(A: Array, G: Array, Z: Array) -> Array:
+    """``Σ_{d ≥ 0} A^d Z (Gᵀ)^d``, doubling the number of terms at each step."""
+    xp = array_module(Z)
+    for _ in range(_DOUBLINGS):
+        Z = Z + A @ Z @ G.T
+        A, G = A @ A, G @ G
+        size = float(xp.linalg.norm(A)) * float(xp.linalg.norm(G))
+        if size < _NEGLIGIBLE:
+            return Z
+        if not size < _DIVERGED:
+            break
+    raise UnsupportedError(
+        "the sum over lags of an infinite sequence does not converge: inputs or gradients repeat "
+        "themselves from use to use. Use option 1, or a larger damping."
+    )

@@ -1,0 +1,226 @@
+"""Products of the curvature of the whole network with vectors, without forming a matrix.
+
+With J the Jacobian of the loss inputs, F the Fisher matrix of a loss with respect to its inputs, B
+its factor (``B Bᵀ = F``) and k the coefficient of the loss, summed over the losses and their
+towers::
+
+    multiply_fisher                   Jᵀ k F J v
+    multiply_fisher_factor            Jᵀ √k B u
+    multiply_fisher_factor_transpose  √k Bᵀ J v, one for each loss
+    multiply_hessian                  the Hessian matrix of the total loss, times v
+
+All are sums over the batch: nothing is divided by its size, nothing is damped.
+Source: Martens 2014, arXiv:1412.1193, sections 8 and 9.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+from typing import Protocol, TypeAlias
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import as_array
+from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+
+# A vector over the values of interest: one array each, in their order.
+Vectors: TypeAlias = Sequence[Array]
+
+
+class DifferentiableTrace(Protocol):
+    """What is asked of an evaluation; ``kfac_engine.Trace`` offers it."""
+
+    def __getitem__(self, name: str, /) -> Array:
+        """The value that goes by a name."""
+
+    def __contains__(self, name: object, /) -> bool:
+        """Whether a value goes by a name."""
+
+    def vjp(
+        self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool
+    ) -> Mapping[str, Array]:
+        """Products with the transposed Jacobian, by value."""
+
+    def jvp(
+        self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool
+    ) -> Mapping[str, Array]:
+        """Products with the Jacobian, by output."""
+
+    def second_derivative(
+        self, cotangents: Mapping[str, Array], tangents: Mapping[str, Array]
+    ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+        """``jvp`` by output and the change of ``vjp`` by value; only the Hessian asks for it."""
+
+
+class CurvatureMatrixVectorProductComputer:
+    """Fisher, Gauss–Newton and Hessian products of the registered losses on one batch.
+
+    Args:
+        layer_collection: Its losses are what the curvature is of; its layers play no part.
+        wrt_tensors: Names of the values that vectors belong to, usually parameters. They count as
+            independent variables, even where one is computed from another.
+        trace: The evaluation of the batch.
+
+    Raises:
+        InputError: There is no loss or no value, or the trace cannot be differentiated forward.
+        UnknownNameError: A name is not a value of the trace.
+    """
+
+    def __init__(
+        self,
+        layer_collection: LayerCollection,
+        wrt_tensors: Sequence[str],
+        trace: DifferentiableTrace,
+    ) -> None:
+        self._losses = tuple(
+            (loss.coefficient, tower)
+            for loss in layer_collection.registered_losses
+            for tower in loss.towers
+        )
+        self._wrt = (wrt_tensors,) if isinstance(wrt_tensors, str) else tuple(wrt_tensors)
+        self._trace = trace
+        self._inputs = tuple(dict.fromkeys(n for _, loss in self._losses for n in loss.inputs))
+        if not self._wrt:
+            raise InputError("wrt_tensors is empty; name the values that the vectors belong to.")
+        for name in (*self._wrt, *self._inputs):
+            if name not in trace:
+                raise UnknownNameError(f"'{name}' is not a value of the trace.")
+        self._require("vjp", "jvp")
+
+    # -- Fisher -----------------------------------------------------------------------------------
+
+    def multiply_fisher(self, vecs: Vectors) -> tuple[Array, ...]:
+        """The Fisher matrix times a vector, which has one array for each of ``wrt_tensors``."""
+        changes = self._jacobian(vecs)
+        return self._transposed_jacobian(
+            (k, loss.fisher(loss.read(self._trace), changes)) for k, loss in self._losses
+        )
+
+    def multiply_fisher_factor(self, loss_vecs: Vectors) -> tuple[Array, ...]:
+        """``B`` times a vector of the inner space, which has one array for each loss.
+
+        Args:
+            loss_vecs: Arrays of the shapes ``fisher_factor_inner_shapes``.
+
+        Returns:
+            One array for each of ``wrt_tensors``.
+
+        Raises:
+            ShapeError: Number or shapes of the arrays do not fit.
+        """
+        inner = self._checked(loss_vecs, self.fisher_factor_inner_shapes, "losses")
+        return self._transposed_jacobian(
+            (sqrt(k), loss.fisher_factor(loss.read(self._trace), u))
+            for (k, loss), u in zip(self._losses, inner, strict=True)
+        )
+
+    def multiply_fisher_factor_transpose(self, vecs: Vectors) -> tuple[Array, ...]:
+        """``Bᵀ`` times a vector: one array of the inner shape for each loss."""
+        changes = self._jacobian(vecs)
+        return tuple(
+            sqrt(k) * loss.fisher_factor_transpose(loss.read(self._trace), changes)
+            for k, loss in self._losses
+        )
+
+    @property
+    def fisher_factor_inner_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what ``multiply_fisher_factor`` takes, one for each loss."""
+        return tuple(loss.inner_shape(loss.read(self._trace)) for _, loss in self._losses)
+
+    # -- generalised Gauss–Newton: the Fisher, where inputs are natural parameters ----------------
+
+    def multiply_ggn(self, vecs: Vectors) -> tuple[Array, ...]:
+        """The Gauss–Newton matrix times a vector; UnsupportedError where a loss has none."""
+        self._require_ggn()
+        return self.multiply_fisher(vecs)
+
+    def multiply_ggn_factor(self, loss_vecs: Vectors) -> tuple[Array, ...]:
+        """A factor of the Gauss–Newton matrix times one array for each loss."""
+        self._require_ggn()
+        return self.multiply_fisher_factor(loss_vecs)
+
+    def multiply_ggn_factor_transpose(self, vecs: Vectors) -> tuple[Array, ...]:
+        """The transpose of that factor times a vector: one array for each loss."""
+        self._require_ggn()
+        return self.multiply_fisher_factor_transpose(vecs)
+
+    @property
+    def ggn_factor_inner_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what ``multiply_ggn_factor`` takes, one for each loss."""
+        self._require_ggn()
+        return self.fisher_factor_inner_shapes
+
+    # -- Hessian ----------------------------------------------------------------------------------
+
+    def multiply_hessian(self, vecs: Vectors) -> tuple[Array, ...]:
+        """The Hessian matrix of the total loss on the observed targets, times a vector.
+
+        It is ``Jᵀ H J`` with the losses' own Hessian matrices H, plus the second derivative of the
+        network weighted by the gradients of the losses. Unlike the others it may be indefinite.
+
+        Args:
+            vecs: One array for each of ``wrt_tensors``.
+
+        Returns:
+            Arrays of the same shapes.
+
+        Raises:
+            InputError: A loss has no targets, or the trace no ``second_derivative``.
+            UnsupportedOpError: An operator, or what its derivative is written with, has no rule.
+        """
+        self._require("second_derivative")
+        cases = [(k, loss, loss.read(self._trace, targets=True)) for k, loss in self._losses]
+        gradients = _added((k, loss.gradient(values)) for k, loss, values in cases)
+        changes, bent = self._trace.second_derivative(gradients, self._named(vecs))
+        straight = self._transposed_jacobian(
+            (k, loss.hessian(values, changes)) for k, loss, values in cases
+        )
+        return tuple(part + bent[name] for name, part in zip(self._wrt, straight, strict=True))
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _jacobian(self, vecs: Vectors) -> Mapping[str, Array]:
+        """``J v`` by loss input."""
+        return self._trace.jvp(self._named(vecs), self._inputs, independent=True)
+
+    def _transposed_jacobian(
+        self, parts: Iterable[tuple[float, Mapping[str, Array]]]
+    ) -> tuple[Array, ...]:
+        """``Jᵀ`` times the weighted sum of what the losses put on their inputs."""
+        found = self._trace.vjp(_added(parts), self._wrt, independent=True)
+        return tuple(found[name] for name in self._wrt)
+
+    def _named(self, vecs: Vectors) -> dict[str, Array]:
+        shapes = [self._trace[name].shape for name in self._wrt]
+        return dict(zip(self._wrt, self._checked(vecs, shapes, "values"), strict=True))
+
+    def _checked(
+        self, vecs: Vectors, shapes: Sequence[tuple[int, ...]], what: str
+    ) -> tuple[Array, ...]:
+        arrays = tuple(as_array(vec) for vec in vecs)
+        if [array.shape for array in arrays] != list(shapes):
+            raise ShapeError(
+                f"a vector over the {what} has the shapes {', '.join(map(str, shapes))}; got "
+                f"{', '.join(str(array.shape) for array in arrays)}."
+            )
+        return arrays
+
+    def _require(self, *methods: str) -> None:
+        for method in methods:
+            if not callable(getattr(self._trace, method, None)):
+                raise InputError(
+                    f"{type(self._trace).__name__} has no method '{method}', which curvature "
+                    f"products need; evaluate the model with kfac_engine.load_model(…).run(…)."
+                )
+
+    def _require_ggn(self) -> None:
+        for _, loss in self._losses:
+            loss.require_ggn()
+
+
+def _added(parts: Iterable[tuple[float, Mapping[str, Array]]]) -> dict[str, Array]:
+    """Weighted sums by name: losses may share an input."""
+    total: dict[str, Array] = {}
+    for weight, arrays in parts:
+        for name, array in arrays.items():
+            total[name] = total[name] + weight * array if name in total else weight * array
+    return total

@@ -1,0 +1,166 @@
+"""The values of a batch that factors read, with the gradients of each source in turn."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.estimation_modes import Draws, EstimationMode
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.updater import Pending
+from kfac_engine.curvature.factors.values import take
+from kfac_engine.losses.base import RegisteredLoss
+
+
+class Trace(Protocol):
+    """One evaluation of a model, of an ONNX file or of other code."""
+
+    def __getitem__(self, name: str, /) -> Array:
+        """A value by name: activations, loss inputs, targets."""
+
+    def vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> Mapping[str, Array]:
+        """Gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``."""
+
+
+ExampleGradients: TypeAlias = Callable[
+    [Any, Mapping[str, Array], Sequence[str]], Iterator[Mapping[str, Array]]
+]
+
+
+@dataclass(slots=True)
+class Sources:
+    """Propagates the sources of an estimation mode back to the values that factors read.
+
+    Attributes:
+        mode: Makes the sources.
+        losses: The losses, with their towers.
+        backend: Array library of the factors.
+        rng: Generator of sampled targets and random signs; advanced by each pass.
+        examples: Gives gradients example by example; None where traces cannot.
+        variables: Parameters whose gradients are summed up.
+        gradients: Name of a gradient, as factors read it, to the value it belongs to.
+        alone: Factors that measure the gradients of single examples.
+    """
+
+    mode: EstimationMode
+    losses: tuple[RegisteredLoss, ...]
+    backend: Backend
+    rng: np.random.Generator
+    examples: ExampleGradients | None = None
+    variables: tuple[str, ...] = ()
+    gradients: dict[str, str] = field(default_factory=dict)
+    alone: tuple[FisherFactor, ...] = ()
+
+    def gradient_name(self, value: str) -> str:
+        """Register a name for the gradient with respect to a value."""
+        name = f"∂{value}"
+        self.gradients[name] = value
+        return name
+
+    @property
+    def of_examples(self) -> tuple[str, ...]:
+        """Values that the losses of each example are differentiated with respect to."""
+        return tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
+
+    @property
+    def of_batches(self) -> tuple[str, ...]:
+        """Values that the losses of a whole batch are differentiated with respect to."""
+        alone = frozenset(self.of_examples)
+        return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone)
+
+    def of_batch(
+        self,
+        factors: Sequence[FisherFactor],
+        trace: Trace,
+        draws: Draws | None,
+        scales: Mapping[str, float],
+        stats: dict[str, Array],
+    ) -> Iterator[dict[str, Array]]:
+        """The batch's values with the gradients of each source, held by the receiver alone.
+
+        Args:
+            factors: Say what is read.
+            trace: The batch.
+            draws: Fixes the randomness, by loss name.
+            scales: Multiplies the cotangents of some loss inputs.
+            stats: Variable to the sum of its gradients over sources; changed.
+
+        Yields:
+            Name to array.
+        """
+        forward, wanted = self._forward(factors, trace)
+        backend = self.backend
+        wrt = tuple(dict.fromkeys((*wanted.values(), *self.variables)))
+        for cotangents in self._cotangents(trace, draws, scales):
+            found = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
+            for name in self.variables:
+                stats[name] = stats[name] + found[name] if name in stats else found[name]
+            values = forward | {name: found[value] for name, value in wanted.items()}
+            if self.mode.one_source:
+                forward.clear()
+            del found, cotangents
+            yield values
+
+    def _cotangents(
+        self, trace: Trace, draws: Draws | None, scales: Mapping[str, float]
+    ) -> Iterator[dict[str, Array]]:
+        for source in self.mode(self.losses, trace, self.rng, draws):
+            yield {name: scales.get(name, 1.0) * array for name, array in source.items()}
+
+    def measure_examples(
+        self,
+        factors: Sequence[FisherFactor],
+        trace: Trace,
+        draws: Draws | None,
+        scales: Mapping[str, float],
+    ) -> list[Pending]:
+        """Sums over sources and examples; neither factors nor the random generator change.
+
+        Args:
+            factors: Some of ``alone``.
+            trace: The batch.
+            draws: Fixes the randomness, by loss name.
+            scales: Multiplies the cotangents of some loss inputs.
+
+        Returns:
+            The sums, to be committed.
+        """
+        if not factors or self.examples is None:
+            return []
+        generator, backend = self.rng.bit_generator.state, self.backend
+        forward, wanted = self._forward(factors, trace)
+        names = tuple(wanted.values())
+        pending = [Pending(factor) for factor in factors]
+        try:
+            for cotangents in self._cotangents(trace, draws, scales):
+                for gradients in self.examples(trace, cotangents, names):
+                    found = take(gradients, names, backend)
+                    values = forward | {name: found[value] for name, value in wanted.items()}
+                    for single in pending:
+                        single.add(values)
+        finally:
+            self.rng.bit_generator.state = generator
+        return pending
+
+    def given(
+        self, factors: Sequence[FisherFactor], trace: Trace, propagated: dict[str, Array]
+    ) -> Iterator[dict[str, Array]]:
+        """The source whose gradients were computed before, if it is the only one."""
+        forward, wanted = self._forward(factors, trace)
+        found = take(propagated, wanted.values(), self.backend)
+        propagated.clear()
+        forward.update((name, found.pop(value)) for name, value in wanted.items())
+        yield forward
+
+    def _forward(
+        self, factors: Sequence[FisherFactor], trace: Trace
+    ) -> tuple[dict[str, Array], dict[str, str]]:
+        """Values of the forward pass that factors read; names of gradients, with their values."""
+        statistics = [factor.statistic for factor in factors]
+        reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
+        wanted = {name: value for name, value in self.gradients.items() if name in reads}
+        left = (name for name in reads if name not in wanted)
+        return take(trace, left, self.backend), wanted

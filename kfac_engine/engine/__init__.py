@@ -1,0 +1,1 @@
+"""K-FAC for one model: gradients, curvature statistics and preconditioned gradients."""

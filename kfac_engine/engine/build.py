@@ -1,0 +1,387 @@
+"""Puts the parts of an engine together: layers found and registered, refreshes priced."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from kfac_engine._types import Array, Params, Vector
+from kfac_engine.autodiff.activity import ZERO, behind_jumps, no_slope, notes_of, nothing_to_train
+from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.backend.namespace import on_host
+from kfac_engine.backend.select import place_of, select
+from kfac_engine.backend.threads import default_count
+from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, row
+from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
+from kfac_engine.curvature.blocks.batched_products import batched_products
+from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.schedule import Work
+from kfac_engine.engine.example_gradients import ExampleGradients
+from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
+from kfac_engine.engine.options import EngineOptions
+from kfac_engine.engine.report import refresh_cost
+from kfac_engine.engine.validation import check_mode
+from kfac_engine.errors import InputError, ModelError, UnsupportedError
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
+from kfac_engine.graph.structure import Node
+from kfac_engine.layers.discover import Discovery, discover
+from kfac_engine.layers.match import LayerMatch
+from kfac_engine.layers.parameter_slices import ParameterSlice, join, split
+from kfac_engine.losses.objective import Objective, Reduction
+from kfac_engine.runtime.batch_axis import Batch
+from kfac_engine.runtime.leading_examples import with_batch_axes
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.sessions.placement import placed
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an engine minimises.
+
+    Attributes:
+        objective: Losses under a reduction.
+        heads: Where the losses are put.
+        batch: Where the examples lie.
+        inputs: The batch of the sample run; None if it was made up.
+    """
+
+    objective: Objective
+    heads: tuple[LossBinding, ...]
+    batch: Batch
+    inputs: Mapping[str, Array] | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What losses read in place of outputs, and what may be taken wrongly, in words."""
+        reads = (
+            f"the loss on '{head.output}' reads '{head.logits.value}', {head.logits.how}"
+            for head in self.heads
+            if head.logits
+        )
+        return (*reads, *self.doubts)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What may be taken wrongly, in words."""
+        return tuple(filter(None, (*(head.doubt for head in self.heads), self.batch.note)))
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Layers and losses of a model, registered.
+
+    Attributes:
+        model: The model with its sessions.
+        task: What is minimised.
+        found: Layers of the graph, parameters without one, and the parts that they name.
+        collection: Their blocks, and the losses.
+    """
+
+    model: OnnxModel
+    task: Task
+    found: Discovery
+    collection: LayerCollection
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on values that losses read in place of outputs, and on untrained parameters."""
+        zero = (layer for layer in self.found.layers if layer.reason.startswith(ZERO))
+        told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
+        return (*self.task.notes, *notes_of(self.model.left_out), *told)
+
+    def prepare(self, estimator: FisherEstimator) -> None:
+        """Request the values that losses and statistics read from every forward pass."""
+        layers, losses = self.found.layers, self.task.objective.inputs
+        read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
+        self.model.want([*losses, *read])
+        together = tuple(self.model.parameters) if estimator.reads_gradients else ()
+        self.model.backward(losses, (*together, *estimator.differentiated))
+        if estimator.differentiated_alone:
+            self.model.backward(losses, estimator.differentiated_alone)
+
+
+def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
+    """Load a model, register its layers and losses, and make the estimator of its curvature.
+
+    Args:
+        source: Path, bytes or ``ModelProto``.
+        options: The options of the engine.
+
+    Returns:
+        The registered model and its estimator; nothing was computed on data yet.
+
+    Raises:
+        InputError: The file, the loss or an option is wrong.
+        UnknownNameError: An option names no layer kind, loss, output or parameter.
+        UnsupportedError: The mode needs the examples where they are not.
+        ModelError: The loss depends on no trainable parameter.
+    """
+    threads = options.threads or default_count()
+    backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
+    inputs = options.sample_inputs
+    if isinstance(inputs, Mapping):
+        inputs = on_host(inputs, backend)
+    model = OnnxModel(
+        _loaded(source, options),
+        trainable=options.trainable,
+        freeze=options.freeze,
+        threads=threads,
+        sample_inputs=inputs,
+        gradient_dtype=options.gradient_dtype,
+        tie_weights=options.tie_weights,
+        scratch_bytes=options.scratch_bytes,
+        graph_passes=options.graph_passes,
+    )
+    collection = LayerCollection(model, backend=backend)
+    chosen = options.approximations or {}
+    for kind, approximation in chosen.items():
+        collection.set_default_approximation(kind, approximation)
+    task = register_losses(model, collection, options.losses, options.reduction, inputs)
+    check_mode(options.estimation_mode, task.heads, task.batch)
+    found = register_layers(model, task, collection, chosen)
+    assembly = Assembly(model, task, found, collection)
+    estimator = FisherEstimator(
+        collection.registered_variables,
+        options.ema_decay,
+        options.damping,
+        collection,
+        exps=options.exps,
+        estimation_mode=options.estimation_mode,
+        seed=options.seed,
+        examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
+    )
+    model.move(placed(place_of(backend)))
+    assembly.prepare(estimator)
+    return assembly, estimator
+
+
+def _loaded(source: ModelSource, options: EngineOptions) -> LoadedModel:
+    """Load a model and find its batch axes; its outputs are chosen before anything runs."""
+    loaded = load_model(source)
+    if loaded.float_outputs:
+        options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
+    named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
+    return replace(loaded, graph=replace(loaded.graph, inputs=named))
+
+
+def register_losses(
+    model: OnnxModel,
+    collection: LayerCollection,
+    options: LossOptions,
+    reduction: Reduction,
+    inputs: Mapping[str, Array] | None,
+) -> Task:
+    """Put losses on the outputs of a model and register them.
+
+    Args:
+        model: The model; values that the losses need are added to it.
+        collection: Where the losses go.
+        options: What the user says of the losses.
+        reduction: What the user says of their sum.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        The losses, and where the examples lie.
+    """
+    heads, batch = bind_losses(model.graph, model.facts, options, inputs)
+    for head in heads:
+        if head.logits:
+            model.extend(head.logits.nodes, head.logits.facts, head.logits.constants)
+    counted = _batch_first(model, batch)
+    if counted:
+        collection.count_examples_by(counted)
+    for index, (head, weight) in enumerate(zip(heads, options.coefficients, strict=True)):
+        value = head.loss.inputs[0]
+        collection.register_loss_function(head.loss, value, f"loss_{index}", coeff=weight)
+    outputs = {head.loss.inputs[0]: head.output for head in heads}
+    objective = Objective(collection.registered_losses, reduction, counted, outputs)
+    return Task(objective, heads, batch, inputs)
+
+
+def _batch_first(model: OnnxModel, batch: Batch) -> str:
+    """A value with the examples alone on its first axis; empty if no input has them."""
+    if not batch.inputs:
+        return ""
+    name, axis = min(batch.inputs.items(), key=lambda item: item[1])
+    if axis == 0:
+        return name
+    first = f"{name} with the batch first"
+    others = [i for i in range(len(model.facts[name].shape)) if i != axis]
+    model.define(
+        Node("Transpose", (name,), (first,), {"perm": (axis, *others)}, f"node of {first}"),
+        {},
+        like=name,
+    )
+    model.want([first])
+    return first
+
+
+def register_layers(
+    model: OnnxModel, task: Task, collection: LayerCollection, chosen: Container[str]
+) -> Discovery:
+    """Find layers and register them by the functions a user would call.
+
+    Args:
+        model: The model.
+        task: What its parameters are to change.
+        collection: Where the layers go.
+        chosen: Kinds of layers whose approximation the user chose.
+
+    Returns:
+        Layers, then parameters without one; and the parts of parameters that they name.
+
+    Raises:
+        ModelError: The loss depends on no trainable parameter.
+    """
+    objective = task.objective
+    model.leave_out(objective.inputs)
+    reached = model.backward(objective.inputs, tuple(model.parameters)).gradients
+    if not reached:
+        raise ModelError(nothing_to_train(model.graph.name, objective.inputs, model.left_out))
+    shapes = {name: fact.shape for name, fact in model.facts.items()}
+    jumps = behind_jumps(model.graph, model.facts, objective.inputs, model.parameters)
+    unreached = [
+        LayerMatch("generic", (name,), reason=_why_unreached(jumps.get(name)))
+        for name in model.parameters
+        if name not in reached
+    ]
+    # A use that the loss does not depend on is none.
+    graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
+    dtypes = {name: fact.dtype for name, fact in model.facts.items()}
+    alone = {name: p.axis for name, p in task.batch.places.items() if p.repeats == 1}
+    found = discover(graph, tuple(reached), shapes, task.batch.size, dtypes, alone)
+    apart = {layer.parameters[0]: (ParameterSlice(layer.parameters[0]),) for layer in unreached}
+    placed = [kept for layer in found.layers for kept in _placed(layer, task.batch, chosen)]
+    found = Discovery((*placed, *unreached), {**found.parts, **apart})
+    for layer in found.layers:
+        key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+        if layer.kind == "generic":
+            collection.register_generic(key, objective.batch or objective.inputs[0])
+        else:
+            for value in layer.computed:
+                model.define(value.node, value.constants, value.like)
+            read = {"inputs": layer.inputs} if layer.inputs else {}
+            REGISTRATIONS[layer.kind](
+                collection,
+                key,
+                **read,
+                outputs=layer.outputs,
+                approx=_frugal(layer, collection) if layer.kind not in chosen else None,
+                **layer.options,
+            )
+            _check_places(layer, collection.approximation_of(key), task.batch)
+    return found
+
+
+def _why_unreached(jump: Node | None) -> str:
+    """Why a parameter has no gradient, where ``jump`` may hide it from the loss."""
+    return "the loss does not depend on it" if jump is None else no_slope(jump)
+
+
+def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[LayerMatch]:
+    """The layer; its parameters without it where it needs the examples first and has them not."""
+    moved = _moved(layer, batch)
+    if not moved or layer.kind in chosen:
+        return [layer]
+    if not row(layer.kind, KINDS[layer.kind].default).examples_first:
+        return [layer]
+    reason = f"{layer.kind}, but {moved}"
+    return [LayerMatch("generic", (name,), reason=reason) for name in layer.parameters]
+
+
+def _moved(layer: LayerMatch, batch: Batch) -> str:
+    """Where the examples of a layer lie if not alone on the first axis, in words."""
+    for name in (*uses(layer.inputs), *uses(layer.outputs)):
+        place = batch.places.get(name)
+        if place and not place.comes_first:
+            folded = " together with positions" if place.repeats > 1 else ""
+            return f"the examples lie on axis {place.axis} of '{name}'{folded}"
+    return ""
+
+
+def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
+    """Refuse an approximation that needs the examples first where they are not.
+
+    Raises:
+        UnsupportedError: They are not.
+    """
+    moved = _moved(layer, batch)
+    if moved and row(layer.kind, approximation).examples_first:
+        raise UnsupportedError(
+            f"approximation '{approximation}' of {', '.join(layer.parameters)} measures each "
+            f"example's gradient, but {moved}; choose another approximation for {layer.kind}."
+        )
+
+
+def _frugal(layer: LayerMatch, collection: LayerCollection) -> str | None:
+    """The approximation of a large layer in place of the default; None for the default."""
+    side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
+    return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None
+
+
+def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
+    """Identity of each factor to the shape of its average, known before any batch."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    for key, block in collection.fisher_blocks.items():
+        own = block.factor_shapes([collection.require_shape(name) for name in uses(key)])
+        shapes |= {id(f): shape for f, shape in zip(block.factors, own, strict=True)}
+    return shapes
+
+
+def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work]]:
+    """Every factor that stores powers, with what its refresh costs: cubic in its side."""
+    shapes = factor_shapes(collection)
+    return {
+        str(index): (factor, Work(str(index), refresh_cost(shapes[id(factor)])))
+        for index, factor in enumerate(collection.get_factors())
+        if factor.has_inverses
+    }
+
+
+def multiplied(
+    collection: LayerCollection,
+    parts_of: Mapping[str, Sequence[ParameterSlice]],
+    given: Mapping[str, Array],
+    exp: float,
+    rest: float,
+) -> dict[str, Array]:
+    """Gradients times a power of the blocks of their parameters.
+
+    Args:
+        collection: The blocks.
+        parts_of: Parameter to the parts of it that blocks name.
+        given: Parameter to gradient; all parameters of each block that is to be used.
+        exp: The power.
+        rest: What entries are multiplied by that no layer reads.
+
+    Returns:
+        Parameter to product.
+
+    Raises:
+        InputError: A parameter of a block is missing.
+    """
+    split_up = split(parts_of, given)
+    names_of: list[tuple[str, ...]] = []
+    pairs: list[tuple[FisherBlock, Vector]] = []
+    for key, block in collection.fisher_blocks.items():
+        names = uses(key)
+        present = [name for name in names if name in split_up]
+        if not present:
+            continue
+        if len(present) < len(names):
+            raise InputError(
+                f"{', '.join(names)} form one block; give the gradients of all of them."
+            )
+        vector = split_up[key] if isinstance(key, str) else tuple(split_up[name] for name in key)
+        names_of.append(names)
+        pairs.append((block, vector))
+    found = batched_products(
+        pairs, lambda block, v: block.multiply_matpower(v, exp), collection.backend
+    )
+    products = {
+        name: array
+        for names, product in zip(names_of, found, strict=True)
+        for name, array in zip(names, parts(product), strict=True)
+    }
+    return {name: join(parts_of[name], products, array, rest) for name, array in given.items()}

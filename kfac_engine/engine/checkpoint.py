@@ -1,0 +1,351 @@
+"""Engine state on disk: safetensors with a format version, equal bytes for equal states.
+
+Averages, weights, stored powers, counters, generator state and parameters are saved, so that a
+resumed run gives the same bits as one that never stopped: inverses are stale between refreshes, and
+recomputing them at load would not give the stale ones back.
+"""
+
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from kfac_engine._types import Array
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.errors import InputError
+from kfac_engine.graph.files import ModelFiles
+from kfac_engine.system.reading import check_file
+from kfac_engine.system.writing import checked_path, write_file
+
+FORMAT_VERSION = 1
+# What a safetensors file begins with: the length of its header.
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a checkpoint holds besides the factors.
+
+    Attributes:
+        counter: Calls of ``observe`` and ``step`` so far.
+        generator: State of the random generator, as NumPy describes it.
+        parameters: Parameter name to value.
+        buffers: Running statistic to value.
+        damping: That of the engine, or None where it is not known.
+    """
+
+    counter: int
+    generator: Mapping[str, object]
+    parameters: Mapping[str, Array]
+    buffers: Mapping[str, Array] = field(default_factory=dict)
+    damping: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Requirements of an engine on a saved state, besides those of the factors.
+
+    Attributes:
+        generator: Must accept the state's generator.
+        shapes: Identity of a factor to the shape of its average.
+        damping: That of the engine; a warning tells where the state has another.
+    """
+
+    generator: np.random.Generator
+    shapes: Mapping[int, tuple[int, ...]]
+    damping: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The description of a factor in a state."""
+
+    name: str
+    operations: list[str]
+    weight: float
+    repeats: int | None
+
+
+def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) -> None:
+    """Write a checkpoint; the file is replaced whole or not at all.
+
+    Args:
+        path: Where to.
+        factors: All factors, in the order of creation.
+        state: The rest.
+    """
+    tensors = {f"parameter/{name}": value for name, value in state.parameters.items()}
+    tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
+    for index, factor in enumerate(factors):
+        tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
+    header = {
+        "format": str(FORMAT_VERSION),
+        "counter": str(state.counter),
+        "generator": json.dumps(state.generator),
+        "factors": json.dumps([_description(factor) for factor in factors]),
+        "damping": json.dumps(state.damping),
+    }
+    # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
+    tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    header["checksum"] = _checksum(header, tensors)
+    write_file(path, _with_sorted_metadata(save(tensors, header)))
+
+
+def load_state(
+    path: str | Path,
+    factors: Sequence[FisherFactor],
+    parameters: Mapping[str, Array],
+    buffers: Mapping[str, Array] | None = None,
+    expected: Expected | None = None,
+) -> State:
+    """Read a checkpoint into factors of the same model and options.
+
+    Args:
+        path: Where from.
+        factors: All factors, in the order of creation; changed only when everything fits.
+        parameters: Parameter name to an array of the right shape.
+        buffers: Running statistic to an array of the right shape.
+        expected: What the state of an engine must fit as well.
+
+    Returns:
+        The rest.
+
+    Raises:
+        InputError: The file is missing, damaged or no checkpoint, or does not fit; every difference
+            is listed.
+    """
+    header, tensors = _read(path)
+    saved = _entries(path, header)
+    arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
+    values, statistics = _below("parameter/", tensors), _below("buffer/", tensors)
+    differences = _factor_differences(factors, saved, arrays)
+    differences += _array_differences("parameter", parameters, values)
+    differences += _array_differences("running statistic", buffers or {}, statistics)
+    if differences:
+        raise InputError(
+            f"state '{path}' belongs to another model or options: {'; '.join(differences)}."
+        )
+    state = State(
+        counter=_parsed(path, header, "counter", lambda value: type(value) is int and value >= 0),
+        generator=_parsed(path, header, "generator", lambda value: isinstance(value, dict)),
+        parameters=values,
+        buffers=statistics,
+        damping=_parsed(path, {"damping": "null"} | header, "damping", _is_damping),
+    )
+    faults = [f"'{name}' holds NaN or infinity" for name in tensors if not _finite(tensors[name])]
+    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+        faults += _factor_faults(factor, entry, its_arrays, expected, state.counter)
+    if expected is not None and not _accepts(expected.generator, state.generator):
+        faults.append("the state of the random generator is not valid")
+    if faults:
+        raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
+    # Before anything moves: a caller may have warnings raised as errors.
+    if expected is not None and state.damping not in (None, expected.damping):
+        warnings.warn(
+            f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
+            f"{expected.damping:g}: stored inverses have the saved damping until their next "
+            f"refresh. Set engine.damping to continue with the saved damping.",
+            stacklevel=3,
+        )
+    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+        factor.restore(its_arrays, entry.weight, entry.repeats)
+    return state
+
+
+def write_model(path: str | Path, files: ModelFiles) -> None:
+    """Write a model, and the file beside it if there is one; each is the old one or the new one.
+
+    A crash between the two leaves the old message beside new weights, which it fits if it was
+    written here from the same graph.
+
+    Raises:
+        InputError: The folder does not exist or cannot be written, or two files are needed and
+            ``path`` is a device or a pipe.
+    """
+    target = Path(path)
+    if files.tensors:
+        if target.exists() and not target.is_file():
+            raise InputError(
+                f"cannot write '{path}': a model of more than 2 GB takes two files; name a regular "
+                f"file."
+            )
+        write_file(target.with_name(files.location), files.data())
+    write_file(path, [files.message])
+
+
+def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
+    """A safetensors file with its metadata sorted; the library writes them in random order."""
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    header = json.loads(data[_LENGTH_BYTES:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # tensors lie aligned
+    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, memoryview(data)[start:]]
+
+
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
+    check_file(checked_path(path))
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            header = file.metadata() or {}
+            if header.get("format") != str(FORMAT_VERSION) or "factors" not in header:
+                raise InputError(
+                    f"'{path}' is not an engine state of format {FORMAT_VERSION}; another program "
+                    f"or version wrote it."
+                )
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as failure:
+        raise InputError(f"cannot read the state '{path}': {failure}") from failure
+    if header.pop("checksum", None) != _checksum(header, tensors):
+        raise InputError(f"the state '{path}' is damaged: its checksum is wrong; use another.")
+    return header, tensors
+
+
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, Array]) -> str:
+    """CRC-32 of everything: the file format finds missing bytes, not changed ones."""
+    crc = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        array = tensors[name]
+        crc = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), crc)
+        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
+    return f"{crc:08x}"
+
+
+def _description(factor: FisherFactor) -> dict[str, object]:
+    return {
+        "name": factor.name,
+        "operations": factor.operations,
+        "weight": factor.average.weight,
+        "repeats": factor.repeats,
+    }
+
+
+def _parsed(
+    path: str | Path, header: Mapping[str, str], key: str, fits: Callable[[Any], bool]
+) -> Any:
+    """A value of the header, which is JSON; an InputError where it is missing or does not fit."""
+    try:
+        value = json.loads(header[key])
+    except (KeyError, ValueError, RecursionError):
+        value = None
+        fits = lambda _: False  # noqa: E731 (nothing fits)
+    if not fits(value):
+        raise InputError(
+            f"the state '{path}' is damaged: its {key} is missing or not valid; use another."
+        )
+    return value
+
+
+def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
+    def fits(value: Any) -> bool:
+        entries = value if isinstance(value, list) else [None]
+        return all(
+            isinstance(entry, dict)
+            and entry.keys() == {"name", "operations", "weight", "repeats"}
+            and isinstance(entry["operations"], list)
+            and type(entry["weight"]) in (int, float)
+            and 0 <= entry["weight"] < inf
+            and (
+                entry["repeats"] is None or (type(entry["repeats"]) is int and entry["repeats"] > 0)
+            )
+            for entry in entries
+        )
+
+    return [_Entry(**entry) for entry in _parsed(path, header, "factors", fits)]
+
+
+def _is_damping(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < inf)
+
+
+def _finite(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _accepts(generator: np.random.Generator, state: Mapping[str, object]) -> bool:
+    """Whether a state is one of such a generator."""
+    trial = type(generator.bit_generator)()
+    try:
+        trial.state = state
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return False
+    return True
+
+
+def _factor_faults(
+    factor: FisherFactor,
+    entry: _Entry,
+    arrays: Mapping[str, Array],
+    expected: Expected | None,
+    counter: int,
+) -> list[str]:
+    """Why a factor cannot be what a state says, tried on a copy of it."""
+    average = arrays.get("average")
+    if (average is None) != (entry.weight == 0):
+        having = "without" if average is None else "with"
+        return [f"{factor.name} has weight {entry.weight} {having} an average"]
+    if expected is not None and average is not None:
+        shape = expected.shapes[id(factor)]
+        if average.shape != shape or average.dtype.kind != "f":
+            return [f"the average of {factor.name} is {_form(average)}, not of shape {shape}"]
+        if counter and factor.has_inverses and len(arrays) == 1:
+            return [f"{factor.name} has no inverse"]
+    factor.wait()
+    trial = copy(factor)
+    try:
+        trial.restore(arrays, entry.weight, entry.repeats)
+        same = trial.arrays().keys() == arrays.keys()
+    except (KeyError, TypeError, ValueError, IndexError):
+        same = False
+    return [] if same else [f"{factor.name} has other arrays than it stores"]
+
+
+def _below(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _factor_differences(
+    factors: Sequence[FisherFactor],
+    saved: Sequence[_Entry],
+    arrays: Sequence[Mapping[str, Array]],
+) -> list[str]:
+    found = []
+    if len(saved) != len(factors):
+        found.append(f"{len(factors)} factors here and {len(saved)} there")
+    for factor, old, its_arrays in zip(factors, saved, arrays, strict=False):
+        if factor.name != old.name:
+            found.append(f"a factor is {factor.name} here and {old.name} there")
+        elif list(factor.operations) != old.operations:
+            found.append(
+                f"{factor.name} is refreshed to {list(factor.operations)} here and "
+                f"{old.operations} there"
+            )
+        here, there = factor.average.value, its_arrays.get("average")
+        if here is not None and there is not None and here.shape != there.shape:
+            found.append(f"{factor.name} has shape {here.shape} here and {there.shape} there")
+    return found
+
+
+def _array_differences(
+    what: str, here: Mapping[str, Array], there: Mapping[str, Array]
+) -> list[str]:
+    """Parameters, say, that differ in presence, shape or type."""
+    found = []
+    for name in dict.fromkeys((*here, *there)):
+        one, other = (_form(arrays.get(name)) for arrays in (here, there))
+        if one != other:
+            found.append(f"{what} '{name}' is {one} here and {other} there")
+    return found
+
+
+def _form(array: Array | None) -> str:
+    return "absent" if array is None else f"{array.dtype} {array.shape}"

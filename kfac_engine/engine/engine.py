@@ -1,0 +1,395 @@
+"""The straight line: a model and a batch in, preconditioned gradients out.
+
+Read ``Engine.step`` first; everything else sets up its parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NoReturn
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import number, whole
+from kfac_engine.backend.memory_space import HOST
+from kfac_engine.backend.namespace import in_library, on_host, read_only
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.refresh import begin_refresh
+from kfac_engine.curvature.schedule import Plan, Schedule, plan
+from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
+from kfac_engine.engine.build import Assembly, build, factor_shapes, multiplied, refreshes
+from kfac_engine.engine.checkpoint import Expected, State, load_state, save_state, write_model
+from kfac_engine.engine.divergence import LossHistory
+from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
+from kfac_engine.engine.profiling import Recorder
+from kfac_engine.engine.report import LayerReport, LossReport, layer_reports, loss_reports
+from kfac_engine.engine.result import Result
+from kfac_engine.engine.rollback import quiet, undone_on_overflow
+from kfac_engine.engine.validation import (
+    batch_size,
+    check_batch_size,
+    check_finite,
+    check_products,
+    checked_gradients,
+)
+from kfac_engine.errors import NotReadyError, UnsupportedError
+from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
+from kfac_engine.graph.export import export_files
+from kfac_engine.graph.load import ModelSource
+from kfac_engine.losses.objective import Targets
+from kfac_engine.runtime.inputs import disagreements
+from kfac_engine.runtime.trace import Trace
+from kfac_engine.sealed import Sealed
+from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.system.writing import checked_path
+
+
+class Engine(Sealed):
+    """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
+
+    Made by ``from_onnx``. Of its options ``damping`` and ``schedule`` can be changed later; any
+    other attribute that is set is an ``UnknownAttributeError``.
+
+    Args:
+        assembly: The model, its losses and its layers.
+        estimator: Statistics and products over the collection.
+        schedule: When statistics and inverses move.
+        exps: Powers to precondition with.
+
+    Attributes:
+        collection: Layers, losses and factors.
+        estimator: Statistics and products.
+        objective: Losses and reduction.
+        counter: Calls of ``observe`` and ``step`` so far.
+    """
+
+    _fixed = tuple(field.name for field in fields(EngineOptions))
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        estimator: FisherEstimator,
+        schedule: Schedule,
+        exps: Sequence[float],
+    ) -> None:
+        self.collection = assembly.collection
+        self.estimator = estimator
+        self.objective = assembly.task.objective
+        self.schedule = schedule
+        self.counter = 0
+        self._assembly = assembly
+        self._model = assembly.model
+        self._task = assembly.task
+        self._found = assembly.found
+        self._exps = tuple(exps)
+        self._refreshes = refreshes(assembly.collection)
+        hints = (layer.hint for layer in self.layers if layer.hint)
+        self._standing_notes = (*assembly.notes, *hints)
+        self._history = LossHistory()
+        self._sealed = True
+
+    @classmethod
+    @by_keyword(EngineOptions)
+    def from_onnx(cls, model: ModelSource, options: EngineOptions) -> "Engine":
+        """An engine for a model.
+
+        Args:
+            model: Path, bytes or ``ModelProto``.
+            options: The fields of ``EngineOptions``, each as a keyword; only ``loss`` is needed.
+
+        Returns:
+            The engine; nothing was computed on data yet.
+
+        Raises:
+            InputError: The file, the loss or an option is wrong.
+            UnknownNameError: An option names no layer kind, loss, output or parameter.
+            UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
+        """
+        assembly, estimator = build(model, options)
+        return cls(assembly, estimator, options.schedule or Schedule(), options.exps)
+
+    @property
+    def damping(self) -> float:
+        """λ > 0, added to the Fisher matrix; can be set.
+
+        Diagonal blocks, those of parameters without a layer and products with the power 1 take a
+        new value at once, stored inverses at their next refresh. ``estimator.update_inverses()``
+        refreshes all of them.
+        """
+        return self.estimator.damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        check_damping(value, self._exps)
+        self.estimator.damping = float(value)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When statistics and inverses move; can be set."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, value: Schedule) -> None:
+        check_schedule(value)
+        self._schedule = value
+
+    # -- the line ---------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Mapping[str, Array],
+        targets: Targets,
+        *,
+        update_buffers: bool = True,
+        profile: bool = False,
+    ) -> Result:
+        """Gradients of a batch, statistics and inverses as scheduled, preconditioned gradients.
+
+        Parameters stay as they are: what to do with the result is the caller's choice.
+
+        Args:
+            inputs: Input name to array, the batch first.
+            targets: The targets of the loss; for several losses, by output.
+            update_buffers: Whether ``buffers`` become those that the batch leaves.
+            profile: Whether the result tells time and memory of each stage.
+
+        Returns:
+            Loss, gradients and natural gradients.
+
+        Raises:
+            InputError: Inputs or targets are wrong.
+            NonFiniteError: The batch yields NaN or infinity; no state has changed.
+        """
+        record = Recorder(profile)
+        with single_threaded_blas():
+            self._require_memory(inputs)
+            with record("forward"):
+                trace = self._run(inputs, targets)
+            due = self._plan()
+            along = due.update_covariances and self.estimator.reads_gradients
+            with record("backward"):
+                found = self._differentiate(trace, self.estimator.differentiated if along else None)
+            moved = self._model.buffers_after(trace) if update_buffers else {}
+            check_finite(moved, self._model.place, "the running statistic")
+            handed = self._model.to_file_layout(found.gradients)
+            types = self._model.handed_out_types
+            with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
+                self._observe(trace, record, due, found.outputs)
+                with record("precondition"):
+                    natural = self._precondition(found.gradients, self._exps[0])
+            self.counter += 1
+            self._model.buffers.update(moved)
+            return Result(found.loss, handed, natural, self._notes(trace), record.stages)
+
+    def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
+        """Loss and gradients of a batch; no statistics."""
+        with single_threaded_blas():
+            trace = self._run(inputs, targets)
+            found = self._differentiate(trace)
+            handed = self._model.to_file_layout(found.gradients)
+            return Result(found.loss, handed, {}, self._notes(trace))
+
+    def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
+        """Statistics of a batch and inverses, as scheduled.
+
+        Args:
+            inputs: Input name to array, the batch first.
+            targets: Read by the estimation mode ``"empirical"`` only; if given, they are checked
+                in every mode as in ``step``.
+        """
+        with single_threaded_blas():
+            self._require_memory(inputs)
+            trace = self._run(inputs, targets)
+            with quiet():
+                if targets is not None:
+                    with self._history.explain():
+                        reported_loss(trace, self.objective)
+                self._observe(trace, Recorder(), self._plan())
+        self.counter += 1
+
+    def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
+        """Gradients times a power of the damped Fisher matrix, as of the last refresh.
+
+        Args:
+            gradients: Parameter name to array, from any library; all parameters of each block that
+                is to be preconditioned.
+            exp: One of ``exps``, or 1.
+
+        Returns:
+            Parameter name to array, new.
+
+        Raises:
+            UnknownNameError: A name is not a parameter, or the power was not asked for.
+            InputError: A block's bias or weight is missing.
+            ShapeError: A gradient has another shape than its parameter.
+            NonFiniteError: A gradient holds NaN or infinity.
+            NotReadyError: Nothing was observed yet.
+        """
+        number("exp", exp)
+        if any(factor.average.value is None for factor in self.estimator.factors):
+            raise NotReadyError("there are no statistics yet; call observe() or step() first.")
+        given = checked_gradients(self._model, self.collection.backend, gradients)
+        with single_threaded_blas():
+            return self._precondition(given, exp)
+
+    # -- parameters and files ---------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """Parameter name to current value, read-only; ``set_parameters`` changes them."""
+        return self._shown(self._model.parameters)
+
+    @property
+    def buffers(self) -> dict[str, Array]:
+        """Running statistics of normalizations in training form, read-only; no parameters."""
+        return self._shown(self._model.buffers)
+
+    def set_parameters(self, values: Mapping[str, Array]) -> None:
+        """Replace parameter values, by arrays of any library; the next call uses them."""
+        with self._history.explain():
+            self._model.set_parameters(self._readable(values))
+        self._history.parameters_moved()
+
+    def export(self, path: str | Path) -> None:
+        """Write the model with current parameters and buffers, otherwise as its file spells it.
+
+        Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
+        """
+        values = {**spread(self._model.ties, self._held[0]), **self._held[1]}
+        location = f"{checked_path(path).name}.data"
+        write_model(path, export_files(self._model.loaded, values, location))
+
+    def save(self, path: str | Path) -> None:
+        """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
+        for factor in self.estimator.factors:
+            factor.wait()
+        generator = self.estimator.rng.bit_generator.state
+        state = State(self.counter, generator, *self._held, self.damping)
+        save_state(path, self.estimator.factors, state)
+
+    def load(self, path: str | Path, *, parameters: bool = True) -> None:
+        """Resume from a file of ``save``; nothing changes unless the whole file fits.
+
+        Args:
+            path: The file.
+            parameters: Whether parameter values and buffers are taken, too.
+
+        Raises:
+            InputError: The file does not fit this engine.
+        """
+        expected = Expected(self.estimator.rng, factor_shapes(self.collection), self.damping)
+        state = load_state(path, self.estimator.factors, *self._held, expected)
+        self.estimator.rng.bit_generator.state = state.generator
+        self.counter = state.counter
+        if parameters:
+            self._model.set_parameters(state.parameters)
+            place = self._model.place
+            self._model.buffers.update({n: place.take(a) for n, a in state.buffers.items()})
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``: sessions of ONNX Runtime can be neither."""
+        raise UnsupportedError(
+            "an engine cannot be copied or pickled; save its state with engine.save(path), make "
+            "another engine with the same options, and load it there."
+        )
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """Every parameter with its block, or the reason why it has no layer."""
+        return layer_reports(self._found, self.collection, self._model, self._exps)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Weights that equal another one of the file, whether or not they are trained as one."""
+        return self._model.ties or find_ties(self._held[0], self._model.parameters)
+
+    @property
+    def losses(self) -> tuple[LossReport, ...]:
+        """Every loss with the value it reads, and what was found out of the batch."""
+        return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
+
+    def memory(self, batch_size: int = 1) -> MemoryReport:
+        """Peak memory of a step, known before anything runs."""
+        whole("batch_size", batch_size, least=1)
+        return self._footprint.peak(batch_size)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _run(self, inputs: Mapping[str, Array], targets: Targets) -> Trace:
+        check_batch_size(self._task.batch, inputs)
+        if isinstance(inputs, Mapping):
+            inputs = self._readable(inputs)
+        return self._model.run(inputs, self.objective.named_targets(targets))
+
+    def _require_memory(self, inputs: Mapping[str, Array]) -> None:
+        """Refuse the first step where it cannot fit, before anything runs."""
+        if self.counter == 0:
+            examples = batch_size(self._task.batch, inputs) or self._task.batch.size
+            self._footprint.require(examples, available_memory)
+
+    def _notes(self, trace: Trace) -> tuple[str, ...]:
+        """Notes on a batch that was run, for the caller."""
+        return (*self._standing_notes, *disagreements(self._model.graph, trace))
+
+    def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of any library, for the model: where it runs, or on the host."""
+        read = on_host if self._model.place is HOST else in_library
+        return read(values, self.collection.backend)
+
+    @property
+    def _held(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Parameters and buffers, on the host."""
+        backend, model = self.collection.backend, self._model
+        return on_host(model.parameters, backend), on_host(model.buffers, backend)
+
+    def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> BackwardResult:
+        with quiet(), self._history.explain():
+            found = run_backward(trace, self.objective, tuple(self._model.parameters), outputs)
+            check_finite(found.gradients, self._model.place)
+        self._history.add(found.loss)
+        return replace(found, gradients=self._on_device(found.gradients))
+
+    def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
+        # Entries that nothing reads have no curvature: damping alone.
+        rest = self.damping**exp
+        with quiet():
+            products = multiplied(self.collection, self._found.parts, gradients, exp, rest)
+        check_products(products, self.collection.backend, exp)
+        return self._model.to_file_layout(products)
+
+    def _shown(self, held: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of the model for the caller: read-only, or copied where that is impossible."""
+        shown = self._on_device(self._model.to_file_layout(held))
+        return {name: read_only(array) for name, array in shown.items()}
+
+    def _on_device(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays of the engine's library; a GPU is sent each once."""
+        asarray = self.collection.backend.asarray
+        return {name: asarray(array) for name, array in arrays.items()}
+
+    def _plan(self) -> Plan:
+        return plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
+
+    def _observe(
+        self, trace: Trace, record: Recorder, due: Plan, propagated: dict[str, Array] | None = None
+    ) -> None:
+        for factor in self.estimator.factors:
+            factor.wait()
+        if due.update_covariances:
+            scales = self.objective.fisher_scales(trace)
+            with record("statistics"), self._history.explain():
+                self.estimator.update_covariances(
+                    trace, scales=scales, release=trace.release, propagated=propagated
+                )
+        factors = [self._refreshes[key][0] for key in due.refresh]
+        with record("inverses"):
+            finish = begin_refresh(factors, self.collection.backend)
+            if not self.schedule.overlap or self.counter == 0:
+                finish()
+
+    @property
+    def _footprint(self) -> Footprint:
+        return Footprint(self._assembly, self.layers, self._exps, self.estimator.sums_sources)

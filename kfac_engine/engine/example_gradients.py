@@ -1,0 +1,155 @@
+"""Gradients of single examples, for the blocks of parameters without a layer.
+
+A layer's statistics tell examples apart by the rows of its tensors. The gradient of a parameter
+without a layer is a sum over the batch, and the square of that sum holds products of different
+examples. They vanish only where targets are sampled, and there only on average. So the examples
+are differentiated one after the other: each in a batch of its own where the model allows it, else
+with the cotangents of all other examples set to zero.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.losses.objective import Objective
+from kfac_engine.runtime.batch_axis import Batch, find_coupling
+from kfac_engine.runtime.example_axis import ExampleAxis
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.runtime.trace import Trace
+
+# Changing an example changes the others by rounding errors at most, relative to its own change.
+_ROUNDING = 1e-5
+
+
+class ExampleGradients:
+    """Differentiates the losses of a batch example by example.
+
+    Args:
+        model: The model.
+        objective: The losses.
+        batch: Where the examples lie.
+        inputs: The batch of the sample run; None if it was made up.
+    """
+
+    def __init__(
+        self,
+        model: OnnxModel,
+        objective: Objective,
+        batch: Batch,
+        inputs: Mapping[str, Array] | None,
+    ) -> None:
+        self._model, self._objective, self._batch = model, objective, batch
+        self._inputs = inputs
+        self._outer: bool | None = None
+
+    def __call__(
+        self, trace: Trace, cotangents: Mapping[str, Array], names: Sequence[str]
+    ) -> Iterator[dict[str, Array]]:
+        """Gradients of one example after the other.
+
+        Args:
+            trace: The batch.
+            cotangents: Loss input to cotangent, for all examples.
+            names: Values to differentiate with respect to.
+
+        Yields:
+            Name to gradient. A single example counts as a batch; so does a batch whose losses
+            depend on none of the values, as its gradients are zeros.
+
+        Raises:
+            UnsupportedError: The rows of an example cannot be told from those of the others.
+        """
+        count = self._objective.examples(trace)
+        reached = self._model.backward(tuple(cotangents), names).gradients
+        if count == 1 or not reached:
+            yield trace.vjp(cotangents, names)
+            return
+        for index in range(count):
+            rows = {
+                name: self._rows(trace, name, index, count, array.shape)
+                for name, array in cotangents.items()
+            }
+            if self._alone:
+                own = {name: array[rows[name]] for name, array in cotangents.items()}
+                yield self._changed(trace, slice(index, index + 1)).vjp(own, names)
+            else:
+                others = {name: _only(array, rows[name]) for name, array in cotangents.items()}
+                yield trace.vjp(others, names)
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether an example can be run as a batch of its own, with the same results."""
+        batch, model = self._batch, self._model
+        if batch.fixed or not batch.inputs or model.draws:
+            return False
+        heads = self._objective.inputs
+        return not find_coupling(model.graph, model.facts, heads, batch, self._inputs)
+
+    def _rows(
+        self, trace: Trace, name: str, index: int, count: int, shape: tuple[int, ...]
+    ) -> tuple[slice, ...]:
+        """The place of the entries of an example in a loss input."""
+        axis = self._place(name).axis
+        positions = shape[axis] // count
+        outer = positions == 1 or self._is_outer(trace, name, count)
+        rows = (
+            slice(index * positions, (index + 1) * positions)
+            if outer
+            else slice(index, None, count)
+        )
+        return (*(slice(None),) * axis, rows)
+
+    def _place(self, name: str) -> ExampleAxis:
+        output = self._objective.outputs.get(name, name)
+        return self._batch.places.get(name) or self._batch.places[output]
+
+    def _is_outer(self, trace: Trace, name: str, count: int) -> bool:
+        """Whether all positions of an example follow each other, where they share an axis.
+
+        Found by running the batch with another example in place of the first.
+
+        Args:
+            trace: The batch.
+            name: A loss input.
+            count: Examples in the batch.
+
+        Returns:
+            The answer.
+
+        Raises:
+            UnsupportedError: All examples are alike, or depend on each other.
+        """
+        axis = self._place(name).axis
+        for other in range(1, count) if self._outer is None else ():
+            swapped = self._changed(trace, [other, *range(1, count)])
+            moved = self._model.place.on_host(abs(swapped[name] - trace[name]))
+            rows = np.moveaxis(moved, axis, 0).reshape(moved.shape[axis], -1).max(axis=1)
+            outer = float(rows.reshape(count, -1)[1:].max())
+            inner = float(rows.reshape(-1, count)[:, 1:].max())
+            if min(outer, inner) <= _ROUNDING * max(outer, inner) and outer != inner:
+                self._outer = outer < inner
+                break
+        if self._outer is None:
+            raise UnsupportedError(
+                f"this batch does not show in which order axis {axis} of '{name}' holds examples "
+                f"and positions, which the curvature of parameters without a layer requires; train "
+                f"only parameters that have a layer."
+            )
+        return self._outer
+
+    def _changed(self, trace: Trace, examples: slice | list[int]) -> Trace:
+        """The evaluation of the given examples of the batch, in the given order."""
+        axes = self._batch.inputs
+        return trace.with_inputs(
+            {name: trace[name][(*(slice(None),) * axes[name], examples)].copy() for name in axes}
+        )
+
+
+def _only(array: Array, rows: tuple[slice, ...]) -> Array:
+    """A copy of the array in which only the given rows are not zero."""
+    result = array * 0
+    result[rows] = array[rows]
+    return result

@@ -1,0 +1,269 @@
+"""Which values of a model the losses read, and where the examples lie in them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import flag, listed, number, texts, whole
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.graph.structure import Fact, Graph
+from kfac_engine.losses import LOSSES
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.checks import require_class_axis
+from kfac_engine.losses.logits import (
+    Logits,
+    channels_elsewhere,
+    logits_before,
+    logits_of_probabilities,
+    possible_probabilities,
+)
+from kfac_engine.runtime.batch_axis import Axes, Batch, find_batch
+from kfac_engine.runtime.example_axis import ExampleAxis
+from kfac_engine.runtime.sample_run import open_run, sample_batch
+
+LossChoice: TypeAlias = str | LossFunction
+# Gives a value of the model in a sample run.
+Sampled: TypeAlias = Callable[[str], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class LossBinding:
+    """A loss on an output.
+
+    Attributes:
+        loss: Reads ``logits.value`` where there are logits, else the output.
+        output: The model output, or the first input of a loss object.
+        logits: What is read in place of the output.
+        doubt: A sentence on why the output may hold something else than the loss reads; empty if
+            nothing says so.
+    """
+
+    loss: LossFunction
+    output: str
+    logits: Logits | None = None
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """What the user says of the losses.
+
+    Attributes:
+        loss: A name of ``LOSSES`` or a loss object, or a list of them, one an output.
+        output: The output each loss given by name is put on; may be left out where there is one.
+        class_axis: Axis of the classes, for losses given by name.
+        find_logits: Whether a loss by name on an output of probabilities reads the logits.
+        weights: What each loss is multiplied by; ones when left out.
+        batch_axes: Input name to the axis of its examples; found by sample runs when left out.
+    """
+
+    loss: LossChoice | Sequence[LossChoice]
+    output: str | Sequence[str] | None = None
+    class_axis: int = -1
+    find_logits: bool = True
+    weights: Sequence[float] | None = None
+    batch_axes: Axes | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: An option is of a wrong type.
+        """
+        choices = [self.loss] if isinstance(self.loss, str | LossFunction) else self.loss
+        listed_choices = choices if isinstance(choices, list | tuple) and choices else [self.loss]
+        for choice in listed_choices:
+            if not isinstance(choice, str | LossFunction):
+                raise InputError(
+                    f"loss must be a name ({', '.join(LOSSES)}), a loss object such as "
+                    f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {choice!r}."
+                )
+        if not isinstance(self.output, str | None):
+            texts("output", self.output, "['logits']")
+        whole("class_axis", self.class_axis, least=None)
+        flag("find_logits", self.find_logits)
+        if self.weights is not None:
+            for weight in listed("loss_weights", self.weights, "[1.0]"):
+                number("each of loss_weights", weight)
+
+    @property
+    def choices(self) -> list[LossChoice]:
+        """The losses as a list."""
+        return [self.loss] if isinstance(self.loss, str | LossFunction) else list(self.loss)
+
+    def outputs_among(self, outputs: Sequence[str], real: Sequence[str]) -> list[str]:
+        """The outputs of the losses that are given by name.
+
+        Args:
+            outputs: Those of the model.
+            real: Those that hold floating-point numbers; labels are passed over.
+
+        Returns:
+            One output for each such loss.
+
+        Raises:
+            UnknownNameError: A loss goes by no such name.
+            InputError: It is not clear which outputs are meant.
+        """
+        count = len([LOSSES[choice] for choice in self.choices if isinstance(choice, str)])
+        if self.output is None and count in (len(real), 0):
+            return list(real[:count])
+        chosen = [self.output] if isinstance(self.output, str) else list(self.output or ())
+        if len(chosen) != count:
+            raise InputError(
+                f"the model has the outputs {', '.join(outputs)}; name "
+                f"{'the one that the loss is' if count == 1 else f'those {count} that losses are'} "
+                f"put on with output=…."
+            )
+        return chosen
+
+    @property
+    def coefficients(self) -> Sequence[float]:
+        """One weight a loss.
+
+        Raises:
+            InputError: There are more or fewer.
+        """
+        count = len(self.choices)
+        weights = [1.0] * count if self.weights is None else self.weights
+        if len(weights) != count:
+            raise InputError(f"{len(weights)} loss weights for {count} loss(es); give one each.")
+        return weights
+
+
+def bind_losses(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    options: LossOptions,
+    inputs: Mapping[str, Array] | None = None,
+) -> tuple[tuple[LossBinding, ...], Batch]:
+    """Losses on the outputs of a model.
+
+    Args:
+        graph: The model.
+        facts: Of a sample run on ``inputs``.
+        options: What the user says.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        The heads, and the batch. The targets of a single head are named ``"targets"``.
+
+    Raises:
+        UnknownNameError: A loss or an output goes by no such name.
+        InputError: The outputs do not tell which loss is meant for which.
+        ShapeError: The classes lie on another axis, or an output has no examples.
+    """
+    choices, axis = options.choices, options.class_axis
+    real = real_outputs(graph, facts)
+    if options.output is None and not real and any(isinstance(c, str) for c in choices):
+        check_real(graph, facts, graph.outputs)
+    named = options.outputs_among(graph.outputs, real)
+    heads = []
+    for choice in choices:
+        if isinstance(choice, str):
+            value = named.pop(0)
+            targets = "targets" if len(choices) == 1 else f"targets of {value}"
+            heads.append(
+                LossBinding(LOSSES[choice](value, targets=targets, class_axis=axis), value)
+            )
+        else:
+            heads.append(LossBinding(choice, choice.inputs[0]))
+    _check_known(graph, facts, heads)
+    batch = find_batch(graph, facts, [head.output for head in heads], inputs, options.batch_axes)
+    for head in heads:
+        _check_place(head, facts, batch.places.get(head.output))
+
+    def sampled(name: str) -> Array:
+        return open_run(graph).values(sample_batch(graph, facts, inputs), [name])[name]
+
+    if options.find_logits:
+        heads = [
+            _before_link(graph, facts, head, choice, sampled) if isinstance(choice, str) else head
+            for head, choice in zip(heads, choices, strict=True)
+        ]
+    return tuple(heads), batch
+
+
+def _before_link(
+    graph: Graph, facts: Mapping[str, Fact], head: LossBinding, name: str, run: Sampled
+) -> LossBinding:
+    """The head on logits, if its output holds probabilities."""
+    loss, output = head.loss, head.output
+    logits = logits_before(graph, facts, output, loss.links, loss.class_axis)
+    if logits is None:
+        logits = logits_of_probabilities(graph, facts, loss, output, lambda: run(output))
+    if logits is None:
+        doubt = possible_probabilities(loss, lambda: run(output))
+        doubt = doubt or channels_elsewhere(graph, facts, loss, output)
+        return replace(head, doubt=doubt and f"'{output}' {doubt}")
+    moved = LOSSES[name](logits.value, targets=loss.targets, class_axis=loss.class_axis)
+    return LossBinding(moved, output, logits)
+
+
+def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:
+    """The outputs of floating-point numbers."""
+    return [name for name in graph.outputs if _is_real(facts, name)]
+
+
+def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -> None:
+    """Refuse to differentiate values if none of them holds real numbers.
+
+    Args:
+        graph: The model.
+        facts: Of a sample run.
+        values: Their names; tensors.
+
+    Raises:
+        InputError: All hold whole numbers, truth values or text.
+    """
+    whole = {name: facts[name].dtype for name in values if name in facts}
+    if not whole or any(_is_real(facts, name) for name in whole):
+        return
+    told = []
+    for name, dtype in whole.items():
+        maker = graph.producers.get(name)
+        by = f", made by {maker.op} node '{maker.name}' of '{maker.inputs[0]}'" if maker else ""
+        told.append(f"'{name}' holds {'text' if dtype.kind in 'OU' else dtype}{by}")
+    raise InputError(
+        f"nothing can be differentiated: {'; '.join(told)}. Name a value of real numbers before it "
+        f"with output=…."
+    )
+
+
+def _is_real(facts: Mapping[str, Fact], name: str) -> bool:
+    return name in facts and facts[name].dtype.kind == "f"
+
+
+def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[LossBinding]) -> None:
+    known = set(graph.values())
+    for missing in (n for head in heads for n in head.loss.inputs if n not in known):
+        raise UnknownNameError(
+            f"the loss reads '{missing}', which is no value of model '{graph.name}'; its outputs "
+            f"are: {', '.join(graph.outputs)}."
+        )
+    for name in (n for head in heads for n in head.loss.inputs if n not in facts):
+        maker = graph.producers[name]
+        raise InputError(
+            f"the loss reads '{name}', which is no tensor but what {maker.op} (node "
+            f"'{maker.name}') makes of {', '.join(maker.inputs)}; put it on a tensor before."
+        )
+    for head in heads:
+        check_real(graph, facts, [head.output])
+
+
+def _check_place(head: LossBinding, facts: Mapping[str, Fact], place: ExampleAxis | None) -> None:
+    shape, axis = facts[head.output].shape, head.loss.class_axis
+    if place is None:
+        raise ShapeError(
+            f"'{head.output}' has shape {shape} whatever the number of examples, so no loss of "
+            f"each example can be put on it; choose an output with one prediction an example, or "
+            f"name the axis of the examples in the inputs with batch_axes (--batch-axis)."
+        )
+    require_class_axis(head.output, shape, axis)
+    if len(shape) > 1 and axis % len(shape) == place.axis:
+        raise ShapeError(
+            f"class_axis={axis} is the axis of '{head.output}' (shape {shape} in a sample run) "
+            f"that holds the examples; give another class axis, or name the axis of the examples "
+            f"in the inputs with batch_axes (--batch-axis)."
+        )

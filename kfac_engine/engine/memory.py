@@ -1,0 +1,196 @@
+"""What a step takes at its peak, told before it runs, and refused where it does not fit."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+from kfac_engine.backend.memory_space import HOST
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.approximations import KINDS, row
+from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.report import LayerReport
+from kfac_engine.errors import MemoryLimitError
+from kfac_engine.layers.match import LayerMatch
+from kfac_engine.runtime.memory import activation_bound, activation_bytes, value_bytes
+
+# Resident after a step of one example, without arrays: 12 MB for a network of few nodes; 5.6 kB
+# more a node for an LSTM of 400 steps (33,000 nodes), 7.8 for one of 50, 11 for a ResNet-20.
+_LIBRARIES = 12 << 20
+_NODE = 8 << 10
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Peak memory of a step by part, in bytes.
+
+    Attributes:
+        parameters: Trainable parameters and frozen constants.
+        gradients: Gradients of parameters, and natural gradients.
+        activations: Peak of values and their gradients in the sessions, for the given batch size.
+        factors: Moving averages and stored powers.
+        scratch: Most that temporary arrays take.
+        sessions: What ONNX Runtime and graphs take beside values.
+        device: What of it lies in a GPU's own memory: factors and scratch, and where the model runs
+            there all but sessions. The rest is the host's.
+    """
+
+    parameters: int
+    gradients: int
+    activations: int
+    factors: int
+    scratch: int
+    sessions: int = 0
+    device: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.activations
+            + self.factors
+            + self.scratch
+            + self.sessions
+        )
+
+    @property
+    def on_host(self) -> int:
+        """What of it is the host's."""
+        return self.total - self.device
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Whose memory is asked for.
+
+    Attributes:
+        assembly: Model, losses and layers.
+        layers: Reports of all blocks; a factor that several share counts for each: an upper bound.
+        exps: Powers that are stored.
+        sums: Whether statistics of several sources are summed up before they are averaged.
+    """
+
+    assembly: Assembly
+    layers: Sequence[LayerReport]
+    exps: Sequence[float]
+    sums: bool
+
+    def peak(self, examples: int) -> MemoryReport:
+        """Bytes of a step by part.
+
+        Args:
+            examples: In the batch.
+
+        Returns:
+            The report; sessions are built to measure sizes.
+        """
+        task, model = self.assembly.task, self.assembly.model
+        return self._report(examples, activation_bytes(model, task.batch, examples, task.inputs))
+
+    def require(self, examples: int, available: Callable[[], int]) -> None:
+        """Refuse a step that cannot fit, before its arrays are allocated; reserve a GPU's memory.
+
+        Args:
+            examples: In the batch.
+            available: Tells how many bytes the machine can give.
+
+        Raises:
+            MemoryLimitError: It needs more.
+        """
+        task, model, free = self.assembly.task, self.assembly.model, available()
+        # The peak itself takes sessions to measure: only where a generous bound does not fit.
+        report = self._report(examples, activation_bound(model, task.batch, examples))
+        if report.on_host > free:
+            report = self.peak(examples)
+        if report.on_host > free:
+            raise MemoryLimitError(
+                f"a step needs {_spelled(report.on_host)} and {_spelled(free)} are free; "
+                f"{self._cure(examples, free)}."
+            )
+        self._backend.reserve(report.factors)
+
+    def _cure(self, examples: int, free: int) -> str:
+        """What makes a step fit: fewer examples only where one of them would."""
+        least = examples if self.assembly.task.batch.fixed else 1
+        if least < examples and self.peak(least).on_host <= free:
+            return f"the values of {examples} examples are too large: use a smaller batch"
+        largest = max(self.layers, key=lambda layer: layer.factor_bytes)
+        return (
+            f"the block of {', '.join(largest.parameters)} takes "
+            f"{_spelled(largest.factor_bytes)}: choose approximation 'diagonal' for "
+            f"{largest.kind}, or train fewer parameters"
+        )
+
+    @property
+    def _backend(self) -> Backend:
+        return self.assembly.collection.backend
+
+    def _report(self, examples: int, activations: int) -> MemoryReport:
+        model = self.assembly.model
+        nodes = (model.extended_graph().nodes, *(backward.nodes for backward in model.backwards()))
+        factors = sum(layer.factor_bytes for layer in self.layers)
+        more = max(examples / self.assembly.task.batch.size, 1)
+        work, on_device = self._backend.working_bytes(
+            ceil(more * self._copied()),
+            self._numbers(decomposed=False),
+            self._numbers(decomposed=True),
+        )
+        scratch = work + self._sums()
+        parameters = sum(array.nbytes for array in model.graph.constants.values())
+        gradients = 2 * sum(array.nbytes for array in model.parameters.values())
+        moved = 0 if model.place is HOST else parameters + gradients + activations
+        return MemoryReport(
+            parameters=parameters,
+            gradients=gradients,
+            activations=activations,
+            factors=factors,
+            scratch=scratch,
+            sessions=_LIBRARIES + _NODE * sum(map(len, nodes)),
+            device=factors + scratch + moved if on_device else 0,
+        )
+
+    def _copied(self) -> int:
+        """Bytes of the largest operand of a statistic for the batch of the sample run."""
+        return max((self._operand(*pair) for pair in self._pairs()), default=0)
+
+    def _pairs(self) -> Iterator[tuple[LayerMatch, LayerReport]]:
+        return zip(self.assembly.found.layers, self.layers, strict=True)
+
+    def _operand(self, layer: LayerMatch, report: LayerReport) -> int:
+        """Patches of a convolution, all of them; of other layers the input."""
+        if not layer.inputs:
+            return 0
+        if row(layer.kind, report.approximation).fills_scratch:
+            return sys.maxsize
+        collection, facts = self.assembly.collection, self.assembly.model.facts
+        shape = collection.require_shape(layer.parameters[0])
+        taps = prod(shape[2:]) if KINDS[layer.kind].window else 1
+        return max(taps * value_bytes(facts[name]) for name in uses(layer.inputs))
+
+    def _numbers(self, *, decomposed: bool) -> int:
+        """Entries of the largest matrix, or stack, that is inverted, or else decomposed."""
+        inverts = all(exp == -1 for exp in self.exps)
+        shapes = (
+            shape
+            for layer in self.layers
+            if layer.inverse_flops
+            and decomposed == (not inverts or row(layer.kind, layer.approximation).eigenvectors)
+            for shape in layer.factor_shapes
+        )
+        # A mean may lie below a covariance.
+        square = (prod(s) for s in shapes if len(s) > 1 and s[-2] - s[-1] in (0, 1))
+        return max(square, default=0)
+
+    def _sums(self) -> int:
+        """Averages once more, where sources are summed up before they move them."""
+        averages = (prod(shape) for layer in self.layers for shape in layer.factor_shapes)
+        return _FLOAT * sum(averages) if self.sums else 0
+
+
+def _spelled(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,240 @@
+"""The options of an engine: one frozen record, filled by ``Engine.from_onnx``, and the commands."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
+from math import inf
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import flag, listed, number, one_of, positive, texts, whole
+from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.engine.loss_bindings import LossChoice, LossOptions
+from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.graph.passes.upcast import GradientDType
+from kfac_engine.losses.objective import Reduction, check_reduction
+from kfac_engine.runtime.cpu.passes import chosen_passes
+
+# What dictionaries among the options look like, for messages.
+_DICTIONARIES = {
+    "approximations": "{'conv2d': 'diagonal'}",
+    "batch_axes": "{'input': 1}",
+    "sample_inputs": "{'input': array}",
+}
+
+Options = ParamSpec("Options")
+Owner = TypeVar("Owner")
+Source = TypeVar("Source")
+Record = TypeVar("Record")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How a model is differentiated, measured and preconditioned: the options of an engine.
+
+    Attributes:
+        loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object, or a
+            list of them.
+        output: The output a loss by name is put on, or a list; needed where it is not clear.
+        class_axis: Axis of the classes in that output.
+        find_logits: Whether a loss by name on an output of probabilities reads the logits that the
+            model makes them of.
+        loss_weights: What each loss is multiplied by; ones by default.
+        reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
+        trainable: Patterns of parameter names, or a single one; by default what the graph uses
+            like parameters.
+        freeze: Patterns of names to exclude from training.
+        damping: λ > 0, added to the Fisher matrix.
+        ema_decay: Decay of the moving averages, in [0, 1).
+        estimation_mode: ``"gradients"`` (targets sampled from the model), ``"empirical"``, ….
+        exps: Powers to precondition with; the first is used by ``step``.
+        approximations: Kind of layer to approximation, in place of the defaults.
+        schedule: When statistics and inverses move.
+        threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
+        scratch_bytes: Bound of the working memory of a statistic, or of gradients of kernels; by
+            default 64 MiB, 256 MiB on a GPU. Less is slower, once few images' patches fit.
+        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
+        seed: Seed of sampled targets.
+        sample_inputs: A batch to find shapes with, where none can be made up.
+        gradient_dtype: Element type of gradients and parameters of a half-precision model, which
+            is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
+        batch_axes: Input name to the axis that holds its examples; found by running the model when
+            left out. All inputs that have examples must be named.
+        tie_weights: Whether weights that are equal in the file (see ``ties``) stay equal: they are
+            then one parameter, and their gradients are its own.
+        graph_passes: Rewritings that make sessions quicker or smaller: names from the table in
+            ``docs/performance.md``; all by default, none for an empty list.
+    """
+
+    loss: LossChoice | Sequence[LossChoice]
+    output: str | Sequence[str] | None = None
+    class_axis: int = -1
+    find_logits: bool = True
+    loss_weights: Sequence[float] | None = None
+    reduction: Reduction = "mean"
+    trainable: str | Sequence[str] | None = None
+    freeze: str | Sequence[str] | None = None
+    damping: float = 1e-3
+    ema_decay: float = 0.95
+    estimation_mode: str = "gradients"
+    exps: Sequence[float] = (-1,)
+    approximations: Mapping[str, str] | None = None
+    schedule: Schedule | None = None
+    threads: int | None = None
+    scratch_bytes: int | None = None
+    backend: str = "auto"
+    seed: int = 0
+    sample_inputs: Mapping[str, Array] | None = None
+    gradient_dtype: GradientDType = "file"
+    tie_weights: bool = False
+    batch_axes: Mapping[str, int] | None = None
+    graph_passes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: An option is outside its range.
+            UnknownNameError: No graph pass has a given name.
+        """
+        check_reduction(self.reduction)
+        self.losses  # noqa: B018 (they check themselves)
+        self._check_curvature()
+        for name in ("trainable", "freeze"):
+            if not isinstance(getattr(self, name), str | None):
+                texts(name, getattr(self, name), "['fc*']")
+        for name in ("threads", "scratch_bytes"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), least=1)
+        whole("seed", self.seed, least=0)
+        flag("tie_weights", self.tie_weights)
+        chosen_passes(self.graph_passes)
+        for name, like in _DICTIONARIES.items():
+            given = getattr(self, name)
+            if not isinstance(given, Mapping | None):
+                raise InputError(f"{name} must be a dictionary, such as {like}, got {given!r:.80}.")
+        for name, axis in (self.batch_axes or {}).items():
+            whole(f"batch_axes['{name}']", axis, least=None)
+        if not isinstance(self.backend, str):
+            raise InputError(f"backend must be a name, such as 'numpy', got {self.backend!r}.")
+
+    def _check_curvature(self) -> None:
+        for exp in listed("exps", self.exps, "(-1,)"):
+            number("each of exps", exp)
+        if not self.exps:
+            raise InputError("exps must name one power at least, such as (-1,).")
+        check_damping(self.damping, self.exps)
+        number("ema_decay", self.ema_decay)
+        if not 0 <= self.ema_decay < 1:
+            raise InputError(f"ema_decay must lie in [0, 1), got {self.ema_decay}.")
+        one_of("estimation_mode", self.estimation_mode, MODES)
+        if self.schedule is not None:
+            check_schedule(self.schedule)
+
+    @property
+    def losses(self) -> LossOptions:
+        """The options that choose the losses."""
+        return LossOptions(
+            self.loss,
+            self.output,
+            self.class_axis,
+            self.find_logits,
+            self.loss_weights,
+            self.batch_axes,
+        )
+
+
+def check_damping(damping: float, exps: Sequence[float]) -> None:
+    """Refuse a damping that is not a positive number, or whose powers overflow.
+
+    Args:
+        damping: The damping.
+        exps: Powers of the damped Fisher matrix.
+
+    Raises:
+        InputError: The damping is refused; the message names the power that overflows.
+    """
+    positive("damping", damping)
+    for exp in exps:
+        try:
+            power = float(damping) ** exp
+        except OverflowError:
+            power = inf
+        if power == inf:
+            raise InputError(
+                f"damping {damping} to the power {exp} is more than a number can hold; choose "
+                f"another damping, or another power in exps."
+            )
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuse an object that is not a schedule, with an InputError."""
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"schedule must be a kfac_engine.Schedule, such as Schedule(refresh_every=10, "
+            f"policy='round_robin'), got {schedule!r}."
+        )
+
+
+def check_names(call: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse options that a call does not have.
+
+    Args:
+        call: Name of the call, for messages.
+        given: Names of options.
+        known: Names of all options.
+
+    Raises:
+        UnknownNameError: A name is none of ``known``; the message names the nearest one.
+    """
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"its options: {', '.join(known)}."
+            raise UnknownNameError(f"{call} has no option '{name}'; {hint}")
+
+
+def by_keyword(
+    record: Callable[Options, Record],
+) -> Callable[
+    [Callable[[Owner, Source, Record], Made]], Callable[Concatenate[Owner, Source, Options], Made]
+]:
+    """A decorator: the last argument, a record, is given by its fields as keywords instead.
+
+    Args:
+        record: The class of the record; its fields appear in the signature, by keyword only.
+
+    Returns:
+        The decorator, for functions of two arguments and the record.
+    """
+    options = inspect.signature(record).parameters
+    made: Callable[..., Record] = record
+    needed = [name for name, field in options.items() if field.default is field.empty]
+
+    def decorate(
+        function: Callable[[Owner, Source, Record], Made],
+    ) -> Callable[Concatenate[Owner, Source, Options], Made]:
+        shown = inspect.signature(function)
+        leading = list(shown.parameters.values())[:-1]
+        source = leading[-1].name
+
+        @wraps(function)
+        def call(owner: Owner, /, *args: Source, **fields: Any) -> Made:
+            if source in fields:
+                args = (*args, fields.pop(source))
+            check_names(function.__qualname__, fields, options)
+            if len(args) != 1 or not fields.keys() >= set(needed):
+                raise InputError(
+                    f"{function.__qualname__} takes one {source}, and options by keyword; "
+                    f"needed: {', '.join(needed)}."
+                )
+            return function(owner, args[0], made(**fields))
+
+        call.__signature__ = shown.replace(parameters=[*leading, *options.values()])  # type: ignore[attr-defined] # read by inspect
+        return cast("Callable[Concatenate[Owner, Source, Options], Made]", call)
+
+    return decorate

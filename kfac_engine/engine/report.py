@@ -1,0 +1,203 @@
+"""What an engine will do, told before it does it: blocks, factor sizes, costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import and_
+
+from kfac_engine._types import Array, Params
+from kfac_engine.curvature.approximations import KINDS, row
+from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.engine.loss_bindings import LossBinding
+from kfac_engine.layers.discover import Discovery
+from kfac_engine.layers.match import LayerMatch, Tensors
+from kfac_engine.layers.parameter_slices import ParameterSlice, describe
+from kfac_engine.runtime.batch_axis import Batch, find_coupling
+from kfac_engine.runtime.model import OnnxModel
+
+# Above this side the refresh of a factor takes longer than anything else in a step.
+_LARGEST_SIDE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """A layer with its block, or a parameter without a layer.
+
+    Attributes:
+        kind: Kind of layer; ``"generic"`` where there is none.
+        parameters: Names of its parameters in the file.
+        parts: What it takes of each: empty for all, else as ``[0:4, :]``.
+        key: Its parameters as its block calls them, a name or a tuple: the key in
+            ``collection.fisher_blocks``.
+        approximation: Row of the table of approximations.
+        formula: The block in a few symbols.
+        inputs: Name of the layer's input, or names over its uses; empty if generic.
+        outputs: Name of its output, likewise; empty if generic.
+        factor_shapes: Shapes of the factors' averages.
+        factor_bytes: Bytes of averages and stored powers together.
+        inverse_flops: Cost of one refresh.
+        reason: Why a parameter is generic; empty for layers.
+        hint: Which approximation spares the refresh of a very large factor; empty where none is.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    parts: tuple[str, ...]
+    key: Params
+    approximation: str
+    formula: str
+    inputs: Tensors
+    outputs: Tensors
+    factor_shapes: tuple[tuple[int, ...], ...]
+    factor_bytes: int
+    inverse_flops: float
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """A loss, what it reads, and what was found out of the batch.
+
+    Attributes:
+        loss: Class of the predictive distribution.
+        output: The output that it is put on.
+        reads: The value that it reads.
+        how: Why that is another value than the output; empty where it is the output.
+        batch_axis: Axis of the output that holds the examples.
+        positions: Positions of each example that are folded into this axis; 1 for none.
+        fixed_batch: Why the model runs with one batch size only; empty where any will do.
+        coupling: The node that makes results of one example depend on the others; empty if none
+            was found. Curvature takes examples for independent.
+        doubts: What may be taken wrongly, in words: of the output, and of the batch.
+        examples: Examples in the batch of the sample run; 1 if it was made up.
+    """
+
+    loss: str
+    output: str
+    reads: str
+    how: str
+    batch_axis: int
+    positions: int
+    fixed_batch: str
+    coupling: str
+    doubts: tuple[str, ...]
+    examples: int
+
+
+def layer_reports(
+    found: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+) -> tuple[LayerReport, ...]:
+    """One report for each block, in the order of the graph.
+
+    Args:
+        found: Layers, parameters without one, and the parts that they name.
+        collection: Their blocks.
+        model: Knows the shapes of the parameters.
+        exps: Powers that are stored.
+
+    Returns:
+        The reports.
+    """
+    owners = {part.name: (name, part) for name, parts in found.parts.items() for part in parts}
+    return tuple(_report(layer, owners, collection, model, exps) for layer in found.layers)
+
+
+def loss_reports(
+    heads: Sequence[LossBinding], batch: Batch, model: OnnxModel, inputs: Mapping[str, Array] | None
+) -> tuple[LossReport, ...]:
+    """One report for each loss; runs the model to find examples that depend on each other.
+
+    Args:
+        heads: The losses.
+        batch: Where the examples lie.
+        model: The model.
+        inputs: The batch of the sample run; None if it was made up.
+
+    Returns:
+        The reports.
+    """
+    outputs = [head.output for head in heads]
+    coupling = find_coupling(model.graph, model.facts, outputs, batch, inputs)
+    return tuple(
+        LossReport(
+            loss=type(head.loss).__name__,
+            output=head.output,
+            reads=head.logits.value if head.logits else head.output,
+            how=head.logits.how if head.logits else "",
+            batch_axis=batch.places[head.output].axis,
+            positions=batch.places[head.output].repeats,
+            fixed_batch=batch.fixed,
+            coupling=coupling,
+            doubts=tuple(filter(None, (head.doubt, batch.note))),
+            examples=batch.examples(inputs) if inputs else 1,
+        )
+        for head in heads
+    )
+
+
+def refresh_cost(shape: tuple[int, ...]) -> float:
+    """Multiplications of the refresh of a factor: cubic in the side, for each matrix of a stack."""
+    return float(prod(shape)) * (shape[-1] if shape else 1)
+
+
+def _report(
+    layer: LayerMatch,
+    owners: Mapping[str, tuple[str, ParameterSlice]],
+    collection: LayerCollection,
+    model: OnnxModel,
+    exps: Sequence[float],
+) -> LayerReport:
+    owned = [owners[name] for name in layer.parameters]
+    key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+    block = collection.fisher_blocks[key]
+    approximation = collection.approximation_of(key)
+    item = max(model.parameters[owned[0][0]].dtype.itemsize, 4)
+    shapes = block.factor_shapes([collection.require_shape(name) for name in layer.parameters])
+    kept = [
+        (shape, factor.stored_numbers(shape))
+        for shape, factor in zip(shapes, block.factors, strict=True)
+    ]
+    return LayerReport(
+        kind=layer.kind,
+        parameters=tuple(name for name, _ in owned),
+        parts=tuple(_extent(part, model.parameters[name].shape) for name, part in owned),
+        key=key,
+        approximation=approximation,
+        formula=row(layer.kind, approximation).formula,
+        inputs=layer.inputs,
+        outputs=layer.outputs,
+        factor_shapes=shapes,
+        factor_bytes=item * sum(prod(shape) + n for shape, n in kept),
+        inverse_flops=sum(refresh_cost(shape) for shape, n in kept if n),
+        reason=layer.reason,
+        hint=_hint(layer.kind, [name for name, _ in owned], shapes),
+    )
+
+
+def _hint(kind: str, parameters: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
+    """The cost of very large factors, and an approximation with diagonals in their place."""
+    large = [shape for shape in shapes if _is_large(shape)]
+    if not large:
+        return ""
+    sides = " and ".join(f"{shape[-1]}×{shape[-1]}" for shape in large)
+    cost = f"{sum(refresh_cost(shape) for shape in large):.2g} flops"
+    said = f"each refresh of {', '.join(parameters)} inverts {sides}, {cost}"
+    ends = _is_large(shapes[0]), _is_large(shapes[-1])
+    rows = KINDS[kind].approximations
+    spared = {n: r.dense for n, r in rows.items() if not any(map(and_, ends, r.dense))}
+    if not spared:
+        return said
+    better = max(spared, key=lambda name: sum(spared[name]))
+    return f"{said}; '{better}' for {kind} (--approx {kind}={better}) has diagonals instead"
+
+
+def _is_large(shape: tuple[int, ...]) -> bool:
+    """Whether an average is a matrix, or a stack of them, of very many rows."""
+    return len(shape) > 1 and shape[-1] > _LARGEST_SIDE
+
+
+def _extent(part: ParameterSlice, shape: tuple[int, ...]) -> str:
+    """What a part is of a parameter of this shape; empty for all."""
+    whole = part.index is None or part.index.size == prod(shape)
+    return "" if whole or part.index is None else describe(part.index, shape)

@@ -1,0 +1,101 @@
+"""Restores the state of an engine after a step whose natural gradient overflows.
+
+A natural gradient is known to be finite only when it is there, and by then averages have moved in
+place. A copy of them in every step would take as much memory again. The damping bounds the natural
+gradient: for a power between −1 and 0 its norm is at most that of the gradient times
+``damping ** exp``. So averages are copied only where that bound, or another power, allows an
+overflow.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import fsum, sqrt
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.errors import KfacError
+
+# Intermediate products may be larger than the result.
+_MARGIN = 1e-6
+
+
+class _Saved:
+    """The state of a factor, copied."""
+
+    def __init__(self, factor: FisherFactor) -> None:
+        factor.wait()
+        self._factor, self._narrowest = factor, factor.narrowest
+        self._arrays = {name: np.array(array) for name, array in factor.arrays().items()}
+        self._numbers = factor.average.weight, factor.repeats
+
+    def restore(self) -> None:
+        """Restore the state of the factor."""
+        self._factor.restore(self._arrays, *self._numbers)
+        self._factor.narrowest = self._narrowest
+
+
+@contextmanager
+def undone_on_overflow(
+    estimator: FisherEstimator,
+    gradients: Mapping[str, Array],
+    types: Mapping[str, DType],
+    exp: float,
+) -> Iterator[None]:
+    """A context that restores averages, inverses and generator if it exits with an error.
+
+    Args:
+        estimator: Its factors and its generator.
+        gradients: Parameter name to the gradient that the context multiplies.
+        types: Parameter name to the element type of the product, where it differs.
+        exp: The power of the damped Fisher matrix.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        KfacError: That of the context.
+    """
+    with quiet():
+        if not _may_overflow(estimator, gradients, types, exp):
+            yield
+            return
+        saved = [_Saved(factor) for factor in estimator.factors]
+        generator = estimator.rng.bit_generator.state
+        try:
+            yield
+        except KfacError:
+            estimator.rng.bit_generator.state = generator
+            # A refresh that was begun may fail on averages that are about to be replaced.
+            for moved in estimator.factors:
+                moved.set_pending(None)
+            for factor in saved:
+                factor.restore()
+            raise
+
+
+def quiet() -> np.errstate:
+    """A context without warnings of NumPy, for products whose finiteness is checked."""
+    return np.errstate(over="ignore", invalid="ignore")
+
+
+def _may_overflow(
+    estimator: FisherEstimator,
+    gradients: Mapping[str, Array],
+    types: Mapping[str, DType],
+    exp: float,
+) -> bool:
+    """Whether products may overflow their element types; False excludes an overflow."""
+    if not -1 <= exp <= 0 or not estimator.factors:
+        return True
+    norms = estimator.factors[0].backend.squared_norms(list(gradients.values()))
+    held = (types.get(name, array.dtype) for name, array in gradients.items())
+    largest = min(map(_largest, held), default=1.0)
+    return not sqrt(fsum(norms)) * estimator.damping**exp < _MARGIN * largest
+
+
+def _largest(dtype: DType) -> float:
+    """The largest number of a type; bfloat16, which NumPy does not know, reaches float32's."""
+    return float(np.finfo(dtype if dtype.kind == "f" else np.float32).max)

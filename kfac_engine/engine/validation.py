@@ -1,0 +1,143 @@
+"""Checks of an engine on estimation modes, batch sizes and gradients."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.namespace import numeric
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.engine.loss_bindings import LossBinding
+from kfac_engine.errors import (
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from kfac_engine.graph.passes.upcast import in_single
+from kfac_engine.runtime.batch_axis import Batch
+from kfac_engine.runtime.model import OnnxModel
+
+
+def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
+    """Refuse a number of examples that the model cannot be run with.
+
+    Args:
+        batch: What was found out of the batch.
+        inputs: Input name to array.
+
+    Raises:
+        ShapeError: There are more or fewer examples than the model fixes.
+    """
+    for name, axis in batch.inputs.items() if batch.fixed else ():
+        shape = np.shape(inputs.get(name, ()))
+        if axis < len(shape) and shape[axis] != batch.size:
+            raise ShapeError(f"input '{name}' has {shape[axis]} examples, but {batch.fixed}.")
+
+
+def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
+    """Number of examples in an unchecked batch; None where it cannot be determined."""
+    given = inputs if isinstance(inputs, Mapping) else {}
+    shapes = ((getattr(given.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
+    return next((shape[axis] for shape, axis in shapes if axis < len(shape)), None)
+
+
+def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch) -> None:
+    """Refuse modes that tell positions apart where an axis holds positions and examples alike.
+
+    Args:
+        estimation_mode: A row of ``MODES``.
+        heads: The losses.
+        batch: Where the examples lie.
+
+    Raises:
+        UnsupportedError: One axis does, or the first one is not that of the examples.
+    """
+    for head in heads:
+        place = batch.places[head.output]
+        if MODES[estimation_mode].examples_first and not place.comes_first:
+            raise UnsupportedError(
+                f"estimation_mode '{estimation_mode}' needs the examples alone on the first "
+                f"axis of '{head.output}', but they lie on axis {place.axis}"
+                f"{' together with positions' if place.repeats > 1 else ''}; choose another mode."
+            )
+
+
+def checked_gradients(
+    model: OnnxModel, backend: Backend, gradients: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Gradients that a caller gives, by parameter, as arrays of the backend in single precision.
+
+    Args:
+        model: Knows the parameters.
+        backend: Array library.
+        gradients: Parameter name to array, from any library.
+
+    Returns:
+        Parameter name to array.
+
+    Raises:
+        UnknownNameError: A name is not a parameter.
+        InputError: Weights that are tied have different gradients.
+        ShapeError: A gradient has another shape than its parameter.
+        NonFiniteError: A gradient holds NaN or infinity.
+    """
+    checked: dict[str, Array] = {}
+    for name, value in model.from_file_layout(gradients).items():
+        parameter = model.parameters.get(name)
+        if parameter is None:
+            raise UnknownNameError(
+                f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
+            )
+        checked[name] = array = in_single(
+            numeric(f"the gradient of '{name}'", backend.asarray(value))
+        )
+        if array.shape != parameter.shape:
+            raise ShapeError(
+                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
+            )
+    found = backend.download([backend.are_finite(list(checked.values()))])[0]
+    for name, finite in zip(checked, found, strict=True):
+        if not finite:
+            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
+    return checked
+
+
+def check_products(products: Mapping[str, Array], backend: Backend, exp: float) -> None:
+    """Refuse natural gradients that are not finite.
+
+    Args:
+        products: Parameter name to natural gradient.
+        backend: Array library.
+        exp: The power of the Fisher matrix.
+
+    Raises:
+        NonFiniteError: One holds NaN or infinity.
+    """
+    finite = backend.download([backend.are_finite(list(products.values()))])[0]
+    for name, good in zip(products, finite, strict=True):
+        if not good:
+            raise NonFiniteError(
+                f"the gradient of '{name}' times the Fisher matrix to the power {exp:g} overflows; "
+                f"raise the damping, or check the gradient and the data for huge numbers."
+            )
+
+
+def check_finite(
+    arrays: Mapping[str, Array], place: Place = HOST, what: str = "the gradient of"
+) -> None:
+    """Refuse arrays that no step may be made of.
+
+    Args:
+        arrays: Name to contiguous array.
+        place: Where they lie.
+        what: Precedes the name in the message.
+
+    Raises:
+        NonFiniteError: One holds NaN or infinity.
+    """
+    for name, finite in zip(arrays, place.finite(list(arrays.values())), strict=True):
+        if not finite:
+            raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")

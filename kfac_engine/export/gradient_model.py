@@ -1,0 +1,280 @@
+"""The gradient of a model as one plain ONNX model, which any runtime executes.
+
+Forward and backward graph are joined; with a loss, that too is written as operators. Weights stay
+in the file: the result takes the model's inputs and the targets (without a loss: a cotangent) and
+gives the loss and the gradients. It can be differentiated again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.arguments import texts
+from kfac_engine.autodiff.activity import (
+    behind_jumps,
+    left_out,
+    notes_of,
+    nothing_to_train,
+    zero_notes,
+)
+from kfac_engine.autodiff.differentiate import Backward, needed
+from kfac_engine.autodiff.differentiate import differentiate as backward_graph
+from kfac_engine.autodiff.second_order import joint_graph
+from kfac_engine.engine.checkpoint import write_model
+from kfac_engine.engine.loss_bindings import LossOptions, bind_losses, check_real, real_outputs
+from kfac_engine.errors import InputError, ModelError, UnknownNameError
+from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
+from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
+from kfac_engine.graph.files import declare, model_files, with_constants
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
+from kfac_engine.graph.passes.cast_boundary import with_borders
+from kfac_engine.graph.passes.upcast import GradientDType, handed_out_types, in_types
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.write import ModelProto, build_model
+from kfac_engine.losses.objective import Reduction, check_reduction
+from kfac_engine.runtime.leading_examples import with_batch_axes
+from kfac_engine.runtime.lower import lowered, with_taken_branches
+from kfac_engine.system.writing import checked_path
+
+TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
+Sides: TypeAlias = tuple[int | str | None, ...]
+
+
+def differentiate(  # noqa: PLR0913 (every choice a user has, each with a default)
+    model: ModelSource,
+    loss: str | Sequence[str] | None = None,
+    output: str | Sequence[str] | None = None,
+    wrt: str | Sequence[str] | None = None,
+    *,
+    freeze: str | Sequence[str] | None = None,
+    class_axis: int = -1,
+    find_logits: bool = True,
+    loss_weights: Sequence[float] | None = None,
+    reduction: Reduction = "mean",
+    sample_inputs: Mapping[str, Array] | None = None,
+    batch_axes: Mapping[str, int] | None = None,
+    gradient_dtype: GradientDType = "file",
+    path: str | Path | None = None,
+) -> ModelProto:
+    """The gradient of a model as an ONNX model of standard operators.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, or a list of them,
+            one an output; without one the gradient is that of ``⟨cotangent, output⟩``.
+        output: The output to differentiate, or a list; may be left out where there is one.
+        wrt: Patterns of parameter and input names, or a single one; the trainable parameters by
+            default.
+        freeze: Patterns of parameter names to leave out, or a single one.
+        class_axis: Axis of the classes or features in the output.
+        find_logits: Whether a loss on an output of probabilities reads the logits that the model
+            makes them of.
+        loss_weights: What each loss is multiplied by; ones by default.
+        reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
+        sample_inputs: A batch to find shapes with, where none can be made up.
+        batch_axes: Input name to the axis that holds its examples; found by running the model when
+            left out.
+        gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for
+            their own, or ``"float32"``, which is what everything in between is computed in.
+        path: Where to write the result as well. With more than 2 GB of weights it is needed: they
+            go into ``<name>.data`` beside it, and what is returned only refers to them.
+
+    Returns:
+        A model with the inputs of the old one and ``targets`` (for several losses ``targets of
+        <output>``; or ``cotangent``), and the outputs ``loss`` (or the output) and
+        ``gradient/<name>`` for each name. Where the model is a gradient model and has a value
+        called so, a number follows: ``cotangent_2``, ``gradient/<name>_2``.
+
+    Raises:
+        InputError: The file, the loss or an option is wrong.
+        UnknownNameError: A name or pattern goes by nothing.
+        UnsupportedOpError: An operator in between has no derivative rule.
+        ModelError: The output depends on none of ``wrt``.
+    """
+    check_reduction(reduction)
+    if not isinstance(wrt, str | None):
+        texts("wrt", wrt, "['fc*']")
+    loaded = with_taken_branches(load_model(model), sample_inputs)
+    narrow = {
+        _free(f"{GRADIENT}{name}", loaded.graph): dtype
+        for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()
+    }
+    names = _chosen(loaded.graph, wrt, freeze)
+    graph = replace(loaded.graph, inputs=with_batch_axes(loaded.graph.inputs, batch_axes))
+    graph, facts = lowered(graph, names, sample_inputs)
+    if loss is None:
+        value = _only_output(graph, facts, output)
+        sides = _declared(loaded, value, facts[value])
+    else:
+        options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
+        graph, facts = _minimised(loaded, (graph, facts), options, reduction, sample_inputs)
+        value, sides = LOSS, ()
+    left = left_out(graph, facts, [value], names) if wrt is None else {}
+    names = tuple(name for name in names if name not in left)
+    backward = backward_graph(graph, facts, [value], names)
+    if not backward.gradients:
+        none = f"'{value}' depends on none of: {', '.join(names)}."
+        raise ModelError(none if wrt else nothing_to_train(graph.name, [value], left))
+    stored = {**loaded.stored, **narrow}
+    result, constants = _written(graph, facts, backward, (value, sides), names, stored)
+    zero = [name for name in names if name not in backward.gradients]
+    jumps = behind_jumps(graph, facts, [value], zero)
+    result.doc_string = "; ".join((*notes_of(left), *zero_notes(jumps)))
+    if path is None:
+        return with_constants(result, constants)
+    files = model_files(declare(result, constants), constants, f"{checked_path(path).name}.data")
+    write_model(path, files)
+    return result
+
+
+# -- private ---------------------------------------------------------------------------------------
+
+
+def _declared(loaded: LoadedModel, value: str, fact: Fact) -> Sides:
+    """The shape a file declares for an output, where that is what the model computes."""
+    sides = loaded.output_shapes.get(value, ())
+    fits = len(sides) == len(fact.shape) and all(
+        side == found for side, found in zip(sides, fact.shape, strict=True) if type(side) is int
+    )
+    return sides if fits else (None,) * len(fact.shape)
+
+
+def _minimised(
+    loaded: LoadedModel,
+    known: tuple[Graph, Mapping[str, Fact]],
+    options: LossOptions,
+    reduction: Reduction,
+    inputs: Mapping[str, Array] | None,
+) -> tuple[Graph, dict[str, Fact]]:
+    """The graph of the losses."""
+    graph, facts = known
+    heads, batch = bind_losses(graph, facts, options, inputs)
+    terms = []
+    for head, weight in zip(heads, options.coefficients, strict=True):
+        declared = _declared(loaded, head.output, facts[head.output])
+        if head.logits:
+            constants = {**graph.constants, **head.logits.constants}
+            nodes = (*graph.nodes, *head.logits.nodes)
+            graph = replace(graph, nodes=nodes, constants=constants)
+            facts = {**facts, **head.logits.facts}
+        value, place = head.loss.inputs[0], batch.places[head.output]
+        axis = head.loss.class_axis % len(facts[value].shape)
+        if facts[value].shape != facts[head.output].shape:  # logits before a Reshape
+            declared = (None,) * len(facts[value].shape)
+        targets = head.loss.targets or TARGETS
+        terms.append(Term(head.loss, value, targets, axis, place, weight, declared))
+    return with_losses(graph, facts, terms, reduction)
+
+
+def _only_output(
+    graph: Graph, facts: Mapping[str, Fact], output: str | Sequence[str] | None
+) -> str:
+    if output is not None and not isinstance(output, str):
+        raise InputError("several outputs are differentiated together through losses: name those.")
+    if output is not None and output not in set(graph.values()):
+        raise UnknownNameError(f"'{output}' is not a value of model '{graph.name}'.")
+    check_real(graph, facts, graph.outputs if output is None else [output])
+    real = real_outputs(graph, facts)
+    if output is None and len(real) != 1:
+        raise InputError(
+            f"the model has the outputs {', '.join(graph.outputs)}; name one with output=…."
+        )
+    return real[0] if output is None else output
+
+
+def _chosen(
+    graph: Graph, patterns: str | Sequence[str] | None, freeze: str | Sequence[str] | None
+) -> tuple[str, ...]:
+    """Parameters and inputs that match; without patterns the trainable parameters."""
+    if patterns is None:
+        return trainable_parameters(graph, freeze=freeze)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not patterns:
+        raise InputError("wrt is empty; name a parameter or an input, or leave it out.")
+    candidates = [entry.name for entry in graph.inputs if entry.dtype.kind == "f"]
+    candidates += [name for name, array in graph.constants.items() if array.dtype.kind == "f"]
+    what = "floating-point input or weight"
+    frozen = matching(freeze or (), candidates, what)
+    # In the order of the patterns.
+    found = dict.fromkeys(n for p in patterns for n in matching(p, candidates, what))
+    return tuple(name for name in found if name not in frozen)
+
+
+def _written(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    backward: Backward,
+    result: tuple[str, Sides],
+    names: Sequence[str],
+    stored: Mapping[str, DType],
+) -> tuple[ModelProto, dict[str, Array]]:
+    """The joint graph with readable names for what goes in and comes out, and its constants."""
+    value, sides = result
+    joint = joint_graph(graph, backward)
+    cotangent = backward.cotangents[value]
+    dtype = facts[value].dtype
+    nodes, constants, inputs = list(joint.nodes), dict(joint.constants), list(graph.inputs)
+    if value == LOSS:
+        constants[cotangent] = np.ones((), dtype)
+    else:
+        given = _free(COTANGENT, graph)
+        stored = {**stored, given: stored[value]} if value in stored else stored
+        inputs.append(Input(given, dtype, sides))
+        nodes.insert(0, Node("Identity", (given,), (cotangent,), name=f"node_{given}"))
+    outputs = [Input(value, dtype, sides)]
+    for name in names:
+        target = _free(f"{GRADIENT}{name}", graph)
+        nodes += _result(name, target, backward.gradients.get(name))
+        declared = next((entry.shape for entry in graph.inputs if entry.name == name), None)
+        shape = graph.constants[name].shape if name in graph.constants else declared
+        outputs.append(Input(target, facts[name].dtype, shape))
+    return _model(replace(joint, nodes=tuple(nodes), constants=constants), inputs, outputs, stored)
+
+
+def _model(
+    joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
+) -> tuple[ModelProto, dict[str, Array]]:
+    """What of ``joint`` the outputs need, in float32 between borders of stored types."""
+    made = [entry.name for entry in outputs]
+    nodes = needed(joint.nodes, made)
+    read = {name for node in nodes for name in (*node.inputs, *node.captures)}
+    inputs = [entry for entry in inputs if entry.name in read]
+    constants = {name: array for name, array in joint.constants.items() if name in read}
+    given = (*(entry.name for entry in inputs), *constants)
+    model = build_model(
+        with_borders(
+            nodes,
+            {name: stored[name] for name in given if name in stored},
+            {name: stored[name] for name in made if name in stored},
+        ),
+        [_in_type(entry, stored) for entry in inputs],
+        [_in_type(entry, stored) for entry in outputs],
+        {},
+        joint.opset,
+        name=f"gradient of {joint.name}",
+        domains=joint.domains,
+    )
+    return model, in_types(constants, stored)
+
+
+def _free(name: str, graph: Graph) -> str:
+    """``name``, or with a number where the model is a gradient model and has it already."""
+    taken, index = set(graph.values()), 1
+    while (free := name if index == 1 else f"{name}_{index}") in taken:
+        index += 1
+    return free
+
+
+def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:
+    return replace(entry, dtype=types.get(entry.name, entry.dtype))
+
+
+def _result(name: str, target: str, gradient: str | None) -> list[Node]:
+    """Names a gradient; zeros where the output does not depend on the value."""
+    if gradient is not None:
+        return [Node("Identity", (gradient,), (target,), name=f"node_{target}")]
+    return [Node("Sub", (name, name), (target,), name=f"node_{target}")]

@@ -1,0 +1,1 @@
+"""Properties of a canonical graph: parameters, ties, dependencies."""

@@ -1,0 +1,350 @@
+"""Which constants of a graph are parameters.
+
+A file does not say: weights, running statistics, masks, epsilons and interpolation factors are all
+float initializers. What tells them apart is the operand they are. A constant is left out if every
+use of it, followed through views such as ``Transpose``, is one of those below, or if its values
+show that it is a table (see ``tables``).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
+from kfac_engine.graph.analysis.computed_tables import is_count, is_mask
+from kfac_engine.graph.analysis.rearrangements import RELAYS
+from kfac_engine.graph.passes.bodies import Body, body_of
+from kfac_engine.graph.structure import Graph, Node, Subgraph
+from kfac_engine.graph.tensors import FLOATS
+
+# Operands that are settings, not weights: (operator, operand index) to what they are.
+_SETTINGS: Mapping[tuple[str, int], str] = {
+    ("BatchNormalization", 3): "a running mean, which is estimated from data, not trained",
+    ("BatchNormalization", 4): "a running variance, which is estimated from data, not trained",
+    ("CastLike", 1): "read for its element type only",
+    ("Clip", 1): "a bound",
+    ("Clip", 2): "a bound",
+    ("Dropout", 1): "a dropout ratio",
+    ("GRU", 5): "an initial state",
+    ("LSTM", 5): "an initial state",
+    ("LSTM", 6): "an initial state",
+    ("RNN", 5): "an initial state",
+    ("OneHot", 2): "a pair of fill values",
+    ("Pad", 2): "a fill value",
+    ("Pow", 1): "an exponent",
+    ("Range", 0): "a bound of a range",
+    ("Range", 1): "a bound of a range",
+    ("Range", 2): "the step of a range",
+    ("Resize", 1): "a region of interest",
+    ("Resize", 2): "a scale of resizing",
+    ("DequantizeLinear", 1): "a quantisation scale",
+    ("QuantizeLinear", 1): "a quantisation scale",
+    **{
+        (op, 0): "read for its shape only"
+        for op in ("Shape", "Size", "EyeLike", "RandomNormalLike", "RandomUniformLike")
+    },
+    **{
+        (op, index): "a threshold of a comparison"
+        for op in ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+        for index in (0, 1)
+    },
+}
+
+# Operators with these in their names compute with whole numbers; floats among their operands are
+# scales.
+_QUANTIZED = (
+    "BlockQuantized", "DequantizeLinear", "IntegerToFloat", "MatMulBnb4", "MatMulFpQ4",
+    "MatMulNBits", "QAttention", "QLinear", "QMoE", "QuantizeLSTM", "QuantizeLinear",
+    "QuantizeMatMul",
+)  # fmt: skip
+_WHOLE = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
+
+# Where operators for classical models keep their weights.
+_WEIGHT_ATTRIBUTES = frozenset(
+    {"coefficients", "nodes_values", "nodes_splits", "prob_a", "support_vectors", "target_weights"}
+)
+
+# One number in these is an epsilon, a temperature, the half of a Gelu.
+_ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
+# ...unless it is the bias of a layer with one output.
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
+
+# Masks hold -inf, the lowest float or -1e9 where attention is barred; trained offsets stay small.
+_MASKED = -3e4
+
+# Operators that run a body several times: their first operand that an iteration hands to the next,
+# and how much its index is larger than that of the body's result which replaces it.
+_ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
+
+# The values of these are their operand's, elsewhere or in another form.
+_ROWS = RELAYS | {"Gather"}
+_VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
+
+
+def trainable_parameters(
+    graph: Graph,
+    patterns: Sequence[str] | None = None,
+    freeze: Sequence[str] | None = None,
+) -> tuple[str, ...]:
+    """Names of the constants to train, in the graph's order.
+
+    Args:
+        graph: Canonical graph.
+        patterns: Names or ``fnmatch`` patterns (``"*.weight"``), or a single one, which then
+            decide alone; None takes all float constants that look like parameters.
+        freeze: Names or patterns, or a single one, of constants to leave out of these.
+
+    Returns:
+        At least one name.
+
+    Raises:
+        UnknownNameError: A pattern fits no float constant.
+        ModelError: Nothing can be trained.
+        NonFiniteError: A parameter holds NaN or infinity.
+    """
+    floats = [name for name, array in graph.constants.items() if _is_float(array)]
+    if patterns is None:
+        chosen = [name for name in floats if excluded_reason(graph, name) is None]
+    else:
+        chosen = matching(patterns, floats)
+    if not chosen:
+        raise ModelError(f"model '{graph.name}' has no trainable parameter: {_why_none(graph)}.")
+    frozen = matching(freeze or (), floats)
+    kept = tuple(name for name in chosen if name not in frozen)
+    if not kept:
+        raise ModelError(
+            f"no parameter of model '{graph.name}' is left to train: freeze={freeze!r} fits all "
+            f"{len(chosen)}."
+        )
+    for name in kept:
+        _refuse_non_finite(name, graph.constants[name])
+    return kept
+
+
+def matching(
+    patterns: Sequence[str], names: Sequence[str], what: str = "float constant"
+) -> list[str]:
+    """The names that match at least one of the patterns.
+
+    Args:
+        patterns: Names or ``fnmatch`` patterns, or a single one.
+        names: To choose from.
+        what: What goes by them, for the message.
+
+    Returns:
+        In the order of ``names``.
+
+    Raises:
+        UnknownNameError: A pattern fits none.
+    """
+    fits: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        # A name may contain brackets, which a pattern reads as a set of characters.
+        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not found:
+            some = ", ".join(islice(names, 8)) or "none"
+            raise UnknownNameError(
+                f"no {what} goes by '{pattern}'; the model has {len(names)}: {some}"
+                f"{', …' if len(names) > 8 else ''}."
+            )
+        fits.update(found)
+    return [name for name in names if name in fits]
+
+
+def excluded_reason(graph: Graph, name: str) -> str | None:
+    """Why a constant is not a parameter by default.
+
+    Args:
+        graph: Canonical graph.
+        name: Of a constant.
+
+    Returns:
+        What it is instead, in words that can follow "it is"; None for a parameter.
+
+    Raises:
+        UnknownNameError: The graph has no such constant.
+    """
+    if name not in graph.constants:
+        raise UnknownNameError(f"'{name}' is not a constant of model '{graph.name}'.")
+    array = graph.constants[name]
+    if not _is_float(array):
+        return f"not floating-point but {array.dtype}" if array.size else "empty"
+    # Files without their weights fill them with numbers other than zero and one.
+    if name in graph.filled and array.flat[0] in (0, 1):
+        return f"filled with {array.flat[0]:g} by ConstantOfShape, not stored in the file"
+    table = graph.tables.reason(name)
+    if table:
+        return table
+    uses = list(_uses(graph, name))
+    reasons = [_setting(scope, array, node, i) for scope, node, i in uses]
+    if not reasons:
+        return "read by nothing"
+    if None not in reasons:
+        return reasons[0]
+    # Masks and fill values are added or chosen; the weight of a layer is damaged, and refused.
+    of_layer = any(node.op in _LAYERS for _, node, _ in uses)
+    return None if of_layer or not _non_finite(array) else "an array with NaN or infinity"
+
+
+def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
+    """Who reads ``name`` in the end, and in which graph: bodies count as graphs of their own.
+
+    Those are its consumers, but for views, whose readers count, and for what is read in a body.
+    """
+    seen = {name}
+    waiting = [name]
+    while waiting:
+        value = waiting.pop()
+        for node, index in graph.consumers.get(value, ()):
+            inner = list(_names_inside(graph, node, index, value))
+            if node.qualified_op in _VIEWS and (index == 0 or node.op == "Concat"):
+                waiting += [output for output in node.outputs if output not in seen]
+                seen.update(node.outputs)
+            elif not inner:
+                yield graph, node, index
+            for body, inner_name in inner:
+                yield from _uses(body, inner_name)
+
+
+def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[tuple[Graph, str]]:
+    """The bodies of ``node`` that read its operand ``index``, and what that is called there.
+
+    An operand that changes from one iteration to the next is an initial value: it is not the
+    operand that the body reads.
+    """
+    if index < 0:
+        for key, value in node.attributes.items():
+            if isinstance(value, Subgraph) and name in value.captures:
+                yield body_of(node, key, graph.opset).graph, name
+    elif node.qualified_op in _ITERATIONS:
+        body = body_of(node, "body", graph.opset)
+        first, shift = _ITERATIONS[node.qualified_op]
+        sequences = node.attributes.get("num_scan_inputs", 0)
+        assert isinstance(sequences, int)
+        is_state = first <= index < len(node.inputs) - sequences
+        if not is_state or _handed_on(body, body.graph.outputs[index - shift], index):
+            yield body.graph, body.inputs[index]
+
+
+def _handed_on(body: Body, result: str, index: int) -> bool:
+    """Whether a result of a body is its operand ``index``, unchanged."""
+    while result in body.graph.producers and body.graph.producers[result].op == "Identity":
+        result = body.graph.producers[result].inputs[0]
+    return result == body.inputs[index]
+
+
+def _why_none(graph: Graph) -> str:
+    whole = {
+        name
+        for name, array in graph.constants.items()
+        if array.dtype.name.startswith(_WHOLE) and array.size > 1
+    }
+    for node in graph.nodes:
+        held = [key for key in node.attributes if key in _WEIGHT_ATTRIBUTES]
+        if node.domain == "ai.onnx.ml" and held:
+            return (
+                f"the {node.op} node '{node.name}' keeps what it learned in its attribute "
+                f"'{held[0]}', where no gradient reaches it"
+            )
+        quantized = [name for name in node.inputs if name in whole]
+        if quantized and any(part in node.op for part in (*_QUANTIZED, "Integer")):
+            return (
+                f"its weights are quantized ('{quantized[0]}' is "
+                f"{graph.constants[quantized[0]].dtype}), which are not trained; use the "
+                f"model as it was before quantization"
+            )
+    return (
+        f"none of its {len(graph.constants)} constants is a float weight of a layer; export it "
+        f"with its weights as initializers"
+    )
+
+
+def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
+    where = f"({node.op} node '{node.name}')"
+    setting = None if node.domain else _SETTINGS.get((node.op, index))
+    if index >= 0 and node.qualified_op in _ITERATIONS:
+        setting = "an initial value of a loop"
+    if setting is None and index > 0 and any(part in node.op for part in _QUANTIZED):
+        setting = "part of a quantized layer, which stays as it is"
+    if _of_bare_groups(graph, array, node, index):
+        setting = "the scale or shift of a normalization of groups, which has none here"
+    if not node.domain and _scales_whole(graph, node, index):
+        setting = "a scale or zero point of whole numbers, which stay as they are"
+    if setting:
+        return f"{setting} {where}"
+    if node.domain or node.op not in _ARITHMETIC:
+        return None
+    if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
+        return f"a single number in arithmetic {where}"
+    if node.op == "Div" and index == 1 and is_count(array):
+        return f"a count {where}"
+    if is_mask(array) or (node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any()):
+        return f"a mask {where}"
+    return None
+
+
+def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
+    """Whether an operand fills a place of an InstanceNormalization that normalises groups."""
+    # Exporters write group normalization as Reshape to groups, InstanceNormalization with ones and
+    # zeros, Reshape back; its own scale and shift come after that.
+    neutral = {1: 1, 2: 0}.get(index)
+    if node.qualified_op != "InstanceNormalization" or neutral is None:
+        return False
+    around = [graph.producers.get(node.inputs[0])]
+    around += [user for user, _ in graph.consumers.get(node.outputs[0], ())]
+    shaped = all(other is not None and other.op == "Reshape" for other in around)
+    return shaped and bool((array == neutral).all())
+
+
+def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
+    """Whether an operand scales or shifts stored whole numbers, as a dequantization does."""
+    if node.op in _ROWS and index == 0:
+        users = graph.consumers.get(node.outputs[0], ())
+        return bool(users) and all(_scales_whole(graph, *use) for use in users)
+    others = [name for place, name in enumerate(node.inputs) if place != index]
+    return node.op in {"Div", "Mul", "Sub"} and any(_is_whole(graph, name) for name in others)
+
+
+def _is_whole(graph: Graph, name: str) -> bool:
+    """Whether a value is a view, cast or shift of a constant that is stored in a few bits."""
+    while name in graph.producers and graph.producers[name].op in {*_ROWS, "Sub"}:
+        name = graph.producers[name].inputs[0]
+    array = graph.constants.get(name)
+    if array is None or array.dtype.name not in _WHOLE:
+        return False
+    return bool((np.abs(array.astype(np.int64)) > 1).any())  # zeros and ones are a mask
+
+
+def _follows_layer(graph: Graph, node: Node) -> bool:
+    makers = (graph.producers.get(name) for name in node.inputs)
+    return any(maker is not None and maker.op in _LAYERS for maker in makers)
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.name in FLOATS and array.size > 0
+
+
+def _distinct(array: Array) -> Array:
+    """``array`` without the repetitions of a broadcast view."""
+    return array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
+
+
+def _refuse_non_finite(name: str, array: Array) -> None:
+    bad = _non_finite(array)
+    if bad:
+        raise NonFiniteError(
+            f"parameter '{name}' holds NaN or infinity ({bad} of its values); repair the model, or "
+            f"leave it out, with freeze=… or --freeze."
+        )
+
+
+def _non_finite(array: Array) -> int:
+    """How many numbers are NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass without temporary arrays: a sum with a term that is not finite is not finite.
+        if np.isfinite(_distinct(array).sum()):
+            return 0
+    return int(np.count_nonzero(~np.isfinite(_distinct(array))))

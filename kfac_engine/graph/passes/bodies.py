@@ -1,0 +1,215 @@
+"""The bodies of If, Loop and Scan: what they hold, in the form of the graph around them."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import onnx
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.names import claim, taken_names
+from kfac_engine.graph.nodes import canonical_nodes
+from kfac_engine.graph.passes.branches import rename
+from kfac_engine.graph.passes.constants import constant_value, lift_constants
+from kfac_engine.graph.passes.order import all_nodes, captures, describe
+from kfac_engine.graph.structure import Graph, Node, Subgraph
+from kfac_engine.graph.tensors import FLOATS, to_array
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body in canonical form.
+
+    Attributes:
+        graph: Its nodes, constants and the names of its outputs; it reads outer values as well.
+        inputs: Names of what it is given, in order.
+    """
+
+    graph: Graph
+    inputs: tuple[str, ...]
+
+
+def body_of(node: Node, attribute: str, opset: int) -> Body:
+    """The body that ``node`` has as an attribute.
+
+    Args:
+        node: If, Loop or Scan.
+        attribute: Name of the attribute.
+        opset: Version of the standard operator set in the graph around it.
+
+    Returns:
+        The body; its constants are those it holds itself.
+    """
+    subgraph = node.attributes[attribute]
+    assert isinstance(subgraph, Subgraph), attribute
+    return _parsed(subgraph.proto, opset)
+
+
+# Whoever follows the constants of a graph asks for one body as often as it reads constants.
+@lru_cache(maxsize=8)
+def _parsed(data: bytes, opset: int) -> Body:
+    proto = onnx.GraphProto.FromString(data)
+    constants = {entry.name: to_array(entry) for entry in proto.initializer}
+    lift_constants(proto, constants)
+    graph = Graph(
+        nodes=tuple(canonical_nodes(proto.node)),
+        inputs=(),
+        outputs=tuple(entry.name for entry in proto.output),
+        constants=constants,
+        opset=opset,
+        name=proto.name,
+    )
+    return Body(graph, tuple(entry.name for entry in proto.input))
+
+
+def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
+    """Refuse bodies whose numbers of operands and results do not match those of their node.
+
+    Args:
+        node: Any; its operator exists.
+
+    Raises:
+        ModelError: A body does not fit.
+    """
+    operands, results = len(node.input), len(node.output)
+    # Operands of a body, and the fewest results.
+    fits = {
+        ("If", "then_branch"): (0, results),
+        ("If", "else_branch"): (0, results),
+        ("Loop", "body"): (max(operands, 2), 1 + max(results, operands - 2)),
+        ("Scan", "body"): (operands, results),
+    }
+    for entry in node.attribute:
+        wanted = fits.get((node.op_type, entry.name))
+        if wanted is None:
+            continue
+        found = len(entry.g.input), len(entry.g.output)
+        if found[0] != wanted[0] or found[1] < wanted[1]:
+            raise ModelError(
+                f"the {describe(node)} has a {entry.name} of {found[0]} operands and {found[1]} "
+                f"results, but {wanted[0]} and {wanted[1]} are needed."
+            )
+    scanned = next((e.i for e in node.attribute if e.name == "num_scan_inputs"), 1)
+    if node.op_type == "Scan" and not 0 < scanned <= operands:
+        raise ModelError(f"the {describe(node)} scans {scanned} of its {operands} operands.")
+
+
+def operators_inside(node: Node) -> frozenset[str]:
+    """The operators of all nodes in the bodies of ``node``, those of other domains qualified."""
+    bodies = (value for value in node.attributes.values() if isinstance(value, Subgraph))
+    nodes = (inner for body in bodies for inner in onnx.GraphProto.FromString(body.proto).node)
+    return frozenset(
+        f"{entry.domain}::{entry.op_type}" if entry.domain else entry.op_type
+        for entry in all_nodes(nodes)
+    )
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    """``node`` where values have other names, those that its bodies read included."""
+    return replace(
+        node,
+        inputs=tuple(names.get(name, name) for name in node.inputs),
+        outputs=tuple(names.get(name, name) for name in node.outputs),
+        attributes={
+            key: with_names(value, names) if isinstance(value, Subgraph) else value
+            for key, value in node.attributes.items()
+        },
+    )
+
+
+def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:
+    """``subgraph`` where what it reads of outer values has other names; the rest keep theirs."""
+    if not set(names).intersection(subgraph.captures):
+        return subgraph
+    proto = onnx.GraphProto.FromString(subgraph.proto)
+    _rename(proto, {name: names[name] for name in subgraph.captures if name in names})
+    return Subgraph(proto.SerializeToString(), captures(proto))
+
+
+def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozenset[str]:
+    """Move the constants of bodies into ``constants``, so that their weights can be trained.
+
+    Args:
+        graph: Its bodies lose their initializers and the nodes that hold floating-point numbers,
+            and read outer values instead.
+        constants: Value names to arrays; grows. A name that the file gives twice gets the name of
+            the node's first result and a dot in front.
+
+    Returns:
+        The names of what was moved.
+    """
+    made = Counter((*constants, *(entry.name for entry in graph.input)))
+    made.update(_made(graph.node))
+    hoist = _Hoist({name for name, count in made.items() if count == 1}, set(made), constants)
+    hoist.taken.update(taken_names(graph, constants))
+    for node in graph.node:
+        for body in _bodies(node):
+            hoist.out_of(body, _prefix(node))
+    return frozenset(hoist.moved)
+
+
+def _made(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Names of the values that nodes and their bodies compute, with repetitions."""
+    for node in nodes:
+        yield from filter(None, node.output)
+        for body in _bodies(node):
+            yield from (entry.name for entry in (*body.input, *body.initializer))
+            yield from _made(body.node)
+
+
+@dataclass(frozen=True)
+class _Hoist:
+    """Names that the file gives once, all that are taken, what grows, and what it grew by."""
+
+    unique: set[str]
+    taken: set[str]
+    constants: dict[str, Array]
+    moved: list[str] = field(default_factory=list)
+
+    def out_of(self, body: onnx.GraphProto, prefix: str) -> None:
+        names, results = {}, {entry.name for entry in body.output}
+        for inner, array in _held(body):
+            # A body must compute its results itself, under their own names.
+            own = inner in self.unique and inner not in results
+            name = inner if own else claim(prefix + inner, self.taken)
+            self.constants[name] = array
+            names[inner] = name
+        self.moved.extend(names.values())
+        rename(body, {inner: name for inner, name in names.items() if inner != name})
+        for result in results.intersection(names):
+            body.node.add(op_type="Identity", input=[names[result]], output=[result])
+        for node in body.node:
+            for nested in _bodies(node):
+                self.out_of(nested, prefix + _prefix(node))
+
+
+def _held(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
+    """Remove the initializers and floating-point constants of a body, and return them."""
+    yield from ((entry.name, to_array(entry)) for entry in body.initializer)
+    del body.initializer[:]
+    for index in reversed(range(len(body.node))):
+        node = body.node[index]
+        array = constant_value(node, {})
+        if array is not None and array.dtype.name in FLOATS:
+            yield node.output[0], array
+            del body.node[index]
+
+
+def _prefix(node: onnx.NodeProto) -> str:
+    # Not checked yet: a node may lack results.
+    return f"{next(iter(node.output), node.name)}."
+
+
+def _rename(body: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    rename(body, names)
+    for result in body.output:
+        result.name = names.get(result.name, result.name)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs

@@ -1,0 +1,287 @@
+"""Rewrites of a model in protobuf form until one spelling is left.
+
+Each step takes a model whose large tensors were taken out, so that protobuf stays small and the C++
+passes of onnx are quick.
+"""
+
+from collections.abc import Callable, Mapping
+
+import onnx
+from onnx import checker, defs, helper, inliner, shape_inference, version_converter
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.failures import model_errors
+from kfac_engine.graph.passes.bodies import refuse_unfit_bodies
+from kfac_engine.graph.passes.expansions import check_functions
+from kfac_engine.graph.passes.order import all_nodes, describe
+from kfac_engine.graph.tensors import to_array
+
+# Derivative rules read the forms of operator set 18; newer models keep theirs.
+OLDEST_OPSET = 18
+# Before this set, the first operand of Scan was no operand of its body.
+_BODIES_OF_TODAY = 9
+# From this set on, operators broadcast like NumPy.
+_NUMPY_BROADCAST = 7
+# ONNX Runtime 1.31 executes operator sets up to 26.
+NEWEST_OPSET = min(26, defs.onnx_opset_version())
+# What sets 27 and 28 added is defined in operators of older sets.
+_NEWEST_KNOWN = min(28, defs.onnx_opset_version())
+
+# What ONNX Runtime has in the standard domain while onnx does not know it, or knows it no more: up
+# to which operator set.
+_RUNTIME_OPERATORS = {"SimplifiedLayerNormalization": _NEWEST_KNOWN, "GroupNormalization": 20}
+
+# Two spellings of one domain.
+_STANDARD_DOMAINS = ("", "ai.onnx")
+# A format version of our own choice: old ones want initializers among the inputs.
+_IR_VERSION = 10
+
+
+def check_versions(model: onnx.ModelProto) -> None:
+    """Refuse formats and operator sets that the installed libraries do not know.
+
+    Args:
+        model: As read.
+
+    Raises:
+        ModelError: A version is too new.
+    """
+    if model.ir_version > onnx.IR_VERSION:
+        raise ModelError(
+            f"the model has ONNX format version {model.ir_version}, but onnx {onnx.__version__} "
+            f"reads versions up to {onnx.IR_VERSION}; export it again or install a newer onnx."
+        )
+    if not 1 <= opset(model) <= _NEWEST_KNOWN:
+        raise ModelError(
+            f"the model uses operator set {opset(model)}, but only 1 to {_NEWEST_KNOWN} are known; "
+            f"export it with operator set {NEWEST_OPSET} or older."
+        )
+
+
+def opset(model: onnx.ModelProto) -> int:
+    """Version of the standard operator set; 1 for the oldest files, which do not state it."""
+    versions = (entry.version for entry in model.opset_import if entry.domain in _STANDARD_DOMAINS)
+    return next(versions, 1)
+
+
+def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with calls of its own functions replaced by their bodies.
+
+    Args:
+        model: Unchanged.
+
+    Returns:
+        A model without functions; the given one if it has none.
+
+    Raises:
+        ModelError: A function is malformed.
+    """
+    if not model.functions:
+        return model
+    check_functions(model)
+    called = onnx.ModelProto()
+    called.CopyFrom(model)
+    _spell_out_defaults(called)
+    with model_errors("the model's functions cannot be inlined"):
+        return inliner.inline_local_functions(called, convert_version=True)
+
+
+def _spell_out_defaults(model: onnx.ModelProto) -> None:
+    """Give calls of functions the attributes that they leave to the default, in place.
+
+    The inliner of onnx 1.23 takes those for left out.
+    """
+    functions = {(f.domain, f.name, f.overload): f for f in model.functions}
+    bodies = (model.graph.node, *(function.node for function in model.functions))
+    for call in (node for body in bodies for node in all_nodes(body)):
+        function = functions.get((call.domain, call.op_type, call.overload))
+        if function is not None:
+            given = {entry.name for entry in call.attribute}
+            defaults = (entry for entry in function.attribute_proto if entry.name not in given)
+            call.attribute.extend(defaults)
+
+
+def unify_standard_domain(model: onnx.ModelProto) -> None:
+    """Write the standard domain as ``""`` everywhere at the top level of ``model``, in place."""
+    others = [e for e in model.opset_import if e.domain not in _STANDARD_DOMAINS]
+    imports = [helper.make_opsetid("", opset(model)), *others]
+    del model.opset_import[:]
+    model.opset_import.extend(imports)
+    model.ir_version = _IR_VERSION
+    for node in model.graph.node:
+        if node.domain in _STANDARD_DOMAINS:
+            node.domain = ""
+
+
+def check_nodes(model: onnx.ModelProto) -> None:
+    """Compare each node with the definition of its operator; other domains are let through.
+
+    Args:
+        model: Without functions, names and order checked.
+
+    Raises:
+        ModelError: An operator does not exist, or its operands or attributes do not fit.
+    """
+    # The checker wants types and shapes at the border that runtimes do not ask for: hand it a model
+    # with the same nodes and a border of numbers.
+    version = opset(model)
+    others = [
+        node for node in model.graph.node if version <= _RUNTIME_OPERATORS.get(node.op_type, 0)
+    ]
+    known = [node for node in model.graph.node if node not in others]
+    given = dict.fromkeys(entry.name for entry in (*model.graph.input, *model.graph.initializer))
+    given |= dict.fromkeys(name for node in others for name in node.output if name)
+    probe = helper.make_model(
+        helper.make_graph(
+            known,
+            "probe",
+            [helper.make_tensor_value_info(name, 1, []) for name in given],
+            [helper.make_tensor_value_info(entry.name, 1, []) for entry in model.graph.output],
+        ),
+        opset_imports=model.opset_import,
+        ir_version=_IR_VERSION,
+    )
+    with model_errors("the model is not valid ONNX"):
+        checker.check_model(probe)
+    for node in all_nodes(model.graph.node):
+        _refuse_missing_operands(node, opset(model))
+        if opset(model) >= _BODIES_OF_TODAY:
+            refuse_unfit_bodies(node)
+
+
+def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
+    """The checker lets operands without a name pass anywhere; ONNX Runtime may crash on them."""
+    missing = [index for index, name in enumerate(node.input) if not name]
+    if not missing or node.domain or not defs.has(node.op_type, max_inclusive_version=version):
+        return
+    formal = defs.get_schema(node.op_type, version).inputs
+    for index in missing:
+        kind = formal[min(index, len(formal) - 1)].option
+        if kind != defs.OpSchema.FormalParameterOption.Optional:
+            raise ModelError(
+                f"operand {index} of the {describe(node)} has no name, but it cannot be left out."
+            )
+
+
+def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` in operator set 18 if its own is older.
+
+    Args:
+        model: Unchanged.
+
+    Returns:
+        The same function in the newer operators; the given model if it is new enough.
+
+    Raises:
+        ModelError: An operator has no newer form.
+        UnsupportedError: The newer form would compute something else.
+    """
+    old = opset(model)
+    if old >= OLDEST_OPSET:
+        return model
+    _refuse_misread(model, old)
+    with model_errors(
+        f"the model's operator set {old} cannot be brought to {OLDEST_OPSET}",
+        f"export it with operator set {OLDEST_OPSET}",
+    ):
+        newer = version_converter.convert_version(_closed(model, old), OLDEST_OPSET)
+    if old < _NUMPY_BROADCAST:
+        del newer.graph.input[:], newer.graph.output[:], newer.graph.value_info[:]
+        newer.graph.input.extend(model.graph.input)
+        newer.graph.output.extend(model.graph.output)
+    if old < 11:
+        # Upsample and the first Resize had one way to place samples. The converter leaves the
+        # attributes out, and what those default to is another way.
+        for node in all_nodes(newer.graph.node):
+            if node.op_type == "Resize":
+                _set(node, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+    return newer
+
+
+def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """``model`` with a number for every open axis of its inputs, if it is of operator set 6."""
+    # The converter of onnx 1.23 asks for numbers where operators broadcast by attribute; it takes
+    # from them only which axes are aligned.
+    if version >= _NUMPY_BROADCAST:
+        return model
+    closed = onnx.ModelProto()
+    closed.CopyFrom(model)
+    for entry in closed.graph.input:
+        for side in entry.type.tensor_type.shape.dim:
+            if side.dim_value <= 0:
+                side.dim_value = 2
+    for result in closed.graph.output:
+        result.type.tensor_type.ClearField("shape")
+    _align(closed)
+    return closed
+
+
+def _align(model: onnx.ModelProto) -> None:
+    """Give operands that broadcast from an ``axis`` on the axes that follow, in place."""
+    # The converter of onnx 1.23 puts those at other places.
+    inferred = shape_inference.infer_shapes(model).graph
+    ranks = {
+        entry.name: len(entry.type.tensor_type.shape.dim)
+        for entry in (*inferred.input, *inferred.value_info)
+        if entry.type.tensor_type.HasField("shape")
+    }
+    ranks |= {entry.name: len(entry.dims) for entry in inferred.initializer}
+    nodes = []
+    for node in model.graph.node:
+        axis = next((e for e in node.attribute if e.name == "axis" and len(node.input) == 2), None)
+        if axis is not None and any(e.name == "broadcast" and e.i for e in node.attribute):
+            first, second = (ranks.get(name) for name in node.input)
+            if not first or second is None:
+                raise UnsupportedError(
+                    f"the {describe(node)} broadcasts from an axis on, among operands of unknown "
+                    f"shapes; export the model with operator set {OLDEST_OPSET} or newer."
+                )
+            node.attribute.remove(axis)
+            axes = list(range(second, first - axis.i % first))
+            if axes:
+                lifted = f"{node.input[1]} for {node.output[0]}"
+                nodes.append(helper.make_node("Unsqueeze", [node.input[1]], [lifted], axes=axes))
+                node.input[1] = lifted
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _refuse_misread(model: onnx.ModelProto, version: int) -> None:
+    known = {entry.name: to_array(entry) for entry in model.graph.initializer}
+    for node in all_nodes(model.graph.node):
+        since, affects = _MISREAD.get(node.op_type, (0, None))
+        if version < since and affects and affects(node, known):
+            raise UnsupportedError(
+                f"the {describe(node)} has a form of operator set {version} without exact "
+                f"counterpart today; export the model with operator set {OLDEST_OPSET} or newer."
+            )
+
+
+def _shrinks_to_nearest(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
+    """Whether a first-form Resize may round positions up, as it did where scales were below 1."""
+    modes = (entry.s for entry in node.attribute if entry.name == "mode")
+    scales = known.get(node.input[1])
+    return next(modes, b"nearest") == b"nearest" and (scales is None or bool((scales < 1).any()))
+
+
+def _has_channel_slopes(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
+    """Whether a first-form PRelu has slopes along axis 1; they broadcast from the last axis now."""
+    return node.input[1] not in known or known[node.input[1]].size != 1
+
+
+# Operators that the converter passes on as they are, though they came to mean something else: the
+# version since when they do, and which nodes that concerns.
+_MISREAD: Mapping[str, tuple[int, Callable[[onnx.NodeProto, Mapping[str, Array]], bool]]] = {
+    "Hardmax": (13, lambda node, known: True),  # flattened its operand to a matrix
+    "PRelu": (7, _has_channel_slopes),
+    "Resize": (11, _shrinks_to_nearest),
+}
+
+
+def _set(node: onnx.NodeProto, **attributes: str) -> None:
+    kept = [entry for entry in node.attribute if entry.name not in attributes]
+    new = [helper.make_attribute(name, value) for name, value in attributes.items()]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *new])

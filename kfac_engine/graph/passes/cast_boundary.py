@@ -1,0 +1,38 @@
+"""A graph that computes in float32 between borders in half precision, as its file had them."""
+
+from collections.abc import Iterable, Mapping
+
+from onnx import TensorProto, helper
+
+from kfac_engine._types import DType
+from kfac_engine.graph.names import claim
+from kfac_engine.graph.passes.bodies import renamed
+from kfac_engine.graph.structure import Node
+
+
+def with_borders(
+    nodes: Iterable[Node], given: Mapping[str, DType], made: Mapping[str, DType]
+) -> list[Node]:
+    """Nodes between casts.
+
+    Args:
+        nodes: In topological order; they compute in float32.
+        given: Inputs and constants that are to be of another type, and that type.
+        made: Likewise for results.
+
+    Returns:
+        The nodes, which now read and make values of other names, and the casts around them.
+    """
+    nodes = tuple(nodes)
+    taken = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}
+    names = {name: claim(f"{name}/float32", taken) for name in (*given, *made)}
+    widening = [_cast(name, names[name], TensorProto.FLOAT) for name in given]
+    narrowing = [
+        _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))
+        for name, dtype in made.items()
+    ]
+    return [*widening, *(renamed(node, names) for node in nodes), *narrowing]
+
+
+def _cast(source: str, target: str, code: int) -> Node:
+    return Node("Cast", (source,), (target,), {"to": code}, name=f"node_{source}_to_{target}")

@@ -1,0 +1,183 @@
+"""Refuses models that expand beyond bounds, before anything runs.
+
+A function that calls another twice doubles the number of nodes, and a trip count or a size is one
+number. So a damaged or hostile file of a few bytes could use all memory, or run for years.
+"""
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from math import inf, prod
+from typing import TypeAlias
+
+import numpy as np
+import onnx
+
+from kfac_engine._types import Array
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.limits import MOST_ENTRIES, MOST_NODES, MOST_TRIPS
+from kfac_engine.graph.passes.constants import constant_value
+from kfac_engine.graph.passes.order import all_nodes, describe
+from kfac_engine.graph.tensors import to_array
+
+# Axes of a value.
+_MOST_SIDES = 16
+
+# A function: its domain, name and overload.
+_Key: TypeAlias = tuple[str, str, str]
+
+
+def check_functions(model: onnx.ModelProto) -> None:
+    """Refuse functions that call themselves, or that make too many nodes.
+
+    Args:
+        model: As read.
+
+    Raises:
+        ModelError: A function does so; the message names it.
+    """
+    nodes = {(f.domain, f.name, f.overload): list(all_nodes(f.node)) for f in model.functions}
+    calls = {key: {_key(node) for node in inside} for key, inside in nodes.items()}
+    try:
+        order = list(TopologicalSorter(calls).static_order())
+    except CycleError as failure:
+        names = " → ".join(f"'{name}'" for _, name, _ in failure.args[1])
+        raise ModelError(f"the model's functions call themselves: {names}.") from None
+    sizes: dict[_Key, int] = {}
+    for key in (key for key in order if key in nodes):
+        sizes[key] = _inlined(nodes[key], sizes)
+        _refuse_many(sizes[key], f"function '{key[1]}'")
+    _refuse_many(_inlined(all_nodes(model.graph.node), sizes), "the graph")
+
+
+def _key(node: onnx.NodeProto) -> _Key:
+    return node.domain, node.op_type, node.overload
+
+
+def _inlined(nodes: Iterable[onnx.NodeProto], sizes: Mapping[_Key, int]) -> int:
+    return sum(sizes.get(_key(node), 1) for node in nodes)
+
+
+def _refuse_many(count: int, what: str) -> None:
+    if count > MOST_NODES:
+        raise ModelError(
+            f"{what} of the model has {count:.3g} nodes once its functions are inlined; at most "
+            f"{MOST_NODES} can be used."
+        )
+
+
+def check_sizes(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
+    """Refuse loops and values that constants make too long or too large.
+
+    Args:
+        graph: Its constants are lifted; bodies are looked into.
+        constants: Value names to arrays.
+
+    Raises:
+        ModelError: The number is above its bound; the message names the node.
+    """
+    _check_nodes(graph.node, dict(constants), 1)
+
+
+def _check_nodes(
+    nodes: Iterable[onnx.NodeProto], constants: MutableMapping[str, Array], trips: float
+) -> None:
+    for node in nodes:
+        known = [constants.get(name) for name in node.input]
+        count = _ENTRIES[node.op_type](known) if node.op_type in _ENTRIES and not node.domain else 0
+        if count > MOST_ENTRIES:
+            raise ModelError(
+                f"the {describe(node)} makes {count:.3g} entries, {4 * count / 1e9:.3g} GB in "
+                f"float32; at most {MOST_ENTRIES} can be made."
+            )
+        inside = trips * (_trips(node, constants) if _is_loop(node) else 1)
+        if inside > MOST_TRIPS:
+            raise ModelError(
+                f"the body of the {describe(node)} runs {inside:.3g} times; at most {MOST_TRIPS} "
+                f"iterations can be run."
+            )
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _check_nodes(body.node, ChainMap(_own_numbers(body), constants), inside)
+
+
+def _is_loop(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Loop" and not node.domain and len(node.input) > 1
+
+
+def _trips(node: onnx.NodeProto, constants: Mapping[str, Array]) -> float:
+    """The trip count of a Loop if it is constant; 1 where a condition may end the loop earlier."""
+    body = next((entry.g for entry in node.attribute if entry.name == "body"), onnx.GraphProto())
+    if not _goes_on(body, constants):
+        return 1
+    limit, going = node.input[:2]
+    if not limit:
+        always = not going or (going in constants and bool(constants[going].all()))
+        return inf if always else 1
+    return max(1.0, float(constants[limit].max(initial=1))) if limit in constants else 1
+
+
+def _goes_on(body: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
+    """Whether the condition of a Loop stays what it is at its beginning, or is constant."""
+    if len(body.input) < 2 or not body.output:
+        return False
+    makers = {name: node for node in body.node for name in node.output}
+    condition = body.output[0].name
+    while condition in makers and makers[condition].op_type == "Identity":
+        condition = makers[condition].input[0]
+    if condition in {body.input[1].name, *(entry.name for entry in body.initializer)}:
+        return True
+    return condition in constants or (
+        condition in makers and makers[condition].op_type == "Constant"
+    )
+
+
+def _own_numbers(body: onnx.GraphProto) -> dict[str, Array]:
+    """The few numbers that a body holds itself: trip counts and sizes."""
+    small = (entry for entry in body.initializer if prod(entry.dims) <= _MOST_SIDES)
+    found = {entry.name: to_array(entry) for entry in small}
+    nodes = (node for node in body.node if node.op_type == "Constant" and len(node.output) == 1)
+    values = ((node.output[0], constant_value(node, {})) for node in nodes)
+    return found | {name: array for name, array in values if array is not None}
+
+
+# What is known of the operands of a node; None for those that are computed.
+_Known: TypeAlias = Sequence[Array | None]
+
+
+def _product(index: int) -> Callable[[_Known], float]:
+    """The product of an operand, whose factors count as one at least."""
+
+    def count(known: _Known) -> float:
+        sides = known[index] if len(known) > index else None
+        return 1.0 if sides is None else prod(max(1.0, float(side)) for side in sides.flat)
+
+    return count
+
+
+def _range(known: _Known) -> float:
+    start, limit, step = (None if a is None or a.size != 1 else float(a.item()) for a in known)
+    if start is None or limit is None or not step:
+        return 1.0
+    return (limit - start) / step
+
+
+def _padded(known: _Known) -> float:
+    pads = known[1] if len(known) > 1 else None
+    if pads is None or pads.size % 2:
+        return 1.0
+    sides = pads.reshape(2, -1).astype(np.float64).sum(axis=0)
+    return float(np.maximum(sides, 1).prod())
+
+
+# Operator to the least number of entries that it makes.
+_ENTRIES: Mapping[str, Callable[[_Known], float]] = {
+    "ConstantOfShape": _product(0),
+    "Expand": _product(1),
+    "OneHot": _product(1),
+    "Pad": _padded,
+    "Range": _range,
+    "Resize": lambda known: max(_product(2)(known), _product(3)(known)),
+    "Tile": _product(1),
+    "Upsample": _product(1),
+}

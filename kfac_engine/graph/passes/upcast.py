@@ -1,0 +1,166 @@
+"""Half precision made single: float16 and bfloat16 values of a model become float32.
+
+A machine without kernels for half types can then run any model, and sums keep their digits. What
+the file's own types were is remembered beside the graph.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, TensorProto
+
+from kfac_engine._types import Array, DType
+from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
+from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.tensors import element_type, to_array
+from kfac_engine.graph.write import tensor
+
+# What the user is handed for half-precision values: their type in the file, or what is computed.
+GradientDType: TypeAlias = Literal["file", "float32"]
+GRADIENT_DTYPES: tuple[GradientDType, ...] = ("file", "float32")
+
+_HALVES = frozenset({"float16", "bfloat16"})
+_CODES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+# Attributes that name an element type, in operators of the domains below.
+_TYPE_ATTRIBUTES = frozenset(
+    {"dtype", "output_datatype", "output_dtype", "precision", "softmax_precision", "stash_type"}
+    | {"to"}
+)
+_DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
+
+
+def in_single(array: Array) -> Array:
+    """``array`` itself, or in float32 where it has half precision."""
+    return array.astype(np.float32) if array.dtype.name in _HALVES else array
+
+
+def widen(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DType]:
+    """Make all half-precision values of a graph float32, in place.
+
+    Args:
+        graph: Nodes, bodies and declarations are changed.
+        constants: Half-precision ones are replaced by float32 copies.
+
+    Returns:
+        The former type of every constant that was changed.
+
+    Raises:
+        UnsupportedError: A node reads the bits of a half-precision value.
+    """
+    narrow = {name: array.dtype for name, array in constants.items() if array.dtype.name in _HALVES}
+    for name in narrow:
+        constants[name] = widened(constants[name])
+    _widen_body(graph)
+    return narrow
+
+
+def widened(array: Array) -> Array:
+    """``array`` in float32, read-only; a view that repeats one number stays such a view."""
+    distinct = array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
+    wide = np.broadcast_to(distinct.astype(np.float32), array.shape)
+    wide.flags.writeable = False
+    return wide
+
+
+def in_types(values: Mapping[str, Array], types: Mapping[str, DType]) -> dict[str, Array]:
+    """Arrays in other element types.
+
+    Args:
+        values: Name to array.
+        types: Name to element type, where that is to change.
+
+    Returns:
+        The arrays; those whose type stays are the given ones.
+
+    Raises:
+        NonFiniteError: A number is too large for the type it is to have.
+    """
+    return {name: _in_type(name, array, types.get(name)) for name, array in values.items()}
+
+
+def _in_type(name: str, array: Array, dtype: DType | None) -> Array:
+    if dtype is None or array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    lost = np.isinf(result) & np.isfinite(array)
+    if lost.any():
+        largest = float(abs(array[lost]).max())
+        raise NonFiniteError(
+            f"the values for '{name}' reach {largest:.3g}, which {dtype} cannot hold; ask for "
+            f"float32 with gradient_dtype='float32', or scale the loss down."
+        )
+    return result
+
+
+def handed_out_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType]:
+    """Element types of what the user is handed, where they are not those of the graph.
+
+    Args:
+        stored: Types of the file, where they are narrower.
+        choice: ``"file"`` or ``"float32"``.
+
+    Returns:
+        ``stored``, or nothing.
+
+    Raises:
+        InputError: The choice is another.
+    """
+    if choice not in GRADIENT_DTYPES:
+        raise InputError(
+            f"gradient_dtype is '{choice}'; choose one of: {', '.join(GRADIENT_DTYPES)}."
+        )
+    return stored if choice == "file" else {}
+
+
+def declared_halves(entries: Iterable[onnx.ValueInfoProto]) -> dict[str, DType]:
+    """Element types of those inputs or outputs that are declared in half precision."""
+    return {
+        entry.name: element_type(entry.type.tensor_type.elem_type, f"'{entry.name}'")
+        for entry in entries
+        if entry.type.tensor_type.elem_type in _CODES
+    }
+
+
+def _widen_body(graph: onnx.GraphProto) -> None:
+    for entry in (*graph.input, *graph.output, *graph.value_info):
+        _widen_type(entry.type)
+    for initializer in graph.initializer:
+        _widen_tensor(initializer)
+    for node in graph.node:
+        _widen_node(node)
+
+
+def _widen_node(node: onnx.NodeProto) -> None:
+    for attribute in node.attribute:
+        names_type = attribute.name in _TYPE_ATTRIBUTES and node.domain in _DOMAINS
+        if names_type and attribute.type == AttributeProto.INT and attribute.i in _CODES:
+            if node.op_type == "BitCast":
+                raise UnsupportedError(
+                    f"the {describe(node)} reads the bits of half-precision numbers, which are "
+                    f"computed in float32 here; export the model in float32."
+                )
+            attribute.i = TensorProto.FLOAT
+        if attribute.HasField("t"):
+            _widen_tensor(attribute.t)
+        for values in attribute.tensors:
+            _widen_tensor(values)
+        for body in (attribute.g, *attribute.graphs):
+            _widen_body(body)
+
+
+def _widen_tensor(values: TensorProto) -> None:
+    if values.data_type in _CODES:
+        values.CopyFrom(tensor(widened(to_array(values)), values.name))
+
+
+def _widen_type(form: onnx.TypeProto) -> None:
+    kind = form.WhichOneof("value")
+    if kind in {"tensor_type", "sparse_tensor_type"}:
+        inner = getattr(form, kind)
+        inner.elem_type = TensorProto.FLOAT if inner.elem_type in _CODES else inner.elem_type
+    elif kind in {"sequence_type", "optional_type"}:
+        _widen_type(getattr(form, kind).elem_type)

@@ -1,0 +1,57 @@
+"""One layer from several uses of its weight."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kfac_engine.layers.match import LayerMatch, Tensors
+
+# Kind of a layer used once to the kind that takes several uses.
+_SEVERAL_USES = {
+    "conv1d": "convolution_multi",
+    "conv2d": "conv2d_multi",
+    "conv_transpose": "conv_transpose_multi",
+    "convolution": "convolution_multi",
+    "embedding": "embedding_multi",
+    "fully_connected": "fully_connected_multi",
+    "grouped_convolution": "grouped_convolution_multi",
+    "scale_and_shift": "scale_and_shift",
+    "shift": "shift",
+}
+
+
+def joined(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
+    """One layer from the uses of its weight, or why they make none.
+
+    Args:
+        uses: One or more, each a layer of its own.
+        several: Starts the reason.
+
+    Returns:
+        The layer, or the reason.
+    """
+    first = uses[0]
+    if len(uses) == 1:
+        return first
+    kinds = sorted({use.kind for use in uses})
+    if len(kinds) > 1 or first.kind not in _SEVERAL_USES:
+        return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
+    if any(use.options != first.options for use in uses):
+        return f"{several}, not all alike"
+    kind, options = _SEVERAL_USES[first.kind], dict(first.options)
+    if "dilation_rate" in options and kind == "convolution_multi":
+        options["dilations"] = options.pop("dilation_rate")
+    # A bias that is not the same in all uses has a use of its own: it stays outside.
+    same = all(use.parameters == first.parameters for use in uses)
+    return replace(
+        first,
+        kind=kind,
+        options=options,
+        parameters=first.parameters if same else first.parameters[:1],
+        inputs=_over([use.inputs for use in uses]),
+        outputs=_over([use.outputs for use in uses]),
+        computed=tuple(value for use in uses for value in use.computed),
+    )
+
+
+def _over(uses: Sequence[Tensors]) -> tuple[str, ...]:
+    return tuple(name for use in uses for name in ((use,) if isinstance(use, str) else use) if name)

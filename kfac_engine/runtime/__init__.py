@@ -1,0 +1,1 @@
+"""Evaluation of models by ONNX Runtime."""

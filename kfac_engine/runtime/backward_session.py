@@ -1,0 +1,74 @@
+"""What runs a backward graph: one session, or a session and the products that it leaves to us."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from kfac_engine._types import DType
+from kfac_engine.autodiff.differentiate import Backward
+from kfac_engine.backend.memory_space import HOST
+from kfac_engine.backend.threads import Workers
+from kfac_engine.graph.analysis.subgraph import read_by
+from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.structure import Input
+from kfac_engine.runtime.context import SessionContext
+from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
+from kfac_engine.runtime.cpu.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
+from kfac_engine.runtime.cpu.transposed_products import fused_products
+from kfac_engine.runtime.cpu.weight_gradient_session import FinishingSession, divided
+from kfac_engine.sessions.device_session import DeviceSession
+from kfac_engine.sessions.placement import open_session
+from kfac_engine.sessions.session import Session
+
+BackwardSession: TypeAlias = Session | DeviceSession | FinishingSession
+
+
+def open_backward(
+    context: SessionContext, backward: Backward, fetched: Mapping[str, DType]
+) -> BackwardSession:
+    """A session where the model runs; on the CPU it leaves gradients of kernels to BLAS.
+
+    Args:
+        context: The context.
+        backward: A backward graph of it.
+        fetched: Element types of values that the forward session hands over.
+
+    Returns:
+        What takes all that ``context.fed`` names, and cotangents, and gives gradients.
+    """
+    if context.place is not HOST:
+        return _open(context, backward, fetched)
+    parts = divided(backward, apart=WEIGHT_GRADIENTS in context.graph_passes)
+    session = _open(context, parts.session, fetched) if parts.session.gradients else None
+    workers = Workers(context.threads or None)
+    return FinishingSession(session, parts, context.graph.constants, workers, context.scratch_bytes)
+
+
+def _open(
+    context: SessionContext, backward: Backward, fetched: Mapping[str, DType]
+) -> Session | DeviceSession:
+    graph, fed = context.graph, context.fed(backward)
+    inputs = [Input(name, dtype, None) for name, dtype in backward.dtypes.items()]
+    inputs += [
+        Input(name, context.facts[name].dtype if name in context.facts else fetched[name], None)
+        for name in fed
+    ]
+    made = {name for node in backward.nodes for name in node.outputs}
+    constants = {**graph.constants, **backward.constants}
+    handed = {*backward.gradients.values()}
+    nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in context.graph_passes)
+    laid = to_blocked_layout(context, nodes, handed, constants)
+    message = compact_model(
+        laid.nodes,
+        inputs,
+        tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
+        read_by(laid.nodes, {**constants, **laid.constants}, excluded=frozenset(fed)),
+        graph.opset,
+        name=f"{graph.name}_backward",
+        domains=graph.domains,
+    )
+    return open_session(
+        message,
+        threads=context.threads,
+        what=f"the backward graph of '{graph.name}'",
+        place=context.place,
+    )

@@ -1,0 +1,42 @@
+"""The parts of a model that its sessions are built from."""
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.differentiate import Backward
+from kfac_engine.backend.memory_space import Place
+from kfac_engine.graph.structure import Fact, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """A graph with the settings of its sessions.
+
+    Attributes:
+        graph: Canonical graph.
+        facts: Element type and shape of every value in the sample run.
+        parameters: Names of the parameters.
+        stored: Parameters and running statistics by name; sessions receive them as inputs.
+        is_static: Whether a value, given by name, does not depend on data.
+        frozen: Names of constants that are not stored; sessions hold them.
+        place: Memory space that the sessions compute in.
+        threads: Threads of ONNX Runtime; 0 leaves the choice to it.
+        scratch_bytes: Bound of the memory of products outside ONNX Runtime.
+        graph_passes: Names from ``runtime.cpu.passes.PASSES``.
+    """
+
+    graph: Graph
+    facts: Mapping[str, Fact]
+    parameters: Set[str]
+    stored: Mapping[str, Array]
+    is_static: Callable[[str], bool]
+    frozen: Set[str]
+    place: Place
+    threads: int
+    scratch_bytes: int
+    graph_passes: Set[str]
+
+    def fed(self, backward: Backward) -> tuple[str, ...]:
+        """Inputs of a backward session besides cotangents: the values it reads but constants."""
+        return tuple(name for name in backward.saved if name not in self.frozen)

@@ -1,0 +1,195 @@
+"""Checks of the inputs that a user passes to a model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.cpu.reductions import all_finite
+from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.namespace import array_module, as_array, numeric
+from kfac_engine.errors import (
+    BackendError,
+    InputError,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+)
+from kfac_engine.graph.passes.upcast import widened
+from kfac_engine.graph.structure import Graph, Input
+
+
+def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """The inputs as arrays that fit the model's declaration.
+
+    Args:
+        graph: The model.
+        inputs: Input name to array.
+
+    Returns:
+        One array for each declared input.
+
+    Raises:
+        InputError: An input is missing or of the wrong element type.
+        UnknownNameError: A name is not an input of the model.
+        ShapeError: An input does not fit its declared shape.
+        NonFiniteError: An input holds NaN or infinity.
+    """
+    declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
+    if not isinstance(inputs, Mapping):
+        raise InputError(
+            f"inputs are given by name, as {{name: array}}, not as {type(inputs).__name__}; "
+            f"the model needs: {declared}."
+        )
+    for name in inputs:
+        if name in graph.constants:
+            raise UnknownNameError(
+                f"'{name}' is a constant of the model, whether or not its file lists it among the "
+                f"inputs; a trainable one is changed with set_parameters. Inputs are: {declared}."
+            )
+        if name not in {entry.name for entry in graph.inputs}:
+            raise UnknownNameError(f"the model has no input '{name}'; its inputs are: {declared}.")
+    checked = {}
+    for entry in graph.inputs:
+        if entry.name not in inputs:
+            raise InputError(f"input '{entry.name}' is missing; the model needs: {declared}.")
+        checked[entry.name] = _check_array(entry, inputs[entry.name])
+    return checked
+
+
+def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
+    """Axes that the file calls by one symbol but that have several sizes, in words.
+
+    ONNX Runtime never compares them: some exporters give one name to axes that differ.
+
+    Args:
+        graph: The model.
+        inputs: Input name to array, checked.
+
+    Returns:
+        A sentence for each such symbol.
+    """
+    sizes: dict[str, dict[int, str]] = {}
+    for entry in graph.inputs:
+        for symbol, size in zip(entry.shape or (), inputs[entry.name].shape, strict=False):
+            if isinstance(symbol, str):
+                sizes.setdefault(symbol, {}).setdefault(size, entry.name)
+    return tuple(
+        f"axis '{symbol}' of the inputs has several sizes: "
+        + ", ".join(f"{size} in '{name}'" for size, name in found.items())
+        for symbol, found in sizes.items()
+        if len(found) > 1
+    )
+
+
+@contextmanager
+def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
+    """Add axes that disagree in size to the error of a run that fails.
+
+    Raises:
+        BackendError: The run failed.
+        ShapeError: It did on inputs that disagree.
+    """
+    try:
+        yield
+    except BackendError as failure:
+        differing = disagreements(graph, inputs)
+        if not differing:
+            raise
+        raise ShapeError(f"{failure} {'; '.join(differing)}.") from failure
+
+
+def fixed_inputs(graph: Graph, inputs: Mapping[str, Array] | None) -> dict[str, Array]:
+    """The inputs of one whole number each, as a given batch has them.
+
+    Args:
+        graph: The model.
+        inputs: A batch, not checked yet; None where it would be made up.
+
+    Returns:
+        Name to value.
+    """
+    if not isinstance(inputs, Mapping):
+        return {}
+    numbers = [entry.name for entry in graph.inputs if entry.is_setting]
+    return {name: np.asarray(inputs[name]) for name in numbers if name in inputs}
+
+
+def check_parameters(
+    model: str, parameters: Mapping[str, Array], values: Mapping[str, Array], place: Place = HOST
+) -> dict[str, Array]:
+    """New values of parameters, as arrays that fit.
+
+    Args:
+        model: Name of the model, for messages.
+        parameters: Parameter name to current value.
+        values: Parameter name to new value.
+        place: Where parameters lie.
+
+    Returns:
+        Parameter name to new value: copies in the parameter's element type.
+
+    Raises:
+        UnknownNameError: A name is not a trainable parameter.
+        ShapeError: A value has another shape than the parameter.
+        NonFiniteError: A value holds NaN or infinity.
+    """
+    checked = {}
+    for name, value in values.items():
+        if name not in parameters:
+            raise UnknownNameError(
+                f"'{name}' is not a trainable parameter of model '{model}'; they are: "
+                f"{', '.join(parameters)}."
+            )
+        old = parameters[name]
+        array = numeric(f"parameter '{name}'", place.own(value)).astype(old.dtype)
+        if array.shape != old.shape:
+            raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
+        checked[name] = array
+    for name, finite in zip(checked, place.finite(list(checked.values())), strict=True):
+        if not finite:
+            raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
+    return checked
+
+
+def spelled(shape: Sequence[int | str | None]) -> str:
+    """A declared shape as messages write it."""
+    return ", ".join("?" if side is None else str(side) for side in shape)
+
+
+def _check_array(entry: Input, value: Array) -> Array:
+    array = as_array(value)
+    on_host = isinstance(array, np.ndarray)
+    array = np.asarray(array) if on_host else array
+    if entry.stored is not None and array.dtype == entry.stored:
+        array = widened(array) if on_host else array.astype(np.float32)
+    if array.dtype != entry.dtype:
+        wanted = f"{entry.stored} or {entry.dtype}" if entry.stored else f"{entry.dtype}"
+        raise InputError(
+            f"input '{entry.name}' is {array.dtype}, the model wants {wanted}; convert it "
+            f"with .astype('{entry.dtype}')."
+        )
+    if entry.shape is not None and (
+        array.ndim != len(entry.shape)
+        or any(
+            isinstance(want, int) and want != have
+            for want, have in zip(entry.shape, array.shape, strict=True)
+        )
+    ):
+        raise ShapeError(
+            f"input '{entry.name}' has shape {array.shape}, the model wants "
+            f"({spelled(entry.shape)})."
+        )
+    if array.shape[:1] == (0,):
+        raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")
+    if np.issubdtype(array.dtype, np.floating) and not _finite(array):
+        bad = tuple(int(i) for i in array_module(array).argwhere(~np.isfinite(array))[0])
+        raise NonFiniteError(f"input '{entry.name}' holds NaN or infinity, first at index {bad}.")
+    return array
+
+
+def _finite(array: Array) -> bool:
+    if isinstance(array, np.ndarray):
+        return all_finite(array)
+    return bool(np.isfinite(array).all())

@@ -1,0 +1,1 @@
+"""ONNX Runtime sessions, on the CPU and on a GPU."""

@@ -1,0 +1,1 @@
+"""The operating system: files, free memory, time."""

@@ -1,0 +1,127 @@
+"""Moments of groups of channels equal those of patches gathered pixel by pixel, in either form."""
+
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.window import Window, pointwise
+from tests.backend import truths
+from tests.backend.cpu.test_patch_gram import ORDERS, ROUNDING, SINGLE_ROUNDING, moment, patches
+from tests.backend.geometries import CORNERS, EVERY, Case
+
+ALL = [*CORNERS, *EVERY]
+SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+# With room, small groups are multiplied pixel by pixel; without, each is taken alone.
+ROOM = pytest.mark.parametrize("scratch_bytes", [64 << 20, 300], ids=["by_pixels", "by_groups"])
+
+
+def grouped(case, size, seed=0):
+    """Images with as many groups as the case has channels, and the moment of each."""
+    x = np.concatenate([case.images(seed + c) for c in range(size)], axis=1)
+    return x, np.array([moment(part, case.window) for part in np.split(x, case.channels, axis=1)])
+
+
+def bordered(x, window, groups):
+    return np.array([moment(part, window, True) for part in np.split(x, groups, axis=1)])
+
+
+def add_moments(x, window, out, *, scratch_bytes=64 << 20, threads=None, **options):
+    backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=threads)
+    backend.grouped_second_moment(x, window, out, **options)
+    backend.mirror(out)
+
+
+def assert_close(found, expected, tolerance=ROUNDING):
+    np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
+
+
+@ROOM
+@pytest.mark.parametrize(("i", "case"), list(enumerate(ALL)), ids=[str(case) for case in ALL])
+def test_moments_are_added_to_the_scaled_old_ones(i, case, scratch_bytes):
+    x, new = grouped(case, size=1 + i % 3)
+    old = np.random.default_rng(i).standard_normal(new.shape)
+    old += old.swapaxes(1, 2)
+    out = old.copy()
+    add_moments(
+        ORDERS[i % len(ORDERS)](x),
+        case.window,
+        out,
+        scratch_bytes=scratch_bytes,
+        alpha=0.3,
+        beta=0.7,
+    )
+    assert_close(out, 0.7 * old + 0.3 * new)
+
+
+@ROOM
+@pytest.mark.parametrize("case", [*CORNERS, *EVERY[::10]], ids=str)
+def test_patches_may_end_with_a_one_and_zero_beta_overwrites_nan(case, scratch_bytes):
+    x = case.images()
+    expected = bordered(x, case.window, case.channels)
+    out = np.full_like(expected, np.nan)
+    add_moments(x, case.window, out, scratch_bytes=scratch_bytes, homogeneous=True)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 6, 48], ids="{} groups".format)
+@pytest.mark.parametrize("window", [SAME, pointwise(2)], ids=["patches", "pixels"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_threads_share_the_groups(groups, window, dtype):
+    # More images than are summed at a time, and enough work for several threads.
+    x = Case(window, 70, 48, (12, 13)).images().astype(dtype)
+    kept = np.float64 if dtype == np.float64 else np.float32
+    expected = bordered(x, window, groups)
+    out = np.full(expected.shape, np.nan, kept)
+    add_moments(x, window, out, threads=3, homogeneous=True)
+    assert_close(out, expected, ROUNDING if kept == np.float64 else SINGLE_ROUNDING)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_no_images_leave_the_scaled_old_moments(groups):
+    old = np.random.default_rng(0).standard_normal(
+        (groups, 4 // groups * 9 + 1, 4 // groups * 9 + 1)
+    )
+    old += old.swapaxes(1, 2)
+    out = old.copy()
+    add_moments(np.zeros((0, 4, 5, 5)), SAME, out, homogeneous=True, beta=0.5)
+    np.testing.assert_array_equal(out, 0.5 * old)
+
+
+def test_a_row_for_each_example_needs_no_axes_of_pixels():
+    x = np.random.default_rng(0).standard_normal((9, 6))
+    out = np.empty((3, 2, 2))
+    add_moments(x, pointwise(0), out)
+    assert_close(out, [truths.moment(part, False) for part in np.split(x, 3, axis=1)])
+
+
+@pytest.mark.parametrize("scratch_bytes", [400_000, 4_000_000])
+def test_scratch_bytes_bound_the_working_memory(scratch_bytes):
+    x = np.random.default_rng(0).standard_normal((40, 30, 30, 32)).swapaxes(1, 3)
+    out, expected = np.empty((32, 9, 9)), np.empty((32, 9, 9))
+    add_moments(x, SAME, expected)
+    tracemalloc.start()
+    add_moments(x, SAME, out, scratch_bytes=scratch_bytes, threads=2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # Small objects come on top: a plan, and tasks.
+    assert peak <= scratch_bytes + 200_000
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("scratch_bytes", [64 << 20, 30_000], ids=["roomy", "one_thread"])
+def test_threads_share_the_squared_gradients_of_examples(scratch_bytes, beta, homogeneous):
+    rng = np.random.default_rng(0)
+    x, ds = rng.standard_normal((2, 70, 32, 12, 12))
+    z = patches(x, SAME)
+    z = np.concatenate([z, np.ones((*z.shape[:2], 1))], axis=2) if homogeneous else z
+    gradients = np.einsum("ntd,not->ndo", z, ds.reshape(70, 32, -1), optimize=True)
+    new = (gradients**2).sum(axis=0)[None]
+    out = np.full(new.shape, np.nan if beta == 0 else 2.0)
+    backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=3)
+    backend.squared_gradients(x, SAME, ds, out, homogeneous=homogeneous, alpha=0.3, beta=beta)
+    assert_close(out, 2.0 * beta + 0.3 * new)

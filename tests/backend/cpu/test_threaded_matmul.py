@@ -1,0 +1,89 @@
+"""Products that threads share are those of NumPy, entry by entry."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cpu import threaded_matmul
+from kfac_engine.backend.cpu.threaded_matmul import add_outer, matmul
+from kfac_engine.backend.tasks import WORTH_WAKING
+from kfac_engine.backend.threads import Workers
+
+# Sums of at most 2000 products of order one, in float64; threads cut none of them.
+ROUNDING = 1e-11
+
+SHAPES = {
+    "small": ((3, 4), (4, 5)),
+    "vector_and_matrix": ((4,), (4, 5)),
+    "matrix_and_vector": ((3, 4), (4,)),
+    "many_rows": ((3000, 300), (300, 100)),
+    "many_columns": ((100, 300), (300, 3000)),
+    "stack": ((7, 200, 300), (7, 300, 210)),
+    "one_left_operand_for_a_stack": ((400, 300), (5, 300, 210)),
+    "one_right_operand_for_a_stack": ((5, 210, 300), (300, 400)),
+    "stack_with_one_left_operand_within": ((1, 400, 300), (5, 300, 210)),
+}
+
+
+def room(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def test_cases_are_both_shared_and_not():
+    work = [np.prod(x) * y[-1] for x, y in SHAPES.values()]
+    assert min(work) < WORTH_WAKING < max(work)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("left", "right"), SHAPES.values(), ids=SHAPES)
+def test_the_product_is_that_of_einsum(left, right, count):
+    x, y = room(left, 0), room(right, 1)
+    a = "k" if x.ndim == 1 else "...ik"
+    b = "k" if y.ndim == 1 else "...kj"
+    out = "..." + "i" * (x.ndim > 1) + "j" * (y.ndim > 1)
+    expected = np.einsum(f"{a},{b}->{out}", x, y, optimize=True)
+    np.testing.assert_allclose(matmul(x, y, None, Workers(count)), expected, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("left", "right"), [((900, 500), (500, 400)), ((400, 500), (500, 900))])
+def test_the_product_goes_into_a_part_of_an_array_in_any_order(left, right, turned):
+    x, y = room(left, 0), room(right, 1)
+    shape = left[0], right[1]
+    whole = (
+        np.full((shape[1] + 1, shape[0]), 7.0).T
+        if turned
+        else np.full((shape[0], shape[1] + 1), 7.0)
+    )
+    out = whole[:, :-1]
+    assert matmul(x, y, out, Workers(2)) is out
+    np.testing.assert_allclose(out, np.einsum("ik,kj->ij", x, y, optimize=True), atol=ROUNDING)
+    assert (whole[:, -1] == 7.0).all()
+
+
+def test_operands_of_two_types_give_the_wider_one():
+    x, y = room((900, 500), 0).astype(np.float32), room((500, 400), 1)
+    assert matmul(x, y, None, Workers(2)).dtype == np.float64
+
+
+VECTORS = {
+    "adjacent": lambda x: x[:7].copy(),
+    "column": lambda x: np.stack([x[:7]] * 3, 1)[:, 1],
+    "backwards": lambda x: x[6::-1],
+    "repeated": lambda x: np.broadcast_to(x[:1], 7),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("y", VECTORS.values(), ids=VECTORS)
+@pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
+@pytest.mark.parametrize("small", [0, 1 << 17], ids=["by_blas", "by_numpy"])
+def test_an_outer_product_is_added_in_place(monkeypatch, small, x, y, dtype):
+    monkeypatch.setattr(threaded_matmul, "_SMALL", small)
+    x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
+    whole = np.full((7, 9), 7.0, dtype)
+    out = whole[:, 1:8]
+    out[...] = old
+    add_outer(out, x, y, 0.5, 0.25)
+    expected = 0.25 * old.astype(dtype).astype(np.float64) + 0.5 * np.einsum("i,j->ij", x, y)
+    np.testing.assert_allclose(out, expected, atol=10 * np.finfo(dtype).eps)
+    assert (whole[:, [0, 8]] == 7.0).all()

@@ -1,0 +1,45 @@
+"""Matrices go to float64 and back unchanged, by their lower triangles alone."""
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cpu import triangle
+from kfac_engine.backend.threads import Workers
+
+SIDES = [1, 127, 128, 129, 700]
+WORKERS = {"alone": Workers(1), "three": Workers(3)}
+
+
+def symmetric(side, dtype):
+    matrix = np.random.default_rng(side).standard_normal((side, side)).astype(dtype)
+    return matrix + matrix.T
+
+
+@pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("side", SIDES)
+def test_a_triangle_makes_the_whole_matrix_again(side, dtype, workers):
+    matrix, work = symmetric(side, dtype), triangle.room(side)
+    triangle.load(np.where(np.tri(side, dtype=bool), matrix, np.nan), work, workers)
+    work[np.triu_indices(side, 1)] = np.nan
+    found = triangle.store(work, np.dtype(dtype), workers)
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, matrix, strict=True)
+
+
+@pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+@pytest.mark.parametrize("side", SIDES)
+def test_loading_gives_the_norm_of_the_whole_matrix(side, workers):
+    matrix = symmetric(side, np.float32)
+    squares = triangle.load(matrix, triangle.room(side), workers)
+    # Sums of up to half a million squares, in whatever order.
+    assert squares == pytest.approx(np.linalg.norm(matrix.astype(np.float64)) ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [(0, 0), (599, 0), (599, 599), (300, 299)])
+def test_an_entry_that_is_not_finite_shows_in_the_norm(place, bad):
+    matrix = symmetric(600, np.float32)
+    matrix[place] = bad
+    squares = triangle.load(matrix, triangle.room(600), Workers(2))
+    assert not np.isfinite(squares)

@@ -1,0 +1,187 @@
+"""The CuPy backend equals the NumPy backend in every primitive, on a stand-in and on a device."""
+
+import inspect
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda.backend import CupyBackend
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
+from tests.backend import cupy_standin
+from tests.backend.geometries import CORNERS, STRIDED, Case
+from tests.cuda_on_cpu.module import compiler
+
+NUMPY = NumpyBackend()
+# Float32 results of other orders of summation, relative to the largest entry.
+FLOAT32 = 3e-6
+FLOAT64 = 1e-12
+TOLERANCE = {np.float32: FLOAT32, np.float64: FLOAT64}
+
+
+@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
+def backend(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CupyBackend]:
+    device._cupy.cache_clear()
+    if request.param == "stand-in":
+        if compiler() is None:
+            pytest.skip("needs g++ to run kernels on the CPU")
+        cupy_standin.install(monkeypatch)
+    try:
+        yield CupyBackend(scratch_bytes=8 << 20)
+    except BackendError as failure:
+        pytest.skip(str(failure))
+    finally:
+        device._cupy.cache_clear()
+
+
+def whole(lower: np.ndarray) -> np.ndarray:
+    """Both triangles: NumPy's moments are sure to have the lower one only, those of a GPU both."""
+    return np.tril(lower) + np.tril(lower, -1).T
+
+
+def equal(backend: CupyBackend, found: object, wanted: np.ndarray, tolerance: float) -> None:
+    host = backend.to_numpy(found)
+    assert host.dtype == wanted.dtype
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(host, wanted, rtol=0, atol=tolerance * max(scale, 1e-30))
+
+
+def spd(side: int, dtype: type, seed: int = 0) -> np.ndarray:
+    root = np.random.default_rng(seed).normal(size=(side, side))
+    return (root @ root.T / side + np.eye(side)).astype(dtype)
+
+
+def test_every_primitive_has_the_signature_of_the_protocol() -> None:
+    for name in (name for name in vars(Backend) if not name.startswith("_")):
+        asked, given = inspect.getattr_static(Backend, name), getattr(CupyBackend, name, None)
+        if inspect.isfunction(asked):
+            assert inspect.signature(asked) == inspect.signature(given), name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("homogeneous", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((40, 7), -1), ((5, 6, 7), -1), ((5, 6, 7), 1), ((3, 6, 2, 2, 2, 2), 1)]
+)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_second_moment(
+    backend: CupyBackend,
+    shape: tuple[int, ...],
+    axis: int,
+    homogeneous: bool,
+    beta: float,
+    dtype: type,
+) -> None:
+    x = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    wanted = spd(shape[axis] + homogeneous, dtype)
+    found = backend.asarray(wanted if beta else np.full_like(wanted, np.nan)).copy()
+    options = {"feature_axis": axis, "homogeneous": homogeneous, "alpha": 0.3, "beta": beta}
+    NUMPY.second_moment(x, wanted, **options)
+    backend.second_moment(backend.asarray(x), found, **options)
+    equal(backend, found, whole(wanted), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("case", [*STRIDED[::25], *CORNERS[:4]], ids=str)
+def test_patches_and_their_moment(backend: CupyBackend, case: Case, dtype: type) -> None:
+    x = case.images().astype(dtype)
+    equal(
+        backend, backend.patches(backend.asarray(x), case.window), NUMPY.patches(x, case.window), 0
+    )
+    kept = np.float64 if dtype == np.float64 else np.float32
+    wanted = spd(case.window.taps * case.channels + 1, kept)
+    found = backend.asarray(wanted).copy()
+    options = {"homogeneous": True, "alpha": 0.3, "beta": 0.5}
+    NUMPY.patch_second_moment(x, case.window, wanted, **options)
+    backend.patch_second_moment(backend.asarray(x), case.window, found, **options)
+    equal(backend, found, whole(wanted), TOLERANCE[kept])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("side", [1, 5, 40])
+def test_inverses_and_roots(backend: CupyBackend, side: int, dtype: type) -> None:
+    matrix = spd(side, dtype)
+    on_device = backend.asarray(matrix)
+    tolerance = {np.float32: 1e-6, np.float64: 1e-12}[dtype]  # computed in float64, then rounded
+    for name in ("damped_inverse", "damped_cholesky"):
+        found = getattr(backend, name)(on_device, 0.1)
+        equal(backend, found, getattr(NUMPY, name)(matrix, 0.1), tolerance)
+    lower = np.tril(matrix)
+    found = backend.triangular_inverse(backend.asarray(lower))
+    equal(backend, found, NUMPY.triangular_inverse(lower), tolerance)
+
+
+@pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
+def test_a_matrix_that_rounding_made_indefinite_is_damped_more(
+    backend: CupyBackend, name: str
+) -> None:
+    matrix = np.diag([1.0, -1e-5]).astype(np.float32)
+    found = getattr(backend, name)(backend.asarray(matrix), 1e-6)
+    equal(backend, found, getattr(NUMPY, name)(matrix, 1e-6), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
+def test_an_indefinite_matrix_loses_its_negative_eigenvalues(
+    backend: CupyBackend, name: str
+) -> None:
+    matrix = np.diag([1.0, -3.0, 2.0]).astype(np.float32)
+    found = getattr(backend, name)(backend.asarray(matrix), 1e-3)
+    equal(backend, found, getattr(NUMPY, name)(matrix, 1e-3), 1e-6)
+
+
+def test_eigenvectors_diagonalise(backend: CupyBackend) -> None:
+    matrix = spd(20, np.float32)
+    values, vectors = (backend.to_numpy(a) for a in backend.eigh(backend.asarray(matrix)))
+    assert values.dtype == vectors.dtype == np.float64
+    np.testing.assert_allclose((vectors * values) @ vectors.T, matrix, atol=1e-12)
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(20), atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_found_and_refused(backend: CupyBackend, bad: float) -> None:
+    matrix = spd(4, np.float32)
+    norm = float((matrix.astype(np.float64) ** 2).sum())
+    assert backend.squared_norms([backend.asarray(matrix)]) == [pytest.approx(norm, 1e-6)]
+    matrix[2, 1] = bad
+    on_device = backend.asarray(matrix)
+    assert not np.isfinite(backend.squared_norms([on_device])).any()
+    with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
+        backend.damped_inverse(on_device, 0.1)
+
+
+def test_bad_operands_are_refused_as_by_numpy(backend: CupyBackend) -> None:
+    with pytest.raises(ShapeError, match="square"):
+        backend.damped_inverse(backend.asarray(np.ones((2, 3), np.float32)), 0.1)
+    with pytest.raises(InputError, match="damping"):
+        backend.damped_inverse(backend.asarray(spd(2, np.float32)), -1.0)
+    with pytest.raises(InputError, match="positive damping"):
+        backend.damped_inverse(backend.asarray(np.zeros((2, 2), np.float32)), 0.0)
+    with pytest.raises(InputError, match=r"\[1, 1\]"):
+        backend.triangular_inverse(backend.asarray(np.diag([1.0, 0.0])))
+    out = backend.asarray(np.zeros((3, 3), np.float32))
+    with pytest.raises(ShapeError):
+        backend.second_moment(backend.asarray(np.ones((5, 4), np.float32)), out)
+
+
+def test_a_moment_copies_nothing_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    device._cupy.cache_clear()
+    cupy_standin.install(monkeypatch)
+    backend = CupyBackend(scratch_bytes=8 << 20)
+    x = backend.asarray(np.ones((2, 3, 5, 5), np.float32))
+    out = backend.asarray(np.zeros((28, 28), np.float32))
+    window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+    cupy_standin.COUNTS.clear()
+    for _ in range(3):
+        backend.patch_second_moment(x, window, out, homogeneous=True, beta=0.5)
+    assert cupy_standin.COUNTS["downloads"] == cupy_standin.COUNTS["reads"] == 0
+    assert cupy_standin.COUNTS["uploads"] == 4  # the plan, once
+    device._cupy.cache_clear()

@@ -1,0 +1,286 @@
+"""Many matrices at once on a GPU: as each alone, with the device read once for all of them."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cuda import device, inverse, inverse_roots, solvers
+from kfac_engine.backend.cuda.backend import CupyBackend
+from kfac_engine.errors import (
+    BackendError,
+    InputError,
+    MemoryLimitError,
+    NonFiniteError,
+)
+from tests.backend import cupy_standin, standin_solvers, standin_streams
+
+NUMPY = NumpyBackend()
+# Computed in float64 both times; one rounding to the type of the matrix.
+TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-11}
+# Beyond the side up to which stacks are factored in one call.
+LARGE = solvers.STACKED_SIDE + 3
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
+    """On the stand-in, which must compile its probe: a device is asked in ``make test-gpu``."""
+    yield from _backends(monkeypatch, "stand-in")
+
+
+@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
+def either(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CupyBackend]:
+    yield from _backends(monkeypatch, request.param)
+
+
+def _backends(patch: pytest.MonkeyPatch, kind: str) -> Iterator[CupyBackend]:
+    device._cupy.cache_clear()
+    if kind == "stand-in":
+        cupy_standin.install(patch)
+    try:
+        yield CupyBackend(scratch_bytes=64 << 20)
+    except BackendError as failure:
+        pytest.skip(str(failure))
+    finally:
+        device._cupy.cache_clear()
+
+
+def spd(side: int, seed: int, dtype: type = np.float32) -> np.ndarray:
+    root = np.random.default_rng(seed).normal(size=(side, side))
+    return (root @ root.T / side + 0.5 * np.eye(side)).astype(dtype)
+
+
+def mixed() -> list[np.ndarray]:
+    """Equal and different sides and types, in no order."""
+    sides = [7, 3, 7, 1, LARGE, 7, 3, LARGE]
+    types = [np.float32, np.float32, np.float64, np.float32, np.float32, np.float32, *[float] * 2]
+    return [spd(s, i, t) for i, (s, t) in enumerate(zip(sides, types, strict=True))]
+
+
+def close(backend: CupyBackend, found: object, wanted: np.ndarray) -> None:
+    host = backend.to_numpy(found)
+    assert host.dtype == wanted.dtype
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(host, wanted, rtol=0, atol=TOLERANCE[wanted.dtype] * scale)
+
+
+@pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
+def test_many_are_as_each_alone(either: CupyBackend, name: str) -> None:
+    hosts, dampings = mixed(), list(np.geomspace(1e-3, 1, 8))
+    found = getattr(either, f"{name}s")([either.asarray(m) for m in hosts], dampings)
+    for result, host, damping in zip(found, hosts, dampings, strict=True):
+        close(either, result, getattr(NUMPY, name)(host, damping))
+        assert result.flags.c_contiguous
+
+
+def test_many_triangles_are_inverted_as_each_alone(either: CupyBackend) -> None:
+    hosts = [np.tril(matrix) for matrix in mixed()]
+    found = either.triangular_inverses([either.asarray(host) for host in hosts])
+    for result, host in zip(found, hosts, strict=True):
+        close(either, result, NUMPY.triangular_inverse(host))
+
+
+def test_eigenvectors_of_matrices_and_stacks_diagonalise(either: CupyBackend) -> None:
+    stack = np.stack([spd(5, seed) for seed in range(4)])
+    hosts = [spd(9, 7), stack, spd(5, 8)]
+    for (values, vectors), host in zip(
+        either.eighs([either.asarray(host) for host in hosts]), hosts, strict=True
+    ):
+        w, Q = either.to_numpy(values), either.to_numpy(vectors)
+        assert w.shape == host.shape[:-1]
+        assert (np.diff(w) >= 0).all()
+        rebuilt = (Q * w[..., None, :]) @ Q.swapaxes(-1, -2)
+        np.testing.assert_allclose(rebuilt, host, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("name", ["damped_inverses", "damped_choleskys"])
+def test_healthy_matrices_need_one_reading_of_the_device(
+    backend: CupyBackend, name: str, count: int
+) -> None:
+    matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
+    cupy_standin.COUNTS.clear()
+    getattr(backend, name)(matrices, [0.1] * count)
+    assert cupy_standin.COUNTS["downloads"] == 1
+    assert cupy_standin.COUNTS["reads"] == 0
+
+
+def test_only_what_failed_is_tried_again(backend: CupyBackend, caplog) -> None:
+    hosts = [spd(4, 0), np.diag([1.0, -1e-5, 1, 1]).astype(np.float32), spd(4, 1)]
+    hosts += [np.diag([1.0, -3.0, 2.0, 1.0]).astype(np.float32)]
+    matrices = [backend.asarray(host) for host in hosts]
+    cupy_standin.COUNTS.clear()
+    standin_solvers.CALLS.clear()
+    with caplog.at_level(logging.WARNING):
+        found = backend.damped_inverses(matrices, [1e-6] * 4)
+    # Four rungs, then eigenvalues.
+    assert cupy_standin.COUNTS["downloads"] == 5
+    assert standin_solvers.CALLS["dpotrfBatched"] == 2  # all, then both that failed
+    assert sum("not positive definite" in r.message for r in caplog.records) == 1 + 4
+    for result, host in zip(found, hosts, strict=True):
+        close_to = NUMPY.damped_inverse(host, 1e-6)
+        scale = np.abs(close_to).max()
+        np.testing.assert_allclose(backend.to_numpy(result), close_to, rtol=0, atol=1e-5 * scale)
+
+
+def test_large_matrices_are_shared_out_among_streams(backend: CupyBackend) -> None:
+    hosts = [spd(LARGE, seed) for seed in range(6)]
+    standin_solvers.CALLS.clear()
+    found = backend.damped_inverses([backend.asarray(host) for host in hosts], [0.1] * 6)
+    for result, host in zip(found, hosts, strict=True):
+        close(backend, result, NUMPY.damped_inverse(host, 0.1))
+    assert standin_solvers.CALLS["dpotri"] == 6
+
+
+def test_the_stand_in_notices_a_stream_that_was_not_waited_for(backend: CupyBackend) -> None:
+    stream = standin_streams.Stream(non_blocking=True)
+    with stream:
+        x = backend.xp.ones(3)
+    with pytest.raises(AssertionError, match="another stream"):
+        backend.to_numpy(x)
+    standin_streams.current().wait_event(stream.record())
+    np.testing.assert_array_equal(backend.to_numpy(x), 1)
+
+
+@pytest.mark.parametrize("library", [lambda: None, lambda: standin_solvers.Library(broken=True)])
+def test_without_a_working_potri_triangles_are_solved(
+    monkeypatch: pytest.MonkeyPatch, library: object
+) -> None:
+    device._cupy.cache_clear()
+    cupy_standin.install(monkeypatch)
+    monkeypatch.setattr(solvers, "loaded_library", library)
+    backend = CupyBackend()
+    assert not backend.device.solvers.has_potri
+    standin_solvers.CALLS.clear()
+    for side in (6, LARGE):
+        host = spd(side, 0)
+        close(
+            backend,
+            backend.damped_inverse(backend.asarray(host), 0.1),
+            NUMPY.damped_inverse(host, 0.1),
+        )
+    assert standin_solvers.CALLS["dpotri"] == 0
+    device._cupy.cache_clear()
+
+
+def test_the_name_of_the_bad_one_among_many_is_told(backend: CupyBackend) -> None:
+    good, bad = spd(4, 0), spd(4, 1)
+    bad[2, 1] = np.nan
+    matrices = [backend.asarray(m) for m in (good, bad, good)]
+    for name in ("damped_inverses", "damped_choleskys"):
+        with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
+            getattr(backend, name)(matrices, [0.1] * 3)
+    with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
+        backend.eighs(matrices)
+    with pytest.raises(InputError, match="damping"):
+        backend.damped_inverses(matrices[:1], [np.nan])
+
+
+def test_wrong_eigenvectors_are_refused(
+    backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inverse, "_EIGEN_ROUNDING", 0.0)
+    with pytest.raises(BackendError, match="eigenvectors"):
+        backend.eighs([backend.asarray(spd(5, 0))])
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_does_not_fit_is_done_in_pieces(backend: CupyBackend) -> None:
+    hosts = [spd(40, seed) for seed in range(64)]
+    matrices = [backend.asarray(host) for host in hosts]
+    # A third of the stack: 64 matrices in float64 take 800 kB.
+    cupy_standin.memory.limit = 250_000
+    found = backend.damped_inverses(matrices, [0.1] * 64)
+    assert 0 < cupy_standin.memory.refused < 10
+    for result, host in zip(found, hosts, strict=True):
+        close(backend, result, NUMPY.damped_inverse(host, 0.1))
+
+
+def test_without_memory_for_one_matrix_the_figures_are_told(backend: CupyBackend) -> None:
+    matrix = backend.asarray(spd(64, 0))
+    cupy_standin.memory.limit = 1000
+    with pytest.raises(MemoryLimitError, match=r"GPU has 1\.07 of 8\.59 GB free"):
+        backend.damped_inverse(matrix, 0.1)
+
+
+# -- roots without eigenvectors --------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of any side take the way of large ones."""
+    monkeypatch.setattr(inverse_roots, "FROM_SIDE", {80: 2, 90: 2, 100: 2})
+
+
+def root(matrix: np.ndarray, damping: float, degree: int) -> np.ndarray:
+    values, Q = np.linalg.eigh(matrix.astype(np.float64))
+    return ((Q * (values + damping) ** (-1 / degree)) @ Q.T).astype(np.float32)
+
+
+def test_roots_are_those_of_eigenvectors(either: CupyBackend, small_roots: None) -> None:
+    hosts = [spd(side, side) for side in (5, 9, 5, 30)]
+    dampings, degrees = [1e-1, 1e-3, 1.0, 1e-2], [2, 4, 4, 2]
+    found = either.inverse_roots([either.asarray(host) for host in hosts], dampings, degrees)
+    for result, host, damping, degree in zip(found, hosts, dampings, degrees, strict=True):
+        if result is not None:  # a device with slow float64 takes eigenvectors
+            close(either, result, root(host, damping, degree))
+
+
+def test_roots_read_the_device_as_often_for_many_as_for_one(
+    backend: CupyBackend, small_roots: None
+) -> None:
+    for count in (1, 12):
+        matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
+        cupy_standin.COUNTS.clear()
+        found = backend.inverse_roots(matrices, [0.1] * count, [2] * count)
+        assert all(one is not None for one in found)
+        assert cupy_standin.COUNTS["downloads"] == 2  # bounds, then residuals
+        assert cupy_standin.COUNTS["reads"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+def test_what_has_no_root_by_products_is_left_to_eigenvectors(
+    backend: CupyBackend, small_roots: None
+) -> None:
+    indefinite = np.diag([1.0, -0.5, 1.0]).astype(np.float32)
+    singular = np.diag([1.0, 0.0, 1.0]).astype(np.float32)
+    cases = [(indefinite, 0.1), (singular, 1e-30), (singular, 0.0), (spd(3, 0, np.float64), 0.1)]
+    matrices = [backend.asarray(matrix) for matrix, _ in cases]
+    found = backend.inverse_roots(matrices, [damping for _, damping in cases], [2] * 4)
+    assert found == [None] * 4
+
+
+def test_small_matrices_and_slow_devices_take_eigenvectors(backend: CupyBackend) -> None:
+    matrix = backend.asarray(spd(LARGE, 0))
+    assert backend.inverse_roots([backend.asarray(spd(8, 0))], [0.1], [2]) == [None]
+    assert backend.inverse_roots([matrix], [0.1], [2])[0] is not None
+    backend.device.capability = 89  # float64 at a sixty-fourth of the rate
+    assert backend.inverse_roots([matrix], [0.1], [2]) == [None]
+
+
+# -- the library -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "RTLD_NOLOAD"), reason="needs a loader that can be asked")
+def test_only_a_library_that_is_loaded_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solvers, "_LIBRARIES", ("libnone.so.1",))
+    assert solvers.loaded_library() is None
+    monkeypatch.setattr(solvers, "_LIBRARIES", ("libnone.so.1", "libc.so.6"))
+    if sys.platform == "linux":
+        assert solvers.loaded_library() is not None
+
+
+def test_a_refusal_of_the_library_is_told(
+    backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standin_solvers.Library, "cusolverDnDpotri", lambda *_: 7)
+    with pytest.raises(BackendError, match=r"inverse of a 4 × 4 matrix gave 7"):
+        backend.damped_inverse(backend.asarray(spd(4, 0)), 0.1)

@@ -1,0 +1,317 @@
+"""Kronecker blocks of dense layers against dense matrices."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.curvature.blocks.dense_layer import (
+    D_IN,
+    D_OUT,
+    DAMPING,
+    DOUBLE,
+    SHAPES,
+    batch,
+    block_power,
+    damped,
+    dampings,
+    either_bias,
+    registered,
+    sides,
+)
+from tests.lifecycle import as_matrix, observe, plain_packing, second_moment
+
+# -- the published example -------------------------------------------------------------------------
+
+
+def published_steps(batches):
+    """The documented life cycle, step by step; the block at its end."""
+    shapes = {"w": (4, 3), "b": (3,), "x": (8, 4), "s": (8, 3), "ds": (8, 3)}
+    lc = ke.LayerCollection(graph=shapes)
+    lc.register_fully_connected(params=("w", "b"), inputs="x", outputs="s", approx="kron")
+    block = lc.fisher_blocks[("w", "b")]
+    block.instantiate_factors(grads_list=[["ds"]], damping=1e-2)
+    block.register_inverse()
+    block.register_matpower(-0.5)
+    block.register_cholesky()
+    block.register_cholesky_inverse()
+    factors = lc.get_factors()
+    for f in factors:
+        f.instantiate_cov_variables()
+    updates = [f.make_covariance_update_op(0.95) for f in factors]
+    for f in factors:
+        f.instantiate_inv_variables()
+    refreshes = [op for f in factors for op in f.make_inverse_update_ops()]
+    for values in batches:
+        for op in updates:
+            op(values)
+    for op in refreshes:
+        op()
+    return block
+
+
+def test_the_published_steps_give_the_published_products():
+    rng = np.random.default_rng(0)
+    vw, vb = rng.normal(size=(4, 3)), rng.normal(size=3)
+    batches = [{"x": rng.normal(size=(8, 4)), "ds": rng.normal(size=(8, 3))} for _ in range(3)]
+    block = published_steps(batches)
+    found = [
+        block.multiply((vw, vb)),
+        block.multiply_inverse((vw, vb)),
+        block.multiply_matpower((vw, vb), -0.5),
+        block.multiply_cholesky((vw, vb), transpose=False),
+        block.multiply_cholesky_inverse((vw, vb), transpose=False),
+    ]
+    fisher, tensors = block.full_fisher_block(), block.tensors_to_compute_grads()
+
+    weights = 0.95 ** np.arange(2, -1, -1)
+    A, G = (
+        sum(w * M for w, M in zip(weights, moments, strict=True)) / weights.sum()
+        for moments in zip(*(sides(values, True) for values in batches), strict=True)
+    )
+    np.testing.assert_allclose(fisher, np.kron(A, G), rtol=DOUBLE, atol=DOUBLE)
+    assert tensors == ("s",)
+    assert block.num_registered_towers == 1
+    assert block.damping == 1e-2
+    a, g = dampings(A, G, 1e-2)
+    L = np.kron(np.linalg.cholesky(damped(A, a)), np.linalg.cholesky(damped(G, g)))
+    powers = [block_power(A, G, exp, 1e-2) for exp in (1, -1, -0.5)]
+    v = np.concatenate([vw.ravel(), vb])
+    for result, matrix in zip(found, [*powers, L, np.linalg.inv(L)], strict=True):
+        assert isinstance(result, tuple)
+        flat = np.concatenate([part.ravel() for part in result])
+        np.testing.assert_allclose(flat, matrix @ v, rtol=DOUBLE, atol=DOUBLE)
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@either_bias
+@pytest.mark.parametrize("between", [(), (3,), (2, 2)], ids=["dense", "tokens", "images"])
+def test_powers_are_those_of_the_dense_damped_product(bias, between):
+    values = batch(between=between)
+    block = observe(registered(bias), [["ds"]], [values], damping=DAMPING, exps=(-1, -0.5, 0.3))
+    A, G = sides(values, bias)
+    c = int(np.prod(between, dtype=int))
+    np.testing.assert_allclose(block.full_fisher_block(), c * np.kron(A, G), rtol=DOUBLE)
+    for exp in (1, -1, -0.5, 0.3):
+        found = as_matrix(
+            lambda v, p=exp: block.multiply_matpower(v, p), SHAPES[bias], plain_packing
+        )
+        expected = block_power(A, G, exp, c=c)
+        np.testing.assert_allclose(found, expected, atol=DOUBLE * abs(expected).max())
+    assert block.repeats == c
+    assert block.damping == pytest.approx(DAMPING / c)
+
+
+@either_bias
+def test_roots_are_the_product_of_the_sides_roots_and_their_transposes(bias):
+    values = batch(between=(2,))
+    block = observe(registered(bias), [["ds"]], [values], damping=DAMPING, cholesky=True)
+    A, G = sides(values, bias)
+    a, g = dampings(A, G, DAMPING / 2)
+    L = np.sqrt(2) * np.kron(np.linalg.cholesky(damped(A, a)), np.linalg.cholesky(damped(G, g)))
+    for multiply, matrix in [
+        (block.multiply_cholesky, L),
+        (block.multiply_cholesky_inverse, np.linalg.inv(L)),
+    ]:
+        for transpose in (False, True):
+            found = as_matrix(
+                lambda v, f=multiply, t=transpose: f(v, transpose=t), SHAPES[bias], plain_packing
+            )
+            expected = matrix.T if transpose else matrix
+            np.testing.assert_allclose(found, expected, atol=DOUBLE * abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("approx", "diagonal"),
+    [
+        ("kron_in_diag", (True, False)),
+        ("kron_out_diag", (False, True)),
+        ("kron_both_diag", (True, True)),
+    ],
+)
+@either_bias
+def test_a_diagonal_side_is_a_dense_side_without_what_lies_off_its_diagonal(approx, diagonal, bias):
+    values = batch()
+    block = observe(
+        registered(bias, approx=approx),
+        [["ds"]],
+        [values],
+        damping=DAMPING,
+        exps=(-1, -0.5),
+        cholesky=True,
+    )
+    A, G = (
+        np.diag(np.diag(M)) if flat else M
+        for M, flat in zip(sides(values, bias), diagonal, strict=True)
+    )
+    np.testing.assert_allclose(block.full_fisher_block(), np.kron(A, G), atol=DOUBLE)
+    for exp in (1, -1, -0.5):
+        found = as_matrix(
+            lambda v, p=exp: block.multiply_matpower(v, p), SHAPES[bias], plain_packing
+        )
+        np.testing.assert_allclose(found, block_power(A, G, exp), atol=DOUBLE * abs(found).max())
+    root = as_matrix(block.multiply_cholesky, SHAPES[bias], plain_packing)
+    np.testing.assert_allclose(root @ root.T, block_power(A, G, 1), rtol=DOUBLE, atol=DOUBLE)
+
+
+def test_the_inverse_undoes_the_block_and_two_halves_make_a_whole():
+    block = observe(registered(), [["ds"]], [batch()], damping=DAMPING, exps=(-1, -0.5))
+    rng = np.random.default_rng(1)
+    v = rng.normal(size=(D_IN, D_OUT)), rng.normal(size=D_OUT)
+    for found, given in zip(block.multiply(block.multiply_inverse(v)), v, strict=True):
+        np.testing.assert_allclose(found, given, rtol=DOUBLE, atol=DOUBLE)
+    halves = block.multiply_matpower(block.multiply_matpower(v, -0.5), -0.5)
+    for found, whole in zip(halves, block.multiply_inverse(v), strict=True):
+        np.testing.assert_allclose(found, whole, rtol=DOUBLE, atol=DOUBLE)
+
+
+@pytest.mark.parametrize("weight_format", ["IO", "OI"])
+def test_the_layout_of_the_weight_changes_nothing_but_the_layout(weight_format):
+    values, v = batch(), np.random.default_rng(1).normal(size=(D_IN, D_OUT))
+    collection = registered(False, weight_format=weight_format)
+    block = observe(collection, [["ds"]], [values], damping=DAMPING, exps=(-1,))
+    inverse = block_power(*sides(values, False), -1)
+    expected = (inverse @ v.ravel()).reshape(D_IN, D_OUT)
+    if weight_format == "OI":
+        found = block.multiply_inverse(np.ascontiguousarray(v.T)).T
+    else:
+        found = block.multiply_inverse(v)
+    np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE)
+
+
+def test_data_may_have_its_features_before_its_positions():
+    values = batch(between=(3,))
+    turned = {name: array.swapaxes(1, 2) for name, array in values.items()}
+    block = observe(registered(feature_axis=-2), [["ds"]], [turned])
+    A, G = sides(values, True)
+    np.testing.assert_allclose(block.full_fisher_block(), 3 * np.kron(A, G), rtol=DOUBLE)
+
+
+# -- damping ---------------------------------------------------------------------------------------
+
+
+def test_without_pi_both_sides_get_the_root_of_the_damping():
+    values = batch()
+    config = ke.CollectionConfig(pi_type="off")
+    block = observe(registered(config=config), [["ds"]], [values], damping=DAMPING, exps=(-1,))
+    A, G = sides(values, True)
+    root = np.sqrt(DAMPING)
+    expected = np.linalg.inv(np.kron(damped(A, root), damped(G, root)))
+    found = as_matrix(block.multiply_inverse, SHAPES[True], plain_packing)
+    np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_damping_is_divided_by_a_power_of_the_positions(power):
+    values = batch(between=(4,))
+    config = ke.CollectionConfig(normalize_damping_power=power)
+    block = observe(registered(config=config), [["ds"]], [values], damping=DAMPING)
+    assert block.damping == pytest.approx(DAMPING / 4**power)
+    A, G = sides(values, True)
+    a, g = dampings(A, G, DAMPING / 4**power)
+    expected = 4 * np.kron(damped(A, a), damped(G, g))
+    found = as_matrix(block.multiply, SHAPES[True], plain_packing)
+    np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE)
+    # The multiple of the identity that the two dampings add to the block.
+    assert 4 * a * g == pytest.approx(DAMPING * 4 ** (1 - power))
+
+
+@pytest.mark.parametrize("zero", ["x", "ds"])
+def test_a_side_without_any_signal_leaves_the_damping_even(zero):
+    values = batch()
+    values[zero] = np.zeros_like(values[zero])
+    block = observe(registered(False), [["ds"]], [values], damping=DAMPING, exps=(-1,))
+    A, G = sides(values, False)
+    root = np.sqrt(DAMPING)
+    expected = np.linalg.inv(np.kron(damped(A, root), damped(G, root)))
+    found = as_matrix(block.multiply_inverse, SHAPES[False], plain_packing)
+    np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE)
+
+
+def test_the_split_is_by_the_moments_at_refresh_and_fresh_for_power_one():
+    collection, batches = registered(), [batch(0), batch(1)]
+    block = observe(collection, [["ds"]], batches[:1], damping=DAMPING, exps=(-1,), decay=1.0)
+    v = np.ones((D_IN, D_OUT)), np.ones(D_OUT)
+    flat = np.ones((D_IN + 1) * D_OUT)
+    stale = block_power(*sides(batches[0], True), -1) @ flat
+    for factor in collection.get_factors():
+        factor.make_covariance_update_op(1.0)(batches[1])
+    A, G = (
+        (first + second) / 2
+        for first, second in zip(sides(batches[0], True), sides(batches[1], True), strict=True)
+    )
+    inverse, fresh = (plain_packing(f(v)).ravel() for f in (block.multiply_inverse, block.multiply))
+    np.testing.assert_allclose(inverse, stale, rtol=DOUBLE, atol=DOUBLE)
+    np.testing.assert_allclose(fresh, block_power(A, G, 1) @ flat, rtol=DOUBLE, atol=DOUBLE)
+
+
+def test_an_adaptive_damping_is_read_at_refresh_and_fresh_for_power_one():
+    lam, values, collection = {"value": DAMPING}, batch(), registered()
+    damping = lambda: lam["value"]  # noqa: E731 (a damping that changes)
+    block = observe(collection, [["ds"]], [values], damping=damping, exps=(-1,))
+    v, flat = (np.ones((D_IN, D_OUT)), np.ones(D_OUT)), np.ones((D_IN + 1) * D_OUT)
+    lam["value"] = 2.0
+    moments = sides(values, True)
+    for multiply, expected in [
+        (block.multiply_inverse, block_power(*moments, -1, DAMPING)),
+        (block.multiply, block_power(*moments, 1, 2.0)),
+    ]:
+        found = plain_packing(multiply(v)).ravel()
+        np.testing.assert_allclose(found, expected @ flat, rtol=DOUBLE, atol=DOUBLE)
+    for factor in collection.get_factors():
+        factor.refresh()
+    found = plain_packing(block.multiply_inverse(v)).ravel()
+    expected = block_power(*moments, -1, 2.0) @ flat
+    np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE)
+
+
+# -- towers, sources, shared factors ---------------------------------------------------------------
+
+
+def test_two_towers_are_one_tower_of_both_and_sources_are_summed():
+    whole = [batch(seed) for seed in (0, 1)]
+    collection = ke.LayerCollection()
+    for tower in range(2):
+        collection.register_fully_connected(("w", "b"), f"x{tower}", f"s{tower}")
+    halves = {f"x{t}": whole[0]["x"][4 * t : 4 * t + 4] for t in range(2)}
+    for source, t in product(range(2), range(2)):
+        halves[f"d{source}{t}"] = whole[source]["ds"][4 * t : 4 * t + 4]
+    grads = [["d00", "d01"], ["d10", "d11"]]
+    block = observe(collection, grads, [halves], damping=DAMPING, exps=(-1,))
+    A = sides(whole[0], True)[0]
+    G = sides(whole[0], True)[1] + sides(whole[1], True)[1]
+    np.testing.assert_allclose(block.full_fisher_block(), np.kron(A, G), rtol=DOUBLE, atol=DOUBLE)
+    found = as_matrix(block.multiply_inverse, SHAPES[True], plain_packing)
+    np.testing.assert_allclose(found, block_power(A, G, -1), rtol=DOUBLE, atol=DOUBLE)
+    assert block.tensors_to_compute_grads() == ("s0", "s1")
+    assert block.num_registered_towers == 2
+
+
+def test_layers_of_one_input_share_its_factor_and_keep_their_own_dampings():
+    values = batch() | {"dt": 3 * batch(2)["ds"]}
+    collection = ke.LayerCollection()
+    collection.register_fully_connected("w", "x", "s")
+    collection.register_fully_connected("v", "x", "t")
+    first, second = collection.get_blocks()
+    first.instantiate_factors([["ds"]], DAMPING)
+    second.instantiate_factors([["dt"]], 0.01)
+    factors = collection.get_factors()
+    assert len(factors) == 3
+    assert first.input_factor is second.input_factor
+    assert factors == (first.input_factor, first.output_factor, second.output_factor)
+    for block in (first, second):
+        block.register_inverse()
+    for factor in factors:
+        factor.instantiate_cov_variables()
+        factor.make_covariance_update_op(0.9)(values)
+    for factor in factors:
+        factor.refresh()
+    A, G = sides(values, False)
+    for block, gradient, damping in [(first, G, DAMPING), (second, None, 0.01)]:
+        moment = second_moment(values["dt"]) if gradient is None else gradient
+        found = as_matrix(block.multiply_inverse, SHAPES[False], plain_packing)
+        expected = block_power(A, moment, -1, damping)
+        np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE * abs(expected).max())

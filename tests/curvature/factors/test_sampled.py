@@ -1,0 +1,153 @@
+"""Sub-sampled input statistics: how much is drawn, what it is divided by, and that it repeats.
+
+Images are made so that the moment shows what was drawn: each example, or each pixel, has a channel
+of its own, and the filter sees one pixel.
+"""
+
+from math import ceil
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from tests.lifecycle import observe, second_moment
+
+SIDE = 4
+
+
+def examples_apart(n):
+    """Example ``i`` is one in channel ``i`` of every pixel, zero elsewhere."""
+    x = np.zeros((n, SIDE, SIDE, n))
+    x[np.arange(n), :, :, np.arange(n)] = 1
+    return x
+
+
+def pixels_apart(n):
+    """Every pixel of every example has a channel of its own."""
+    return np.eye(n * SIDE * SIDE).reshape(n, SIDE, SIDE, -1)
+
+
+def observed(x, batches=1, config=None, **options):
+    """The input factor of a 1 × 1 convolution with a bias after so many equal batches."""
+    channels = x.shape[-1]
+    config = config or ke.CollectionConfig(**options)
+    collection = ke.LayerCollection(graph={"w": (1, 1, channels, 1)}, config=config)
+    collection.register_conv2d(("w", "b"), [1, 1, 1, 1], "SAME", "x", "s")
+    values = {"x": x, "ds": np.ones((len(x), SIDE, SIDE, 1))}
+    return observe(collection, [["ds"]], [values] * batches, decay=0.0).input_factor
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.51, 1.0])
+def test_a_part_of_the_examples_is_drawn_without_replacement(fraction):
+    n = 7
+    factor = observed(
+        examples_apart(n), sub_sample_inputs=True, inputs_to_extract_patches_factor=fraction
+    )
+    kept = ceil(fraction * n)
+    weights = np.diag(factor.cov)
+    drawn = np.flatnonzero(weights[:-1])
+    assert len(drawn) == kept
+    np.testing.assert_allclose(weights[drawn], 1 / kept, rtol=1e-12)  # float64 rounding
+    assert weights[-1] == pytest.approx(1, rel=1e-12)  # the bias: divided by what was kept
+
+
+@pytest.mark.parametrize(
+    ("bound", "per_feature", "kept"),
+    [(10, 3.0, 10), (1000, 0.25, 8), (1000, 3.0, 32), (32, 1.0, 32)],
+    ids=["bound", "per feature", "all", "exactly all"],
+)
+def test_a_part_of_the_patches_is_drawn_without_replacement(bound, per_feature, kept):
+    factor = observed(
+        pixels_apart(2),
+        sub_sample_patches=True,
+        max_num_patches=bound,
+        max_num_patches_per_dimension=per_feature,
+    )
+    weights = np.diag(factor.cov)[:-1]
+    assert np.count_nonzero(weights) == kept
+    np.testing.assert_allclose(weights[weights > 0], 1 / kept, rtol=1e-12)  # float64 rounding
+    assert factor.cov[-1, -1] == pytest.approx(1, rel=1e-12)
+
+
+def test_patches_are_drawn_from_the_drawn_examples():
+    factor = observed(
+        pixels_apart(4),
+        sub_sample_inputs=True,
+        inputs_to_extract_patches_factor=0.5,
+        sub_sample_patches=True,
+        max_num_patches=20,
+    )
+    drawn = np.flatnonzero(np.diag(factor.cov)[:-1])
+    assert len(drawn) == 20
+    assert len(set(drawn // (SIDE * SIDE))) == 2
+
+
+def test_two_towers_are_one_of_both():
+    """Where everything is drawn: a factor is the mean over its towers."""
+    x = np.random.default_rng(0).normal(size=(6, SIDE, SIDE, 3))
+    config = ke.CollectionConfig(sub_sample_patches=True, max_num_patches_per_dimension=1000)
+    collection = ke.LayerCollection(graph={"w": (1, 1, 3, 1)}, config=config)
+    for tower in "01":
+        collection.register_conv2d(
+            ("w", "b"), [1, 1, 1, 1], "SAME", f"x{tower}", f"s{tower}", reuse=tower == "1"
+        )
+    ds = np.ones((3, SIDE, SIDE, 1))
+    values = {"x0": x[:3], "x1": x[3:], "ds0": ds, "ds1": ds}
+    found = observe(collection, [["ds0", "ds1"]], [values]).input_factor.cov
+    # Float64 rounding of a hundred terms of size one.
+    np.testing.assert_allclose(found, second_moment(x.reshape(-1, 3), True), atol=1e-12)
+
+
+def test_every_row_is_equally_likely():
+    """The mean over many draws is the moment of everything."""
+    draws = 400
+    config = ke.CollectionConfig(sub_sample_patches=True, max_num_patches=8)
+    collection = ke.LayerCollection(graph={"w": (1, 1, 32, 1)}, config=config)
+    collection.register_conv2d("w", [1, 1], "SAME", "x", "s")
+    values = {"x": pixels_apart(2), "ds": np.ones((2, SIDE, SIDE, 1))}
+    block = observe(collection, [["ds"]], [values] * draws, decay=1.0)
+    # A row is drawn in a quarter of the batches: standard deviation sqrt(p(1-p)/400)/8 = 0.0027.
+    np.testing.assert_allclose(np.diag(block.input_factor.cov), 1 / 32, atol=5 * 0.0027)
+
+
+def test_a_seed_repeats_itself_and_batches_differ():
+    options = {"sub_sample_inputs": True, "inputs_to_extract_patches_factor": 0.3}
+    first, second = (observed(examples_apart(20), seed=1, **options) for _ in range(2))
+    np.testing.assert_array_equal(first.cov, second.cov)
+    assert not np.array_equal(first.cov, observed(examples_apart(20), seed=2, **options).cov)
+    assert not np.array_equal(first.cov, observed(examples_apart(20), 2, seed=1, **options).cov)
+
+
+def test_a_restored_factor_goes_on_drawing_where_it_was():
+    config = ke.CollectionConfig(sub_sample_inputs=True, seed=5)
+    x = examples_apart(20)
+    straight = observed(x, batches=3, config=config)
+    saved, resumed = observed(x, batches=2, config=config), observed(x, batches=1, config=config)
+    resumed.restore(saved.arrays(), saved.average.weight, saved.repeats)
+    values = {"x": x, "ds": np.ones((20, SIDE, SIDE, 1))}
+    resumed.make_covariance_update_op(0.0)(values)
+    np.testing.assert_array_equal(resumed.cov, straight.cov)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(True, 2), (False, 10), (None, 10)])
+def test_a_layer_may_choose_for_itself(asked, kept):
+    collection = ke.LayerCollection(graph={"w": (1, 1, 10, 1)})
+    collection.register_conv2d("w", [1, 1], "SAME", "x", "s", sub_sample_inputs=asked)
+    values = {"x": examples_apart(10), "ds": np.ones((10, SIDE, SIDE, 1))}
+    block = observe(collection, [["ds"]], [values])
+    assert np.count_nonzero(np.diag(block.input_factor.cov)) == kept
+    assert block.repeats == SIDE * SIDE
+
+
+def test_few_images_at_a_time_give_the_same_numbers():
+    config = ke.CollectionConfig(sub_sample_patches=True, max_num_patches=25)
+    x = np.random.default_rng(0).normal(size=(6, SIDE, SIDE, 3))
+    values = {"x": x, "ds": np.ones((6, SIDE, SIDE, 1))}
+    found = []
+    for scratch in (1, 10**9):
+        collection = ke.LayerCollection(graph={"w": (2, 2, 3, 1)}, config=config)
+        collection.backend = NumpyBackend(scratch_bytes=scratch)
+        collection.register_conv2d(("w", "b"), [1, 1], "SAME", "x", "s")
+        found.append(observe(collection, [["ds"]], [values]).input_factor.cov)
+    np.testing.assert_allclose(*found, rtol=1e-12, atol=1e-14)  # float64 rounding

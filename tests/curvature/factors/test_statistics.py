@@ -1,0 +1,382 @@
+"""One batch's measurements against loops over sources, towers, uses, examples and positions."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.statistics import (
+    GradientOuter,
+    GradientSquare,
+    KroneckerDiagonal,
+    KroneckerMoment,
+    LayerSquare,
+)
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.layers.views import Patches, Rows
+from tests.backend.truths import patches
+
+EXACT = 1e-12  # float64, sums of a hundred products of size one
+HALF = 1e-6  # float32 sums of products that float32 holds exactly, relative
+
+BACKEND = NumpyBackend()
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape) + 0.2
+
+
+def measured(statistic, values, *, dtype=np.float64, alpha=1.0, old=None, beta=0.0):
+    """A measurement; what stood in its place must not matter where ``beta`` is zero."""
+    out = np.full(statistic.shape(values), np.nan, dtype) if old is None else old.copy()
+    statistic.add_to(out, values, BACKEND, alpha, beta)
+    if out.ndim == 2 and len(out) == out.shape[1]:
+        BACKEND.mirror(out)
+    return out
+
+
+@pytest.mark.parametrize("sizes", [[3] * 60, [3, 4, 5] * 20, [3, 20_000, 3]], ids=str)
+def test_many_small_uses_are_measured_like_each_alone(sizes):
+    values = {f"x{i}": draw(size, 4, 2, seed=i) for i, size in enumerate(sizes)}
+    found = measured(KroneckerMoment(((tuple(values),),), Rows(1), True), values)
+    rows = np.concatenate([np.moveaxis(x, 1, -1).reshape(-1, 4) for x in values.values()])
+    expected = mean_outer(list(rows), homogeneous=True)
+    np.testing.assert_allclose(found, expected, atol=EXACT)
+
+
+def features(x, axis):
+    """Every row of features of a tensor, one by one."""
+    moved = np.moveaxis(x, axis, -1)
+    return [moved[index] for index in np.ndindex(moved.shape[:-1])]
+
+
+def one_appended(row, homogeneous):
+    return np.append(row, 1.0) if homogeneous else row
+
+
+def mean_outer(rows, homogeneous=False):
+    """Mean of the outer products of some rows."""
+    total = 0.0
+    for row in rows:
+        z = one_appended(row, homogeneous)
+        total = total + np.outer(z, z)
+    return total / len(rows)
+
+
+# -- Kronecker sides -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["plain", "with a one"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((5, 3), -1), ((4, 2, 3), -1), ((4, 3, 2), -2), ((3, 2, 2, 2), -1), ((3, 4, 2, 2), 1)],
+    ids=["dense", "tokens", "weight-first", "channels-last", "channels-first"],
+)
+def test_a_kronecker_side_is_the_mean_outer_product_of_all_rows(shape, axis, homogeneous):
+    x = draw(*shape)
+    expected = mean_outer(features(x, axis), homogeneous)
+    moment = KroneckerMoment(((("x",),),), Rows(axis), homogeneous)
+    np.testing.assert_allclose(measured(moment, {"x": x}), expected, atol=EXACT)
+    diagonal = KroneckerDiagonal(((("x",),),), Rows(axis), homogeneous)
+    np.testing.assert_allclose(measured(diagonal, {"x": x}), np.diag(expected), atol=EXACT)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["plain", "with a one"])
+def test_sources_are_summed_and_towers_averaged(homogeneous):
+    arrays = {f"{s}{t}": draw(4, 3, seed=10 * s + t) for s in range(3) for t in range(2)}
+    tensors = tuple(tuple((f"{s}{t}",) for t in range(2)) for s in range(3))
+    expected = sum(mean_outer(list(x), homogeneous) for x in arrays.values()) / 2
+    moment = KroneckerMoment(tensors, Rows(), homogeneous)
+    np.testing.assert_allclose(measured(moment, arrays), expected, atol=EXACT)
+    diagonal = KroneckerDiagonal(tensors, Rows(), homogeneous)
+    np.testing.assert_allclose(measured(diagonal, arrays), np.diag(expected), atol=EXACT)
+
+
+def test_two_towers_are_one_tower_of_both():
+    x = draw(6, 4, seed=1)
+    whole = KroneckerMoment(((("x",),),), Rows(), True)
+    halves = KroneckerMoment(((("x0",), ("x1",)),), Rows(), True)
+    np.testing.assert_allclose(
+        measured(halves, {"x0": x[:3], "x1": x[3:]}), measured(whole, {"x": x}), atol=EXACT
+    )
+
+
+@pytest.mark.parametrize("statistic", [KroneckerMoment, KroneckerDiagonal])
+@pytest.mark.parametrize("form", ["list", "folded", "stacked"])
+def test_uses_are_rows_like_any_other(statistic, form):
+    uses = [draw(4, 3, seed=s) for s in range(2)]
+    values = {
+        "list": {"x0": uses[0], "x1": uses[1]},
+        "folded": {"x": np.concatenate(uses)},
+        "stacked": {"x": np.stack(uses)},
+    }[form]
+    found = measured(statistic((((tuple(values),),)), Rows(), True, num_uses=2), values)
+    expected = mean_outer([row for x in uses for row in x], True)
+    if statistic is KroneckerDiagonal:
+        expected = np.diag(expected)
+    np.testing.assert_allclose(found, expected, atol=EXACT)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["NHWC", "NCHW"])
+@pytest.mark.parametrize(
+    ("padding", "begins", "ends", "strides", "dilations"),
+    [
+        ("VALID", (0, 0), (0, 0), (1, 1), (1, 1)),
+        ("SAME", (1, 0), (1, 1), (1, 1), (1, 1)),
+        # Height: 3 outputs need (3 - 1)·2 + 3 = 7 pixels, one more than 6; width: 2 need all 5.
+        ("SAME", (0, 0), (1, 0), (2, 3), (1, 1)),
+        (((2, 1), (0, 3)), (2, 0), (1, 3), (1, 2), (2, 1)),
+    ],
+    ids=["valid", "same", "same-strided", "explicit-dilated"],
+)
+def test_the_side_of_a_convolution_is_that_of_its_patches(
+    padding, begins, ends, strides, dilations, first
+):
+    x = draw(3, 2, 6, 5)
+    z = patches(x, (3, 2), strides, dilations, begins, ends)
+    expected = mean_outer(list(z.reshape(-1, 12)), True)
+    view = Patches((3, 2), strides, dilations, padding, channels_first=first)
+    values = {"x": x if first else np.moveaxis(x, 1, -1)}
+    found = measured(KroneckerMoment(((("x",),),), view, True), values)
+    np.testing.assert_allclose(found, expected, atol=EXACT)
+    assert found[-1, -1] == pytest.approx(1, rel=EXACT)
+    diagonal = measured(KroneckerDiagonal(((("x",),),), view, True), values)
+    np.testing.assert_allclose(diagonal, np.diag(expected), atol=EXACT)
+
+
+@pytest.mark.parametrize(
+    "statistic",
+    [
+        KroneckerMoment(((("x",), ("y",)),), Rows(), True),
+        KroneckerDiagonal(((("x",), ("y",)),), Rows(), True),
+        LayerSquare((("x",),), ((("y",),),), Rows(), Rows(), True),
+        GradientSquare(((("x",),),), (4,)),
+        GradientOuter(((("x", "y"),),), (4,)),
+    ],
+    ids=lambda statistic: type(statistic).__name__,
+)
+def test_a_measurement_is_added_to_the_scaled_old(statistic):
+    values = {"x": draw(4, 3, seed=2), "y": draw(4, 3, seed=3)}
+    new = measured(statistic, values)
+    old = draw(*new.shape, seed=4)
+    old = old + old.T if old.ndim == 2 and old.shape[0] == old.shape[1] else old
+    found = measured(statistic, values, alpha=0.3, old=old, beta=0.6)
+    np.testing.assert_allclose(found, 0.6 * old + 0.3 * new, atol=EXACT)
+
+
+# -- diagonals of layers ---------------------------------------------------------------------------
+
+
+def packed_gradient(a, ds, homogeneous):
+    """One example's gradient: the sum over positions of the outer products."""
+    return sum(np.outer(one_appended(x, homogeneous), g) for x, g in zip(a, ds, strict=True))
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["weight", "weight and bias"])
+@pytest.mark.parametrize("positions", [None, 3], ids=["dense", "tokens"])
+def test_a_layer_diagonal_is_the_mean_of_squared_example_gradients(positions, homogeneous):
+    between = () if positions is None else (positions,)
+    values = {}
+    for tower in range(2):
+        values[f"a{tower}"] = draw(3, *between, 4, seed=tower)
+        for source in range(2):
+            values[f"d{source}{tower}"] = draw(3, *between, 2, seed=10 + 2 * source + tower)
+    expected = np.zeros((4 + homogeneous, 2))
+    for source in range(2):
+        for tower in range(2):
+            for a, d in zip(values[f"a{tower}"], values[f"d{source}{tower}"], strict=True):
+                g = packed_gradient(a.reshape(-1, 4), d.reshape(-1, 2), homogeneous)
+                expected += g**2 / 3 / 2
+    statistic = LayerSquare(
+        (("a0",), ("a1",)),
+        ((("d00",), ("d01",)), (("d10",), ("d11",))),
+        Rows(),
+        Rows(),
+        homogeneous,
+    )
+    np.testing.assert_allclose(measured(statistic, values), expected, atol=EXACT)
+    assert statistic.batch_size(values) == 6
+    assert statistic.repeats(values) == (positions or 1)
+
+
+def test_a_convolution_diagonal_is_the_mean_of_squared_example_gradients():
+    x, ds = draw(3, 2, 5, 4), draw(3, 2, 3, 3, seed=1)
+    z = patches(x, (2, 2), (2, 1), (1, 1), (0, 0), (0, 0))[:, : 2 * 3]
+    ds = ds[:, :, :2]
+    expected = np.zeros((9, 2))
+    for a, d in zip(z, ds.reshape(3, 2, -1).swapaxes(1, 2), strict=True):
+        expected += packed_gradient(a, d, True) ** 2 / 3
+    view = Patches((2, 2), (2, 1), (1, 1), "VALID", channels_first=True)
+    statistic = LayerSquare((("x",),), ((("d",),),), view, Rows(1), True)
+    found = measured(statistic, {"x": x, "d": ds})
+    np.testing.assert_allclose(found, expected, atol=EXACT)
+
+
+def test_few_examples_at_a_time_give_the_same_diagonal():
+    values = {"x": draw(7, 3), "d": draw(7, 2, seed=1)}
+    statistic = LayerSquare((("x",),), ((("d",),),), Rows(), Rows(), True)
+    out = np.zeros((4, 2))
+    statistic.add_to(out, values, NumpyBackend(scratch_bytes=1), 1.0, 0.0)
+    np.testing.assert_allclose(out, measured(statistic, values), atol=EXACT)
+
+
+# -- gradients of whole batches --------------------------------------------------------------------
+
+
+def test_the_naive_diagonal_is_the_squared_batch_gradient_over_the_batch():
+    g, h = draw(3, 4), draw(3, 4, seed=1)
+    statistic = GradientSquare(((("g",),), (("h",),)), (5, "x"))
+    values = {"g": g, "h": h, "x": np.zeros((3, 1))}
+    np.testing.assert_allclose(measured(statistic, values), (g**2 + h**2) / 8, atol=EXACT)
+    assert statistic.batch_size(values) == 8
+
+
+def test_the_naive_full_matrix_is_the_outer_product_of_the_flat_batch_gradient():
+    w, b, v, c = draw(2, 3), draw(3, seed=1), draw(2, 3, seed=2), draw(3, seed=3)
+    statistic = GradientOuter(((("w", "b"),), (("v", "c"),)), (4,))
+    first, second = np.append(w.ravel(), b), np.append(v.ravel(), c)
+    expected = (np.outer(first, first) + np.outer(second, second)) / 4
+    found = measured(statistic, {"w": w, "b": b, "v": v, "c": c})
+    np.testing.assert_allclose(found, expected, atol=EXACT)
+
+
+# -- element types ---------------------------------------------------------------------------------
+
+ALL = [
+    KroneckerMoment(((("x",),),), Rows(), True),
+    KroneckerDiagonal(((("x",),),), Rows(), True),
+    LayerSquare((("x",),), ((("x",),),), Rows(), Rows(), True),
+    GradientSquare(((("x",),),), (4,)),
+    GradientOuter(((("x",),),), (4,)),
+]
+
+
+def name_of(statistic):
+    return type(statistic).__name__
+
+
+def factor_of(statistic):
+    dense = isinstance(statistic, GradientOuter) or type(statistic) is KroneckerMoment
+    return (DenseSquareMatrixFactor if dense else DiagonalFactor)(statistic)
+
+
+def update(factor, values, decay=0.9):
+    """The specification's way to average a batch in."""
+    if not factor._covariance_ready:
+        factor.instantiate_cov_variables()
+    return factor.make_covariance_update_op(decay)(values)
+
+
+@pytest.mark.parametrize("statistic", ALL, ids=name_of)
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("float16", "float32"), ("float32", "float32"), ("float64", "float64"), ("int64", "float32")],
+)
+def test_statistics_are_as_exact_as_the_data_and_at_least_single(statistic, given, kept):
+    # Multiples of 20 up to 300: their squares are whole numbers that float16 cannot hold.
+    x = (20 * np.random.default_rng(5).integers(-15, 16, (4, 3))).astype(given)
+    found = update(factor_of(statistic), {"x": x})
+    assert found.dtype == kept
+    expected = measured(statistic, {"x": x.astype(np.float64)})
+    np.testing.assert_allclose(found, expected, rtol=HALF, atol=HALF * abs(expected).max())
+
+
+def test_a_side_of_mixed_types_is_as_exact_as_the_better():
+    statistic = LayerSquare((("x",),), ((("d",),),), Rows(), Rows(), False)
+    values = {"x": draw(4, 3).astype(np.float32), "d": draw(4, 2, seed=1)}
+    assert update(factor_of(statistic), values).dtype == np.float64
+
+
+def test_arrays_of_another_library_are_read_through_dlpack():
+    class Foreign:
+        """What a tensor of another library shows."""
+
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    for statistic in ALL:
+        x = draw(4, 3)
+        found = update(factor_of(statistic), {"x": Foreign(x)})
+        np.testing.assert_array_equal(found, update(factor_of(statistic), {"x": x}))
+
+
+# -- what is shared --------------------------------------------------------------------------------
+
+
+def test_statistics_of_the_same_tensors_are_equal_and_others_are_not():
+    def moment(name="x", homogeneous=True, axis=-1):
+        return KroneckerMoment((((name,),),), Rows(axis), homogeneous)
+
+    assert moment() == moment()
+    assert hash(moment()) == hash(moment())
+    others = [moment("y"), moment(homogeneous=False), moment(axis=1)]
+    others.append(KroneckerDiagonal(((("x",),),), Rows(), True))
+    assert all(moment() != other for other in others)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+GOOD = {"x": draw(4, 3), "y": draw(4, 3, seed=1), "t": draw(4, 2, 3), "g": draw(3)}
+
+
+@pytest.mark.parametrize(
+    ("statistic", "values", "error", "says"),
+    [
+        (KroneckerMoment(((("x",), ("y",)),), Rows()), {"y": draw(3, 3)}, ValueError, "examples"),
+        (KroneckerMoment(((("x",), ("y",)),), Rows()), {"y": draw(4, 2)}, ValueError, "features"),
+        (KroneckerMoment(((("x", "y"),),), Rows()), {"y": draw(4, 2)}, ValueError, "features"),
+        (KroneckerMoment(((("x",),), (("y",),)), Rows()), {"y": draw(5, 3)}, ValueError, "examp"),
+        (KroneckerMoment(((("x",),),), Rows()), {"x": np.zeros((0, 3))}, ValueError, "no example"),
+        (KroneckerMoment(((("x",),),), Rows()), {"x": np.zeros(3)}, ValueError, "axes"),
+        (KroneckerMoment(((("x",),),), Rows(1, 4)), {}, ValueError, "4 axes"),
+        (KroneckerMoment(((("x",),),), Rows(-2)), {}, ValueError, "batch"),
+        (KroneckerMoment(((("x",),),), Rows(), num_uses=3), {}, ValueError, "3 uses"),
+        (KroneckerMoment(((("z",),),), Rows()), {}, KeyError, "'z'"),
+        (KroneckerDiagonal(((("x",), ("y",)),), Rows()), {"y": draw(3, 3)}, ValueError, "examples"),
+        (
+            LayerSquare((("x",),), ((("y",),),), Rows(), Rows(), True),
+            {"y": draw(5, 3)},
+            ValueError,
+            "rows",
+        ),
+        (LayerSquare((("t",),), ((("y",),),), Rows(), Rows(), True), {}, ValueError, "rows"),
+        (GradientSquare(((("x",),), (("g",),)), (4,)), {}, ValueError, "sides"),
+        (GradientSquare(((("x", "g"),),), (4,)), {}, ValueError, "one parameter"),
+        (GradientSquare(((("x",),),), ("batch",)), {}, KeyError, "batch"),
+        (GradientOuter(((("x",),), (("g",),)), (4,)), {}, ValueError, "entries"),
+        (GradientOuter(((("x",),),), (0,)), {}, ValueError, "no example"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_anything_moves(statistic, values, error, says):
+    factor = factor_of(statistic)
+    factor.instantiate_cov_variables()
+    with pytest.raises(error, match=says) as caught:
+        factor.make_covariance_update_op(0.9)(GOOD | values)
+    assert isinstance(caught.value, ke.KfacError)
+    assert factor.arrays() == {}
+    assert factor.average.weight == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "says"),
+    [
+        ((4, 5), ShapeError, r"has shape \(3, 3\), this batch gives \(5, 5\)"),
+        ((0, 3), InputError, "holds no example"),
+    ],
+    ids=["other features", "no example"],
+)
+def test_a_batch_that_does_not_fit_an_average_is_refused(shape, error, says):
+    factor = DenseSquareMatrixFactor(KroneckerMoment(((("x",),),), Rows()))
+    factor.update({"x": draw(4, 3)}, 0.9)
+    before = factor.average.value.copy()
+    with pytest.raises(error, match=says):
+        factor.check({"x": np.zeros(shape)})
+    np.testing.assert_array_equal(factor.average.value, before)

@@ -1,0 +1,188 @@
+"""Memory that is announced, against what a process takes and what factors store."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+from tests.engine.test_engine import random_targets
+
+# What an operator needs by itself is not announced. A bound of scratch memory is, which small
+# layers do not use, and what libraries take, which is there before the step is measured.
+MOST, LEAST = 1.1, 0.4
+
+# Peak of resident memory above what the process had when everything was built, and the report.
+STEP = """
+import resource, sys
+import numpy as np
+import kfac_engine as ke
+from tests.engine.test_memory import dense, images
+
+model = {"dense": dense, "images": images}[sys.argv[1]]()
+batch = int(sys.argv[2])
+entry = model.graph.input[0]
+sides = [side.dim_value for side in entry.type.tensor_type.shape.dim[1:]]
+x = np.random.default_rng(0).standard_normal((batch, *sides)).astype(np.float32)
+y = np.zeros(batch, np.int64)
+engine = ke.Engine.from_onnx(model, loss="categorical", backend="numpy", threads=1)
+announced = engine.memory(batch).total
+engine.gradients({"input": x[:1]}, y[:1])
+page = resource.getpagesize()
+before = int(open("/proc/self/statm").read().split()[1]) * page
+engine.step({"input": x}, y)
+# Not ru_maxrss: a process inherits that of the one it was forked from.
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+print(peak - before, announced)
+"""
+
+
+def dense():
+    return models.mlp((256, 512, 512, 10))
+
+
+def images():
+    net = models.Net()
+    x = net.op("Relu", net.conv("conv0", "input", 3, 32, 3, pads=[1, 1, 1, 1]), to="act0")
+    x = net.op("MaxPool", x, to="pooled", kernel_shape=[2, 2], strides=[2, 2])
+    x = net.op("Relu", net.conv("conv1", x, 32, 64, 3, pads=[1, 1, 1, 1]), to="act1")
+    x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat")
+    net.dense("output", x, 64, 10)
+    return net.model({"input": ["batch", 3, 32, 32]}, {"output": ["batch", 10]})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+@pytest.mark.parametrize(("name", "batch"), [("dense", 4096), ("images", 64), ("images", 256)])
+def test_step_stays_below_its_announced_peak_but_not_far(name, batch):
+    found = subprocess.run(
+        [sys.executable, "-c", STEP, name, str(batch)], capture_output=True, text=True, check=True
+    )
+    measured, announced = map(int, found.stdout.split())
+    assert LEAST * announced < measured < MOST * announced
+
+
+STORED = {
+    "dense": ("mlp", "categorical", {}),
+    "eigenbasis": ("mlp", "categorical", {"fully_connected": "ekfac"}),
+    "diagonal": ("mlp", "categorical", {"fully_connected": "diagonal"}),
+    "convolutions": ("cnn", "categorical", {}),
+    "convolutions in their eigenbasis": ("cnn", "categorical", {"conv2d": "ekfac"}),
+    "scales": ("layer_norm", "multi_bernoulli", {}),
+    "several uses": ("tied", "normal", {}),
+}
+
+
+@pytest.mark.parametrize(("name", "loss", "chosen"), STORED.values(), ids=STORED)
+def test_announced_bytes_of_factors_are_those_they_store(name, loss, chosen):
+    model = models.MODELS[name]()
+    inputs = models.random_inputs(model, 6)
+    engine = ke.Engine.from_onnx(model, loss=loss, approximations=chosen, exps=(-1, -0.5))
+    engine.step(inputs, random_targets(model, inputs, loss))
+    stored = [a.nbytes for f in engine.estimator.factors for a in f.arrays().values()]
+    assert engine.memory(6).factors == sum(stored)
+
+
+def test_masks_and_indices_are_part_of_the_activations():
+    """A wide pool after a narrow layer: its indices are eight bytes for each four of a value."""
+    net = models.Net()
+    x = net.conv("conv", "input", 1, 8, 1)
+    x = net.op("MaxPool", x, to="pooled", kernel_shape=[3, 3], strides=[1, 1])
+    net.op("ReduceSum", x, net.constant("axes", np.array([2, 3])), to="output", keepdims=0)
+    model = net.model({"input": ["batch", 1, 32, 32]}, {"output": ["batch", 8]})
+    engine = ke.Engine.from_onnx(model, loss="normal")
+    activations = engine.memory(10).activations - engine.memory(5).activations
+    values, indices = 8 * 32 * 32 * 4, 8 * 30 * 30 * 8
+    assert activations > 5 * (values + indices)
+
+
+# Resident memory that a model takes, and that ten more models take after it: in a process of its
+# own, since all models share one arena.
+RELEASED = """
+import gc
+import numpy as np
+import kfac_engine as ke
+from kfac_engine.engine.profiling import resident_bytes
+from tests.engine.test_memory import dense
+
+def run():
+    model = ke.load_model(dense())
+    model.run({"input": x}).vjp({"output": np.ones((len(x), 10), np.float32)}, ["input"])
+    del model
+    gc.collect()
+
+x = np.ones((20_000, 256), np.float32)
+values = len(x) * (256 + 2 * 512) * x.itemsize
+before = resident_bytes()
+run()
+first = resident_bytes()
+for _ in range(10):
+    run()
+print((first - before) / values, (resident_bytes() - first) / values)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+def test_a_model_that_is_gone_leaves_its_memory_to_the_next():
+    done = subprocess.run(
+        [sys.executable, "-c", RELEASED], check=True, capture_output=True, text=True
+    )
+    first, ten_more = map(float, done.stdout.split())
+    assert first > 0.5
+    assert ten_more < 1
+
+
+def test_scratch_memory_is_bounded_by_the_argument_and_changes_no_number():
+    model = images()
+    x = np.random.default_rng(0).standard_normal((64, 3, 32, 32)).astype(np.float32)
+    y = np.zeros(64, np.int64)
+    found = []
+    for bound in (2 << 20, 64 << 20):
+        engine = ke.Engine.from_onnx(
+            model, loss="categorical", estimation_mode="empirical", backend="numpy",
+            scratch_bytes=bound,
+        )  # fmt: skip
+        # Patches of the second layer, 288 numbers each: all of them fit the larger bound.
+        assert engine.memory(64).scratch == min(bound, 64 * 16 * 16 * 288 * 4)
+        engine.observe({"input": x}, y)
+        found.append([factor.cov for factor in engine.estimator.factors])
+    for little, much in zip(*found, strict=True):
+        # Sums of 65,536 float32 numbers in another order.
+        np.testing.assert_allclose(little, much, atol=1e-5 * np.abs(much).max())
+
+
+INSPECTED = """
+import resource, sys
+import numpy as np
+import onnxruntime, scipy.linalg
+import kfac_engine as ke
+from tests.models import Net
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+net = Net()
+x = net.conv("conv0", "input", 1, 16, 3)
+for index in range(1, 6):
+    x = net.op("Relu", x, to=f"relu{index}")
+    x = net.conv(f"conv{index}", x, 16, 16, 3)
+x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat")
+model = net.model({"input": ["N", 1, 400, 320]}, {"flat": ["N", 16]})
+before = peak()
+engine = ke.Engine.from_onnx(model, loss="normal", threads=1)
+announced = engine.memory(1).total
+engine.losses
+print((peak() - before) / announced)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
+def test_inspection_takes_at_most_twice_the_memory_that_it_announces():
+    """All values of a sample run at once, in several runs, took seven times as much."""
+    done = subprocess.run(
+        [sys.executable, "-c", INSPECTED], check=True, capture_output=True, text=True
+    )
+    assert float(done.stdout) < 2

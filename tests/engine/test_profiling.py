@@ -1,0 +1,51 @@
+"""Stages are told when asked for, in order, with times that add up."""
+
+import sys
+from time import perf_counter, sleep
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.engine.profiling import Recorder
+from tests import models
+
+STAGES = ["forward", "backward", "statistics", "inverses", "precondition"]
+
+
+def test_a_step_tells_its_stages_only_when_asked():
+    model = models.mlp()
+    inputs = models.random_inputs(model, 6)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    targets = np.zeros(6, np.int64)
+    assert engine.step(inputs, targets).stages == ()
+    start = perf_counter()
+    stages = engine.step(inputs, targets, profile=True).stages
+    assert [stage.name for stage in stages] == STAGES
+    assert sum(stage.seconds for stage in stages) <= perf_counter() - start
+
+
+def test_a_stage_that_comes_twice_is_summed_up():
+    record = Recorder(active=True)
+    for _ in range(2):
+        with record("nap"):
+            sleep(0.01)
+    (stage,) = record.stages
+    assert 0.02 <= stage.seconds < 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+def test_memory_of_a_stage_is_what_it_takes_at_most():
+    record = Recorder(active=True)
+    with record("array"):
+        np.ones(1 << 23).sum()
+    (stage,) = record.stages
+    # Within a megabyte: what the interpreter itself takes and gives back meanwhile.
+    assert (1 << 26) - (1 << 20) <= stage.nbytes < (1 << 26) + (1 << 23)
+
+
+def test_a_recorder_at_rest_records_nothing():
+    record = Recorder()
+    with record("forward"):
+        pass
+    assert record.stages == ()

@@ -1,0 +1,287 @@
+"""Parameters are told from settings by the operand they are."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
+from kfac_engine.graph.analysis.trainable import excluded_reason, trainable_parameters
+from kfac_engine.graph.load import load_graph
+from kfac_engine.graph.structure import Graph
+from tests import models
+
+LOWEST = np.finfo(np.float32).min
+
+
+def graph_of(body: str, inputs: str = "float[N,3] x", **constants: object) -> Graph:
+    """Operator set 18 with input ``x``, output ``y`` and these constants: float32 or int64."""
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 18]> m ({inputs}) => (float[] y) {{ {body} }}'
+    )
+    for name, value in constants.items():
+        array = np.asarray(value)
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return load_graph(model)
+
+
+# -- what the models of the tests train -----------------------------------------------------------
+
+SETTINGS = {
+    "resnet_block": {f"bn{i}.running_{kind}" for i in range(2) for kind in ("mean", "var")},
+    "layer_norm": {"sqrt_two", "one", "half"},
+    "embedding": {"axes"},
+    "odd_ops": {"scale", "zero"},
+}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_weight_and_nothing_else_is_a_parameter(name: str) -> None:
+    model = models.MODELS[name]()
+    stored = [entry.name for entry in model.graph.initializer]
+    expected = [entry for entry in stored if entry not in SETTINGS.get(name, set())]
+    assert list(trainable_parameters(load_graph(model))) == expected
+
+
+# -- operand by operand ---------------------------------------------------------------------------
+
+# A weight of eight bits, cast.
+WHOLE = "q = Constant <value = int8[3,2] {4, -7, 9, 100, -3, 5}> ()  k = Cast <to=1> (q)"
+
+# Body, its constants, and what the reason for leaving "c" out says.
+EXCLUDED = {
+    "clip_bound": ("y = Clip (x, c)", {"c": 0.0}, "bound"),
+    "exponent": ("y = Pow (x, c)", {"c": [2.0, 2.0, 3.0]}, "exponent"),
+    "dropout_ratio": ("y = Dropout (x, c)", {"c": 0.3}, "ratio"),
+    "fill_value": ("y = Pad (x, p, c)", {"c": 1.0, "p": [0, 0, 1, 1]}, "fill value"),
+    "resize_scales": ("y = Resize (x, , c)", {"c": [1.0, 2.0]}, "scale"),
+    "running_mean": ("y = BatchNormalization (x, s, s, c, s)", {"c": [0.0] * 3, "s": [1.0] * 3},
+                     "running mean"),
+    "running_variance": ("y = BatchNormalization (x, s, s, s, c)", {"c": [1.0] * 3, "s": [1.0] * 3},
+                         "running variance"),
+    "counts": ("y = Div (x, c)", {"c": [2.0, 3.0, 2.0]}, "count"),
+    "mask_of_ones": ("y = Mul (x, c)", {"c": [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]}, "mask"),
+    "frequencies": ("m = Mul (x, c)  y = Sin (m)", {"c": [1.0, 0.1, 0.01, 0.001]}, "geometric"),
+    "group_scale": ("r = Reshape (x, g)  i = InstanceNormalization (r, c, z)  y = Reshape (i, g)",
+                    {"c": [1.0, 1.0], "z": [0.0, 0.0], "g": [0, 2, -1]}, "normalization of groups"),
+    "threshold": ("m = Greater (x, c)  y = Where (m, x, x)", {"c": [0.1, 0.2, 0.3]}, "threshold"),
+    "shape_only": ("s = Shape (c)  y = Expand (x, s)", {"c": [[1.0, 2.0, 3.0]]}, "shape only"),
+    "epsilon": ("y = Add (x, c)", {"c": 1e-5}, "single number"),
+    "epsilon_of_one_axis": ("y = Add (x, c)", {"c": [1e-5]}, "single number"),
+    "temperature": ("y = Div (x, c)", {"c": [8.0]}, "single number"),
+    "number_before_layer_result": ("p = MatMul (x, w)  y = Add (p, c)",
+                                   {"c": 1.0, "w": np.ones((3, 1))}, "single number"),
+    "number_added_by_sum": ("y = Sum (x, x, c)", {"c": [1.0]}, "single number"),
+    "lowest_mask": ("y = Add (x, c)", {"c": [0.0, LOWEST, 0.0]}, "mask"),
+    "infinite_mask": ("y = Add (x, c)", {"c": [0.0, -np.inf, 0.0]}, "mask"),
+    "large_mask": ("y = Add (x, c)", {"c": [0.0, -1e9, 0.0]}, "mask"),
+    "where_mask": ("m = IsNaN (x)  y = Where (m, c, x)", {"c": [-np.inf] * 3}, "mask"),
+    "mask_in_another_shape": ("m = Unsqueeze (c, p)  y = Add (x, m)",
+                              {"c": [0.0, LOWEST, 0.0], "p": [0]}, "mask"),
+    "number_made_wide": ("m = Expand (c, p)  y = Clip (x, m)", {"c": 0.0, "p": [1]}, "bound"),
+    "two_settings": ("h = Clip (x, c)  y = Pow (h, c)", {"c": 2.0}, "bound"),
+    "scale": (f"{WHOLE} w = Mul (k, c)  y = MatMul (x, w)", {"c": [0.1, 0.2]}, "whole numbers"),
+    "scale_of_shifted": (f"{WHOLE} s = Sub (k, z)  w = Mul (s, c)  y = MatMul (x, w)",
+                         {"c": [0.1, 0.2], "z": [3.0, 1.0]}, "whole numbers"),
+    "zero_point": (f"{WHOLE} s = Sub (k, c)  w = Mul (s, z)  y = MatMul (x, w)",
+                   {"c": [3.0, 1.0], "z": [0.1, 0.2]}, "whole numbers"),
+    "scale_of_rows": (f"{WHOLE} i = Cast <to=7> (x)  r = Gather (k, i)  g = Gather (c, i)"
+                      "  y = Mul (r, g)", {"c": [[0.1], [0.2], [0.3]]}, "whole numbers"),
+    "integer": ("y = Gather (x, c)", {"c": [0, 0]}, "int64"),
+    "unread": ("y = Neg (x)", {"c": [1.0, 2.0]}, "read by nothing"),
+    "empty": ("y = Resize (x, c, s)", {"c": np.zeros(0), "s": [1.0, 2.0]}, "empty"),
+}  # fmt: skip
+
+KEPT = {
+    "scale_of_a_float_weight": ("s = Mul (w, c)  y = MatMul (x, s)",
+                                {"c": [0.1, 0.2], "w": np.ones((3, 2))}),
+    "scale_of_a_mask_of_whole_numbers": (
+        "q = Constant <value = int8[2] {0, 1}> ()  k = Cast <to=1> (q)  w = Mul (k, c)"
+        "  y = MatMul (x, w)", {"c": np.ones((3, 2))}),
+    "rows_beside_whole_numbers": (f"{WHOLE} i = Cast <to=7> (x)  g = Gather (c, i)  y = Add (g, k)",
+                                  {"c": np.ones((3, 2))}),
+    "scale_of_data_that_was_cast": ("i = Cast <to=3> (x)  k = Cast <to=1> (i)  y = Mul (k, c)",
+                                    {"c": [0.1, 0.2, 0.3]}),
+    "matrix": ("y = MatMul (x, c)", {"c": np.ones((3, 2))}),
+    "matrix_of_one": ("y = Gemm (x, c)", {"c": np.ones((3, 1))}),
+    "bias_of_one": ("y = Gemm (x, w, c)", {"c": [0.5], "w": np.ones((3, 1))}),
+    "added_bias_of_one": ("p = MatMul (x, w)  y = Add (p, c)", {"c": [0.5], "w": np.ones((3, 1))}),
+    "bias_of_one_in_front": ("p = MatMul (x, w)  y = Add (c, p)",
+                             {"c": [0.5], "w": np.ones((3, 1))}),
+    "vector_in_arithmetic": ("y = Mul (x, c)", {"c": [1.0, 2.0, 3.0]}),
+    "offsets_with_negative_entries": ("y = Add (x, c)", {"c": [0.0, -900.0, 0.0]}),
+    "slope": ("y = PRelu (x, c)", {"c": [0.25]}),
+    "scale_of_norm": ("y = LayerNormalization (x, c)", {"c": [1.0, 1.0, 1.0]}),
+    "weight_behind_views": ("v = Transpose (c)  u = Identity (v)  y = MatMul (x, u)",
+                            {"c": np.ones((2, 3))}),
+    "part_of_a_whole": ("v = Concat <axis=1> (w, c)  y = MatMul (x, v)",
+                        {"c": np.ones((3, 2)), "w": np.ones((3, 1))}),
+    "weight_and_shape": ("s = Shape (c)  h = Expand (x, s)  y = MatMul (h, c)",
+                         {"c": np.ones((3, 3))}),
+    "table": ("i = Cast <to=7> (x)  y = Gather (c, i)", {"c": np.ones((4, 2))}),
+    "replacement_token": ("m = IsNaN (x)  y = Where (m, c, x)", {"c": [0.1, 0.2, 0.3]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "constants", "words"), EXCLUDED.values(), ids=EXCLUDED)
+def test_setting_is_excluded_with_its_reason(body: str, constants, words: str) -> None:
+    assert words in excluded_reason(graph_of(body, **constants), "c")
+
+
+@pytest.mark.parametrize(("body", "constants"), KEPT.values(), ids=KEPT)
+def test_weight_is_kept(body: str, constants) -> None:
+    assert excluded_reason(graph_of(body, **constants), "c") is None
+
+
+SCATTERED = """h = ConstantOfShape <value = float[1] {{{0}}}> (n)
+    k = ScatterElements (h, at, w)  c = Reshape (k, side)  y = MatMul (x, c)"""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_is_filled_with_zeros_or_ones_is_no_parameter(number: int) -> None:
+    """A sparse matrix whose entries the file stores, as of a bank of filters."""
+    constants = {"n": [9], "at": [0, 4, 8], "w": [0.5, 0.25, 0.125], "side": [3, 3]}
+    graph = graph_of(SCATTERED.format(number), **constants)
+    assert "filled with" in excluded_reason(graph, "h")
+    assert trainable_parameters(graph) == ("w",)
+    assert trainable_parameters(graph, ["h"]) == ("h",)
+
+
+def test_a_weight_that_a_stripped_file_fills_is_kept() -> None:
+    body = "c = ConstantOfShape <value = float[1] {0.02}> (n)  y = MatMul (x, c)"
+    assert trainable_parameters(graph_of(body, n=[3, 2])) == ("c",)
+
+
+def test_weight_read_inside_a_branch_is_kept_so_that_differentiation_can_refuse_it() -> None:
+    graph = graph_of(
+        "y = If (b) <then_branch = t () => (float[] a) { a = Mul (x, c) },"
+        "            else_branch = e () => (float[] a) { a = Identity (x) }>",
+        inputs="float[N,3] x, bool b",
+        c=[1.0, 2.0, 3.0],
+    )
+    assert excluded_reason(graph, "c") is None
+
+
+def test_same_operator_of_another_domain_is_not_judged_by_the_table() -> None:
+    model = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 18, "own": 1]>'
+        "m (float[3] x) => (float[] y) <float[3] c = {1, 2, 3}> { y = own.Clip (x, c) }"
+    )
+    assert excluded_reason(load_graph(model), "c") is None
+
+
+def test_reason_for_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'ghost'"):
+        excluded_reason(load_graph(models.mlp()), "ghost")
+
+
+# -- patterns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["*.weight"], ("fc0.weight", "fc1.weight", "fc2.weight")),
+        (["fc2.bias", "fc0.*"], ("fc0.weight", "fc0.bias", "fc2.bias")),
+        (["fc[01].bias"], ("fc0.bias", "fc1.bias")),
+    ],
+)
+def test_patterns_choose_in_the_order_of_the_graph(patterns, expected) -> None:
+    assert trainable_parameters(load_graph(models.mlp()), patterns) == expected
+
+
+def test_patterns_decide_alone() -> None:
+    graph = load_graph(models.resnet_block())
+    assert trainable_parameters(graph, ["bn0.running_mean"]) == ("bn0.running_mean",)
+
+
+def test_name_with_brackets_names_itself() -> None:
+    graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 2)))
+    renamed = Graph(graph.nodes, graph.inputs, graph.outputs, {"w[0]": graph.constants["c"]}, 18)
+    assert trainable_parameters(renamed, ["w[0]"]) == ("w[0]",)
+
+
+@pytest.mark.parametrize("pattern", ["ghost", "*.gamma", "axes"], ids=["name", "glob", "integers"])
+def test_pattern_that_fits_nothing_lists_what_there_is(pattern: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"'.*'.*3: table, output\.weight, output\.bias"):
+        trainable_parameters(load_graph(models.embedding()), [pattern])
+
+
+def test_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        trainable_parameters(graph_of("y = Clip (x, c)", c=0.0))
+
+
+def test_no_patterns_at_all_are_refused() -> None:
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        trainable_parameters(load_graph(models.mlp()), [])
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+# A mask that is gathered, fill values that are chosen, offsets that nobody could train.
+NOT_FINITE = {
+    "gathered": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Add (g, w)", [[0.0], [-np.inf]]),
+    "chosen": ("m = IsNaN (x)  h = Where (m, c, x)  y = Mul (h, w)", [np.nan] * 3),
+    "added": ("h = Add (x, c)  y = Mul (h, w)", [0.0, np.nan, 0.0]),
+    "matrix": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Mul (g, w)",
+               [[-np.inf] * 3, [0.3, 0.4, np.inf], [0.5, 0.6, np.nan]]),
+    "series": ("i = Cast <to=7> (x)  g = Gather (c, i)  y = Mul (g, w)", [np.inf] * 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "values"), NOT_FINITE.values(), ids=NOT_FINITE)
+def test_constants_that_are_not_finite_are_no_parameters(body: str, values) -> None:
+    graph = graph_of(body, c=values, w=[1.0, 2.0, 3.5])
+    assert "c" not in trainable_parameters(graph)
+    with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity .*freeze"):
+        trainable_parameters(graph, ["c"])
+
+
+@pytest.mark.parametrize(
+    ("freeze", "expected"),
+    [
+        ("fc1.*", ("fc0.weight", "fc0.bias", "fc2.weight", "fc2.bias")),
+        (["*.bias", "fc[01].weight"], ("fc2.weight",)),
+        ([], ("fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")),
+    ],
+)
+def test_frozen_names_are_left_out(freeze, expected) -> None:
+    assert trainable_parameters(load_graph(models.mlp()), freeze=freeze) == expected
+
+
+def test_frozen_names_are_left_out_of_those_that_were_asked_for() -> None:
+    found = trainable_parameters(load_graph(models.mlp()), ["fc1.*", "fc2.*"], "*.bias")
+    assert found == ("fc1.weight", "fc2.weight")
+
+
+@pytest.mark.parametrize(
+    ("freeze", "error", "words"),
+    [
+        ("head.*", UnknownNameError, r"'head\.\*'.*fc0\.weight"),
+        ("*", ModelError, "no parameter .* is left to train"),
+    ],
+)
+def test_a_pattern_that_freezes_nothing_or_everything_is_refused(freeze, error, words) -> None:
+    with pytest.raises(error, match=words):
+        trainable_parameters(load_graph(models.mlp()), freeze=freeze)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
+def test_weight_that_is_not_finite_is_refused_by_name(value: float, dtype: str) -> None:
+    code = onnx.TensorProto.DataType.Value(dtype)
+    weight = np.asarray([[1.0], [value], [2.0]]).astype(onnx.helper.tensor_dtype_to_np_dtype(code))
+    graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
+    broken = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": weight}, graph.opset)
+    with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity \(1 of"):
+        trainable_parameters(broken)
+
+
+def test_filled_weight_is_checked_without_being_filled() -> None:
+    graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
+    huge = np.broadcast_to(np.float32(0.1), (1 << 40, 1 << 10))
+    filled = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": huge}, graph.opset)
+    assert trainable_parameters(filled) == ("c",)

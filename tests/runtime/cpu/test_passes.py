@@ -1,0 +1,207 @@
+"""Graph passes: each has an effect, can be turned off, and leaves the results as they are."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from kfac_engine.autodiff.rules import kernels
+from kfac_engine.cli.options import engine_options
+from kfac_engine.graph.structure import Node
+from kfac_engine.runtime import backward_session
+from kfac_engine.runtime.cpu.graph_passes import channel_block
+from kfac_engine.runtime.cpu.nchwc_layout import DOMAIN
+from kfac_engine.runtime.cpu.passes import (
+    BLOCKED_LAYOUT,
+    FUSED_TRANSPOSES,
+    PASSES,
+    WEIGHT_GRADIENTS,
+    chosen_passes,
+)
+from tests import models
+
+# Float32 sums of some thousand products in another order, relative to the largest entry. Inverses
+# of the factors, which are such sums too, enlarge the difference in natural gradients.
+GRADIENTS, NATURAL = 1e-5, 1e-4
+
+rng = np.random.default_rng(0)
+X = {"input": rng.standard_normal((4, 3, 8, 9)).astype(np.float32)}
+Y = rng.integers(5, size=4)
+
+
+def network():
+    """Convolutions with a residual sum, attention over their positions, and a dense layer."""
+    net, same = models.Net(), {"pads": [1, 1, 1, 1]}
+    x = net.op("Relu", net.conv("first", "input", 3, 32, 3, **same), to="x")
+    y = net.op("Relu", net.conv("second", x, 32, 32, 3, **same), to="y")
+    y = net.op("Relu", net.op("Add", x, net.conv("third", y, 32, 32, 3, **same), to="+"), to="z")
+    y = net.conv("fourth", y, 32, 32, 3, strides=[2, 2], **same)
+    rows = net.op("Reshape", y, net.constant("rows", np.array([0, 32, 20])), to="rows_of_y")
+    turned = net.op("Transpose", rows, to="turned", perm=[0, 2, 1])
+    p = net.op("Softmax", net.op("MatMul", rows, turned, to="scores"), to="p", axis=-1)
+    axis = net.constant("axis", np.array([2]))
+    mixed = net.op("MatMul", p, rows, to="mixed")
+    mean = net.op("ReduceMean", mixed, axis, to="mean", keepdims=0)
+    net.op("MatMul", mean, net.weight("dense", 32, 5), to="output")
+    return net.model({"input": ["batch", 3, 8, 9]}, {"output": ["batch", 5]})
+
+
+def engine(passes):
+    return ke.Engine.from_onnx(
+        network(),
+        loss="categorical",
+        estimation_mode="exact",
+        damping=0.1,
+        backend="numpy",
+        threads=2,
+        graph_passes=passes,
+    )
+
+
+def step(passes):
+    return engine(passes).step(X, Y)
+
+
+@pytest.fixture
+def _kernels_of_any_size(monkeypatch):
+    monkeypatch.setattr(kernels, "_LEAST_MULTIPLIED", 0)
+
+
+of_any_size = pytest.mark.usefixtures("_kernels_of_any_size")
+
+CHOICES = {
+    "all": None,
+    **{f"without {name}": [other for other in PASSES if other != name] for name in PASSES},
+    **{f"only {name}": [name] for name in PASSES},
+}
+
+
+def assert_close(found, expected, tolerance):
+    atol = tolerance * abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+@of_any_size
+@pytest.mark.parametrize("passes", CHOICES.values(), ids=CHOICES)
+def test_any_choice_of_passes_gives_the_results_of_none(passes):
+    plain, result = step([]), step(passes)
+    np.testing.assert_allclose(result.loss, plain.loss, rtol=GRADIENTS)
+    assert len(plain.gradients) == 9
+    for name, expected in plain.gradients.items():
+        assert_close(result.gradients[name], expected, GRADIENTS)
+        assert_close(result.natural_gradients[name], plain.natural_gradients[name], NATURAL)
+
+
+class Opened(NamedTuple):
+    """Backward sessions: all their nodes, and the gradients computed outside."""
+
+    nodes: list[Node]
+    outside: list[str]
+
+    def convert_to_blocked(self):
+        return any(node.domain == DOMAIN for node in self.nodes)
+
+    def reads_transposed(self):
+        swapped = {node.outputs[0] for node in self.nodes if node.op == "Transpose"}
+        return any(node.op == "MatMul" and swapped & {*node.inputs} for node in self.nodes)
+
+
+# What is true of sessions with a pass, and of no sessions without it.
+MARKS = {
+    BLOCKED_LAYOUT: Opened.convert_to_blocked,
+    FUSED_TRANSPOSES: lambda opened: not opened.reads_transposed(),
+    WEIGHT_GRADIENTS: lambda opened: len(opened.outside) == 3,
+}
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The backward sessions that are opened during a test."""
+    recorded = Opened([], [])
+    compact, finishing = backward_session.compact_model, backward_session.FinishingSession
+
+    def compact_model(nodes, *given, **options):
+        recorded.nodes.extend(nodes)
+        return compact(nodes, *given, **options)
+
+    def finishing_session(session, parts, *given):
+        recorded.outside.extend(parts.finished)
+        return finishing(session, parts, *given)
+
+    monkeypatch.setattr(backward_session, "compact_model", compact_model)
+    monkeypatch.setattr(backward_session, "FinishingSession", finishing_session)
+    return recorded
+
+
+@of_any_size
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_changes_sessions_and_can_be_turned_off(name, opened):
+    if name == BLOCKED_LAYOUT and not channel_block():
+        pytest.skip("no layout in blocks on this machine")
+    step([name])
+    assert MARKS[name](opened)
+    for record in opened:
+        record.clear()
+    step([other for other in PASSES if other != name])
+    assert not MARKS[name](opened)
+
+
+@of_any_size
+def test_the_memory_of_sessions_is_announced_for_the_chosen_passes():
+    """The gradients of outputs of convolutions are kept for the products outside the session."""
+    names = [*PASSES]
+    announced = {passes: engine(passes).memory(64).activations for passes in [(), *zip(names)]}
+    assert announced[WEIGHT_GRADIENTS,] != announced[()]
+    if channel_block():
+        assert announced[BLOCKED_LAYOUT,] != announced[()]
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [(None, set(PASSES)), ([], set()), ((FUSED_TRANSPOSES,) * 2, {FUSED_TRANSPOSES})],
+    ids=["None", "none", "twice"],
+)
+def test_passes_are_chosen_by_name(names, chosen):
+    assert chosen_passes(names) == chosen
+
+
+def test_an_unknown_pass_is_refused_with_the_known_ones():
+    with pytest.raises(ke.UnknownNameError, match=f"'masks'.*{', '.join(sorted(PASSES))}"):
+        chosen_passes([BLOCKED_LAYOUT, "masks"])
+
+
+def test_the_page_lists_every_pass_and_no_other():
+    page = Path(__file__).parents[3] / "docs" / "performance.md"
+    text = page.read_text(encoding="utf-8").split("### Graph passes")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [*PASSES]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("all", None),
+        ("none", ()),
+        ("blocked_layout", ("blocked_layout",)),
+        ("blocked_layout,weight_gradients", ("blocked_layout", "weight_gradients")),
+    ],
+)
+def test_the_command_line_names_passes(value, expected):
+    @engine_options
+    def given(options):
+        return options["graph_passes"]
+
+    command = click.command()(given)
+    found = command.main(["--graph-passes", value], standalone_mode=False)
+    assert found == expected
+
+
+def test_the_command_line_refuses_an_unknown_pass(tmp_path, capsys):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(network().SerializeToString())
+    assert main(["inspect", str(path), "--graph-passes", "masks"]) == 2
+    assert "unknown graph pass 'masks'" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Backward graphs as they are run: transposes within products, and the order of nodes."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.graph.structure import Node
+from kfac_engine.runtime.cpu.transposed_products import _without_round_trips, fused_products
+from tests import models
+
+# Products of float32 numbers against the same in float64, relative to the largest entry.
+SINGLE = 1e-6
+
+
+def attention(dtype):
+    """``softmax(x xᵀ) x`` of several heads: operands of products come turned on the way back."""
+    net = models.Net(dtype=dtype)
+    x = net.op("MatMul", "input", net.weight("weight", 4, 4), to="x")
+    turned = net.op("Transpose", x, to="turned", perm=[0, 1, 3, 2])
+    p = net.op("Softmax", net.op("MatMul", x, turned, to="scores"), to="p", axis=-1)
+    net.op("MatMul", p, x, to="output")
+    return net.model({"input": ["batch", 2, 3, 4]}, {"output": ["batch", 2, 3, 4]})
+
+
+def gradients(dtype):
+    proto = attention(dtype)
+    model = ke.load_model(proto)
+    x, c = np.random.default_rng(0).standard_normal((2, 5, 2, 3, 4)).astype(dtype)
+    names = ["weight", "input"]
+    found = model.run({"input": x}).vjp({"output": c}, names)
+    return model.backwards()[0], [found[name] for name in names]
+
+
+def test_fused_products_give_the_gradients_of_plain_ones():
+    (backward, single), (plain, double) = gradients("float32"), gradients("float64")
+    ops = [node.op for node in fused_products(backward)]
+    assert ops.count("FusedMatMul") > 2
+    # What is left turns the gradient of the transpose of the forward pass.
+    assert ops.count("Transpose") == 1
+    assert fused_products(plain) == plain.nodes
+    for found, expected in zip(single, double, strict=True):
+        np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["mlp", "token_mlp", "layer_norm", "cnn"])
+def test_nodes_keep_their_order_and_their_results(name):
+    model = ke.load_model(models.MODELS[name]())
+    backward = model.backward(["output"], list(model.parameters))
+    kept = [node.outputs for node in fused_products(backward)]
+    assert kept == [node.outputs for node in backward.nodes if node.outputs in kept]
+    dropped = {node.op for node in backward.nodes if node.outputs not in kept}
+    assert dropped <= {"Transpose"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "back"),
+    [
+        ((2, 0, 1), (1, 2, 0), True),
+        ((2, 0, 1), (2, 0, 1), False),
+        ((1, 0, 2), (1, 0, 2), True),
+        (None, None, True),
+        (None, (0, 1, 2), False),
+    ],
+)
+def test_only_a_transpose_that_undoes_the_one_before_is_left_out(first, second, back):
+    turns = [{} if perm is None else {"perm": perm} for perm in (first, second)]
+    nodes = (
+        Node("Transpose", ("x",), ("turned",), turns[0], "first"),
+        Node("Transpose", ("turned",), ("y",), turns[1], "second"),
+    )
+    x = np.arange(24).reshape(2, 3, 4)
+    assert np.array_equal(x.transpose(first).transpose(second), x) == back
+    *_, last = _without_round_trips(nodes)
+    assert (last.op, last.inputs) == (("Identity", ("x",)) if back else ("Transpose", ("turned",)))

@@ -1,0 +1,287 @@
+"""Sessions at a place: arrays are bound by address, results stay there, work is ordered.
+
+On a CPU the place is a stand-in for a GPU, whose arrays never become NumPy's by themselves, and
+ONNX Runtime's provider for the CPU reads and writes them by address.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kfac_engine.backend import select
+from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda.backend import CupyBackend
+from kfac_engine.backend.cuda.memory_space import CupyPlace
+from kfac_engine.backend.memory_space import HOST, Host, stays_on_host
+from kfac_engine.errors import BackendError, MemoryLimitError
+from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.sessions import device_session, placement
+from kfac_engine.sessions.device_session import DeviceSession, has_provider
+from kfac_engine.sessions.placement import placed
+from tests.backend import cupy_standin, standin_streams
+from tests.cuda_on_cpu.module import compiler
+
+FLOAT, INT, BOOL = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
+X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(4, 5)).astype(np.float32)
+INPUTS = [Input("x", FLOAT, (None, 4)), Input("w", FLOAT, (4, None))]
+NODES = (
+    Node("MatMul", ("x", "w"), ("y",)),
+    Node("Shape", ("y",), ("shape",)),
+    Node("Greater", ("y", "zero"), ("positive",)),
+)
+CONSTANTS = {"zero": np.zeros((), np.float32)}
+RESULTS = ("y", "shape", "positive")
+# Products of four numbers in float32.
+ROUNDING = 1e-6
+
+
+@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyPlace]:
+    device._cupy.cache_clear()
+    if request.param == "stand-in":
+        if compiler() is None:
+            pytest.skip("needs g++ to run kernels on the CPU")
+        cupy_standin.install(monkeypatch)
+        monkeypatch.setattr(CupyPlace, "kind", "cpu")
+    elif not has_provider("cuda"):
+        pytest.skip("needs onnxruntime-gpu")
+    try:
+        yield CupyPlace(CupyBackend(), tf32=False)
+    except BackendError as failure:
+        pytest.skip(str(failure))
+    finally:
+        device._cupy.cache_clear()
+
+
+def session(place: Host | CupyPlace, nodes: tuple[Node, ...] = NODES) -> DeviceSession:
+    outputs = tuple(name for node in nodes for name in node.outputs)
+    model = compact_model(nodes, INPUTS, outputs, CONSTANTS, 18)
+    return DeviceSession(model, threads=1, what="a test", place=place)
+
+
+def test_results_lie_at_the_place_and_counts_on_the_host(gpu: CupyPlace) -> None:
+    feeds = {"x": gpu.take(X), "w": gpu.take(W)}
+    found = session(gpu).run(RESULTS, feeds)
+    assert type(found["y"]) is type(found["positive"]) is type(feeds["x"])
+    assert type(found["shape"]) is np.ndarray
+    assert found["shape"].tolist() == [3, 5]
+    np.testing.assert_allclose(gpu.on_host(found["y"]), X @ W, rtol=0, atol=ROUNDING)
+    positive = gpu.on_host(found["positive"])
+    assert positive.dtype == BOOL
+    np.testing.assert_array_equal(positive, X @ W > 0)
+
+
+def test_feeds_of_the_host_are_taken_too(gpu: CupyPlace) -> None:
+    found = session(gpu).run(("y",), {"x": X, "w": gpu.take(W)})
+    np.testing.assert_allclose(gpu.on_host(found["y"]), X @ W, rtol=0, atol=ROUNDING)
+
+
+def test_results_go_into_arrays_of_the_caller(gpu: CupyPlace) -> None:
+    own = gpu.empty((3, 5), FLOAT)
+    session(gpu).run_into({"y": own}, {"x": gpu.take(X), "w": gpu.take(W)})
+    np.testing.assert_allclose(gpu.on_host(own), X @ W, rtol=0, atol=ROUNDING)
+    own[...] = 0  # it can be written, unlike what a session makes itself
+
+
+def test_results_live_as_long_as_their_arrays(gpu: CupyPlace) -> None:
+    made = session(gpu)
+    first = made.run(("y",), {"x": gpu.take(X), "w": gpu.take(W)})["y"]
+    for seed in range(4):
+        other = np.random.default_rng(seed).normal(size=X.shape).astype(np.float32)
+        made.run(("y",), {"x": gpu.take(other), "w": gpu.take(W)})
+    del made
+    np.testing.assert_allclose(gpu.on_host(first), X @ W, rtol=0, atol=ROUNDING)
+
+
+def test_empty_arrays_have_no_address_and_need_none(gpu: CupyPlace) -> None:
+    found = session(gpu).run(("y",), {"x": gpu.take(X[:0]), "w": gpu.take(W)})
+    assert found["y"].shape == (0, 5)
+
+
+def test_text_is_copied(gpu: CupyPlace) -> None:
+    """``size(words) · x``."""
+    nodes = (
+        Node("Size", ("words",), ("count",)),
+        Node("CastLike", ("count", "x"), ("factor",)),
+        Node("Mul", ("factor", "x"), ("y",)),
+    )
+    inputs = [Input("words", np.dtype(object), (None,)), INPUTS[0]]
+    model = compact_model(nodes, inputs, ("y", "count"), {}, 18)
+    made = DeviceSession(model, threads=1, what="a test", place=gpu)
+    words, x = np.array(["a", "b", "c"], object), gpu.take(X)
+    found = made.run(("y", "count"), {"words": gpu.take(words), "x": x})
+    assert type(found["y"]) is type(x)
+    assert found["count"] == 3
+    np.testing.assert_array_equal(gpu.on_host(found["y"]), 3 * X)
+
+
+def test_an_array_of_another_shape_is_refused(gpu: CupyPlace) -> None:
+    with pytest.raises(BackendError, match="ONNX Runtime failed in a test"):
+        session(gpu).run(("y",), {"x": gpu.take(X[:, :3]), "w": gpu.take(W)})
+
+
+def test_work_of_a_runtime_is_ordered_both_ways(
+    gpu: CupyPlace, request: pytest.FixtureRequest
+) -> None:
+    if "device" in request.node.name:
+        pytest.skip("only the stand-in tells")
+    before = gpu.take(X)
+    with gpu._stream, pytest.raises(AssertionError, match="used unfinished"):
+        abs(before)
+    with gpu.ordered(), gpu._stream:
+        abs(before)
+        after = gpu.take(W)
+    abs(after)
+    later = standin_streams.Stream(non_blocking=True)
+    with later, pytest.raises(AssertionError, match="used unfinished"):
+        abs(after)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Short(Host):
+    """A place whose memory is released once."""
+
+    name = "a small GPU"
+    released = 0
+
+    def release(self) -> bool:
+        self.released += 1
+        return True
+
+
+def test_where_memory_is_short_unused_memory_is_released_and_the_rest_is_said() -> None:
+    place = Short()
+    # An outer product of 4 TB.
+    x, w = np.ones((1 << 20, 1), np.float32), np.ones((1, 1 << 20), np.float32)
+    model = compact_model(
+        (Node("MatMul", ("x", "w"), ("y",)),),
+        [Input("x", FLOAT, (None, 1)), Input("w", FLOAT, (1, None))], ("y",), {}, 18,
+    )  # fmt: skip
+    made = DeviceSession(model, threads=1, what="a test", place=place)
+    with pytest.raises(
+        MemoryLimitError, match=r"a small GPU has no memory left for a test \(.*4398046511104"
+    ):
+        made.run(("y",), {"x": x, "w": w})
+    assert place.released == 1
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+
+class Elsewhere(Host):
+    """A place that is not the host's, on the host."""
+
+    name = "a GPU"
+
+
+class Cuda(Elsewhere):
+    """One that needs a provider for CUDA."""
+
+    kind = "cuda"
+    index = 1
+    stream = 12345
+
+
+class Wrong(Elsewhere):
+    """One whose results are wrong."""
+
+    def on_host(self, array: np.ndarray) -> np.ndarray:
+        return array + 1
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    caches = placement._obstacle, placement._say
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_place_is_taken_where_a_trial_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    place = Elsewhere()
+    with caplog.at_level("INFO", logger="kfac_engine"):
+        assert placed(place) is place
+        assert placed(place) is place
+    assert [record.message for record in caplog.records] == [
+        "the model runs in ONNX Runtime on a GPU"
+    ]
+
+
+def test_the_host_needs_no_trial(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="kfac_engine"):
+        assert placed(HOST) is HOST
+    assert not caplog.records
+
+
+def test_without_a_provider_the_cpu_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    if has_provider("cuda"):
+        pytest.skip("this ONNX Runtime has one")
+    with caplog.at_level("INFO", logger="kfac_engine"):
+        assert placed(Cuda()) is HOST
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "runs in ONNX Runtime on the CPU" in record.message
+    assert "pinned memory: the one that is installed was built without CUDA" in record.message
+
+
+def broken(*_: object, **__: object) -> DeviceSession:
+    raise BackendError("ONNX Runtime cannot load it")
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [(Wrong(), "a trial gave"), (Elsewhere(), "cannot load it")]
+)
+def test_a_provider_that_fails_is_not_taken_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: Host, why: str
+) -> None:
+    if why == "cannot load it":
+        monkeypatch.setattr(placement, "DeviceSession", broken)
+    with caplog.at_level("INFO", logger="kfac_engine"):
+        assert placed(place) is HOST
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert why in record.message
+
+
+def test_the_provider_is_given_device_stream_and_accuracy() -> None:
+    options = device_session._provider_options(Cuda())
+    assert options["device_id"] == "1"
+    assert options["user_compute_stream"] == "12345"
+    assert options["use_tf32"] == "0"
+    exact = Cuda()
+    exact.tf32 = True
+    assert device_session._provider_options(exact)["use_tf32"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "stays"),
+    [(INT, 0, True), (INT, 1, True), (BOOL, 1, True), (INT, 2, False), (FLOAT, 0, False)],
+)
+def test_small_integers_stay_on_the_host(dtype: np.dtype, rank: int, stays: bool) -> None:
+    assert stays_on_host(dtype, rank) is stays
+
+
+@pytest.mark.parametrize(("name", "tf32"), [("cupy", False), ("cupy-tf32", True)])
+def test_products_round_where_the_backend_was_asked_to(
+    monkeypatch: pytest.MonkeyPatch, name: str, tf32: bool
+) -> None:
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    caches = select._gpu, select._gpu_place, device._cupy
+    for cache in caches:
+        cache.cache_clear()
+    cupy_standin.install(monkeypatch)
+    place = select.place_of(select.select(name))
+    assert place.tf32 is tf32
+    assert select.place_of(select.select(name)) is place
+    assert select.place_of(select.select("numpy")) is HOST
+    for cache in caches:
+        cache.cache_clear()

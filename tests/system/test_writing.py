@@ -1,0 +1,245 @@
+"""Files are written whole or not at all, where the path leads, with the permissions they had."""
+
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+from threading import Barrier, Thread
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.engine.checkpoint import write_model
+from kfac_engine.graph.files import ModelFiles
+from kfac_engine.system import writing
+from kfac_engine.system.writing import abandon_files, check_outputs, write_file
+from tests import models
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
+
+
+def leftover(folder: Path, age: float) -> Path:
+    path = folder / ".kfac-engine-0123456789abcdef.tmp"
+    path.write_bytes(b"half")
+    os.utime(path, (time.time() - age, time.time() - age))
+    return path
+
+
+@posix
+def test_a_link_stays_and_the_file_it_names_is_written(tmp_path):
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "state", tmp_path / "state"
+    link.symlink_to("far/state")
+    for content in (b"new", b"newer"):  # first a link to nothing
+        write_file(link, [content])
+        assert link.is_symlink()
+        assert target.read_bytes() == content
+        assert not target.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"far", "state"}
+
+
+@posix
+def test_a_pipe_gets_the_bytes_and_stays_a_pipe(tmp_path):
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    write_file(pipe, [b"one ", memoryview(b"two")])
+    reader.join()
+    assert got == [b"one two"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@posix
+def test_the_null_device_is_written_to_and_stays_a_device():
+    write_file(os.devnull, [b"nothing"])
+    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_an_existing_file_keeps_its_permissions_and_owner(tmp_path, mode):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    before = path.stat()
+    write_file(path, [b"new"])
+    after = path.stat()
+    assert path.read_bytes() == b"new"
+    assert (after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_gid,
+    )
+
+
+@posix
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_new_file_gets_the_permissions_of_new_files(tmp_path, mask):
+    old = os.umask(mask)
+    try:
+        write_file(tmp_path / "ours", [b"new"])
+        (tmp_path / "pythons").write_bytes(b"new")
+    finally:
+        os.umask(old)
+    modes = {(tmp_path / name).stat().st_mode for name in ("ours", "pythons")}
+    assert len(modes) == 1
+
+
+def test_a_write_protected_file_is_left_alone(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write all
+    with pytest.raises(ke.InputError, match="write-protected"):
+        write_file(path, [b"new"])
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("path", ["", ".", "a\0b", None], ids=repr)
+def test_what_is_no_file_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ke.InputError, match="cannot write"):
+        write_file(path, [b"new"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_as_long_as_the_system_allows_can_be_written(tmp_path):
+    path = tmp_path / ("x" * 255)
+    write_file(path, [b"new"])
+    assert path.read_bytes() == b"new"
+
+
+def test_threads_that_write_one_path_all_succeed(tmp_path):
+    path, failures, start = tmp_path / "state", [], Barrier(8)
+    contents = [bytes([i]) * 100_000 for i in range(8)]
+
+    def write(content):
+        start.wait()
+        for _ in range(10):
+            try:
+                write_file(path, [content])
+            except Exception as failure:
+                failures.append(failure)
+
+    threads = [Thread(target=write, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert path.read_bytes() in contents
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_in_the_middle_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+
+    def chunks():
+        yield b"half"
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_file(path, chunks())
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("age", "stays"), [(10, True), (7200, False)])
+def test_temporary_files_of_killed_processes_are_removed_once_they_are_old(tmp_path, age, stays):
+    old = leftover(tmp_path, age)
+    write_file(tmp_path / "state", [b"new"])
+    assert old.exists() == stays
+
+
+@posix
+def test_a_temporary_file_that_a_process_still_holds_is_not_removed(tmp_path):
+    import fcntl
+
+    old = leftover(tmp_path, 7200)
+    with old.open("rb+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        write_file(tmp_path / "state", [b"new"])
+        assert old.exists()
+
+
+def test_an_ending_process_removes_its_temporary_files_and_makes_no_more(tmp_path, monkeypatch):
+    class Lock:
+        held = False
+
+        def acquire(self, timeout):
+            self.held = True
+
+        def __enter__(self):
+            assert not self.held, "another file was created"
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(writing, "_CREATION", Lock())
+
+    def chunks():
+        yield b"half"
+        assert len(list(tmp_path.iterdir())) == 1
+        abandon_files()
+        assert not list(tmp_path.iterdir())
+
+    with pytest.raises(ke.InputError, match="cannot write"):
+        write_file(tmp_path / "state", chunks())
+    with pytest.raises(AssertionError, match="another file was created"):
+        write_file(tmp_path / "state", [b"new"])
+
+
+SAME = {
+    "one path": (lambda a, b: (a, a)),
+    "two spellings": (lambda a, b: (a, a.parent / "x" / ".." / a.name)),
+    "a symbolic link": (lambda a, b: (b.symlink_to(a), (a, b))[1]),
+    "a hard link": (lambda a, b: (os.link(a, b), (a, b))[1]),
+}
+
+
+@posix
+@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+def test_an_output_that_is_an_input_is_refused_by_whatever_name(tmp_path, make):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "a").write_bytes(b"")
+    read, written = make(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ke.InputError, match=r"-o '.*' would overwrite the file of --inputs"):
+        check_outputs({"-o": written}, {"--inputs": read})
+
+
+def test_two_outputs_that_do_not_exist_yet_are_told_apart(tmp_path):
+    check_outputs({"-o": tmp_path / "a", "--state": tmp_path / "b"}, {"--inputs": None})
+    with pytest.raises(ke.InputError, match=r"--state .* would overwrite the file of -o"):
+        check_outputs({"-o": tmp_path / "a", "--state": tmp_path / "a"})
+
+
+@posix
+def test_one_device_may_take_several_outputs():
+    null = Path(os.devnull)
+    check_outputs({"-o": null, "--state": null}, {"--targets": null})
+
+
+@posix
+def test_a_model_of_two_files_is_not_written_into_a_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    files = ModelFiles(b"message", "pipe.data", (np.ones(3),))
+    with pytest.raises(ke.InputError, match="two files"):
+        write_model(tmp_path / "pipe", files)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_equal_states_are_equal_bytes_and_their_tensors_lie_aligned(tmp_path):
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", threads=1)
+    engine.step(models.random_inputs(models.mlp(), 4), np.array([0, 2, 1, 1]))
+    for name in "abcd":  # four keys come in one of 24 orders
+        engine.save(tmp_path / name)
+    assert len({(tmp_path / name).read_bytes() for name in "abcd"}) == 1
+    data = (tmp_path / "a").read_bytes()
+    assert int.from_bytes(data[:8], "little") % 8 == 0
+    other = ke.Engine.from_onnx(models.mlp(), loss="categorical", threads=1)
+    other.load(tmp_path / "a")
+    other.save(tmp_path / "e")
+    assert (tmp_path / "e").read_bytes() == data
