@@ -199,7 +199,7 @@ def derivative(f: Callable[[Float], Float], x: Float, index: tuple[int, ...]) ->
     """``∂f/∂x[index]``: central differences, extrapolated to step zero, entry by entry of f.
 
     Each entry keeps the estimate that agrees best with its neighbours in the extrapolation table
-    (Ridders 1982, Adv. Eng. Software 4): linear entries wait at the first steps, smooth ones at
+    (Ridders 1982, Adv. Eng. Software 4): linear entries settle at the first steps, smooth ones at
     a high order, and entries with a kink near x once the step is shorter than the way to it.
     """
     row, best, error = [_slope(f, x, index, _FIRST_STEP)], np.nan, np.inf

@@ -217,3 +217,17 @@ def test_nothing_reads_or_sets_environment_variables_but_doctor(path):
         return
     names = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
     assert not names & {"environ", "getenv", "putenv"}
+
+
+def test_modules_of_the_glossary_exist():
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    names = named_in_last_column(page)
+    assert len(names) > 40
+    for name in names:
+        found = [root / name for root in (PACKAGE, ROOT)]
+        assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in found), name
+
+
+def named_in_last_column(page: str) -> list[str]:
+    cells = re.findall(r"^\|.*\| ([^|]*) \|$", page, re.M)
+    return [name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)]

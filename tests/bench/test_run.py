@@ -63,7 +63,7 @@ class Fake:
     def prepare(self, job):
         return {"result": np.array(self.result)}, FIRST
 
-    def run(self, runs, *, warm, wait):
+    def run(self, runs, *, warm, settle):
         self.order.append(self.name)
         return self.used(runs)
 
@@ -131,7 +131,7 @@ def timed(contender, seconds):
     """Has each run of a contender take what its number, from the first turn on, says."""
     count = iter(range(10**6))
 
-    def run(runs, *, warm, wait):
+    def run(runs, *, warm, settle):
         assert not warm
         times = tuple(seconds(next(count)) for _ in range(runs))
         return Usage(times, tuple(2 * time for time in times), 0.0, 0, 0)
