@@ -14,7 +14,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device
-from kfac_engine.backend.cuda.memory_space import CupyPlace
+from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
 from kfac_engine.sessions import placement
@@ -28,7 +28,7 @@ from tests.engine.test_recurrent_engine import batch, classifier
 from tests.test_engine_on_gpu import TOLERANCE, chain, host, trained
 
 CACHES = (
-    select._gpu, select._gpu_place, device._cupy, placement._obstacle, placement._say,
+    select._gpu, select._gpu_memory_space, device._cupy, placement._obstacle, placement._say,
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         if compiler() is None:
             pytest.skip("needs g++ to run kernels on the CPU")
         cupy_standin.install(monkeypatch)
-        monkeypatch.setattr(CupyPlace, "kind", "cpu")
+        monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
     elif not has_provider("cuda"):
         pytest.skip("needs onnxruntime-gpu")
     try:
@@ -72,7 +72,7 @@ def test_three_steps_are_those_of_the_cpu(gpu: str, name: str) -> None:
 def begun(model: onnx.ModelProto, **options: object) -> tuple[ke.Engine, dict, np.ndarray]:
     """An engine after its first step, and a batch."""
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy", damping=1e-2, **options)
-    assert engine._model.place is not HOST
+    assert engine._model.memory_space is not HOST
     inputs = models.random_inputs(model, batch=6)
     targets = np.arange(6) % 3
     engine.step(inputs, targets)
@@ -95,7 +95,7 @@ def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
         pytest.skip("needs g++ to run kernels on the CPU")
     forget()
     cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(CupyPlace, "kind", "cpu")
+    monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
     engine, inputs, targets = begun(chain(layers))
     counts = cupy_standin.COUNTS
     counts.clear()
@@ -290,7 +290,7 @@ def test_without_a_provider_a_gpu_takes_curvature_alone(
 ) -> None:
     monkeypatch.setattr(placement, "has_provider", lambda kind: False)
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
-    assert engine._model.place is HOST
+    assert engine._model.memory_space is HOST
     inputs = models.random_inputs(models.mlp(), batch=4)
     given = {name: engine.collection.backend.asarray(array) for name, array in inputs.items()}
     found, wanted = (engine.gradients(batch, np.arange(4) % 3) for batch in (given, inputs))

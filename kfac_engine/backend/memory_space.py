@@ -1,7 +1,7 @@
-"""Where a runtime beside an array library computes, and where its values lie: host or device.
+"""Memory spaces: the memory of the host or of a device, with its copies and allocations.
 
-A place makes arrays of one library. Runtimes take them by address and hand theirs over by DLPack,
-so that nothing is copied on the way.
+A memory space creates arrays of one library. ONNX Runtime reads and writes them by address and
+returns its own arrays through DLPack. Neither direction copies.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import as_array
 
 
-class Place(Protocol):
-    """The memory of the host, or that of a device.
+class MemorySpace(Protocol):
+    """The memory of the host, or of a device.
 
     Attributes:
-        kind: What DLPack and runtimes call it: ``"cpu"`` or ``"cuda"``.
-        index: Which of its kind.
-        stream: Address of the stream that a runtime is to work on; 0 for none.
+        kind: Device type, as in DLPack: ``"cpu"`` or ``"cuda"``.
+        index: Number of the device among those of its kind.
+        stream: Address of the stream for ONNX Runtime's work; 0 without streams.
         tf32: Whether products may round float32 numbers to TF32.
-        name: For messages.
+        name: Device name, for messages.
     """
 
     kind: str
@@ -36,39 +36,47 @@ class Place(Protocol):
     def __hash__(self) -> int:
         """By identity."""
 
-    def take(self, value: Any) -> Array:
-        """An array of any library as one that lies here, C-contiguous; the same one if it is.
+    def as_feed(self, value: Any) -> Array:
+        """Convert an array of any library to an array that sessions can read.
 
-        On a device, small integers and text stay on the host.
+        Args:
+            value: Array of any library, or a nested sequence of numbers.
+
+        Returns:
+            A C-contiguous array in this memory space; ``value`` itself if it is one. Text and small
+            integers (``stays_on_host``) are arrays of the host on every device.
         """
 
-    def own(self, value: Any) -> Array:
-        """``take``, but with small integers at the place as well."""
+    def to_device(self, value: Any) -> Array:
+        """Convert an array of any library to a C-contiguous array in this memory space.
+
+        Unlike ``as_feed``, small integers go to the device as well.
+        """
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """An array with arbitrary content, C-contiguous."""
+        """Allocate a C-contiguous array without initializing its entries."""
 
     def adopt(self, value: Any, dtype: DType) -> Array:
-        """A view of what a runtime made here, in an element type of equal size."""
+        """Return a view of a result of ONNX Runtime, in an element type of equal size."""
 
     def address(self, array: Array) -> int:
-        """Where an array begins, for a runtime that reads or writes there."""
+        """Return the address of the first entry of an array."""
 
     def on_host(self, array: Array) -> Array:
-        """A host copy or view; waits for a device."""
+        """Return a host copy or view of an array; waits for the device."""
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        """Whether each holds numbers alone; a device is read once if all do."""
+        """Check each array for NaN and infinity; one transfer suffices if all are finite."""
 
     def ordered(self) -> AbstractContextManager[object]:
-        """What a runtime does inside follows all that was begun before, and precedes the rest."""
+        """Order the work inside the context after earlier work and before later work."""
 
     def release(self) -> bool:
-        """Give unused memory back; whether a runtime that found none may try again."""
+        """Free unused memory; return whether a failed allocation may be repeated."""
 
 
-class Host:
-    """The host's memory, as arrays of NumPy."""
+class HostMemory:
+    """The memory of the host, as arrays of NumPy."""
 
     kind = "cpu"
     index = 0
@@ -76,12 +84,12 @@ class Host:
     tf32 = False
     name = "the CPU"
 
-    def take(self, value: Any) -> Array:
+    def as_feed(self, value: Any) -> Array:
         array = np.asarray(as_array(value))
         return np.ascontiguousarray(array).reshape(array.shape)
 
-    def own(self, value: Any) -> Array:
-        return self.take(value)
+    def to_device(self, value: Any) -> Array:
+        return self.as_feed(value)
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         return np.empty(tuple(shape), dtype)
@@ -105,17 +113,17 @@ class Host:
         return False
 
 
-HOST: Final[Place] = Host()
+HOST: Final[MemorySpace] = HostMemory()
 
 
 def stays_on_host(dtype: DType, rank: int) -> bool:
-    """Whether a value is left to the host: counts and sides, which operators read there.
+    """Check whether a value stays on the host: counts and shapes, which operators read there.
 
     Args:
-        dtype: Its element type.
-        rank: Its axes.
+        dtype: Element type of the value.
+        rank: Number of axes of the value.
 
     Returns:
-        True for integers and truth values of one axis at most.
+        True for integers and truth values with at most one axis.
     """
     return dtype.kind in "biu" and rank <= 1

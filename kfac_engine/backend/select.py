@@ -9,8 +9,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.memory_space import CupyPlace
-from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
+from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError, UnknownNameError
@@ -79,10 +79,10 @@ def choice_reason(name: str = "auto") -> str:
     return f"numpy, {asked}: {reason}" if checked == "auto" else f"none: {reason}"
 
 
-def place_of(backend: Backend) -> Place:
-    """Where the arrays of a backend lie, and a runtime beside it had best compute."""
+def memory_space_of(backend: Backend) -> MemorySpace:
+    """Return the memory space of the arrays of a backend."""
     if isinstance(backend, CupyBackend):
-        return _gpu_place(backend.device, backend.tf32)
+        return _gpu_memory_space(backend.device, backend.tf32)
     return HOST
 
 
@@ -119,9 +119,9 @@ def _gpu() -> CupyDevice | str:
 
 
 @cache
-def _gpu_place(device: CupyDevice, tf32: bool) -> CupyPlace:
+def _gpu_memory_space(device: CupyDevice, tf32: bool) -> CupyMemorySpace:
     """One stream for all engines: their sessions take turns anyway."""
-    return CupyPlace(CupyBackend(device), tf32=tf32)
+    return CupyMemorySpace(CupyBackend(device), tf32=tf32)
 
 
 def _checked(name: str) -> BackendName:

@@ -126,11 +126,11 @@ def _gpus() -> dict[str, object]:
 
 
 def _backend() -> dict[str, str]:
-    from kfac_engine.backend.select import choice_reason, place_of, select
-    from kfac_engine.sessions.placement import placed
+    from kfac_engine.backend.select import choice_reason, memory_space_of, select
+    from kfac_engine.sessions.placement import available_memory_space
 
     found = select("auto")
-    model = placed(place_of(found)).name
+    model = available_memory_space(memory_space_of(found)).name
     return {"auto": found.name, "reason": choice_reason("auto"), "model": model}
 
 

@@ -8,7 +8,7 @@ from kfac_engine._types import Array, Params, Vector
 from kfac_engine.autodiff.activity import ZERO, behind_jumps, no_slope, notes_of, nothing_to_train
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.backend.namespace import on_host
-from kfac_engine.backend.select import place_of, select
+from kfac_engine.backend.select import memory_space_of, select
 from kfac_engine.backend.threads import default_count
 from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, row
 from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
@@ -32,7 +32,7 @@ from kfac_engine.losses.objective import Objective, Reduction
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.leading_examples import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.sessions.placement import placed
+from kfac_engine.sessions.placement import available_memory_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         seed=options.seed,
         examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
     )
-    model.move(placed(place_of(backend)))
+    model.move(available_memory_space(memory_space_of(backend)))
     assembly.prepare(estimator)
     return assembly, estimator
 

@@ -171,7 +171,7 @@ class Engine(Sealed):
             with record("backward"):
                 found = self._differentiate(trace, self.estimator.differentiated if along else None)
             moved = self._model.buffers_after(trace) if update_buffers else {}
-            check_finite(moved, self._model.place, "the running statistic")
+            check_finite(moved, self._model.memory_space, "the running statistic")
             handed = self._model.to_file_layout(found.gradients)
             types = self._model.handed_out_types
             with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
@@ -284,8 +284,10 @@ class Engine(Sealed):
         self.counter = state.counter
         if parameters:
             self._model.set_parameters(state.parameters)
-            place = self._model.place
-            self._model.buffers.update({n: place.take(a) for n, a in state.buffers.items()})
+            memory_space = self._model.memory_space
+            self._model.buffers.update(
+                {n: memory_space.as_feed(a) for n, a in state.buffers.items()}
+            )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``: sessions of ONNX Runtime can be neither."""
@@ -336,7 +338,7 @@ class Engine(Sealed):
 
     def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of any library, for the model: where it runs, or on the host."""
-        read = on_host if self._model.place is HOST else in_library
+        read = on_host if self._model.memory_space is HOST else in_library
         return read(values, self.collection.backend)
 
     @property
@@ -348,7 +350,7 @@ class Engine(Sealed):
     def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> BackwardResult:
         with quiet(), self._history.explain():
             found = run_backward(trace, self.objective, tuple(self._model.parameters), outputs)
-            check_finite(found.gradients, self._model.place)
+            check_finite(found.gradients, self._model.memory_space)
         self._history.add(found.loss)
         return replace(found, gradients=self._on_device(found.gradients))
 

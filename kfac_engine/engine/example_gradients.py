@@ -125,7 +125,7 @@ class ExampleGradients:
         axis = self._place(name).axis
         for other in range(1, count) if self._outer is None else ():
             swapped = self._changed(trace, [other, *range(1, count)])
-            moved = self._model.place.on_host(abs(swapped[name] - trace[name]))
+            moved = self._model.memory_space.on_host(abs(swapped[name] - trace[name]))
             rows = np.moveaxis(moved, axis, 0).reshape(moved.shape[axis], -1).max(axis=1)
             outer = float(rows.reshape(count, -1)[1:].max())
             inner = float(rows.reshape(-1, count)[:, 1:].max())

@@ -143,7 +143,7 @@ class Footprint:
         scratch = work + self._sums()
         parameters = sum(array.nbytes for array in model.graph.constants.values())
         gradients = 2 * sum(array.nbytes for array in model.parameters.values())
-        moved = 0 if model.place is HOST else parameters + gradients + activations
+        moved = 0 if model.memory_space is HOST else parameters + gradients + activations
         return MemoryReport(
             parameters=parameters,
             gradients=gradients,

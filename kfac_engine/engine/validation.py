@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import numeric
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES
@@ -126,18 +126,18 @@ def check_products(products: Mapping[str, Array], backend: Backend, exp: float) 
 
 
 def check_finite(
-    arrays: Mapping[str, Array], place: Place = HOST, what: str = "the gradient of"
+    arrays: Mapping[str, Array], memory_space: MemorySpace = HOST, what: str = "the gradient of"
 ) -> None:
     """Refuse arrays that no step may be made of.
 
     Args:
         arrays: Name to contiguous array.
-        place: Where they lie.
+        memory_space: Memory space of the arrays.
         what: Precedes the name in the message.
 
     Raises:
         NonFiniteError: One holds NaN or infinity.
     """
-    for name, finite in zip(arrays, place.finite(list(arrays.values())), strict=True):
+    for name, finite in zip(arrays, memory_space.finite(list(arrays.values())), strict=True):
         if not finite:
             raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")

@@ -35,7 +35,7 @@ def open_backward(
     Returns:
         What takes all that ``context.fed`` names, and cotangents, and gives gradients.
     """
-    if context.place is not HOST:
+    if context.memory_space is not HOST:
         return _open(context, backward, fetched)
     parts = divided(backward, apart=WEIGHT_GRADIENTS in context.graph_passes)
     session = _open(context, parts.session, fetched) if parts.session.gradients else None
@@ -70,5 +70,5 @@ def _open(
         message,
         threads=context.threads,
         what=f"the backward graph of '{graph.name}'",
-        place=context.place,
+        memory_space=context.memory_space,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward
-from kfac_engine.backend.memory_space import Place
+from kfac_engine.backend.memory_space import MemorySpace
 from kfac_engine.graph.structure import Fact, Graph
 
 
@@ -20,7 +20,7 @@ class SessionContext:
         stored: Parameters and running statistics by name; sessions receive them as inputs.
         is_static: Whether a value, given by name, does not depend on data.
         frozen: Names of constants that are not stored; sessions hold them.
-        place: Memory space that the sessions compute in.
+        memory_space: Memory space that the sessions compute in.
         threads: Threads of ONNX Runtime; 0 leaves the choice to it.
         scratch_bytes: Bound of the memory of products outside ONNX Runtime.
         graph_passes: Names from ``runtime.cpu.passes.PASSES``.
@@ -32,7 +32,7 @@ class SessionContext:
     stored: Mapping[str, Array]
     is_static: Callable[[str], bool]
     frozen: Set[str]
-    place: Place
+    memory_space: MemorySpace
     threads: int
     scratch_bytes: int
     graph_passes: Set[str]

@@ -42,4 +42,6 @@ def open_forward(
         domains=graph.domains,
     )
     what = f"the forward graph of '{graph.name}'"
-    return open_session(message, threads=context.threads, what=what, place=context.place)
+    return open_session(
+        message, threads=context.threads, what=what, memory_space=context.memory_space
+    )

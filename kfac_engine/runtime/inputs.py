@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cpu.reductions import all_finite
-from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import array_module, as_array, numeric
 from kfac_engine.errors import (
     BackendError,
@@ -117,7 +117,10 @@ def fixed_inputs(graph: Graph, inputs: Mapping[str, Array] | None) -> dict[str, 
 
 
 def check_parameters(
-    model: str, parameters: Mapping[str, Array], values: Mapping[str, Array], place: Place = HOST
+    model: str,
+    parameters: Mapping[str, Array],
+    values: Mapping[str, Array],
+    memory_space: MemorySpace = HOST,
 ) -> dict[str, Array]:
     """New values of parameters, as arrays that fit.
 
@@ -125,7 +128,7 @@ def check_parameters(
         model: Name of the model, for messages.
         parameters: Parameter name to current value.
         values: Parameter name to new value.
-        place: Where parameters lie.
+        memory_space: Memory space of the parameters.
 
     Returns:
         Parameter name to new value: copies in the parameter's element type.
@@ -143,11 +146,11 @@ def check_parameters(
                 f"{', '.join(parameters)}."
             )
         old = parameters[name]
-        array = numeric(f"parameter '{name}'", place.own(value)).astype(old.dtype)
+        array = numeric(f"parameter '{name}'", memory_space.to_device(value)).astype(old.dtype)
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
         checked[name] = array
-    for name, finite in zip(checked, place.finite(list(checked.values())), strict=True):
+    for name, finite in zip(checked, memory_space.finite(list(checked.values())), strict=True):
         if not finite:
             raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
     return checked

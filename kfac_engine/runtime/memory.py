@@ -115,7 +115,7 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
     forward = _peak_as_run(laid, sizes, fetched)
     # Those of parameters are written into the caller's own arrays, which are counted as gradients.
     own = {gradient for name, gradient in backward.gradients.items() if name in model.parameters}
-    if model.place is HOST:
+    if model.memory_space is HOST:
         backward = divided(backward, apart=WEIGHT_GRADIENTS in model.graph_passes).session
     handed = set(backward.gradients.values())
     constants = {**graph.constants, **backward.constants}

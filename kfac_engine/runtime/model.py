@@ -21,7 +21,7 @@ from kfac_engine.autodiff.random_ops import drawn_values
 from kfac_engine.autodiff.running_statistics import with_running_statistics
 from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
-from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.graph.analysis.subgraph import of_constants
 from kfac_engine.graph.analysis.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.trainable import trainable_parameters
@@ -61,7 +61,7 @@ class OnnxModel:
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
-        place: Where it runs; see ``move``.
+        memory_space: Memory space that the model runs in; see ``move``.
         left_out: Parameters that are not trained after all, with the reason; see ``leave_out``.
         parameters: Name to current value; change values through ``set_parameters``.
         ties: Weights that are copies of parameters; ``to_file_layout`` and ``from_file_layout``
@@ -93,7 +93,7 @@ class OnnxModel:
     ) -> None:
         self.loaded = loaded = with_taken_branches(loaded, sample_inputs)
         self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
-        self.place, self.graph_passes = HOST, chosen_passes(graph_passes)
+        self.memory_space, self.graph_passes = HOST, chosen_passes(graph_passes)
         # Read-only, as the file holds them: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
             name: loaded.graph.constants[name]
@@ -130,12 +130,12 @@ class OnnxModel:
             for name in self.left_out:
                 del self.parameters[name]
 
-    def move(self, place: Place) -> None:
+    def move(self, memory_space: MemorySpace) -> None:
         """Run there from now on: parameters and buffers lie there, and what traces give does."""
-        self.place, self._forward = place, None
+        self.memory_space, self._forward = memory_space, None
         self._sessions.clear()
         for held in self.parameters, self.buffers:
-            held.update({name: place.take(array) for name, array in held.items()})
+            held.update({name: memory_space.as_feed(array) for name, array in held.items()})
 
     def run(
         self,
@@ -160,12 +160,12 @@ class OnnxModel:
             NonFiniteError: An input holds NaN or infinity.
         """
         checked = check_inputs(self.graph, inputs)
-        feeds = {name: self.place.take(array) for name, array in checked.items()}
+        feeds = {name: self.memory_space.as_feed(array) for name, array in checked.items()}
         feeds |= self._stored
         if parameters is not None:
             feeds |= self._checked(parameters)
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        own = {name: self.place.own(a) for name, a in named.items() if a is not None}
+        own = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
         with explained(self.graph, checked):
             return Trace(self, feeds, own)
 
@@ -319,7 +319,9 @@ class OnnxModel:
         key = (id(backward), tuple(wrt), *(array.shape for array in feeds.values()))
         if key not in self._twices:
             joint = joint_graph(self.graph, backward)
-            facts = measured_facts(joint, {n: self.place.on_host(a) for n, a in feeds.items()})
+            facts = measured_facts(
+                joint, {n: self.memory_space.on_host(a) for n, a in feeds.items()}
+            )
             while len(self._twices) >= _MOST_SHAPES:
                 oldest = self._twices.pop(next(iter(self._twices)))
                 self._sessions.pop(id(oldest), None)
@@ -331,7 +333,7 @@ class OnnxModel:
         """The graph and the settings of its sessions."""
         return SessionContext(
             self.graph, self.facts, self.parameters.keys(), self._stored, self._is_static,
-            self._frozen, self.place, self.threads, self.scratch_bytes, self.graph_passes,
+            self._frozen, self.memory_space, self.threads, self.scratch_bytes, self.graph_passes,
         )  # fmt: skip
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
@@ -371,7 +373,7 @@ class OnnxModel:
 
     def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
         return check_parameters(
-            self.graph.name, self.parameters, self.from_file_layout(values), self.place
+            self.graph.name, self.parameters, self.from_file_layout(values), self.memory_space
         )
 
     def _forward_session(self) -> Session | DeviceSession:

@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward
-from kfac_engine.backend.memory_space import Place
+from kfac_engine.backend.memory_space import MemorySpace
 from kfac_engine.errors import ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Graph
 from kfac_engine.runtime.backward_session import BackwardSession
@@ -17,7 +17,7 @@ class Evaluator(Protocol):
     """The part of ``OnnxModel`` that a trace uses; see there for each member."""
 
     graph: Graph
-    place: Place
+    memory_space: MemorySpace
     draws: tuple[str, ...]
     defined: set[str]
 
@@ -162,7 +162,7 @@ class Trace(Mapping[str, Array]):
         gradients = backward.gradients
         feeds = self._saved(backward) | self._cotangents(backward, cotangents)
         made = {
-            gradients[name]: self._model.place.empty(self[name].shape, self[name].dtype)
+            gradients[name]: self._model.memory_space.empty(self[name].shape, self[name].dtype)
             for name in own
             if name in gradients and gradients[name] not in feeds
         }
@@ -287,7 +287,7 @@ class Trace(Mapping[str, Array]):
         }
 
     def _shaped(self, what: str, value: str, array: Array) -> Array:
-        expected, array = self[value], self._model.place.take(array)
+        expected, array = self[value], self._model.memory_space.as_feed(array)
         if array.shape != expected.shape:
             raise ShapeError(
                 f"the {what} of '{value}' has shape {array.shape}, the value {expected.shape}."

@@ -12,24 +12,24 @@ import numpy as np
 import onnxruntime as ort
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.memory_space import HOST, Place, stays_on_host
+from kfac_engine.backend.memory_space import HOST, MemorySpace, stays_on_host
 from kfac_engine.errors import BackendError, MemoryLimitError
 from kfac_engine.graph.compact import CompactModel
 from kfac_engine.sessions import session
 
-# Kind of a place to the provider that computes there; where it has no kernel, the CPU's does.
+# Device type to the provider that computes on it; the CPU provider runs operators that it lacks.
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _NO_WAITING = "disable_synchronize_execution_providers"
 _NO_MEMORY = "Failed to allocate memory"
 
 
 def has_provider(kind: str) -> bool:
-    """Whether the ONNX Runtime that is installed was built for places of a kind."""
+    """Whether the ONNX Runtime that is installed was built for devices of a kind."""
     return _PROVIDERS[kind] in ort.get_available_providers()
 
 
 class DeviceSession:
-    """One graph compiled for a place; otherwise as ``session.Session``.
+    """A graph compiled for a memory space; otherwise as ``session.Session``.
 
     Args:
         model: The message, and constants that it leaves out.
@@ -37,27 +37,36 @@ class DeviceSession:
             Runtime.
         optimize: Whether graph optimizations run.
         what: What the graph is, for messages.
-        place: Where it computes and its results lie.
+        memory_space: Memory space of the results.
 
     Raises:
         BackendError: ONNX Runtime refuses the graph, or its provider cannot be loaded.
     """
 
     def __init__(
-        self, model: CompactModel, *, threads: int, optimize: bool = True, what: str, place: Place
+        self,
+        model: CompactModel,
+        *,
+        threads: int,
+        optimize: bool = True,
+        what: str,
+        memory_space: MemorySpace,
     ) -> None:
         options = session.options_for(threads, optimize=optimize)
         options.use_deterministic_compute = True
         self._what = what
-        self._place = place
-        self._fed = {name: place.take(array) for name, array in model.fed.items()}
+        self._memory_space = memory_space
+        self._fed = {name: memory_space.as_feed(array) for name, array in model.fed.items()}
         copied = session.host_values(model.copied)
         options.add_external_initializers(list(copied), list(copied.values()))
-        provider = _PROVIDERS[place.kind]
-        if place.kind == "cuda":
+        provider = _PROVIDERS[memory_space.kind]
+        if memory_space.kind == "cuda":
             _load_libraries()
         # Without the second one ONNX Runtime would fall back to the CPU as well.
-        providers = [(provider, _provider_options(place)), *{"CPUExecutionProvider"} - {provider}]
+        providers = [
+            (provider, _provider_options(memory_space)),
+            *{"CPUExecutionProvider"} - {provider},
+        ]
         try:
             self._session = ort.InferenceSession(model.proto, options, providers=providers)
         except session.FAILURES as failure:
@@ -77,10 +86,10 @@ class DeviceSession:
 
         Args:
             outputs: Names of graph outputs.
-            feeds: One array for each graph input, at the place or on the host.
+            feeds: One array for each graph input, in the memory space or on the host.
 
         Returns:
-            Name to an array at the place; on the host for small integers.
+            Name to an array in the memory space; on the host for small integers.
 
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
@@ -99,25 +108,25 @@ class DeviceSession:
         """Evaluate outputs into arrays of the caller's own: no copy follows.
 
         Args:
-            results: Name of a graph output to an array that the place made, of its shape and
-                element type.
-            feeds: One array for each graph input, at the place or on the host.
+            results: Name of a graph output to an array of the memory space, of the
+                output's shape and element type.
+            feeds: One array for each graph input, in the memory space or on the host.
             others: Further outputs.
 
         Returns:
-            For ``others``, name to an array at the place; on the host for small integers.
+            For ``others``, name to an array in the memory space; on the host for small integers.
 
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
             MemoryLimitError: The device has not enough memory left.
         """
         # Feeds of the host are copied when they are bound: into memory that may still be read.
-        with self._place.ordered():
+        with self._memory_space.ordered():
             binding = self._bound(feeds)
             for name, array in results.items():
                 binding.bind_output(name, *self._where(array))
             for name in others:
-                seat = self._seat(name)
+                seat = self._memory_space_of(name)
                 binding.bind_output(name, seat.kind, seat.index)
             self._evaluate(binding, (*results, *others))
         found = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
@@ -125,7 +134,7 @@ class DeviceSession:
             if not value.has_value():
                 raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
         return {
-            name: self._seat(name).adopt(value, self.output_dtypes[name])
+            name: self._memory_space_of(name).adopt(value, self.output_dtypes[name])
             for name, value in found.items()
         }
 
@@ -138,12 +147,12 @@ class DeviceSession:
             if dtype is not None and stays_on_host(dtype, len(output.shape or ())):
                 yield output.name
 
-    def _seat(self, name: str) -> Place:
-        return HOST if name in self._hosted else self._place
+    def _memory_space_of(self, name: str) -> MemorySpace:
+        return HOST if name in self._hosted else self._memory_space
 
     def _where(self, array: Array) -> tuple[str, int, DType, tuple[int, ...], int]:
         """Device, its number, element type, shape and address of an array."""
-        seat = HOST if isinstance(array, np.ndarray) else self._place
+        seat = HOST if isinstance(array, np.ndarray) else self._memory_space
         return seat.kind, seat.index, array.dtype, array.shape, seat.address(array)
 
     def _bound(self, feeds: Mapping[str, Array]) -> Any:
@@ -169,13 +178,17 @@ class DeviceSession:
         self, outputs: Sequence[str], feeds: Mapping[str, Array]
     ) -> dict[str, Array]:
         """Text cannot be bound."""
-        given = {name: self._place.on_host(array) for name, array in {**feeds, **self._fed}.items()}
+        given = {
+            name: self._memory_space.on_host(array)
+            for name, array in {**feeds, **self._fed}.items()
+        }
         try:
             results = self._session.run(list(outputs), given)
         except session.FAILURES as failure:
             raise self._failed(failure) from failure
         return {
-            name: self._seat(name).take(array) for name, array in zip(outputs, results, strict=True)
+            name: self._memory_space_of(name).as_feed(array)
+            for name, array in zip(outputs, results, strict=True)
         }
 
     def _evaluate(self, binding: Any, outputs: Iterable[str]) -> None:
@@ -192,7 +205,7 @@ class DeviceSession:
         try:
             self._session.run_with_iobinding(binding, options)
         except RuntimeError as failure:
-            if _NO_MEMORY not in str(failure) or not self._place.release():
+            if _NO_MEMORY not in str(failure) or not self._memory_space.release():
                 raise
             self._session.run_with_iobinding(binding, options)
 
@@ -200,8 +213,8 @@ class DeviceSession:
         why = session.reason(failure)
         if _NO_MEMORY in str(failure):
             return MemoryLimitError(
-                f"{self._place.name} has no memory left for {self._what} ({why}); take a smaller "
-                f"batch."
+                f"{self._memory_space.name} has no memory left for {self._what} ({why}); "
+                f"take a smaller batch."
             )
         return BackendError(f"ONNX Runtime failed in {self._what}: {why}")
 
@@ -212,13 +225,13 @@ def _load_libraries() -> None:
     ort.preload_dlls()
 
 
-def _provider_options(place: Place) -> dict[str, str]:
-    if place.kind == "cpu":
+def _provider_options(memory_space: MemorySpace) -> dict[str, str]:
+    if memory_space.kind == "cpu":
         return {}
     return {
-        "device_id": str(place.index),
-        "user_compute_stream": str(place.stream),
-        "use_tf32": str(int(place.tf32)),
+        "device_id": str(memory_space.index),
+        "user_compute_stream": str(memory_space.stream),
+        "use_tf32": str(int(memory_space.tf32)),
         # Trying all algorithms for each new shape, the default, may choose another every time.
         "cudnn_conv_algo_search": "HEURISTIC",
         # By powers of two, the default, it would take up to twice of what it needs.

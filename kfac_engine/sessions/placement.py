@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from kfac_engine.backend.memory_space import HOST, Place
+from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.errors import BackendError, MemoryLimitError
 from kfac_engine.graph.compact import CompactModel, compact_model
 from kfac_engine.graph.structure import Input, Node
@@ -25,14 +25,14 @@ _TRIAL = ((1.0, 2.0), (3.0, 4.0))
 _TRIAL_RESULT = ((14.0, 20.0), (30.0, 44.0))
 
 
-def placed(wanted: Place) -> Place:
-    """The place itself where ONNX Runtime computes there; else the host. What was chosen is said.
+def available_memory_space(wanted: MemorySpace) -> MemorySpace:
+    """Return the memory space that models run in, and log the choice.
 
     Args:
-        wanted: Where the arrays of the backend lie.
+        wanted: Memory space of the arrays of the backend.
 
     Returns:
-        Where models are to run.
+        ``wanted`` if ONNX Runtime can compute there, else the host.
     """
     if wanted is HOST:
         return HOST
@@ -50,28 +50,30 @@ def placed(wanted: Place) -> Place:
 
 
 def open_session(
-    model: CompactModel, *, threads: int, what: str, place: Place
+    model: CompactModel, *, threads: int, what: str, memory_space: MemorySpace
 ) -> Session | DeviceSession:
-    """A session at a place; the arguments are those of ``DeviceSession``."""
+    """Open a session in a memory space; the arguments are those of ``DeviceSession``."""
     optimize = model.nodes <= _MOST_OPTIMIZED
-    if place is HOST:
+    if memory_space is HOST:
         return Session(model, threads=threads, optimize=optimize, what=what)
-    return DeviceSession(model, threads=threads, optimize=optimize, what=what, place=place)
+    return DeviceSession(
+        model, threads=threads, optimize=optimize, what=what, memory_space=memory_space
+    )
 
 
 @cache
-def _obstacle(place: Place) -> str | None:
-    """Why ONNX Runtime cannot compute at a place; None if it can, as a small model shows."""
-    if not has_provider(place.kind):
+def _obstacle(memory_space: MemorySpace) -> str | None:
+    """Return why ONNX Runtime cannot compute in a memory space; None if a small model succeeds."""
+    if not has_provider(memory_space.kind):
         return "the one that is installed was built without CUDA (docs/gpu.md has another)"
     nodes = (Node("MatMul", ("x", "x"), ("xx",)), Node("Conv", ("xx", "w"), ("y",)))
     inputs = [Input("x", _FLOAT, (1, 1, None, 2)), Input("w", _FLOAT, (1, 1, 1, 1))]
     model = compact_model(nodes, inputs, ("y",), {}, 18, name="trial")
-    x = place.take(np.array([[_TRIAL]], _FLOAT))
-    w = place.take(np.full((1, 1, 1, 1), 2, _FLOAT))
+    x = memory_space.as_feed(np.array([[_TRIAL]], _FLOAT))
+    w = memory_space.as_feed(np.full((1, 1, 1, 1), 2, _FLOAT))
     try:
-        session = DeviceSession(model, threads=1, what="a trial", place=place)
-        found = place.on_host(session.run(("y",), {"x": x, "w": w})["y"])
+        session = DeviceSession(model, threads=1, what="a trial", memory_space=memory_space)
+        found = memory_space.on_host(session.run(("y",), {"x": x, "w": w})["y"])
     except (BackendError, MemoryLimitError) as failure:
         return str(failure).rstrip(".")
     if found.tolist() != [[[list(row) for row in _TRIAL_RESULT]]]:

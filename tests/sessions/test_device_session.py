@@ -1,6 +1,6 @@
-"""Sessions at a place: arrays are bound by address, results stay there, work is ordered.
+"""Sessions in a memory space: arrays are bound by address, results stay there, work is ordered.
 
-On a CPU the place is a stand-in for a GPU, whose arrays never become NumPy's by themselves, and
+On a CPU the memory space is a stand-in for a GPU, whose arrays never become NumPy's by themselves.
 ONNX Runtime's provider for the CPU reads and writes them by address.
 """
 
@@ -13,14 +13,14 @@ import pytest
 from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.backend.cuda.memory_space import CupyPlace
-from kfac_engine.backend.memory_space import HOST, Host, stays_on_host
+from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
+from kfac_engine.backend.memory_space import HOST, HostMemory, stays_on_host
 from kfac_engine.errors import BackendError, MemoryLimitError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions import device_session, placement
 from kfac_engine.sessions.device_session import DeviceSession, has_provider
-from kfac_engine.sessions.placement import placed
+from kfac_engine.sessions.placement import available_memory_space
 from tests.backend import cupy_standin, standin_streams
 from tests.cuda_on_cpu.module import compiler
 
@@ -40,31 +40,35 @@ ROUNDING = 1e-6
 
 
 @pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyPlace]:
+def gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CupyMemorySpace]:
     device._cupy.cache_clear()
     if request.param == "stand-in":
         if compiler() is None:
             pytest.skip("needs g++ to run kernels on the CPU")
         cupy_standin.install(monkeypatch)
-        monkeypatch.setattr(CupyPlace, "kind", "cpu")
+        monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
     elif not has_provider("cuda"):
         pytest.skip("needs onnxruntime-gpu")
     try:
-        yield CupyPlace(CupyBackend(), tf32=False)
+        yield CupyMemorySpace(CupyBackend(), tf32=False)
     except BackendError as failure:
         pytest.skip(str(failure))
     finally:
         device._cupy.cache_clear()
 
 
-def session(place: Host | CupyPlace, nodes: tuple[Node, ...] = NODES) -> DeviceSession:
+def session(
+    memory_space: HostMemory | CupyMemorySpace, nodes: tuple[Node, ...] = NODES
+) -> DeviceSession:
     outputs = tuple(name for node in nodes for name in node.outputs)
     model = compact_model(nodes, INPUTS, outputs, CONSTANTS, 18)
-    return DeviceSession(model, threads=1, what="a test", place=place)
+    return DeviceSession(model, threads=1, what="a test", memory_space=memory_space)
 
 
-def test_results_lie_at_the_place_and_counts_on_the_host(gpu: CupyPlace) -> None:
-    feeds = {"x": gpu.take(X), "w": gpu.take(W)}
+def test_results_lie_in_the_memory_space_and_counts_on_the_host(gpu: CupyMemorySpace) -> None:
+    feeds = {"x": gpu.as_feed(X), "w": gpu.as_feed(W)}
     found = session(gpu).run(RESULTS, feeds)
     assert type(found["y"]) is type(found["positive"]) is type(feeds["x"])
     assert type(found["shape"]) is np.ndarray
@@ -75,34 +79,34 @@ def test_results_lie_at_the_place_and_counts_on_the_host(gpu: CupyPlace) -> None
     np.testing.assert_array_equal(positive, X @ W > 0)
 
 
-def test_feeds_of_the_host_are_taken_too(gpu: CupyPlace) -> None:
-    found = session(gpu).run(("y",), {"x": X, "w": gpu.take(W)})
+def test_feeds_of_the_host_are_taken_too(gpu: CupyMemorySpace) -> None:
+    found = session(gpu).run(("y",), {"x": X, "w": gpu.as_feed(W)})
     np.testing.assert_allclose(gpu.on_host(found["y"]), X @ W, rtol=0, atol=ROUNDING)
 
 
-def test_results_go_into_arrays_of_the_caller(gpu: CupyPlace) -> None:
+def test_results_go_into_arrays_of_the_caller(gpu: CupyMemorySpace) -> None:
     own = gpu.empty((3, 5), FLOAT)
-    session(gpu).run_into({"y": own}, {"x": gpu.take(X), "w": gpu.take(W)})
+    session(gpu).run_into({"y": own}, {"x": gpu.as_feed(X), "w": gpu.as_feed(W)})
     np.testing.assert_allclose(gpu.on_host(own), X @ W, rtol=0, atol=ROUNDING)
     own[...] = 0  # it can be written, unlike what a session makes itself
 
 
-def test_results_live_as_long_as_their_arrays(gpu: CupyPlace) -> None:
+def test_results_live_as_long_as_their_arrays(gpu: CupyMemorySpace) -> None:
     made = session(gpu)
-    first = made.run(("y",), {"x": gpu.take(X), "w": gpu.take(W)})["y"]
+    first = made.run(("y",), {"x": gpu.as_feed(X), "w": gpu.as_feed(W)})["y"]
     for seed in range(4):
         other = np.random.default_rng(seed).normal(size=X.shape).astype(np.float32)
-        made.run(("y",), {"x": gpu.take(other), "w": gpu.take(W)})
+        made.run(("y",), {"x": gpu.as_feed(other), "w": gpu.as_feed(W)})
     del made
     np.testing.assert_allclose(gpu.on_host(first), X @ W, rtol=0, atol=ROUNDING)
 
 
-def test_empty_arrays_have_no_address_and_need_none(gpu: CupyPlace) -> None:
-    found = session(gpu).run(("y",), {"x": gpu.take(X[:0]), "w": gpu.take(W)})
+def test_empty_arrays_have_no_address_and_need_none(gpu: CupyMemorySpace) -> None:
+    found = session(gpu).run(("y",), {"x": gpu.as_feed(X[:0]), "w": gpu.as_feed(W)})
     assert found["y"].shape == (0, 5)
 
 
-def test_text_is_copied(gpu: CupyPlace) -> None:
+def test_text_is_copied(gpu: CupyMemorySpace) -> None:
     """``size(words) · x``."""
     nodes = (
         Node("Size", ("words",), ("count",)),
@@ -111,30 +115,30 @@ def test_text_is_copied(gpu: CupyPlace) -> None:
     )
     inputs = [Input("words", np.dtype(object), (None,)), INPUTS[0]]
     model = compact_model(nodes, inputs, ("y", "count"), {}, 18)
-    made = DeviceSession(model, threads=1, what="a test", place=gpu)
-    words, x = np.array(["a", "b", "c"], object), gpu.take(X)
-    found = made.run(("y", "count"), {"words": gpu.take(words), "x": x})
+    made = DeviceSession(model, threads=1, what="a test", memory_space=gpu)
+    words, x = np.array(["a", "b", "c"], object), gpu.as_feed(X)
+    found = made.run(("y", "count"), {"words": gpu.as_feed(words), "x": x})
     assert type(found["y"]) is type(x)
     assert found["count"] == 3
     np.testing.assert_array_equal(gpu.on_host(found["y"]), 3 * X)
 
 
-def test_an_array_of_another_shape_is_refused(gpu: CupyPlace) -> None:
+def test_an_array_of_another_shape_is_refused(gpu: CupyMemorySpace) -> None:
     with pytest.raises(BackendError, match="ONNX Runtime failed in a test"):
-        session(gpu).run(("y",), {"x": gpu.take(X[:, :3]), "w": gpu.take(W)})
+        session(gpu).run(("y",), {"x": gpu.as_feed(X[:, :3]), "w": gpu.as_feed(W)})
 
 
 def test_work_of_a_runtime_is_ordered_both_ways(
-    gpu: CupyPlace, request: pytest.FixtureRequest
+    gpu: CupyMemorySpace, request: pytest.FixtureRequest
 ) -> None:
     if "device" in request.node.name:
         pytest.skip("only the stand-in tells")
-    before = gpu.take(X)
+    before = gpu.as_feed(X)
     with gpu._stream, pytest.raises(AssertionError, match="used unfinished"):
         abs(before)
     with gpu.ordered(), gpu._stream:
         abs(before)
-        after = gpu.take(W)
+        after = gpu.as_feed(W)
     abs(after)
     later = standin_streams.Stream(non_blocking=True)
     with later, pytest.raises(AssertionError, match="used unfinished"):
@@ -144,8 +148,8 @@ def test_work_of_a_runtime_is_ordered_both_ways(
 # -- memory ---------------------------------------------------------------------------------------
 
 
-class Short(Host):
-    """A place whose memory is released once."""
+class Short(HostMemory):
+    """A memory space whose memory is released once."""
 
     name = "a small GPU"
     released = 0
@@ -156,26 +160,26 @@ class Short(Host):
 
 
 def test_where_memory_is_short_unused_memory_is_released_and_the_rest_is_said() -> None:
-    place = Short()
+    memory_space = Short()
     # An outer product of 4 TB.
     x, w = np.ones((1 << 20, 1), np.float32), np.ones((1, 1 << 20), np.float32)
     model = compact_model(
         (Node("MatMul", ("x", "w"), ("y",)),),
         [Input("x", FLOAT, (None, 1)), Input("w", FLOAT, (1, None))], ("y",), {}, 18,
     )  # fmt: skip
-    made = DeviceSession(model, threads=1, what="a test", place=place)
+    made = DeviceSession(model, threads=1, what="a test", memory_space=memory_space)
     with pytest.raises(
         MemoryLimitError, match=r"a small GPU has no memory left for a test \(.*4398046511104"
     ):
         made.run(("y",), {"x": x, "w": w})
-    assert place.released == 1
+    assert memory_space.released == 1
 
 
 # -- the choice -----------------------------------------------------------------------------------
 
 
-class Elsewhere(Host):
-    """A place that is not the host's, on the host."""
+class Elsewhere(HostMemory):
+    """A memory space that is not the host's, on the host."""
 
     name = "a GPU"
 
@@ -205,11 +209,11 @@ def forget() -> Iterator[None]:
         cache.cache_clear()
 
 
-def test_a_place_is_taken_where_a_trial_is_right(caplog: pytest.LogCaptureFixture) -> None:
-    place = Elsewhere()
+def test_a_memory_space_is_taken_where_a_trial_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    memory_space = Elsewhere()
     with caplog.at_level("INFO", logger="kfac_engine"):
-        assert placed(place) is place
-        assert placed(place) is place
+        assert available_memory_space(memory_space) is memory_space
+        assert available_memory_space(memory_space) is memory_space
     assert [record.message for record in caplog.records] == [
         "the model runs in ONNX Runtime on a GPU"
     ]
@@ -217,7 +221,7 @@ def test_a_place_is_taken_where_a_trial_is_right(caplog: pytest.LogCaptureFixtur
 
 def test_the_host_needs_no_trial(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", logger="kfac_engine"):
-        assert placed(HOST) is HOST
+        assert available_memory_space(HOST) is HOST
     assert not caplog.records
 
 
@@ -225,7 +229,7 @@ def test_without_a_provider_the_cpu_is_taken_and_said(caplog: pytest.LogCaptureF
     if has_provider("cuda"):
         pytest.skip("this ONNX Runtime has one")
     with caplog.at_level("INFO", logger="kfac_engine"):
-        assert placed(Cuda()) is HOST
+        assert available_memory_space(Cuda()) is HOST
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "runs in ONNX Runtime on the CPU" in record.message
@@ -237,15 +241,18 @@ def broken(*_: object, **__: object) -> DeviceSession:
 
 
 @pytest.mark.parametrize(
-    ("place", "why"), [(Wrong(), "a trial gave"), (Elsewhere(), "cannot load it")]
+    ("memory_space", "why"), [(Wrong(), "a trial gave"), (Elsewhere(), "cannot load it")]
 )
 def test_a_provider_that_fails_is_not_taken_with_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: Host, why: str
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_space: HostMemory,
+    why: str,
 ) -> None:
     if why == "cannot load it":
         monkeypatch.setattr(placement, "DeviceSession", broken)
     with caplog.at_level("INFO", logger="kfac_engine"):
-        assert placed(place) is HOST
+        assert available_memory_space(memory_space) is HOST
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert why in record.message
@@ -275,13 +282,13 @@ def test_products_round_where_the_backend_was_asked_to(
 ) -> None:
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
-    caches = select._gpu, select._gpu_place, device._cupy
+    caches = select._gpu, select._gpu_memory_space, device._cupy
     for cache in caches:
         cache.cache_clear()
     cupy_standin.install(monkeypatch)
-    place = select.place_of(select.select(name))
-    assert place.tf32 is tf32
-    assert select.place_of(select.select(name)) is place
-    assert select.place_of(select.select("numpy")) is HOST
+    memory_space = select.memory_space_of(select.select(name))
+    assert memory_space.tf32 is tf32
+    assert select.memory_space_of(select.select(name)) is memory_space
+    assert select.memory_space_of(select.select("numpy")) is HOST
     for cache in caches:
         cache.cache_clear()

@@ -1,7 +1,7 @@
-"""The memory of a GPU as a place for a runtime, which works on a stream of its own.
+"""The memory of a GPU, with a stream for ONNX Runtime.
 
-A stream of its own, because CuPy's default stream has no address that a runtime could be given.
-Events order the two both ways on the device; the host does not wait.
+CuPy's default stream has no address that ONNX Runtime could receive, so ONNX Runtime has a second
+stream. Events on the device order the two streams; the host does not wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kfac_engine.backend.cuda.backend import CupyBackend
 
 
-class CupyPlace:
-    """The current device; see ``Place``.
+class CupyMemorySpace:
+    """The memory of the current CUDA device; see ``MemorySpace``.
 
     Args:
-        backend: Whose arrays lie there.
+        backend: Backend of the arrays.
         tf32: Whether products may round float32 numbers to TF32.
     """
 
@@ -38,14 +38,14 @@ class CupyPlace:
         self.tf32 = tf32
         self.name = backend.device.name
 
-    def take(self, value: Any) -> Array:
+    def as_feed(self, value: Any) -> Array:
         if isinstance(value, np.ndarray) and (
             value.dtype.kind not in "biuf" or stays_on_host(value.dtype, value.ndim)
         ):
-            return HOST.take(value)
-        return self.own(value)
+            return HOST.as_feed(value)
+        return self.to_device(value)
 
-    def own(self, value: Any) -> Array:
+    def to_device(self, value: Any) -> Array:
         array = self._backend.asarray(value)
         contiguous: Array = self._backend.xp.ascontiguousarray(array)
         return contiguous.reshape(array.shape)
@@ -65,11 +65,11 @@ class CupyPlace:
         return self._backend.to_numpy(array)
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        # Squares of large numbers overflow: those few arrays are looked at again, by themselves.
-        found = self._backend.squared_norms(arrays)
+        # The squares of large numbers overflow: such arrays are checked entry by entry.
+        norms = self._backend.squared_norms(arrays)
         return [
             isfinite(squares) or bool(self._backend.xp.isfinite(array).all())
-            for squares, array in zip(found, arrays, strict=True)
+            for squares, array in zip(norms, arrays, strict=True)
         ]
 
     @contextmanager
@@ -78,7 +78,7 @@ class CupyPlace:
         self._stream.wait_event(current.record())
         try:
             yield
-        finally:  # what failed may have begun work
+        finally:  # a failed run may have launched work
             current.wait_event(self._stream.record())
 
     def release(self) -> bool:

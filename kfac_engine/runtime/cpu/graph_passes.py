@@ -43,7 +43,7 @@ def to_blocked_layout(
     Returns:
         Nodes with the same results; the given ones on a GPU, and without the pass.
     """
-    if context.place is not HOST or BLOCKED_LAYOUT not in context.graph_passes:
+    if context.memory_space is not HOST or BLOCKED_LAYOUT not in context.graph_passes:
         return BlockedGraph(tuple(nodes), {}, {})
     facts = context.facts
     held = {name: array for name, array in constants.items() if name not in context.parameters}
