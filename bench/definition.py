@@ -7,14 +7,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kfac_engine._types import Array
-from kfac_engine.bench import made
+from kfac_engine.bench import data
 from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 from kfac_engine.bench.reference_step import step
 
 
 def _dense(rows: int, d: int) -> Run:
-    x = made.normal(rows, d)
-    average: Array = made.zeros(d + 1, d + 1)
+    x = data.normal(rows, d)
+    average: Array = data.zeros(d + 1, d + 1)
 
     def run() -> Array:
         with_one = np.concatenate([x, np.ones((rows, 1), np.float32)], axis=1)
@@ -25,8 +25,8 @@ def _dense(rows: int, d: int) -> Run:
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, d = made.normal(*shape), shape[1] * kernel**2
-    average: Array = made.zeros(d, d)
+    x, d = data.normal(*shape), shape[1] * kernel**2
+    average: Array = data.zeros(d, d)
 
     def run() -> Array:
         z = _seen(x, kernel, stride, pad).transpose(4, 5, 1, 0, 2, 3).reshape(d, -1)
@@ -37,8 +37,8 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
 
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, d = made.normal(*shape), kernel**2
-    average: Array = made.zeros(shape[1], d, d)
+    x, d = data.normal(*shape), kernel**2
+    average: Array = data.zeros(shape[1], d, d)
 
     def run() -> Array:
         z = _seen(x, kernel, stride, pad).transpose(1, 4, 5, 0, 2, 3).reshape(shape[1], d, -1)
@@ -56,12 +56,12 @@ def _seen(x: Array, kernel: int, stride: int, pad: int) -> Array:
 
 
 def _inverse(d: int) -> Run:
-    matrix, identity = made.factor(d), np.eye(d, dtype=np.float32)
+    matrix, identity = data.factor(d), np.eye(d, dtype=np.float32)
     return lambda: np.linalg.inv(matrix + np.float32(DAMPING) * identity)
 
 
 def _power(d: int, exp: float) -> Run:
-    matrix = made.factor(d)
+    matrix = data.factor(d)
 
     def run() -> Array:
         values, vectors = np.linalg.eigh(matrix.astype(np.float64))
@@ -72,7 +72,7 @@ def _power(d: int, exp: float) -> Run:
 
 
 def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
-    todo = made.layers(layers)
+    todo = data.layers(layers)
 
     return lambda: [A @ V @ G for A, G, V in todo]
 

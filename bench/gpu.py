@@ -1,10 +1,12 @@
-"""The GPU: its ceilings, each kernel, and the curvature of a whole ResNet-50, beside their floors.
+"""The suite ``gpu``: rates of the device, each kernel, and the curvature of a ResNet-50.
 
-What is timed lies in ``gpu_kernels`` and ``gpu_network``, with what in ``gpu_meter``; ``gpu_torch``
-does the same the usual way, where torch is installed and sees the device.
+``gpu_kernels`` and ``gpu_network`` define the measurements, ``gpu_meter`` takes them. In a
+checkout, ``peers.torch_gpu`` does the same work where torch is installed and sees the device.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -13,8 +15,7 @@ from kfac_engine.backend.select import select
 from kfac_engine.bench.gpu_counts import Sizes
 from kfac_engine.bench.gpu_kernels import kernel_works
 from kfac_engine.bench.gpu_meter import GpuRow, Meter
-from kfac_engine.bench.gpu_network import factor_works, refresh_works
-from kfac_engine.bench.gpu_torch import Usual, usual_way
+from kfac_engine.bench.gpu_network import GpuPeer, factor_works, refresh_works
 from kfac_engine.bench.report import new_table
 from kfac_engine.bench.resnet50 import Layer, resnet50
 
@@ -38,12 +39,12 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
         BackendError: There is no usable GPU, or a result is not that of its definition.
     """
     meter = Meter(_on_gpu(_BACKENDS[0]))
-    usual = usual_way()
-    console.print(f"{meter.device}; torch {'takes' if usual else 'does not take'} part")
+    peer = _peer()
+    console.print(f"{meter.device}; torch {'takes' if peer else 'does not take'} part")
     for kind, rate in meter.rates.products.items():
         console.print(f"ceiling: {2e-12 * rate:.1f} TFLOP/s in {kind}")
     console.print(f"ceiling: {1e-12 * meter.rates.copied_bytes:.2f} TB/s (copy)")
-    rows = [*meter.ceiling_rows(), *measure_gpu(meter, resnet50(), _BATCH, Sizes(), usual)]
+    rows = [*meter.ceiling_rows(), *measure_gpu(meter, resnet50(), _BATCH, Sizes(), peer)]
     table = new_table(name, ("case", "contender"), _HEADS)
     for row in rows:
         table.add_row(row.case, row.contender, *_cells(row))
@@ -52,7 +53,7 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
 
 
 def measure_gpu(
-    meter: Meter, layers: Sequence[Layer], batch: int, sizes: Sizes, usual: Usual | None
+    meter: Meter, layers: Sequence[Layer], batch: int, sizes: Sizes, peer: GpuPeer | None
 ) -> Iterator[GpuRow]:
     """All factors with each kind of products, then inverses and gradients, then single kernels.
 
@@ -61,20 +62,29 @@ def measure_gpu(
         layers: Of a network.
         batch: Images.
         sizes: Of what single kernels are given.
-        usual: Who else does it.
+        peer: Another implementation on the device.
 
     Yields:
         A row for each measurement.
     """
     for number, name in enumerate(_BACKENDS):
-        others = None if number else usual
+        others = None if number else peer
         for work in factor_works(_on_gpu(name), name, layers, batch, others):
             yield from meter.rows(name, work)
     first = _BACKENDS[0]
-    for work in refresh_works(meter.backend, layers, usual):
+    for work in refresh_works(meter.backend, layers, peer):
         yield from meter.rows(first, work)
     for work in kernel_works(meter.backend, sizes):
         yield from meter.rows(first, work)
+
+
+def _peer() -> GpuPeer | None:
+    """Return torch on the device, if this is a checkout and torch sees the device."""
+    package = "kfac_engine.bench.peers"
+    if find_spec(package) is None:
+        return None
+    peer: GpuPeer | None = import_module(f"{package}.torch_gpu").torch_on_device()
+    return peer
 
 
 def _on_gpu(name: str) -> CupyBackend:

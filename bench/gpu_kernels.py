@@ -9,10 +9,10 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.bench.data import factor, normal
 from kfac_engine.bench.gpu_counts import Counted, Sizes, kernels
 from kfac_engine.bench.gpu_meter import Work, difference
 from kfac_engine.bench.jobs import square_window
-from kfac_engine.bench.made import factor, normal
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
 

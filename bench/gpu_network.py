@@ -1,6 +1,7 @@
 """The GPU suite's network: all factors, inverses and products of a ResNet-50."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -9,10 +10,9 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.window import Window
 from kfac_engine.bench import gpu_counts
+from kfac_engine.bench.data import factor, normal
 from kfac_engine.bench.gpu_meter import FLOAT64, Work, difference, kind_of
-from kfac_engine.bench.gpu_torch import Usual
 from kfac_engine.bench.jobs import DAMPING, square_window
-from kfac_engine.bench.made import factor, normal
 from kfac_engine.bench.resnet50 import Layer
 
 _DECAY = 0.5
@@ -24,6 +24,30 @@ _INVERSE_TOLERANCE = 1e-4
 _SPECTRA = (256, 256, 256, 256, 1024)
 
 
+class GpuPeer(Protocol):
+    """Another implementation of the suite's work on the device, in float32.
+
+    Each method returns callables; calling one runs the work once.
+    """
+
+    def input_factor(self, x: Array, layer: Layer) -> Callable[[], object]:
+        """The second moment of patches, averaged in place."""
+
+    def output_factor(self, ds: Array) -> Callable[[], object]:
+        """The second moment of pixels, averaged in place."""
+
+    def inverses(
+        self, matrices: Sequence[Array], damping: float
+    ) -> Mapping[str, Callable[[], object]]:
+        """Damped inverses of all matrices, by name of the method."""
+
+    def eigenvectors(self, matrices: Sequence[Array]) -> Callable[[], object]:
+        """Eigenvectors of all matrices."""
+
+    def precondition(self, triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], object]:
+        """The products ``A V G`` of all triples."""
+
+
 def window(layer: Layer) -> Window:
     """The window of a layer."""
     found: Window = square_window(layer.kernel, layer.stride, layer.pad)
@@ -31,7 +55,7 @@ def window(layer: Layer) -> Window:
 
 
 def factor_works(
-    backend: CupyBackend, name: str, layers: Sequence[Layer], batch: int, usual: Usual | None
+    backend: CupyBackend, name: str, layers: Sequence[Layer], batch: int, peer: GpuPeer | None
 ) -> Iterator[Work]:
     """Input factors of each kind of filter, then all input factors and all output factors.
 
@@ -40,7 +64,7 @@ def factor_works(
         name: How it was selected: with which products.
         layers: Of a network; those of equal sizes share their data, not their factors.
         batch: Images.
-        usual: Who else does it.
+        peer: Another implementation on the device.
 
     Yields:
         Work with its check.
@@ -53,7 +77,7 @@ def factor_works(
 
     def of_inputs(some: Sequence[Layer]) -> Work:
         runs = [_input_factor(backend, layer, inputs[layer]) for layer in some]
-        others = [usual.input_factor(inputs[layer], layer) for layer in some] if usual else []
+        others = [peer.input_factor(inputs[layer], layer) for layer in some] if peer else []
         return Work(
             gpu_counts.input_factors(some, batch),
             lambda: [run() for run in runs],
@@ -67,7 +91,7 @@ def factor_works(
         yield of_inputs([layer])
     yield of_inputs(layers)
     runs = [_output_factor(backend, outputs[layer]) for layer in layers]
-    others = [usual.output_factor(outputs[layer]) for layer in layers] if usual else []
+    others = [peer.output_factor(outputs[layer]) for layer in layers] if peer else []
     yield Work(
         gpu_counts.output_factors(layers, batch),
         lambda: [run() for run in runs],
@@ -79,14 +103,14 @@ def factor_works(
 
 
 def refresh_works(
-    backend: CupyBackend, layers: Sequence[Layer], usual: Usual | None
+    backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None
 ) -> Iterator[Work]:
     """Inverses of all factors, gradients of all layers between them; eigenvectors and roots.
 
     Args:
         backend: On the device.
         layers: Of a network.
-        usual: Who else does it.
+        peer: Another implementation on the device.
 
     Yields:
         Work with its check.
@@ -101,10 +125,10 @@ def refresh_works(
         FLOAT64,
         lambda: max(_inverse_error(backend, host) for host in hosts.values()),
         _INVERSE_TOLERANCE,
-        usual.inverses([hosts[side] for side in sides], DAMPING) if usual else {},
+        peer.inverses([hosts[side] for side in sides], DAMPING) if peer else {},
     )
-    yield _preconditioning(backend, layers, usual)
-    yield from _spectra(backend, [min(side, max(sides)) for side in _SPECTRA], usual)
+    yield _preconditioning(backend, layers, peer)
+    yield from _spectra(backend, [min(side, max(sides)) for side in _SPECTRA], peer)
 
 
 def _input_factor(backend: CupyBackend, layer: Layer, x: Array) -> Callable[[], None]:
@@ -145,7 +169,7 @@ def _inverse_error(backend: CupyBackend, host: Array) -> float:
     return float(difference(backend.to_numpy(found), wanted))
 
 
-def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual | None) -> Work:
+def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None) -> Work:
     """Gradients of all layers between symmetric matrices of the sides of their factors."""
     distinct = {
         layer: (factor(layer.d_in), normal(layer.d_in, layer.outputs), factor(layer.outputs))
@@ -161,7 +185,7 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual
             for layer, (A, V, G) in wide.items()
         )
 
-    others = {"torch": usual.precondition([distinct[x] for x in layers])} if usual else {}
+    others = {"torch": peer.precondition([distinct[x] for x in layers])} if peer else {}
     return Work(
         gpu_counts.gradients(layers),
         lambda: [A @ V @ G for A, V, G in triples],
@@ -170,12 +194,12 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], usual: Usual
     )
 
 
-def _spectra(backend: CupyBackend, sides: Sequence[int], usual: Usual | None) -> Iterator[Work]:
+def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -> Iterator[Work]:
     """Eigenvectors; and inverse fourth roots by products, where the device has that way."""
     hosts = [factor(side) for side in sides]
     matrices = [backend.asarray(host) for host in hosts]
     told = f"{len(sides)} matrices, sides to {max(sides)}"
-    others = {"torch": usual.eigenvectors(hosts)} if usual else {}
+    others = {"torch": peer.eigenvectors(hosts)} if peer else {}
 
     def rebuilt() -> float:
         return max(

@@ -8,13 +8,13 @@ from statistics import mean
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.bench.ceiling import Ceiling
-from kfac_engine.bench.contenders import ALWAYS, CONTENDERS, DEFINITION, OURS, PEERS, Process
+from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS
 from kfac_engine.bench.jobs import Job
+from kfac_engine.bench.processes import Process
+from kfac_engine.bench.resource_usage import Usage
+from kfac_engine.bench.roofline import Ceiling
 from kfac_engine.bench.timing import Spread, spread
-from kfac_engine.bench.usage import Usage
 from kfac_engine.errors import BackendError
-from kfac_engine.registry import Registry
 
 # Rounds follow from the time that one takes: enough for a median, not for an afternoon. Who needs
 # half a minute for a turn has one.
@@ -202,26 +202,3 @@ def _row(
         switches=sum(usage.switches for usage in usages) / runs,
         runs=runs,
     )
-
-
-def chosen(compare: Sequence[str]) -> list[str]:
-    """Names of contenders: those that always take part, and peers that are installed.
-
-    Args:
-        compare: Names of peers.
-
-    Returns:
-        All names.
-
-    Raises:
-        UnknownNameError: One is no peer.
-        BackendError: One is not installed.
-    """
-    peers = Registry("peer", {name: CONTENDERS[name] for name in PEERS})
-    for name, contender in {name: peers[name] for name in compare}.items():
-        if contender.missing:
-            raise BackendError(
-                f"cannot compare with {name}: {', '.join(contender.missing)} is not "
-                "installed here; install it, or leave it out of --compare."
-            )
-    return list(dict.fromkeys([*ALWAYS, *compare]))

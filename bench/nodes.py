@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from kfac_engine.bench.environment import environment, keep_to_cores
-from kfac_engine.bench.growth import growth
 from kfac_engine.bench.report import new_table
+from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling import Point, Steps, fitted_points
+from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.step_networks import classifier
-from kfac_engine.bench.usage import used
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import BackendError
 

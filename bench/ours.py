@@ -9,7 +9,7 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.bench import made, ours_gradient
+from kfac_engine.bench import data, ours_gradient
 from kfac_engine.bench.jobs import (
     DAMPING,
     DECAY,
@@ -44,7 +44,7 @@ class _Moment:
 
 
 def _dense(rows: int, d: int) -> Run:
-    x, average = made.normal(rows, d), made.zeros(d + 1, d + 1)
+    x, average = data.normal(rows, d), data.zeros(d + 1, d + 1)
 
     def run() -> _Moment:
         NumpyBackend().second_moment(
@@ -56,8 +56,8 @@ def _dense(rows: int, d: int) -> Run:
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, d, window = made.normal(*shape), shape[1] * kernel**2, square_window(kernel, stride, pad)
-    average = made.zeros(d, d)
+    x, d, window = data.normal(*shape), shape[1] * kernel**2, square_window(kernel, stride, pad)
+    average = data.zeros(d, d)
     alpha = (1 - DECAY) / patch_count(tuple(shape), kernel, stride, pad)
 
     def run() -> _Moment:
@@ -68,8 +68,8 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
 
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, channels = made.normal(*shape), shape[1]
-    average = made.zeros(channels, kernel**2, kernel**2)
+    x, channels = data.normal(*shape), shape[1]
+    average = data.zeros(channels, kernel**2, kernel**2)
     square = (kernel,) * 2, (stride,) * 2, (1, 1)
     view = Patches(*square, ((pad, pad),) * 2, channels_first=True)
     statistic = GroupedMoment(((("x",),),), view, groups=channels, taps=kernel**2)
@@ -83,11 +83,11 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
 
 
 def _inverse(d: int) -> Run:
-    return partial(NumpyBackend().damped_inverse, made.factor(d), DAMPING)
+    return partial(NumpyBackend().damped_inverse, data.factor(d), DAMPING)
 
 
 def _power(d: int, exp: float) -> Run:
-    matrix, backend = made.factor(d), NumpyBackend()
+    matrix, backend = data.factor(d), NumpyBackend()
 
     def run() -> Array:
         values, vectors = backend.eigh(matrix)
@@ -101,8 +101,8 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
     gradients, values, shapes, shared = {}, {}, {}, {}
     for d_in, d_out, count in layers:
         size = f"{d_in}×{d_out}"
-        values[f"a {size}"], values[f"ds {size}"] = made.batch(d_in, d_out)
-        for i, V in enumerate(made.gradients(d_in, d_out, count)):
+        values[f"a {size}"], values[f"ds {size}"] = data.batch(d_in, d_out)
+        for i, V in enumerate(data.gradients(d_in, d_out, count)):
             name = f"{size} {i}"
             gradients[name], shapes[name], shared[name] = V, V.shape, size
     collection = LayerCollection(graph=shapes, backend="numpy")

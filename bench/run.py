@@ -9,16 +9,17 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from kfac_engine.bench.build import run_build
-from kfac_engine.bench.ceiling import Ceiling, Course, ceiling, ceilings, higher
 from kfac_engine.bench.charts import chart_folder, draw
-from kfac_engine.bench.contenders import CONTENDERS, running
+from kfac_engine.bench.contenders import CONTENDERS, select_contenders
 from kfac_engine.bench.environment import checked_threads
 from kfac_engine.bench.gpu import run_gpu
 from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
-from kfac_engine.bench.measure import Row, chosen, measure
+from kfac_engine.bench.measure import Row, measure
 from kfac_engine.bench.memory import run_memory
+from kfac_engine.bench.processes import running
 from kfac_engine.bench.report import print_suite, read_report, restored, write_json
+from kfac_engine.bench.roofline import Ceiling, Course, ceiling, ceilings, higher
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.errors import BackendError, InputError
@@ -105,7 +106,7 @@ def run_suites(
     suites = known_suites()
     # Where there is a GPU is for the user to say: without one that suite only raises.
     todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
-    contenders, threads = chosen(options.compare), checked_threads(options.threads)
+    contenders, threads = select_contenders(options.compare), checked_threads(options.threads)
     found = machine(threads)
     path = None if json_path is None else Path(json_path)
     check_outputs({"--json": path})
@@ -170,8 +171,8 @@ def _taken(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], Cour
 
 
 def _draw_all(folder: Path, suites: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    contests = {name: restored(Row, suites[name]) for name in SUITES if suites.get(name)}
-    draw(folder, contests, restored(Point, suites.get("scaling", ())))
+    comparisons = {name: restored(Row, suites[name]) for name in SUITES if suites.get(name)}
+    draw(folder, comparisons, restored(Point, suites.get("scaling", ())))
 
 
 def _print_course(console: Console, name: str, course: Course) -> None:
@@ -188,14 +189,14 @@ def _print_course(console: Console, name: str, course: Course) -> None:
 
 
 def known_suites() -> Registry[Suite]:
-    """Name to suite: the contests, then those that have no contenders."""
-    suites: Registry[Suite] = Registry("suite", dict.fromkeys(SUITES, _run_contests))
+    """Name to suite: the comparisons, then those that have no contenders."""
+    suites: Registry[Suite] = Registry("suite", dict.fromkeys(SUITES, _run_comparisons))
     for name, run in _ALONE.items():
         suites.add(name, run)
     return suites
 
 
-def _run_contests(setting: Setting, name: str) -> list[Row]:
+def _run_comparisons(setting: Setting, name: str) -> list[Row]:
     """A job that fails is told of, and the others go on."""
     rows: list[Row] = []
     for number, job in enumerate(SUITES[name], start=1):

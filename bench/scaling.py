@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from kfac_engine.bench.environment import environment, keep_to_cores
-from kfac_engine.bench.growth import fitted, growth
 from kfac_engine.bench.report import new_table
+from kfac_engine.bench.resource_usage import used
+from kfac_engine.bench.scaling_fit import fitted, growth
 from kfac_engine.bench.step_networks import Network, classifier, filters
 from kfac_engine.bench.timing import Spread, spread
-from kfac_engine.bench.usage import used
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes

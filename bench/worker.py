@@ -20,7 +20,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.bench.environment import keep_to_cores
-from kfac_engine.bench.usage import used
+from kfac_engine.bench.resource_usage import used
 
 # What a result is called that has no parts.
 RESULT = "result"

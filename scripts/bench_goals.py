@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from kfac_engine.bench.contenders import ALWAYS, DEFINITION, OURS, OURS_PLAIN
-from kfac_engine.bench.growth import MARGIN
 from kfac_engine.bench.jobs import SELDOM
+from kfac_engine.bench.scaling_fit import MARGIN
 
 # Not a contender's name: the quickest of all peers that do as their libraries do.
 BEST = "the best library"

@@ -13,10 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kfac_engine.bench.ceiling import Ceiling, Course
 from kfac_engine.bench.contenders import DEFINITION, OURS, OURS_PLAIN
-from kfac_engine.bench.growth import growth
 from kfac_engine.bench.measure import DISTURBING_SHARE
+from kfac_engine.bench.roofline import Ceiling, Course
+from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.timing import milliseconds
 from scripts import bench_goals
 

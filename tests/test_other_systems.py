@@ -57,7 +57,7 @@ RUN = """
 import kfac_engine
 from kfac_engine.__main__ import main
 from kfac_engine.backend.threads import Workers, default_count
-from kfac_engine.bench.usage import used
+from kfac_engine.bench.resource_usage import used
 from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 

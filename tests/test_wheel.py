@@ -1,5 +1,6 @@
 """Everything is found in a wheel, in an editable install and in a checkout never installed."""
 
+import ast
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.test_architecture import imported_modules
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = (
@@ -39,8 +42,19 @@ NEEDED = {
 pytestmark = pytest.mark.slow
 
 
-def run_python(*arguments: str, folder: Path, path: Path | None = None) -> str:
-    """What a fresh Python prints that sees the dependencies, and of kfac_engine only ``path``.
+def imports_a_peer(path: Path) -> bool:
+    """Whether a file is a Python module that imports a library that bench compares with."""
+    if path.suffix != ".py":
+        return False
+    names = imported_modules(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return any(name.split(".")[0] in {"torch", "jax", "kfac_jax", "curvlinops"} for name in names)
+
+
+def run_python(*arguments: str, folder: Path, path: Path | None = None, status: int = 0) -> str:
+    """Output of a fresh Python that finds the dependencies, and kfac_engine only in ``path``.
+
+    Standard output, or standard error where a failure is expected.
+
 
     ``-S`` leaves out the ``.pth`` files by which an editable install would be found.
     """
@@ -55,8 +69,8 @@ def run_python(*arguments: str, folder: Path, path: Path | None = None) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert done.returncode == status, done.stderr
+    return (done.stderr if status else done.stdout).strip()
 
 
 def build(kind: str, checkout: Path, target: Path) -> Path:
@@ -96,6 +110,8 @@ def test_a_wheel_runs_from_an_empty_directory(checkout, empty, tmp_path):
         names = set(wheel.namelist())
         wheel.extractall(site)
     assert not NEEDED - names
+    assert not [name for name in names if name.startswith("kfac_engine/bench/peers")]
+    assert not [name for name in names if imports_a_peer(site / name)]
     assert {name.split("/")[0] for name in names} == {"kfac_engine", "kfac_engine-0.1.0.dist-info"}
     assert "kfac_engine-0.1.0.dist-info/licenses/LICENSE" in names
     assert run_python("-c", IMPORT_ALL, folder=empty, path=site).startswith(str(site))
@@ -103,6 +119,18 @@ def test_a_wheel_runs_from_an_empty_directory(checkout, empty, tmp_path):
         run_python("-m", "kfac_engine", "doctor", "--json", folder=empty, path=site)
     )
     assert report["kfac_engine"] == "0.1.0"
+    code = "from kfac_engine.bench.contenders import CONTENDERS as c; print(*c)"
+    assert run_python("-c", code, folder=empty, path=site) == "definition ours ours-gradient"
+    command = ["-m", "kfac_engine", "bench", "--compare", "torch"]
+    refused = run_python(*command, folder=empty, path=site, status=2)
+    assert "the installed package holds no peers" in refused
+
+
+def test_peers_are_found_in_a_checkout_and_recognized_by_their_imports(checkout, empty):
+    code = "from kfac_engine.bench.contenders import PEERS as p; print(*p)"
+    assert run_python("-c", code, folder=empty, path=checkout).startswith("torch ")
+    folder = checkout / "bench" / "peers"
+    assert sum(imports_a_peer(path) for path in folder.glob("*.py")) >= 6
 
 
 def test_a_wheel_built_from_the_sdist_has_the_same_files(checkout, tmp_path):

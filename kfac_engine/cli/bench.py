@@ -14,8 +14,8 @@ from kfac_engine.cli.options import debug_option, file_path
     "--compare",
     default="",
     metavar="NAMES",
-    help="Installed peers that take part, with commas: torch, torch-by-example, jax, kfac-jax, "
-    "curvlinops.",
+    help="From a checkout: installed libraries to compare with, separated by commas: torch, "
+    "torch-by-example, jax, kfac-jax, curvlinops.",
 )
 @click.option(
     "--threads", type=int, metavar="N", help="Of each contender; by default one a usable core."

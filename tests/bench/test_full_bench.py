@@ -29,7 +29,7 @@ def test_an_older_kernel_is_measured_where_there_are_contenders():
 def test_peers_that_are_installed_take_part(monkeypatch):
     installed = {"torch"}
     monkeypatch.setattr(
-        "kfac_engine.bench.contenders.find_spec", lambda name: name in installed or None
+        "kfac_engine.bench.contender.find_spec", lambda name: name in installed or None
     )
     command = full_bench.command("", [], resume=False)
     expected = [name for name in PEERS if set(CONTENDERS[name].needs) <= installed]

@@ -11,7 +11,8 @@ from kfac_engine.backend import select
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import device, inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.bench import gpu, gpu_counts, gpu_kernels, gpu_meter, gpu_network, gpu_torch, made
+from kfac_engine.bench import data, gpu, gpu_counts, gpu_kernels, gpu_meter, gpu_network
+from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.bench.resnet50 import Layer, resnet50
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import source
@@ -125,8 +126,8 @@ def test_others_stand_beside_ours(meter: gpu_meter.Meter) -> None:
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_torch_computes_what_it_is_compared_in(layer: Layer) -> None:
     pytest.importorskip("torch")
-    usual = gpu_torch.Usual("cpu")
-    x = made.normal(2, layer.inputs, layer.side, layer.side)
+    usual = torch_gpu.TorchOnDevice("cpu")
+    x = data.normal(2, layer.inputs, layer.side, layer.side)
     z = (
         NumpyBackend()
         .patches(x, gpu_network.window(layer))
@@ -142,7 +143,7 @@ def test_torch_computes_what_it_is_compared_in(layer: Layer) -> None:
 
 def test_torch_inverts_and_decomposes_what_it_is_compared_in() -> None:
     pytest.importorskip("torch")
-    usual, A = gpu_torch.Usual("cpu"), made.factor(5)
+    usual, A = torch_gpu.TorchOnDevice("cpu"), data.factor(5)
     for inverse in usual.inverses([A], 0.1).values():
         found = inverse()[0].numpy()
         np.testing.assert_allclose(found @ (A + 0.1 * np.eye(5)), np.eye(5), atol=1e-5)

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from kfac_engine.bench import jobs, run
-from kfac_engine.bench.ceiling import Ceiling, Course, higher, measure_ceiling
-from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS, OURS_PLAIN, PEERS, running
-from kfac_engine.bench.measure import chosen, measure
-from kfac_engine.bench.usage import Usage
+from kfac_engine.bench.contenders import (
+    DEFINITION,
+    OURS,
+)
+from kfac_engine.bench.measure import measure
+from kfac_engine.bench.processes import running
+from kfac_engine.bench.resource_usage import Usage
+from kfac_engine.bench.roofline import Ceiling, Course, higher, measure_ceiling
 from kfac_engine.curvature.schedule import Schedule, Work, plan
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
 
@@ -214,22 +218,6 @@ def test_a_contender_that_fails_is_named():
         found[OURS].prepare(jobs.Job("inverse", "none", {"side": 3}))
 
 
-def test_a_peer_that_is_not_installed_is_refused_by_name(monkeypatch):
-    assert chosen([]) == [DEFINITION, OURS, OURS_PLAIN]
-    monkeypatch.setattr("kfac_engine.bench.contenders.find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="cannot compare with torch: torch is not installed"):
-        chosen(["torch"])
-    with pytest.raises(UnknownNameError, match="unknown peer 'ours'; choose one of: curvlinops"):
-        chosen([OURS])
-
-
-def test_every_contender_can_do_only_operations_that_are_measured():
-    operations = {job.operation for suite in jobs.SUITES.values() for job in suite}
-    assert CONTENDERS[DEFINITION].operations | CONTENDERS[DEFINITION].checks == operations
-    assert all(contender.operations <= operations for contender in CONTENDERS.values())
-    assert {"torch", "jax"} <= set(PEERS)
-
-
 @pytest.fixture
 def small_run(monkeypatch):
     """Leaves two suites of one job, and contenders that only pretend."""
@@ -320,7 +308,7 @@ def test_a_suite_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys
 
 
 def test_only_contenders_that_can_do_a_job_are_started(small_run, monkeypatch):
-    monkeypatch.setattr(run, "chosen", lambda compare: [DEFINITION, OURS, "kfac-jax"])
+    monkeypatch.setattr(run, "select_contenders", lambda compare: [DEFINITION, OURS, "kfac-jax"])
     run.run_suites(["small"], options=run.Options(threads=1))
     assert small_run == [(DEFINITION, OURS)]
 

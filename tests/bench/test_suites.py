@@ -5,12 +5,12 @@ from rich.console import Console
 
 import kfac_engine as ke
 from kfac_engine.bench import jobs, scaling
-from kfac_engine.bench.growth import fitted
 from kfac_engine.bench.memory import in_new_process
+from kfac_engine.bench.resource_usage import used
+from kfac_engine.bench.scaling_fit import fitted
 from kfac_engine.bench.stages import take_apart
 from kfac_engine.bench.step_networks import NETWORKS, classifier
 from kfac_engine.bench.timing import milliseconds, spread
-from kfac_engine.bench.usage import used
 
 PARAMETERS = {
     "mlp": 785 * 1024 + 1025 * 512 + 513 * 256 + 257 * 10,

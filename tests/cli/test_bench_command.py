@@ -6,7 +6,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.bench import run
-from kfac_engine.bench.ceiling import Ceiling
+from kfac_engine.bench.roofline import Ceiling
 
 
 @pytest.fixture

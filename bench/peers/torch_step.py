@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, unfold
 
 from kfac_engine.bench.jobs import DAMPING, DECAY, GRADIENT, STEPS, Run
+from kfac_engine.bench.peers.torch_networks import turned, with_weights
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.bench.torch_networks import turned, with_weights
 
 # The first layer's input needs no gradient: its hook may well fire.
 warnings.filterwarnings("ignore", message="Full backward hook is firing")

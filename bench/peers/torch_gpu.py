@@ -1,4 +1,4 @@
-"""What the GPU suite compares with: the usual way of each job in torch, on the same device."""
+"""The work of the GPU suite in torch, on the same device."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -11,11 +11,11 @@ from kfac_engine.bench.resnet50 import Layer
 _Tensor = Any
 
 
-class Usual:
-    """Jobs by torch, in float32 without TF32, as torch has it unless told otherwise.
+class TorchOnDevice:
+    """The work of the suite in float32 without TF32, torch's default.
 
     Args:
-        device: Where to.
+        device: Name of the device in torch.
     """
 
     def __init__(self, device: str = "cuda") -> None:
@@ -76,8 +76,8 @@ class Usual:
         return lambda: [A @ V @ G for A, V, G in data]
 
 
-def usual_way() -> Usual | None:
-    """Torch, where it is installed and sees the GPU."""
+def torch_on_device() -> TorchOnDevice | None:
+    """Return torch's implementation, or None if torch is not installed or sees no GPU."""
     if find_spec("torch") is None:
         return None
-    return Usual() if import_module("torch").cuda.is_available() else None
+    return TorchOnDevice() if import_module("torch").cuda.is_available() else None

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from kfac_engine.bench.jobs import DAMPING, GRADIENT, STEPS, Run
+from kfac_engine.bench.peers.torch_networks import turned, with_weights
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.bench.torch_networks import turned, with_weights
 
 
 def _step(network: str, batch: int, kind: str) -> Run:

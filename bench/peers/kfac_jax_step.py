@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import kfac_jax
 from kfac_jax._src import patches_second_moment
 
-from kfac_engine.bench.jax_networks import FUNCTIONS, from_onnx, images_last, to_onnx
 from kfac_engine.bench.jobs import DAMPING, DECAY, GRADIENT, STEPS, Run
+from kfac_engine.bench.peers.jax_networks import FUNCTIONS, from_onnx, images_last, to_onnx
 from kfac_engine.bench.step_networks import NETWORKS
 
 # What its convolutions measure patches with has no fast form on a CPU: 0.2 s for each example of a

@@ -1,6 +1,6 @@
 """What this machine can do at best, measured: products of matrices and copies of memory.
 
-    python -m kfac_engine.bench.ceiling 2
+    python -m kfac_engine.bench.roofline 2
 
 Runs in a process of its own, whose BLAS was given so many threads when it was loaded.
 """
@@ -119,7 +119,7 @@ def ceiling(threads: int) -> Ceiling:
     Raises:
         BackendError: The process failed.
     """
-    command = [sys.executable, "-m", "kfac_engine.bench.ceiling", str(threads)]
+    command = [sys.executable, "-m", "kfac_engine.bench.roofline", str(threads)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment(threads)
     )

@@ -11,15 +11,15 @@ import torch
 from torch.nn.functional import unfold
 
 from kfac_engine._types import Array
-from kfac_engine.bench import made
+from kfac_engine.bench import data
 from kfac_engine.bench.jobs import DECAY, Run
-from kfac_engine.bench.torch_step import step_by_example
-from kfac_engine.bench.with_torch import in_our_order
+from kfac_engine.bench.peers.torch_primitives import in_our_order
+from kfac_engine.bench.peers.torch_step import step_by_example
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
-    average = torch.from_numpy(made.zeros(channels * taps, channels * taps))
+    x, taps, channels = torch.from_numpy(data.normal(*shape)), kernel**2, shape[1]
+    average = torch.from_numpy(data.zeros(channels * taps, channels * taps))
 
     def run() -> Array:
         whole = kernel == stride == 1 and not pad

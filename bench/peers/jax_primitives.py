@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kfac_engine._types import Array
-from kfac_engine.bench import made
+from kfac_engine.bench import data
 from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 
 
@@ -18,7 +18,7 @@ def _dense(rows: int, d: int) -> Run:
         product = jax.lax.dot_general(with_one, with_one, (((0,), (0,)), ((), ())))
         return DECAY * average + (1 - DECAY) / rows * product
 
-    return _averaged(update, made.zeros(d + 1, d + 1), made.normal(rows, d))
+    return _averaged(update, data.zeros(d + 1, d + 1), data.normal(rows, d))
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
@@ -28,7 +28,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
         z = _seen(x, kernel, stride, pad).transpose(0, 2, 1, 3, 4).reshape(d, -1)
         return DECAY * average + (1 - DECAY) / z.shape[1] * (z @ z.T)
 
-    return _averaged(update, made.zeros(d, d), made.normal(*shape))
+    return _averaged(update, data.zeros(d, d), data.normal(*shape))
 
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
@@ -39,7 +39,7 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
         product = jnp.einsum("cip,cjp->cij", z, z)
         return DECAY * average + (1 - DECAY) / z.shape[2] * product
 
-    return _averaged(update, made.zeros(channels, taps, taps), made.normal(*shape))
+    return _averaged(update, data.zeros(channels, taps, taps), data.normal(*shape))
 
 
 def _seen(x: Any, kernel: int, stride: int, pad: int) -> Any:
@@ -64,7 +64,7 @@ def _inverse(d: int) -> Run:
         lower = jax.scipy.linalg.cho_factor(matrix + DAMPING * identity, lower=True)
         return jax.scipy.linalg.cho_solve(lower, identity)
 
-    return _compiled(inverted, made.factor(d))
+    return _compiled(inverted, data.factor(d))
 
 
 def _power(d: int, exp: float) -> Run:
@@ -72,7 +72,7 @@ def _power(d: int, exp: float) -> Run:
         values, vectors = jnp.linalg.eigh(matrix)
         return (vectors * (jnp.maximum(values, 0) + DAMPING) ** exp) @ vectors.T
 
-    return _compiled(raised, made.factor(d))
+    return _compiled(raised, data.factor(d))
 
 
 def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
@@ -80,7 +80,7 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
         return [A @ V @ G for A, G, V in todo]
 
     compiled = jax.jit(products)
-    todo = jax.device_put(made.layers(layers))
+    todo = jax.device_put(data.layers(layers))
 
     return lambda: jax.block_until_ready(compiled(todo))
 

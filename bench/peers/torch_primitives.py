@@ -7,13 +7,13 @@ import torch
 from torch.nn.functional import unfold
 
 from kfac_engine._types import Array
-from kfac_engine.bench import made
+from kfac_engine.bench import data
 from kfac_engine.bench.jobs import DAMPING, DECAY, Run
-from kfac_engine.bench.torch_step import step
+from kfac_engine.bench.peers.torch_step import step
 
 
 def _dense(rows: int, d: int) -> Run:
-    x, average = torch.from_numpy(made.normal(rows, d)), torch.from_numpy(made.zeros(d + 1, d + 1))
+    x, average = torch.from_numpy(data.normal(rows, d)), torch.from_numpy(data.zeros(d + 1, d + 1))
     inner, alpha = average[:d, :d], (1 - DECAY) / rows
 
     def run() -> Array:
@@ -28,9 +28,9 @@ def _dense(rows: int, d: int) -> Run:
 
 
 def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
+    x, taps, channels = torch.from_numpy(data.normal(*shape)), kernel**2, shape[1]
     d = channels * taps
-    average = torch.from_numpy(made.zeros(d, d))
+    average = torch.from_numpy(data.zeros(d, d))
 
     def run() -> Array:
         z = unfold(x, kernel, padding=pad, stride=stride).transpose(0, 1).reshape(d, -1)
@@ -41,8 +41,8 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
 
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
-    x, taps, channels = torch.from_numpy(made.normal(*shape)), kernel**2, shape[1]
-    average = torch.from_numpy(made.zeros(channels, taps, taps))
+    x, taps, channels = torch.from_numpy(data.normal(*shape)), kernel**2, shape[1]
+    average = torch.from_numpy(data.zeros(channels, taps, taps))
 
     def run() -> Array:
         # Products of each example and channel, then their sum: quicker than to bring the patches of
@@ -56,7 +56,7 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
 
 
 def _inverse(d: int) -> Run:
-    matrix, identity = torch.from_numpy(made.factor(d)), torch.eye(d)
+    matrix, identity = torch.from_numpy(data.factor(d)), torch.eye(d)
 
     def run() -> Array:
         lower = torch.linalg.cholesky(matrix + DAMPING * identity)
@@ -66,7 +66,7 @@ def _inverse(d: int) -> Run:
 
 
 def _power(d: int, exp: float) -> Run:
-    matrix = torch.from_numpy(made.factor(d))
+    matrix = torch.from_numpy(data.factor(d))
 
     def run() -> Array:
         values, vectors = torch.linalg.eigh(matrix)
@@ -76,7 +76,7 @@ def _power(d: int, exp: float) -> Run:
 
 
 def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
-    todo = [tuple(map(torch.from_numpy, layer)) for layer in made.layers(layers)]
+    todo = [tuple(map(torch.from_numpy, layer)) for layer in data.layers(layers)]
 
     return lambda: [A @ V @ G for A, G, V in todo]
 

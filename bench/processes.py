@@ -1,0 +1,120 @@
+"""Processes of contenders: each runs alone, undisturbed by the threads of the others."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.bench.contenders import CONTENDERS
+from kfac_engine.bench.environment import environment
+from kfac_engine.bench.jobs import Job
+from kfac_engine.bench.resource_usage import Usage
+from kfac_engine.errors import BackendError
+
+
+@dataclass(slots=True)
+class Process:
+    """A running contender.
+
+    Attributes:
+        name: Of the contender.
+        python: The process; it ends with ``close``.
+        folder: For results.
+    """
+
+    name: str
+    python: "subprocess.Popen[str]" = field(repr=False)
+    folder: Path = field(repr=False)
+
+    def prepare(self, job: Job) -> tuple[dict[str, Array], Usage]:
+        """Set a job up.
+
+        Args:
+            job: One that the contender can do, or check.
+
+        Returns:
+            The result of its first run by parts, and what that used.
+        """
+        path = self.folder / f"{self.name}.npz"
+        order = {"setup": job.operation, "sizes": dict(job.sizes), "result": str(path)}
+        usage = Usage(**self._ask(order))
+        with np.load(path) as parts:
+            result = dict(parts)
+        path.unlink()
+        return result, usage
+
+    def run(self, runs: int, *, warm: int, settle: float) -> Usage:
+        """Run the job and say what that used.
+
+        Args:
+            runs: How often.
+            warm: How many runs before them warm the caches.
+            settle: Seconds to wait before them.
+
+        Returns:
+            What the runs used.
+        """
+        return Usage(**self._ask({"runs": runs, "warm": warm, "settle": settle}))
+
+    def close(self, *failure: object) -> None:
+        """End the process, in the middle of a run if there was a failure that ends all."""
+        if any(failure):
+            self.python.kill()
+        # Nothing more to read is its sign to end.
+        self.python.communicate()
+
+    def _ask(self, order: Mapping[str, object]) -> dict[str, Any]:
+        """The answer to an order.
+
+        Raises:
+            BackendError: The process ended.
+        """
+        assert self.python.stdin is not None
+        assert self.python.stdout is not None
+        # A process that has ended reads nothing: its missing answer tells.
+        with suppress(BrokenPipeError):
+            self.python.stdin.write(json.dumps(order) + "\n")
+            self.python.stdin.flush()
+        line = self.python.stdout.readline()
+        if not line:
+            raise BackendError(
+                f"contender '{self.name}' ended with status {self.python.wait()} while it did "
+                f"{order or 'a run'}; its own message is above."
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def running(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
+    """Processes of these contenders; they end with the context.
+
+    Args:
+        names: Of contenders that are installed.
+        threads: Of each.
+
+    Yields:
+        Name to process.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes = {}
+        for name in names:
+            module = CONTENDERS[name].module
+            command = [sys.executable, "-m", "kfac_engine.bench.worker", module, str(threads)]
+            python = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                # Interruptions come here first: they end the others without a word of theirs.
+                env=environment(threads), start_new_session=True,
+            )  # fmt: skip
+            processes[name] = Process(name, python, folder)
+            stack.push(processes[name].close)
+        yield processes
