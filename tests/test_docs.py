@@ -67,6 +67,14 @@ def test_the_examples_of_the_readme_run_in_order(tmp_path, capsys):
     assert (tmp_path / "trained.onnx").exists()
 
 
+def test_the_examples_of_the_building_blocks_run_in_order():
+    names = {}
+    examples = blocks(ROOT / "docs" / "building_blocks.md", "python")
+    assert len(examples) >= 3
+    for _, code in examples:
+        exec(compile(code, "building_blocks.md", "exec"), names)
+
+
 def first_block(page, containing):
     """The first example in Python of a page that contains a text."""
     return next(code for _, code in blocks(page, "python") if containing in code)
@@ -75,16 +83,14 @@ def first_block(page, containing):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
 def test_the_training_example_halves_the_loss_for_each_seed(page, seed, tmp_path, monkeypatch):
-    # The seed shuffles the data and draws the sampled targets. The README needs its first example.
+    # The seed shuffles the data and draws the sampled targets.
     make = ke.Engine.from_onnx
     monkeypatch.setattr(ke.Engine, "from_onnx", partial(make, seed=seed))
     drawn = np.random.default_rng(seed).permutation(len(digits()[1]))
     shuffled = tuple(array[drawn] for array in digits())
     monkeypatch.setattr("kfac_engine.data.digits", lambda: shuffled)
-    names = {"ke": ke}
+    names = {}
     with contextlib.chdir(tmp_path):
-        if page == "README.md":
-            exec(compile(first_block(ROOT / page, "digits()"), page, "exec"), names)
         exec(compile(first_block(ROOT / page, "losses.append"), page, "exec"), names)
     losses = names["losses"]
     assert losses[-1] < losses[0] / 2
