@@ -130,21 +130,25 @@ def page(large: list[Row], small: list[Row]) -> str:
     runs = sum(row.result == "runs" for row in trained)
     return f"""# Which models run
 
-Written by `scripts/list_models.py` with onnx {onnx.__version__}. The models are those that the
-`onnx` package carries for its own tests. Each got a full step: gradients, statistics, inverses and
-natural gradients, from random weights.
+This page lists the result of one step for each model that the `onnx` package contains for its
+tests. A step computes gradients, statistics, inverses and natural gradients, from random weights.
+Look here for a network, or for an operator and the error that it raises. `kfac-engine inspect`
+gives the same information for a model of your own.
+
+`scripts/list_models.py` wrote the page with onnx {onnx.__version__}. The column *generic because*
+gives the reasons why parameters belong to no layer ([layers](layers.md)).
 
 ## Networks
 
 {table(large)}
 
-VGG-19 and ZFNet-512 run here with `approximations={{"fully_connected": "kron_in_diag"}}`: full
+VGG-19 and ZFNet-512 have `approximations={{"fully_connected": "kron_in_diag"}}`. Without it, the
 input factors of their first dense layers would have 25,089 and 18,433 rows.
 
 ## Small models
 
-{len(small)} models of one or a few operators: {len(small) - len(trained)} have nothing to train,
-and of the other {len(trained)}, {runs} run.
+The package has {len(small)} models of one or a few operators. {len(small) - len(trained)} of them have no
+parameter. Of the other {len(trained)}, {runs} run.
 
 {table(trained)}
 """
