@@ -147,8 +147,8 @@ input factors of their first dense layers would have 25,089 and 18,433 rows.
 
 ## Small models
 
-The package has {len(small)} models of one or a few operators. {len(small) - len(trained)} of them have no
-parameter. Of the other {len(trained)}, {runs} run.
+The package has {len(small)} models of one or a few operators.
+{len(small) - len(trained)} of them have no parameter. Of the other {len(trained)}, {runs} run.
 
 {table(trained)}
 """
