@@ -29,7 +29,7 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.build import multiplied
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import ParameterSlice
-from kfac_engine.layers.views import Patches
+from kfac_engine.layers.views import patch_view
 
 
 class _Moment:
@@ -71,7 +71,7 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     x, channels = data.normal(*shape), shape[1]
     average = data.zeros(channels, kernel**2, kernel**2)
     square = (kernel,) * 2, (stride,) * 2, (1, 1)
-    view = Patches(*square, ((pad, pad),) * 2, channels_first=True)
+    view = patch_view(*square, ((pad, pad),) * 2, channels_first=True)
     statistic = GroupedMoment(((("x",),),), view, groups=channels, taps=kernel**2)
     backend = NumpyBackend()
 

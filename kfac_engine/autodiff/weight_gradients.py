@@ -7,7 +7,7 @@ graphs on a GPU and graphs that are differentiated again keep the nodes.
 
 from dataclasses import dataclass
 
-from kfac_engine.autodiff.window import SlidingWindow
+from kfac_engine.backend.sliding_window import SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)

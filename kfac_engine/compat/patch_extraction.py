@@ -41,7 +41,7 @@ def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates:
     missing = requirement(patches, strides, rates)
     if missing:
         raise UnsupportedError(
-            f"{name} needs {missing}; got kernel {patches.kernel}, strides {strides} and "
+            f"{name} needs {missing}; got kernel {patches.window.kernel}, strides {strides} and "
             f"dilations {rates}. Leave extract_patches_fn out."
         )
 
@@ -59,7 +59,7 @@ def _images(patches: Patches, strides: Entries, rates: Entries) -> str:
 
 def _pointwise(patches: Patches, strides: Entries, rates: Entries) -> str:
     del strides, rates
-    fits = patches.kernel == patches.strides == (1, 1)
+    fits = patches.window.kernel == patches.window.strides == (1, 1)
     return "" if fits else "a filter of one pixel and strides of one"
 
 

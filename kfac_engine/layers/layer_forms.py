@@ -10,7 +10,7 @@ from kfac_engine.layers.masked import masked
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.subsampling import EVERYTHING, Sampling
 from kfac_engine.layers.token_ids import Ids
-from kfac_engine.layers.views import Padding, Patches, Rows, View
+from kfac_engine.layers.views import Padding, Rows, View, patch_view
 
 # Names of the spatial axes of images, by their number.
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
@@ -106,7 +106,7 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
         for pair in listed("padding", padding, "((1, 1), (1, 1)) or 'SAME'"):
             listed("each of padding", pair, "(1, 1)")
     packing = Packing(weight_format or f"{spatial}IO", has_bias)
-    patches = Patches(
+    patches = patch_view(
         kernel=packing.kernel(filter_shape),
         strides=_spatial_entries("strides", strides, data_format),
         dilations=_spatial_entries("dilations", dilations, data_format),

@@ -96,7 +96,7 @@ def masked(patches: Patches, mask: Array, channels: int) -> Masked:
         ShapeError: The mask has another shape.
         NonFiniteError: It holds NaN or infinity.
     """
-    wanted = (*patches.kernel, channels)
+    wanted = (*patches.window.kernel, channels)
     array = np.asarray(mask, dtype=np.float64)
     if array.shape != wanted:
         raise ShapeError(f"patch_mask has shape {array.shape}; (*kernel, channels) is {wanted}.")

@@ -12,12 +12,14 @@ from typing import Protocol, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import InputError, ShapeError
 
 Padding: TypeAlias = str | tuple[tuple[int, int], ...]
 
-_AUTOMATIC = ("SAME", "SAME_LOWER", "VALID")
+# Name of a padding to the name in ONNX; padding that does not depend on the image has none.
+_AUTOMATIC = {"SAME": "SAME_UPPER", "SAME_LOWER": "SAME_LOWER", "VALID": ""}
 
 
 class View(Protocol):
@@ -119,61 +121,23 @@ class Patches:
     Features are tap-major, ``(*kernel, channels)``, as a channels-last filter is laid out.
 
     Attributes:
-        kernel: Taps an axis.
-        strides: Step between locations, an axis.
-        dilations: Step between taps, an axis.
-        padding: ``"SAME"`` (TensorFlow's: the smaller half first; ``"SAME_LOWER"``: last),
-            ``"VALID"`` or ``((begin, end), …)``.
-        channels_first: Whether images are ``(n, channels, *sides)``.
+        window: Window of the convolution.
+        channels_first: Whether images are ``(n, channels, *spatial_shape)``.
     """
 
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    padding: Padding
+    window: SlidingWindow
     channels_first: bool
-
-    def __post_init__(self) -> None:
-        """Check that all parts speak of the same number of axes.
-
-        Raises:
-            InputError: They do not, or the padding's name is unknown.
-        """
-        if isinstance(self.padding, str) and self.padding not in _AUTOMATIC:
-            raise InputError(
-                f"unknown padding '{self.padding}'; choose one of {', '.join(_AUTOMATIC)}, or give "
-                f"((begin, end), …)."
-            )
-        axes = len(self.kernel)
-        explicit = axes if isinstance(self.padding, str) else len(self.padding)
-        if not axes == len(self.strides) == len(self.dilations) == explicit:
-            raise InputError(
-                f"a filter with {axes} spatial axes has strides {self.strides}, dilations "
-                f"{self.dilations} and padding {self.padding}; give one entry an axis."
-            )
 
     @property
     def rank(self) -> int:
-        return len(self.kernel) + 2
-
-    def window(self, sides: tuple[int, ...]) -> Window:
-        """The geometry for images of these sides."""
-        pads = self.padding
-        if isinstance(pads, str):
-            pads = tuple(self._automatic(axis, side) for axis, side in enumerate(sides))
-        return Window(
-            self.kernel,
-            self.strides,
-            self.dilations,
-            tuple(begin for begin, _ in pads),
-            tuple(end for _, end in pads),
-        )
+        return len(self.window.kernel) + 2
 
     def width(self, shape: tuple[int, ...]) -> int:
-        return prod(self.kernel) * shape[1 if self.channels_first else -1]
+        return self.window.taps * shape[1 if self.channels_first else -1]
 
     def count(self, shape: tuple[int, ...]) -> int:
-        return shape[0] * prod(self.window(self._sides(shape)).output_shape(self._sides(shape)))
+        spatial_shape = self._spatial_shape(shape)
+        return shape[0] * prod(self.window.resolved(spatial_shape).output_shape(spatial_shape))
 
     def second_moment(
         self,
@@ -185,7 +149,7 @@ class Patches:
         alpha: float,
         beta: float,
     ) -> None:
-        window = self.window(self._sides(x.shape))
+        window = self.window.resolved(self._spatial_shape(x.shape))
         backend.patch_second_moment(
             self._channels_first(x, backend),
             window,
@@ -196,16 +160,16 @@ class Patches:
         )
 
     def rows(self, x: Array, backend: Backend) -> Array:
-        window = self.window(self._sides(x.shape))
+        window = self.window.resolved(self._spatial_shape(x.shape))
         return backend.patches(self._channels_first(x, backend), window)
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
-        return self._channels_first(x, backend), self.window(self._sides(x.shape))
+        return self._channels_first(x, backend), self.window.resolved(self._spatial_shape(x.shape))
 
-    def _sides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shape) != len(self.kernel) + 2:
+    def _spatial_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) != self.rank:
             raise ShapeError(
-                f"a convolution over {len(self.kernel)} spatial axes got an input of shape {shape}."
+                f"a convolution over {self.rank - 2} spatial axes got an input of shape {shape}."
             )
         return shape[2:] if self.channels_first else shape[1:-1]
 
@@ -215,14 +179,52 @@ class Patches:
         moved: Array = backend.xp.moveaxis(x, -1, 1)
         return moved
 
-    def _automatic(self, axis: int, side: int) -> tuple[int, int]:
-        """Padding that TensorFlow's strings and ONNX's ``auto_pad`` stand for."""
-        if self.padding == "VALID":
-            return 0, 0
-        k, stride, dilation = self.kernel[axis], self.strides[axis], self.dilations[axis]
-        total = max((-(-side // stride) - 1) * stride + (k - 1) * dilation + 1 - side, 0)
-        small, large = total // 2, total - total // 2
-        return (large, small) if self.padding == "SAME_LOWER" else (small, large)
+
+def patch_view(
+    kernel: tuple[int, ...],
+    strides: tuple[int, ...],
+    dilations: tuple[int, ...],
+    padding: Padding,
+    *,
+    channels_first: bool,
+) -> Patches:
+    """Return the view of the input of a convolution.
+
+    Args:
+        kernel: Taps of each spatial axis.
+        strides: Step between output positions, for each spatial axis.
+        dilations: Step between taps, for each spatial axis.
+        padding: ``"SAME"`` as in TensorFlow (the odd pixel comes last), ``"SAME_LOWER"`` (the odd
+            pixel comes first), ``"VALID"`` or ``((begin, end), …)``.
+        channels_first: Whether images are ``(n, channels, *spatial_shape)``.
+
+    Returns:
+        The view.
+
+    Raises:
+        InputError: The arguments have different numbers of axes, or the padding's name is unknown.
+    """
+    if isinstance(padding, str) and padding not in _AUTOMATIC:
+        raise InputError(
+            f"unknown padding '{padding}'; choose one of {', '.join(_AUTOMATIC)}, or give "
+            f"((begin, end), …)."
+        )
+    axes = len(kernel)
+    pads = ((0, 0),) * axes if isinstance(padding, str) else padding
+    if not axes == len(strides) == len(dilations) == len(pads):
+        raise InputError(
+            f"a filter with {axes} spatial axes has strides {strides}, dilations {dilations} and "
+            f"padding {padding}; give one entry an axis."
+        )
+    window = SlidingWindow(
+        kernel,
+        strides,
+        dilations,
+        begins=tuple(begin for begin, _ in pads),
+        ends=tuple(end for _, end in pads),
+        same=_AUTOMATIC[padding] if isinstance(padding, str) else "",
+    )
+    return Patches(window, channels_first)
 
 
 def written_out(rows: Array) -> tuple[Array, Window]:

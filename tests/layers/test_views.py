@@ -7,8 +7,9 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.window import Window
 from kfac_engine.layers.layer_forms import embedding_form
-from kfac_engine.layers.views import Patches, Rows
+from kfac_engine.layers.views import Rows, patch_view
 from tests.backend.truths import patches
 
 EXACT = 1e-12  # float64, sums of a hundred products of size one
@@ -101,7 +102,9 @@ def layout(x, first):
 def test_patches_see_the_pixels_that_the_padding_says(case, first):
     kernel, strides, dilations, padding, sides, begins, ends = case
     x = draw(2, 3, *sides)
-    view = Patches(kernel, strides, dilations, padding, channels_first=first)
+    view = patch_view(kernel, strides, dilations, padding, channels_first=first)
+    window = Window(kernel, strides, dilations, begins, ends)
+    assert view.window.resolved(sides) == window
     expected = patches(x, kernel, strides, dilations, begins, ends)
     given = layout(x, first)
     np.testing.assert_array_equal(view.rows(given, BACKEND), expected)
@@ -117,12 +120,12 @@ def test_patches_see_the_pixels_that_the_padding_says(case, first):
 @pytest.mark.parametrize("side", range(1, 9))
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_same_gives_an_output_for_every_stride_begun(side, stride):
-    view = Patches((3,), (stride,), (1,), "SAME", channels_first=True)
+    view = patch_view((3,), (stride,), (1,), "SAME", channels_first=True)
     assert view.count((1, 1, side)) == -(-side // stride)
 
 
 def test_patches_of_views_with_any_strides_are_those_of_a_copy():
-    view = Patches((2, 2), (1, 1), (1, 1), "SAME", channels_first=False)
+    view = patch_view((2, 2), (1, 1), (1, 1), "SAME", channels_first=False)
     x = draw(3, 8, 10, 4)[:, ::2, ::-2, 1:3]
     np.testing.assert_array_equal(view.rows(x, BACKEND), view.rows(x.copy(), BACKEND))
 
@@ -130,7 +133,7 @@ def test_patches_of_views_with_any_strides_are_those_of_a_copy():
 def test_equal_geometries_are_one():
     def view(**changes):
         options = {"strides": (1, 1), "dilations": (1, 1), "padding": ((1, 1), (0, 0))}
-        return Patches((2, 2), **(options | changes), channels_first=True)
+        return patch_view((2, 2), **(options | changes), channels_first=True)
 
     assert view() == view()
     assert hash(view()) == hash(view())
@@ -151,7 +154,7 @@ def test_equal_geometries_are_one():
 def test_a_geometry_that_contradicts_itself_is_refused(options):
     good = {"strides": (1, 1), "dilations": (1, 1), "padding": "SAME"}
     with pytest.raises(ke.InputError, match="padding"):
-        Patches((2, 2), **(good | options), channels_first=True)
+        patch_view((2, 2), **(good | options), channels_first=True)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_a_geometry_that_contradicts_itself_is_refused(options):
     [((2, 3, 5), "2 spatial axes"), ((2, 3, 1, 5), "smaller than the window")],
 )
 def test_images_that_do_not_fit_the_filter_are_refused(shape, says):
-    view = Patches((2, 2), (1, 1), (1, 1), "VALID", channels_first=True)
+    view = patch_view((2, 2), (1, 1), (1, 1), "VALID", channels_first=True)
     with pytest.raises(ke.ShapeError, match=says):
         view.count(shape)
     with pytest.raises(ke.ShapeError, match=says):

@@ -13,7 +13,7 @@ from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import sliding, spread
 from kfac_engine.autodiff.rules.kernels import kernel_cotangent
-from kfac_engine.autodiff.window import SlidingWindow
+from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
 _LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero

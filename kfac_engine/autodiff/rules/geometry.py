@@ -23,7 +23,7 @@ third power of a side. Maxima are compared tile by tile, with 32 images of 32 ch
 
 from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
-from kfac_engine.autodiff.window import SlidingWindow
+from kfac_engine.backend.sliding_window import SlidingWindow, split_padding
 from kfac_engine.graph.structure import Node
 
 
@@ -55,10 +55,8 @@ def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
 
 
 def _resolved(window: SlidingWindow) -> SlidingWindow:
-    """With unit strides, SAME pads as much as the window reaches; the odd pixel is named by it."""
-    less = tuple(reach // 2 for reach in window.reaches)
-    more = tuple(reach - half for reach, half in zip(window.reaches, less, strict=True))
-    begins, ends = (less, more) if window.same == "SAME_UPPER" else (more, less)
+    """Resolve SAME for unit strides: the total padding is then the reach of the window."""
+    begins, ends = split_padding(window.reaches, window.same)
     return SlidingWindow(
         window.kernel, window.strides, window.dilations, begins, ends, "", window.ceil_mode
     )

@@ -27,7 +27,7 @@ import numpy as np
 from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules.geometry import same_padding
 from kfac_engine.autodiff.weight_gradients import KernelGradient
-from kfac_engine.autodiff.window import SlidingWindow
+from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
 # Kernels whose gradient ``backend.cpu.conv_weight_grad`` computes faster than ONNX Runtime: at

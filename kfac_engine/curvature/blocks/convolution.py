@@ -1,7 +1,6 @@
 """How the input side of a convolution's Kronecker block is kept."""
 
 from functools import partial
-from math import prod
 
 from kfac_engine.curvature.blocks.kronecker import DENSE, Side
 from kfac_engine.curvature.config import CollectionConfig
@@ -37,7 +36,7 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
     if not isinstance(patches, Patches):
         raise UnsupportedError("approximation 'kron_sua' cannot mask patches; use 'kron'.")
     pixels = Rows(1 if patches.channels_first else -1, rank=patches.rank)
-    taps, has_bias = prod(patches.kernel), form.packing.has_bias
+    taps, has_bias = patches.window.taps, form.packing.has_bias
     modelled = not config.assume_zero_mean_activations
 
     def statistic(

@@ -241,7 +241,7 @@ def _add(
 ) -> None:
     """Add the gradient to ``out``, of any strides."""
     x, g = operands
-    window = gradient.window.resolved(x.shape[2:], g.shape[2:])
+    window = gradient.window.resolved(x.shape[2:])
     add_kernel_gradient(x, g, window, out, workers, scratch=scratch)
 
 

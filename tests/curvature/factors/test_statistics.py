@@ -15,7 +15,7 @@ from kfac_engine.curvature.factors.statistics import (
     LayerSquare,
 )
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.views import Patches, Rows
+from kfac_engine.layers.views import Rows, patch_view
 from tests.backend.truths import patches
 
 EXACT = 1e-12  # float64, sums of a hundred products of size one
@@ -137,7 +137,7 @@ def test_the_side_of_a_convolution_is_that_of_its_patches(
     x = draw(3, 2, 6, 5)
     z = patches(x, (3, 2), strides, dilations, begins, ends)
     expected = mean_outer(list(z.reshape(-1, 12)), True)
-    view = Patches((3, 2), strides, dilations, padding, channels_first=first)
+    view = patch_view((3, 2), strides, dilations, padding, channels_first=first)
     values = {"x": x if first else np.moveaxis(x, 1, -1)}
     found = measured(KroneckerMoment(((("x",),),), view, True), values)
     np.testing.assert_allclose(found, expected, atol=EXACT)
@@ -208,7 +208,7 @@ def test_a_convolution_diagonal_is_the_mean_of_squared_example_gradients():
     expected = np.zeros((9, 2))
     for a, d in zip(z, ds.reshape(3, 2, -1).swapaxes(1, 2), strict=True):
         expected += packed_gradient(a, d, True) ** 2 / 3
-    view = Patches((2, 2), (2, 1), (1, 1), "VALID", channels_first=True)
+    view = patch_view((2, 2), (2, 1), (1, 1), "VALID", channels_first=True)
     statistic = LayerSquare((("x",),), ((("d",),),), view, Rows(1), True)
     found = measured(statistic, {"x": x, "d": ds})
     np.testing.assert_allclose(found, expected, atol=EXACT)
