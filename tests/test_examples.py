@@ -11,9 +11,19 @@ EXACT = 1e-10  # float64 through one damped inverse of condition about a thousan
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_runs_and_says_something(path, capsys):
+def test_an_example_runs_and_says_something(path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path))
     assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_on_digits_kfac_reaches_the_target_before_adam_and_ends_lowest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["digits.py", "3"])
+    runs = runpy.run_path(str(EXAMPLES / "digits.py"))["runs"]
+    sgd, adam, kfac = (runs[3, name] for name in ("SGD", "Adam", "K-FAC"))
+    assert kfac.steps_to(0.1) < adam.steps_to(0.1)
+    assert kfac.final_loss < 0.5 * adam.final_loss < adam.final_loss < sgd.final_loss
 
 
 @pytest.mark.parametrize("result", ["gradients", "natural", "rooted", "sample"])

@@ -1,4 +1,4 @@
-"""``demo``: the whole road on a small network and real data, and what it is good for."""
+"""``demo``: curvature, natural gradients and training of a small network on real data."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from kfac_engine.cli.options import debug_option, file_path
 from kfac_engine.cli.precondition import norm_rows, print_norms
 
 if TYPE_CHECKING:
-    from kfac_engine.cli.contest import Digits, Run, Setting
+    from kfac_engine.cli.comparison import Digits, Run, Setting
 
 PICTURE = "demo.png"
 TARGET_LOSS = 0.1
@@ -44,7 +44,7 @@ TARGET_LOSS = 0.1
 @debug_option
 def demo(steps: int, out: Path, seed: int) -> None:
     """Train a small CNN on digits with SGD, Adam and K-FAC."""
-    from kfac_engine.cli.contest import BATCH_SIZE, Digits, make_engine
+    from kfac_engine.cli.comparison import BATCH_SIZE, Digits, build_engine
     from kfac_engine.data import demo_model, digits
     from kfac_engine.errors import InputError
 
@@ -56,41 +56,39 @@ def demo(steps: int, out: Path, seed: int) -> None:
     data = Digits.draw(*digits(), steps, seed)
     images, labels = data.batches[0]
     with working("preparing the model"):
-        engine = make_engine(model, seed)
+        engine = build_engine(model, seed)
         result = engine.step({"image": images}, labels)
     click.echo(f"a CNN and {BATCH_SIZE} of 1,797 handwritten digits (8×8 pixels)\n")
     print_layers(engine)
     click.echo(f"loss of the batch: {result.loss:.4f}\n")
     print_norms(norm_rows(result.gradients, result.natural_gradients))
-    winners = _contest(model, data, seed)
-    _print_contest(winners, steps)
+    winners = _compare(model, data, seed)
+    _print_comparison(winners, steps)
     _draw(winners, out / PICTURE)
 
 
-def _contest(model: bytes, data: "Digits", seed: int) -> "dict[str, Run]":
-    from kfac_engine.cli.contest import METHODS, best, runs
+def _compare(model: bytes, data: "Digits", seed: int) -> "dict[str, Run]":
+    from kfac_engine.cli.comparison import METHODS, best, runs
 
     winners, grids = {}, []
     with progress() as bar:
         task = bar.add_task("", total=sum(len(method.grid) for method in METHODS.values()))
         for name, method in METHODS.items():
             bar.update(task, description=name)
-            tried = []
+            records = []
             for run in runs(model, method, data, seed):
-                tried.append(run)
+                records.append(run)
                 bar.advance(task)
-            winners[name] = best(tried)
-            grids.append((name, ", ".join(tried[0].setting), _show_grid(tried)))
-    print_table(
-        "what was tried: training loss over the last epoch", ("method", "of", "loss"), grids
-    )
+            winners[name] = best(records)
+            grids.append((name, ", ".join(records[0].setting), _show_grid(records)))
+    print_table("all runs: training loss over the last epoch", ("method", "setting", "loss"), grids)
     return winners
 
 
-def _show_grid(tried: "Sequence[Run]") -> list[str]:
+def _show_grid(records: "Sequence[Run]") -> list[str]:
     cells = [
         f"{', '.join(f'{value:g}' for value in run.setting.values())}: {run.final_loss:.3g}"
-        for run in tried
+        for run in records
     ]
     return ["   ".join(cells[start : start + 3]) for start in range(0, len(cells), 3)]
 
@@ -99,7 +97,7 @@ def _show_setting(setting: "Setting") -> str:
     return ", ".join(f"{name} {value:g}" for name, value in setting.items())
 
 
-def _print_contest(winners: "Mapping[str, Run]", steps: int) -> None:
+def _print_comparison(winners: "Mapping[str, Run]", steps: int) -> None:
     rows = [
         (
             name,
@@ -120,7 +118,7 @@ def _print_contest(winners: "Mapping[str, Run]", steps: int) -> None:
 
 
 def _draw(winners: "Mapping[str, Run]", path: Path) -> None:
-    from kfac_engine.cli.picture import draw
+    from kfac_engine.cli.loss_curves import draw
 
     if draw(winners, path):
         click.echo(f"loss curves: {path}")

@@ -1,4 +1,4 @@
-"""The demo runs from end to end, and K-FAC is ahead in it."""
+"""The demo runs from end to end; tests/test_examples.py holds its methods to their losses."""
 
 import builtins
 import re
@@ -6,13 +6,11 @@ import re
 import pytest
 
 from kfac_engine.__main__ import main
-from kfac_engine.cli import contest
-from kfac_engine.cli.contest import Digits, best, runs
-from kfac_engine.data import demo_model, digits
+from kfac_engine.cli import comparison
 
 PNG = b"\x89PNG\r\n"
 
-# A setting of each grid that is known to be among its best: the full grids are for the demo itself.
+# One setting of each grid that is among its best: the demo itself runs the full grids.
 GOOD = {
     "SGD": {"learning rate": 0.4},
     "Adam": {"learning rate": 0.02},
@@ -24,28 +22,16 @@ GOOD = {
 def small_grids(monkeypatch):
     """One setting for each method."""
     methods = {
-        name: contest.Method((GOOD[name],), method.start)
-        for name, method in contest.METHODS.items()
+        name: comparison.Method((GOOD[name],), method.start)
+        for name, method in comparison.METHODS.items()
     }
-    monkeypatch.setattr(contest, "METHODS", methods)
+    monkeypatch.setattr(comparison, "METHODS", methods)
     return methods
 
 
-@pytest.mark.slow
-def test_kfac_needs_fewer_steps_than_adam_and_adam_than_sgd(small_grids):
-    data = Digits.draw(*digits(), 60, seed=0)
-    won = {
-        name: best(list(runs(demo_model("cnn"), method, data, 0)))
-        for name, method in small_grids.items()
-    }
-    steps = {name: run.steps_to(0.2) or 60 for name, run in won.items()}
-    assert steps["K-FAC"] < steps["Adam"] < steps["SGD"]
-    assert won["K-FAC"].final_loss < 0.5 * won["Adam"].final_loss
-
-
-@pytest.mark.parametrize("name", contest.METHODS)
+@pytest.mark.parametrize("name", comparison.METHODS)
 def test_the_settings_tested_here_are_in_the_grid(name):
-    assert GOOD[name] in contest.METHODS[name].grid
+    assert GOOD[name] in comparison.METHODS[name].grid
 
 
 @pytest.mark.slow
@@ -55,7 +41,7 @@ def test_the_demo_prints_its_tables_and_draws_its_picture(small_grids, tmp_path,
     assert (tmp_path / "new" / "folder" / "demo.png").read_bytes().startswith(PNG)
     assert "conv2d" in out
     assert re.search(r"loss of the batch: \d", out)
-    for name in contest.METHODS:
+    for name in comparison.METHODS:
         assert len(re.findall(rf"^  {name} ", out, re.M)) == 2
 
 

@@ -1,4 +1,4 @@
-"""The demo's picture: three loss curves, against steps and against seconds."""
+"""The demo's picture: loss curves of the methods against steps and against seconds."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kfac_engine.cli.contest import Run
+from kfac_engine.cli.comparison import Run
 from kfac_engine.system.writing import write_rendered
 
 
 def draw(runs: Mapping[str, Run], path: Path) -> bool:
-    """Draw each method's best run into a PNG; returns False where matplotlib is not installed."""
+    """Draw the best run of each method into a PNG; return False if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -1,8 +1,11 @@
-"""The demo's contest: three methods train one network from the same weights.
+"""The demo's comparison: SGD, Adam and K-FAC train one network from the same weights.
 
-Each method sees the same batches in the same order. SGD and Adam try nine learning rates each, and
-the one with the lowest training loss over the last epoch counts. K-FAC runs once, with the
-defaults of the library. Held-out data choose nothing.
+Every method sees the same batches in the same order. SGD and Adam run once for each of nine
+learning rates, and the run with the lowest training loss over the last epoch counts. K-FAC runs
+once, with the defaults of the library. The held-out data select nothing.
+
+The loops are part of the package because the command ``demo`` has to work in a wheel; the script
+``examples/digits.py`` uses them too.
 """
 
 import math
@@ -43,7 +46,7 @@ class Digits:
 
     @classmethod
     def draw(cls, images: Array, labels: Array, steps: int, seed: int) -> "Digits":
-        """Shuffled data: some held out, the rest cut into batches, epoch after epoch."""
+        """Shuffle the data, hold a part out, and divide the rest into batches for each epoch."""
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(labels))
         held_out, training = order[:HELD_OUT], order[HELD_OUT:]
@@ -57,13 +60,13 @@ class Digits:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training run.
+    """The record of one training run.
 
     Attributes:
-        setting: What was tried.
-        losses: Of each batch before its step; infinite from where the run diverged.
+        setting: Hyperparameters by name.
+        losses: Loss of each batch before its step; infinite from where the run diverged.
         seconds: Wall time of each step.
-        held_out_loss: After the last step.
+        held_out_loss: Loss of the held-out data after the last step.
     """
 
     setting: Setting
@@ -77,17 +80,17 @@ class Run:
         return float(np.mean(self.losses[-EPOCH:]))
 
     def steps_to(self, loss: float) -> int | None:
-        """Steps until a batch's loss is at or below ``loss``; None if never."""
+        """Number of steps until a batch's loss is at or below ``loss``; None if it never is."""
         return next((step for step, value in enumerate(self.losses) if value <= loss), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train.
+    """An optimization method and the settings that it is run with.
 
     Attributes:
-        grid: The settings it may try.
-        start: Makes the step function of a run, with fresh state.
+        grid: The settings.
+        start: Return the step function of a run, with fresh state.
     """
 
     grid: tuple[Setting, ...]
@@ -113,7 +116,7 @@ def _sgd(engine: ke.Engine, setting: Setting) -> Step:
 
 
 def _adam(engine: ke.Engine, setting: Setting) -> Step:
-    # The customary constants of Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
+    # The default constants of Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8
     first = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
     second = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
@@ -155,33 +158,49 @@ METHODS: Mapping[str, Method] = {
 }
 
 
-def make_engine(model: bytes, seed: int) -> ke.Engine:
-    """The engine of all runs: the library's defaults on one thread."""
+def build_engine(model: bytes, seed: int) -> ke.Engine:
+    """Return an engine with the defaults of the library, on one thread."""
     return ke.Engine.from_onnx(model, loss="categorical", threads=1, seed=seed)
 
 
-def runs(model: bytes, method: Method, digits: Digits, seed: int) -> Iterator[Run]:
-    """One run for each setting of a method's grid, each from the model's own weights."""
+def train(model: bytes, method: Method, setting: Setting, data: Digits, seed: int) -> Run:
+    """Train a model from its own weights with one setting of a method.
+
+    Args:
+        model: ONNX file with an input ``image`` and one output of logits.
+        method: The method.
+        setting: Its hyperparameters.
+        data: Batches, in order, and held-out data.
+        seed: Seed of the targets that the engine samples.
+
+    Returns:
+        The record of the run.
+    """
+    engine = build_engine(model, seed)
+    return _run(engine, method.start(engine, setting), setting, data)
+
+
+def runs(model: bytes, method: Method, data: Digits, seed: int) -> Iterator[Run]:
+    """Yield a run for each setting of a method's grid; see ``train``."""
     for setting in method.grid:
-        engine = make_engine(model, seed)
-        yield _run(engine, method.start(engine, setting), setting, digits)
+        yield train(model, method, setting, data, seed)
 
 
-def best(tried: Sequence[Run]) -> Run:
-    """The run with the lowest training loss over the last epoch."""
-    return min(tried, key=lambda run: run.final_loss)
+def best(records: Sequence[Run]) -> Run:
+    """Return the run with the lowest training loss over the last epoch."""
+    return min(records, key=lambda run: run.final_loss)
 
 
-def _run(engine: ke.Engine, step: Step, setting: Setting, digits: Digits) -> Run:
-    losses = [math.inf] * len(digits.batches)
+def _run(engine: ke.Engine, step: Step, setting: Setting, data: Digits) -> Run:
+    losses = [math.inf] * len(data.batches)
     seconds = []
     held_out_loss = math.inf
     try:
-        for index, (images, labels) in enumerate(digits.batches):
+        for index, (images, labels) in enumerate(data.batches):
             start = time.perf_counter()
             losses[index] = step(images, labels).loss
             seconds.append(time.perf_counter() - start)
-        images, labels = digits.held_out
+        images, labels = data.held_out
         held_out_loss = engine.gradients({"image": images}, labels).loss
     except NonFiniteError:
         pass  # the setting made the weights overflow: its losses stay infinite from here

@@ -1,11 +1,11 @@
-"""The contest is fair, and its methods do what they should on a loss known in closed form."""
+"""The comparison is fair, and its methods do what they should on a loss known in closed form."""
 
 import math
 
 import numpy as np
 import pytest
 
-from kfac_engine.cli.contest import (
+from kfac_engine.cli.comparison import (
     BATCH_SIZE,
     EPOCH,
     HELD_OUT,
