@@ -125,6 +125,11 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.trace import Trace as Trace
+    from kfac_engine.training.first_order import SGD as SGD
+    from kfac_engine.training.first_order import Adam as Adam
+    from kfac_engine.training.first_order import AdamW as AdamW
+    from kfac_engine.training.first_order import Muon as Muon
+    from kfac_engine.training.report import StepReport as StepReport
 
 # Public name to the module that defines it.
 _HOMES = {
@@ -203,6 +208,11 @@ _HOMES = {
     "NormalMeanNegativeLogProbLoss": "losses",
     "NormalMeanVarianceNegativeLogProbLoss": "losses",
     "MultiBernoulliNegativeLogProbLoss": "losses",
+    "SGD": "training.first_order",
+    "Adam": "training.first_order",
+    "AdamW": "training.first_order",
+    "Muon": "training.first_order",
+    "StepReport": "training.report",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -86,6 +86,11 @@ PUBLIC = (
     "NormalMeanNegativeLogProbLoss",
     "NormalMeanVarianceNegativeLogProbLoss",
     "MultiBernoulliNegativeLogProbLoss",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Muon",
+    "StepReport",
 )
 
 # The errors' built-in parents, which callers may catch instead.

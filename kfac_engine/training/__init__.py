@@ -1,0 +1,1 @@
+"""Training: optimizers that change the parameters of an engine, and ``fit``."""

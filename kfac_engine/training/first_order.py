@@ -1,0 +1,226 @@
+"""Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import flag, positive
+from kfac_engine.engine.engine import Engine
+from kfac_engine.losses.objective import Targets
+from kfac_engine.training.optimizer import (
+    NonFinitePolicy,
+    Optimizer,
+    Proposal,
+    Rate,
+    SlotArrays,
+    check_rate,
+    evaluated_rate,
+    fraction,
+    zeros,
+)
+from kfac_engine.training.report import StageClock, StepReport
+from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
+
+# Rate of Adam for the parameters that an optimizer of matrices does not update itself.
+ADAM_RATE = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """How the parameters are updated.
+
+    Attributes:
+        rules: Parameter name to its update rule.
+        decoupled: Whether weight decay shrinks the parameters directly, in place of a term of the
+            gradient.
+        momentum: The momentum in reports.
+    """
+
+    rules: Mapping[str, Rule]
+    decoupled: bool
+    momentum: float
+
+
+class _FirstOrder(Optimizer):
+    """An optimizer with one update rule for each parameter."""
+
+    _setting: _Setting
+
+    def _set_up(self, setting: _Setting) -> None:
+        parameters = self.engine.parameters
+        self._setting = setting
+        for name, rule in setting.rules.items():
+            for slot in rule.slots:
+                self._slots.setdefault(slot, {}).update(zeros({name: parameters[name]}))
+        self._sealed = True
+
+    def _rate(self, name: str) -> float:
+        """Return the learning rate of a parameter in this step."""
+        del name
+        return evaluated_rate(self._learning_rate, self.steps)
+
+    def _propose(
+        self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
+    ) -> Proposal:
+        rate = evaluated_rate(self._learning_rate, self.steps)
+        with clock("gradients"):
+            result = self.engine.gradients(inputs, targets)
+        decay, decoupled = self._weight_decay, self._setting.decoupled
+        slots: SlotArrays = {slot: {} for slot in self._slots}
+        values = self.engine.parameters
+        with clock("update"):
+            for name, gradient in result.gradients.items():
+                if decay and not decoupled:
+                    gradient = gradient + decay * values[name]
+                state = {s: arrays[name] for s, arrays in self._slots.items() if name in arrays}
+                rule = self._setting.rules[name]
+                direction, moved = rule(gradient, state, self.steps + 1)
+                if decay and decoupled:
+                    direction = direction + decay * values[name]
+                values[name] = values[name] - scale * self._rate(name) * direction
+                for slot, array in moved.items():
+                    slots[slot][name] = array
+        report = StepReport(result.loss, scale * rate, self._setting.momentum)
+        return Proposal(values, slots, report)
+
+
+class SGD(_FirstOrder):
+    """Gradient descent with momentum: ``v ← μ v + g + w θ``, ``θ ← θ − η v``.
+
+    Args:
+        engine: The engine whose parameters are trained.
+        learning_rate: η, a number or a function of the number of steps so far.
+        momentum: μ in [0, 1).
+        nesterov: Whether the parameters move by ``η (g + w θ + μ v)`` (Nesterov's momentum).
+        weight_decay: w, at least 0.
+        non_finite: ``"raise"`` or ``"skip"``: see ``step``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        learning_rate: Rate,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        *,
+        non_finite: NonFinitePolicy = "raise",
+    ) -> None:
+        super().__init__(engine, learning_rate, weight_decay, non_finite)
+        fraction("momentum", momentum)
+        flag("nesterov", nesterov)
+        rule = HeavyBall(momentum, nesterov)
+        self._set_up(_Setting(dict.fromkeys(engine.parameters, rule), False, momentum))
+
+
+class Adam(_FirstOrder):
+    """Adam (Kingma & Ba 2015), with weight decay as a term of the gradient.
+
+    Args:
+        engine: The engine whose parameters are trained.
+        learning_rate: A number or a function of the number of steps so far.
+        betas: Decays of the mean of gradients and of squared gradients, each in [0, 1).
+        epsilon: Added to the root of the mean square, positive.
+        weight_decay: Multiple of the parameters that is added to the gradients, at least 0.
+        non_finite: ``"raise"`` or ``"skip"``: see ``step``.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        learning_rate: Rate = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        non_finite: NonFinitePolicy = "raise",
+    ) -> None:
+        super().__init__(engine, learning_rate, weight_decay, non_finite)
+        rule = adaptive_moments(betas, epsilon)
+        rules = dict.fromkeys(engine.parameters, rule)
+        self._set_up(_Setting(rules, self._decoupled, rule.beta1))
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay: ``θ ← θ − η (m̂ / (√v̂ + ε) + w θ)``.
+
+    Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algorithm 2.
+
+    Args:
+        engine: The engine whose parameters are trained.
+        learning_rate: A number or a function of the number of steps so far.
+        betas: Decays of the mean of gradients and of squared gradients, each in [0, 1).
+        epsilon: Added to the root of the mean square, positive.
+        weight_decay: w, at least 0.
+        non_finite: ``"raise"`` or ``"skip"``: see ``step``.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        learning_rate: Rate = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        non_finite: NonFinitePolicy = "raise",
+    ) -> None:
+        super().__init__(engine, learning_rate, betas, epsilon, weight_decay, non_finite=non_finite)
+
+
+class Muon(_FirstOrder):
+    """Muon: orthogonalized momentum for matrices, Adam for vectors.
+
+    Parameters of two axes and more are updated by Muon, the other ones by Adam with the betas
+    0.9 and 0.999. Weight decay is decoupled.
+
+    Source: K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+
+    Args:
+        engine: The engine whose parameters are trained.
+        learning_rate: Rate of the matrices, a number or a function of the number of steps so far.
+        momentum: μ of the matrices, in [0, 1).
+        nesterov: Whether Nesterov's momentum is orthogonalized.
+        weight_decay: Multiple of the parameters that is added to the direction, at least 0.
+        adam_rate: Rate of the vectors, a number or a function of the number of steps so far.
+        non_finite: ``"raise"`` or ``"skip"``: see ``step``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        learning_rate: Rate = 0.03,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        *,
+        adam_rate: Rate = ADAM_RATE,
+        non_finite: NonFinitePolicy = "raise",
+    ) -> None:
+        super().__init__(engine, learning_rate, weight_decay, non_finite)
+        fraction("momentum", momentum)
+        flag("nesterov", nesterov)
+        check_rate("adam_rate", adam_rate)
+        matrix, vector = Orthogonalized(momentum, nesterov), adaptive_moments()
+        rules = {n: matrix if v.ndim > 1 else vector for n, v in engine.parameters.items()}
+        self._adam_rate = adam_rate
+        self._set_up(_Setting(rules, True, momentum))
+
+    def _rate(self, name: str) -> float:
+        by_muon = isinstance(self._setting.rules[name], Orthogonalized)
+        return evaluated_rate(self._learning_rate if by_muon else self._adam_rate, self.steps)
+
+
+def adaptive_moments(
+    betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-8
+) -> AdaptiveMoments:
+    """Return Adam's rule; an InputError where a number lies outside its range."""
+    for beta in betas:
+        fraction("each of betas", beta)
+    positive("epsilon", epsilon)
+    beta1, beta2 = betas
+    return AdaptiveMoments(beta1, beta2, epsilon)

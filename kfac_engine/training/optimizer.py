@@ -1,0 +1,236 @@
+"""The interface of all optimizers: ``step``, ``save`` and ``load``.
+
+A step computes new parameters and new state, and replaces the old ones after all checks only.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import nan
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.arguments import number, one_of
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.losses.objective import Targets
+from kfac_engine.sealed import Sealed
+from kfac_engine.training.checkpoint import Saved, read_training, write_training
+from kfac_engine.training.report import StageClock, StepReport
+
+# A learning rate: a number, or a function of the number of steps so far.
+Rate: TypeAlias = float | Callable[[int], float]
+NonFinitePolicy: TypeAlias = Literal["raise", "skip"]
+# Slot to parameter name to state array.
+SlotArrays: TypeAlias = dict[str, dict[str, Array]]
+
+POLICIES = ("raise", "skip")
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The result of a step that is not applied yet.
+
+    Attributes:
+        parameters: Parameter name to new value.
+        slots: New state arrays.
+        report: The report of the step.
+    """
+
+    parameters: Mapping[str, Array]
+    slots: SlotArrays
+    report: StepReport
+
+
+class Optimizer(Sealed, ABC):
+    """Base of the optimizers: changes ``engine.parameters`` by one batch at a time.
+
+    Args:
+        engine: The engine that computes gradients and stores the parameters.
+        learning_rate: A positive number, or a function of the number of steps so far.
+        weight_decay: Coefficient of the decay of parameters, at least 0.
+        non_finite: What a batch does that yields NaN or infinity: ``"raise"`` a
+            ``NonFiniteError``, or ``"skip"`` the batch and count it in ``skipped``. The
+            parameters and the state stay unchanged in both cases.
+
+    Attributes:
+        engine: The engine.
+        steps: Number of steps that changed the parameters.
+        skipped: Number of batches that were skipped.
+    """
+
+    def __init__(
+        self, engine: Engine, learning_rate: Rate, weight_decay: float, non_finite: NonFinitePolicy
+    ) -> None:
+        if not isinstance(engine, Engine):
+            raise InputError(
+                f"an optimizer needs a kfac_engine.Engine, got {type(engine).__name__}; make one "
+                f"with Engine.from_onnx."
+            )
+        check_rate("learning_rate", learning_rate)
+        at_least_zero("weight_decay", weight_decay)
+        one_of("non_finite", non_finite, POLICIES)
+        _check_types(engine)
+        self.engine = engine
+        self.steps = 0
+        self.skipped = 0
+        self._learning_rate = learning_rate
+        self._weight_decay = weight_decay
+        self._non_finite = non_finite
+        self._slots: SlotArrays = {}
+
+    @property
+    def learning_rate(self) -> Rate:
+        """The learning rate: a number, or a function of the number of steps so far; can be set."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Rate) -> None:
+        check_rate("learning_rate", value)
+        self._learning_rate = value
+
+    def step(self, inputs: Mapping[str, Array], targets: Targets, scale: float = 1.0) -> StepReport:
+        """Change the parameters of the engine by one batch.
+
+        Args:
+            inputs: Input name to array, the batch first.
+            targets: Targets of the loss; for several losses, by output.
+            scale: Factor of the learning rate, at least 0: the value of a schedule.
+
+        Returns:
+            Loss of the batch before the update, and the numbers of the step.
+
+        Raises:
+            InputError: An argument is wrong.
+            NonFiniteError: The batch yields NaN or infinity; no state has changed.
+        """
+        at_least_zero("scale", scale)
+        clock = StageClock()
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):  # results are checked
+                proposal = self._propose(inputs, targets, scale, clock)
+            with clock("update"):
+                self._check_slots(proposal.slots)
+                self.engine.set_parameters(proposal.parameters)
+        except NonFiniteError:
+            if self._non_finite == "raise":
+                raise
+            self.skipped += 1
+            rate = scale * evaluated_rate(self._learning_rate, self.steps)
+            return StepReport(nan, rate, skipped=True, seconds=clock.seconds)
+        self._slots = proposal.slots
+        self.steps += 1
+        report = self._adapt(proposal.report, inputs, targets, clock)
+        return replace(report, seconds=clock.seconds)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state of the engine and of the optimizer, to resume with equal bits.
+
+        The file is replaced whole or not at all. A learning rate that is a function is not stored.
+        """
+        write_training(path, self.engine, self._saved(), {})
+
+    def load(self, path: str | Path) -> None:
+        """Resume from a file of ``save``; nothing changes unless the whole file fits.
+
+        Args:
+            path: The file.
+
+        Raises:
+            InputError: The file is missing, damaged, or of another model or optimizer.
+        """
+        self._restore(read_training(path, self.engine, self._saved()))
+
+    @abstractmethod
+    def _propose(
+        self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
+    ) -> Proposal:
+        """Compute the new parameters and state without changing either."""
+
+    def _adapt(
+        self, report: StepReport, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
+    ) -> StepReport:
+        """Adapt the optimizer to the batch after the parameters have changed."""
+        del inputs, targets, clock
+        return report
+
+    def _numbers(self) -> dict[str, float]:
+        """Return the numbers of the state by name."""
+        return {"steps": self.steps, "skipped": self.skipped}
+
+    def _set_numbers(self, numbers: Mapping[str, float]) -> None:
+        self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])
+
+    def _saved(self) -> Saved:
+        return Saved(type(self).__name__, self._numbers(), self._slots)
+
+    def _restore(self, saved: Saved) -> None:
+        self._slots = {slot: dict(arrays) for slot, arrays in saved.slots.items()}
+        self._set_numbers(saved.numbers)
+
+    def _check_slots(self, slots: SlotArrays) -> None:
+        backend = self.engine.collection.backend
+        for slot, arrays in slots.items():
+            finite = backend.are_finite(list(arrays.values()))
+            if arrays and not bool(finite.all()):
+                raise NonFiniteError(
+                    f"the {slot.replace('_', ' ')} of the optimizer overflows; the gradients are "
+                    f"too large. Scale the loss down, or clip the data."
+                )
+
+
+def check_rate(name: str, value: object) -> None:
+    """Refuse a learning rate that is neither a function nor a number of at least 0."""
+    if not callable(value):
+        at_least_zero(name, value)
+
+
+def at_least_zero(name: str, value: object) -> None:
+    """Refuse a value that is not a finite number of at least 0, with an InputError."""
+    number(name, value)
+    if value < 0:  # type: ignore[operator] # a number
+        raise InputError(f"{name} must be at least 0, got {value!r}.")
+
+
+def fraction(name: str, value: object) -> None:
+    """Refuse a value that is not a number in [0, 1), with an InputError."""
+    number(name, value)
+    if not 0 <= value < 1:  # type: ignore[operator] # a number
+        raise InputError(f"{name} must lie in [0, 1), got {value!r}.")
+
+
+def evaluated_rate(rate: Rate, step: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        rate: A number, or a function of the number of steps so far.
+        step: Number of steps so far.
+
+    Returns:
+        A finite number of at least 0.
+
+    Raises:
+        InputError: The function returns another value.
+    """
+    value = rate(step) if callable(rate) else rate
+    at_least_zero(f"the learning rate of step {step}", value)
+    return float(value)
+
+
+def zeros(parameters: Mapping[str, Array]) -> dict[str, Array]:
+    """Return an array of zeros for each parameter, by name."""
+    return {name: np.zeros_like(value) for name, value in parameters.items()}
+
+
+def _check_types(engine: Engine) -> None:
+    """Refuse parameters in half precision, whose rounding loses small updates."""
+    for name, value in engine.parameters.items():
+        dtype: DType = value.dtype
+        if dtype.kind != "f" or dtype.itemsize < np.dtype(np.float32).itemsize:
+            raise InputError(
+                f"parameter '{name}' has type {dtype}, whose rounding loses small updates; make "
+                f"the engine with gradient_dtype='float32'."
+            )

@@ -1,0 +1,52 @@
+"""The report of a training step, and the clock that fills in its seconds."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The result of ``step`` of an optimizer.
+
+    Attributes:
+        loss: Loss of the batch before the update; NaN if the batch was skipped.
+        learning_rate: Learning rate of the step, times ``scale``.
+        momentum: Momentum of the step; None for an optimizer without momentum.
+        damping: Damping λ of the step; None for optimizers without curvature.
+        reduction_ratio: Change of the loss divided by the change that the quadratic model
+            predicts; None in steps without an adaptation of the damping.
+        refreshed: Whether the step recomputed the inverses of the factors.
+        skipped: Whether the batch had no effect, because it yields NaN or infinity.
+        seconds: Stage of the step to its wall time.
+    """
+
+    loss: float
+    learning_rate: float
+    momentum: float | None = None
+    damping: float | None = None
+    reduction_ratio: float | None = None
+    refreshed: bool = False
+    skipped: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class StageClock:
+    """Measures the wall time of stages: ``with clock("gradients"): …``.
+
+    Attributes:
+        seconds: Stage to its wall time; the times of equal stages are added.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Return a context whose wall time is added to the stage."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start

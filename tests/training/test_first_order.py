@@ -1,0 +1,333 @@
+"""First-order optimizers against their published formulas, written again in float64."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.training import softmax_net as net
+
+# Float64 sums of some ten products of size one; Newton–Schulz iterations multiply rounding errors.
+EXACT = 1e-12
+STEPS = 6
+
+
+# -- the formulas again, one parameter at a time ---------------------------------------------------
+
+
+def sgd(theta, grads, rates, *, momentum=0.9, nesterov=False, decay=0.0):
+    velocity = np.zeros_like(theta)
+    for gradient, rate in zip(grads, rates, strict=True):
+        g = gradient(theta) + decay * theta
+        velocity = momentum * velocity + g
+        theta = theta - rate * (g + momentum * velocity if nesterov else velocity)
+    return theta
+
+
+def adam(theta, grads, rates, *, betas=(0.9, 0.999), eps=1e-8, decay=0.0, decoupled=False):
+    first, second = 0.0, 0.0
+    for t, (gradient, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        g = gradient(theta) + (0 if decoupled else decay) * theta
+        first = betas[0] * first + (1 - betas[0]) * g
+        second = betas[1] * second + (1 - betas[1]) * g * g
+        step = first / (1 - betas[0] ** t) / (np.sqrt(second / (1 - betas[1] ** t)) + eps)
+        theta = theta - rate * step - (rate * decay * theta if decoupled else 0)
+    return theta
+
+
+def newton_schulz(matrix):
+    """The polynomial on the singular values themselves."""
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    s = s / (np.sqrt((s**2).sum()) + 1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt
+
+
+def muon(theta, grads, rates, *, momentum=0.95, nesterov=True, decay=0.0):
+    velocity = np.zeros_like(theta)
+    rows, columns = theta.shape
+    for gradient, rate in zip(grads, rates, strict=True):
+        g = gradient(theta)
+        velocity = momentum * velocity + g
+        step = newton_schulz(g + momentum * velocity if nesterov else velocity)
+        theta = theta - rate * (np.sqrt(max(1, rows / columns)) * step + decay * theta)
+    return theta
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def flat(arrays):
+    return np.concatenate([arrays[name].ravel() for name in ("w1", "b1", "w2", "b2")])
+
+
+def unflat(vector):
+    arrays, start = {}, 0
+    for name, value in net.weights().items():
+        arrays[name] = vector[start : start + value.size].reshape(value.shape)
+        start += value.size
+    return arrays
+
+
+def flat_gradients():
+    """For each step, the gradient of its batch as a function of all parameters in one vector."""
+    batches = [net.batch(step) for step in range(STEPS)]
+    return [lambda v, b=b: flat(net.gradients(unflat(v), *b)) for b in batches]
+
+
+def run(optimizer, scales=(1.0,) * STEPS):
+    for step, scale in enumerate(scales):
+        x, y = net.batch(step)
+        before = net.loss(optimizer.engine.parameters, x, y)
+        report = optimizer.step({"x": x}, y, scale)
+        assert report.loss == pytest.approx(before, rel=1e-12)
+    return flat(optimizer.engine.parameters)
+
+
+CASES = {
+    "sgd": (lambda e: ke.SGD(e, 0.1), sgd, {}),
+    "sgd nesterov": (lambda e: ke.SGD(e, 0.1, 0.8, True), sgd, {"momentum": 0.8, "nesterov": True}),
+    "sgd decay": (lambda e: ke.SGD(e, 0.1, weight_decay=0.3), sgd, {"decay": 0.3}),
+    "adam": (lambda e: ke.Adam(e, 0.1), adam, {}),
+    "adam options": (
+        lambda e: ke.Adam(e, 0.1, (0.5, 0.7), 0.01, 0.3),
+        adam,
+        {"betas": (0.5, 0.7), "eps": 0.01, "decay": 0.3},
+    ),
+    "adamw": (lambda e: ke.AdamW(e, 0.1), adam, {"decay": 0.01, "decoupled": True}),
+    "adamw decay": (
+        lambda e: ke.AdamW(e, 0.1, weight_decay=0.3),
+        adam,
+        {"decay": 0.3, "decoupled": True},
+    ),
+}
+
+
+def test_the_gradients_of_the_reference_are_those_of_its_loss():
+    theta, (x, y), h = net.weights(), net.batch(), 1e-5
+    for name, gradient in net.gradients(theta, x, y).items():
+        for index in np.ndindex(gradient.shape):
+            ends = []
+            for moved in (h, -h):
+                value = theta[name].copy()
+                value[index] += moved
+                ends.append(net.loss(theta | {name: value}, x, y))
+            # A central difference has an error of h² times the third derivative.
+            assert abs((ends[0] - ends[1]) / (2 * h) - gradient[index]) < 1e-8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_follows_its_formula(case):
+    make, formula, options = CASES[case]
+    expected = formula(flat(net.weights()), flat_gradients(), [0.1] * STEPS, **options)
+    assert np.abs(run(make(net.engine())) - expected).max() < EXACT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_options_of_a_case_matter(case):
+    _, formula, options = CASES[case]
+    plain = sgd(flat(net.weights()), flat_gradients(), [0.1] * STEPS)
+    expected = formula(flat(net.weights()), flat_gradients(), [0.1] * STEPS, **options)
+    assert (np.abs(plain - expected).max() < 1e-3) == (case == "sgd")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_follows_its_formula(decay, nesterov):
+    optimizer = ke.Muon(net.engine(), 0.1, nesterov=nesterov, weight_decay=decay, adam_rate=0.05)
+    theta, velocity, first, second = net.weights(), {}, {}, {}
+    for step in range(STEPS):
+        x, y = net.batch(step)
+        report = optimizer.step({"x": x}, y)
+        grads = net.gradients(theta, x, y)
+        for name, g in grads.items():
+            if name.startswith("w"):
+                velocity[name] = 0.95 * velocity.get(name, 0) + g
+                lead = g + 0.95 * velocity[name] if nesterov else velocity[name]
+                factor = np.sqrt(max(1, g.shape[0] / g.shape[1]))
+                move = 0.1 * (factor * newton_schulz(lead) + decay * theta[name])
+            else:
+                first[name] = 0.9 * first.get(name, 0) + 0.1 * g
+                second[name] = 0.999 * second.get(name, 0) + 0.001 * g * g
+                root = np.sqrt(second[name] / (1 - 0.999 ** (step + 1))) + 1e-8
+                move = 0.05 * (first[name] / (1 - 0.9 ** (step + 1)) / root + decay * theta[name])
+            theta[name] = theta[name] - move
+        assert report.learning_rate == 0.1
+    # Iterations of the polynomial multiply rounding errors by up to 3.4445 each.
+    assert np.abs(flat(optimizer.engine.parameters) - flat(theta)).max() < 1e-10
+
+
+def test_directions_of_muon_have_singular_values_near_one():
+    rng = np.random.default_rng(0)
+    for shape in ((6, 6), (4, 9), (9, 4)):
+        values = np.linalg.svd(ke_orthogonalize(rng.standard_normal(shape)), compute_uv=False)
+        assert 0.5 < values.min() <= values.max() < 1.3
+
+
+def ke_orthogonalize(matrix):
+    from kfac_engine.training.rules import orthogonalize
+
+    return orthogonalize(matrix)
+
+
+def test_a_learning_rate_may_depend_on_the_step_and_scale_multiplies_it():
+    scales = [1.0, 0.5, 0.25, 1.0, 0.0, 2.0]
+    optimizer = ke.SGD(net.engine(), lambda step: 0.1 / (1 + step))
+    rates = [scale * 0.1 / (1 + step) for step, scale in enumerate(scales)]
+    expected = sgd(flat(net.weights()), flat_gradients(), rates)
+    assert np.abs(run(optimizer, scales) - expected).max() < EXACT
+
+
+def test_a_learning_rate_can_be_set_between_two_steps():
+    optimizer = ke.SGD(net.engine(), 0.1)
+    optimizer.learning_rate = 0.2
+    assert optimizer.step({"x": net.batch()[0]}, net.batch()[1]).learning_rate == 0.2
+    with pytest.raises(ke.InputError, match="learning_rate must be at least 0"):
+        optimizer.learning_rate = -1
+
+
+OPTIMIZERS = {
+    "SGD": lambda e, **o: ke.SGD(e, 0.1, **o),
+    "Adam": ke.Adam,
+    "AdamW": ke.AdamW,
+    "Muon": ke.Muon,
+}
+
+
+def bad_batch():
+    x, y = net.batch(1)
+    x[0, 0] = np.nan
+    return {"x": x}, y
+
+
+def state(optimizer, path):
+    optimizer.save(path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_batch_with_nan_changes_nothing(name, tmp_path):
+    optimizer = OPTIMIZERS[name](net.engine())
+    x, y = net.batch()
+    optimizer.step({"x": x}, y)
+    before = state(optimizer, tmp_path / "state")
+    with pytest.raises(ke.NonFiniteError):
+        optimizer.step(*bad_batch())
+    assert state(optimizer, tmp_path / "state") == before
+    optimizer.step({"x": x}, y)
+    assert state(optimizer, tmp_path / "state") != before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_batch_with_nan_is_skipped_and_counted(name):
+    skipping = OPTIMIZERS[name](net.engine(), non_finite="skip")
+    clean = OPTIMIZERS[name](net.engine())
+    for optimizer in (skipping, clean):
+        for step in range(3):
+            x, y = net.batch(step)
+            optimizer.step({"x": x}, y)
+            if optimizer is skipping:
+                report = optimizer.step(*bad_batch())
+                assert report.skipped
+                assert np.isnan(report.loss)
+    assert (skipping.skipped, clean.skipped, skipping.steps) == (3, 0, 3)
+    for key, value in clean.engine.parameters.items():
+        assert np.array_equal(value, skipping.engine.parameters[key])
+
+
+def test_an_update_that_overflows_changes_nothing(tmp_path):
+    optimizer = ke.SGD(net.engine("float32"), 0.1)
+    x, y = net.batch(dtype="float32")
+    optimizer.step({"x": x}, y)
+    before = state(optimizer, tmp_path / "state")
+    with pytest.raises(ke.NonFiniteError, match="NaN or infinity"):
+        optimizer.step({"x": x}, y, scale=1e300)
+    assert state(optimizer, tmp_path / "state") == before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_run_resumes_with_equal_bits(name, dtype, tmp_path):
+    whole, first, second = (OPTIMIZERS[name](net.engine(dtype)) for _ in range(3))
+    for step in range(6):
+        x, y = net.batch(step, dtype)
+        whole.step({"x": x}, y)
+        if step < 3:
+            first.step({"x": x}, y)
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    for step in range(3, 6):
+        x, y = net.batch(step, dtype)
+        second.step({"x": x}, y)
+    for key, value in whole.engine.parameters.items():
+        assert value.dtype == dtype
+        assert np.array_equal(value, second.engine.parameters[key])
+    assert second.steps == 6
+
+
+def test_equal_states_are_equal_files(tmp_path):
+    optimizers = [ke.Adam(net.engine()) for _ in range(2)]
+    files = []
+    for optimizer in optimizers:
+        x, y = net.batch()
+        optimizer.step({"x": x}, y)
+        files.append(state(optimizer, tmp_path / "state"))
+    assert files[0] == files[1]
+
+
+def test_a_state_of_another_optimizer_is_refused(tmp_path):
+    ke.Adam(net.engine()).save(tmp_path / "state")
+    with pytest.raises(ke.InputError, match="is a state of Adam, and this optimizer is SGD"):
+        ke.SGD(net.engine(), 0.1).load(tmp_path / "state")
+
+
+def test_a_state_of_another_model_is_refused(tmp_path):
+    ke.SGD(net.engine("float32"), 0.1).save(tmp_path / "state")
+    with pytest.raises(ke.InputError, match="another model or optimizer: the momentum of"):
+        ke.SGD(net.engine("float64"), 0.1).load(tmp_path / "state")
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing(tmp_path):
+    path = tmp_path / "state"
+    optimizer = ke.Adam(net.engine())
+    x, y = net.batch()
+    optimizer.step({"x": x}, y)
+    before = bytearray(state(optimizer, path))
+    before[-3] ^= 1
+    path.write_bytes(before)
+    fresh = ke.Adam(net.engine())
+    untouched = state(fresh, tmp_path / "fresh")
+    with pytest.raises(ke.InputError, match="damaged"):
+        fresh.load(path)
+    assert state(fresh, tmp_path / "fresh") == untouched
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda e: ke.SGD(e, "fast"), "learning_rate must be a finite number"),
+        (lambda e: ke.SGD(e, -0.1), "learning_rate must be at least 0"),
+        (lambda e: ke.SGD(e, 0.1, 1.0), r"momentum must lie in \[0, 1\)"),
+        (lambda e: ke.SGD(e, 0.1, weight_decay=-1), "weight_decay must be at least 0"),
+        (lambda e: ke.SGD(e, 0.1, non_finite="ignore"), "non_finite must be one of raise, skip"),
+        (lambda e: ke.Adam(e, betas=(0.9, 1.0)), "each of betas must lie in"),
+        (lambda e: ke.Adam(e, epsilon=0), "epsilon must be a positive number"),
+        (lambda e: ke.Muon(e, adam_rate=None), "adam_rate must be a finite number"),
+        (lambda e: ke.SGD("model.onnx", 0.1), "an optimizer needs a kfac_engine.Engine"),
+    ],
+)
+def test_a_wrong_option_is_refused(make, message):
+    with pytest.raises(ke.InputError, match=message):
+        make(net.engine())
+
+
+def test_a_function_that_returns_no_rate_is_refused():
+    optimizer = ke.SGD(net.engine(), lambda step: float("nan"))
+    with pytest.raises(ke.InputError, match="the learning rate of step 0 must be a finite number"):
+        optimizer.step({"x": net.batch()[0]}, net.batch()[1])
+
+
+def test_an_unknown_attribute_is_refused():
+    optimizer = ke.SGD(net.engine(), 0.1)
+    with pytest.raises(ke.UnknownAttributeError, match="did you mean 'learning_rate'"):
+        optimizer.lerning_rate = 1.0
