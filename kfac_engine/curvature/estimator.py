@@ -15,7 +15,7 @@ from kfac_engine.curvature.collection import LayerCollection, get_default_layer_
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import refresh
-from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo
+from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, Measured
 from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.sealed import Sealed
@@ -200,9 +200,7 @@ class FisherEstimator(Sealed):
             sources = self._sources.of_batch(factors, trace, draws, scales or {}, stats)
         else:
             sources = self._sources.given(factors, trace, propagated)
-        self._update(factors, sources, stats, decay, release)
-        for single in singles:
-            single.commit(decay)
+        self._update(factors, sources, stats, decay, release, singles)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -314,12 +312,11 @@ class FisherEstimator(Sealed):
         rest = () if alone else (factor,)
         try:
             singles = self._sources.measure_examples(alone, trace, None, {})
-            self._update(rest, self._sources.of_batch(rest, trace, None, {}, stats), stats, decay)
+            sources = self._sources.of_batch(rest, trace, None, {}, stats)
+            self._update(rest, sources, stats, decay, measured=singles)
         finally:
             if not first:  # these draws were counted
                 self.rng.bit_generator.state = now
-        for single in singles:
-            single.commit(decay)
         self._round.done.add(id(factor))
 
     def _update(
@@ -329,6 +326,7 @@ class FisherEstimator(Sealed):
         stats: Mapping[str, Array],
         decay: float,
         release: LetGo | None = None,
+        measured: Sequence[Measured] = (),
     ) -> None:
         generator = self.rng.bit_generator.state
         whose = f"the batch_size of {self.name}"
@@ -338,9 +336,9 @@ class FisherEstimator(Sealed):
         )
         try:
             if self._mode.one_source:
-                intake.average(next(sources), decay, release)
+                intake.average(next(sources), decay, release, measured)
             else:
-                intake.average_sum(sources, decay)
+                intake.average_sum(sources, decay, measured)
         except BaseException:  # whatever it was: these draws were not used
             self.rng.bit_generator.state = generator
             raise

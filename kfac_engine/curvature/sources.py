@@ -10,7 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import Draws, EstimationMode
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.updater import Pending
+from kfac_engine.curvature.factors.updater import Measured, computed
 from kfac_engine.curvature.factors.values import take
 from kfac_engine.losses.base import RegisteredLoss
 
@@ -116,8 +116,8 @@ class Sources:
         trace: Trace,
         draws: Draws | None,
         scales: Mapping[str, float],
-    ) -> list[Pending]:
-        """Sums over sources and examples; neither factors nor the random generator change.
+    ) -> list[Measured]:
+        """Measure the sum over sources and examples; averages and the generator do not change.
 
         Args:
             factors: Some of ``alone``.
@@ -126,24 +126,27 @@ class Sources:
             scales: Multiplies the cotangents of some loss inputs.
 
         Returns:
-            The sums, to be committed.
+            The factors with their measurements.
         """
         if not factors or self.examples is None:
             return []
         generator, backend = self.rng.bit_generator.state, self.backend
         forward, wanted = self._forward(factors, trace)
         names = tuple(wanted.values())
-        pending = [Pending(factor) for factor in factors]
+        measured: list[Measured] = []
         try:
             for cotangents in self._cotangents(trace, draws, scales):
                 for gradients in self.examples(trace, cotangents, names):
                     found = take(gradients, names, backend)
                     values = forward | {name: found[value] for name, value in wanted.items()}
-                    for single in pending:
-                        single.add(values)
+                    for factor in factors:
+                        factor.check(values)
+                    for _, measurement in measured:
+                        measurement.add(values)
+                    measured = measured or [(f, computed(f, values)) for f in factors]
         finally:
             self.rng.bit_generator.state = generator
-        return pending
+        return measured
 
     def given(
         self, factors: Sequence[FisherFactor], trace: Trace, propagated: dict[str, Array]

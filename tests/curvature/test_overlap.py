@@ -80,7 +80,7 @@ def test_what_was_begun_is_saved_and_goes_on_where_it_was(backend: str, tmp_path
         assert_equal(found, wanted)
 
 
-@pytest.mark.parametrize("change", ["update", "accumulate and commit"])
+@pytest.mark.parametrize("change", ["update", "measure and commit"])
 def test_a_factor_settles_before_it_moves(backend: str, change: str) -> None:
     one = engine(backend, refresh_every=1)
     one.observe(*batch(0))
@@ -97,7 +97,7 @@ def test_a_factor_settles_before_it_moves(backend: str, change: str) -> None:
     if change == "update":
         factor.update(values, 0.0)
     else:
-        factor.commit(factor.accumulate(None, values), values, 0.0)
+        factor.commit(factor.measure(values), 0.0)
     # The average moved; the inverse is the one that was begun, of the old average.
     found = host(factor.arrays())
     assert not np.array_equal(found["average"], old["average"])

@@ -17,6 +17,7 @@ from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.damping import Damping
+from kfac_engine.curvature.factors.measurement import Combine, Measurement
 from kfac_engine.curvature.factors.refresh import refresh
 from kfac_engine.curvature.factors.requests import Refreshing
 from kfac_engine.curvature.factors.statistics import Statistic
@@ -108,54 +109,56 @@ class FisherFactor(ABC):
         for pair in self.statistic.products():
             self._check_product(pair, values, known)
 
-    def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
-        """Average one batch in, all its sources at once, in place.
+    def measure(self, values: Values) -> Measurement:
+        """Return the measurement of a batch; the average does not change.
 
         Args:
-            values: Checked values.
-            decay: Of the old average, in [0, 1].
-            weight: Of the new measurement.
+            values: Checked values of the batch, or of its first source. The measurement reads them
+                later, unless its ``array`` is accessed.
+        """
+        return Measurement(self, values)
+
+    def commit(self, measurement: Measurement, decay: float, weight: float = 1.0) -> None:
+        """Update the average by a measurement, in place.
+
+        Args:
+            measurement: Result of ``measure``; cannot be used again.
+            decay: Weight of the old average, in [0, 1].
+            weight: Weight of the measurement.
         """
         self.wait()
         beta, alpha = self.average.coefficients(decay, weight, self.config)
-        self.statistic.add_to(self._room(values), values, self.backend, alpha, beta)
-        self._remember(values)
+        measurement.add_to(self._room(measurement), alpha, beta)
+        self._advance(measurement)
 
-    def accumulate(self, pending: Array | None, values: Values) -> Array:
-        """Add one source's measurement to a sum; the factor stays as it is until ``commit``.
+    def update(
+        self,
+        values: Values,
+        decay: float,
+        weight: float = 1.0,
+        combine: Combine | None = None,
+    ) -> None:
+        """Measure a batch with all its sources, and update the average.
 
         Args:
-            pending: The sum so far, changed; None starts one.
             values: Checked values.
-
-        Returns:
-            The sum.
+            decay: Weight of the old average, in [0, 1].
+            weight: Weight of the measurement.
+            combine: Combines the measurements of several processes; None in one process.
         """
-        if pending is None:
-            pending = self._empty(values)
-            self.statistic.add_to(pending, values, self.backend, 1.0, 0.0)
-            return pending
-        pending = self._widened(pending)
-        self.statistic.add_to(pending, values, self.backend, 1.0, 1.0)
-        return pending
-
-    def commit(self, pending: Array, values: Values, decay: float, weight: float = 1.0) -> None:
-        """Average a sum made by ``accumulate`` from ``values`` in."""
         self.wait()
-        beta, alpha = self.average.coefficients(decay, weight, self.config)
-        value = self._room(values)
-        value *= beta
-        pending *= alpha
-        value += pending
-        self._remember(values)
+        measurement = self.measure(values)
+        if combine is not None:
+            combine([measurement])
+        self.commit(measurement, decay, weight)
 
     def complete(self, value: Array) -> None:
         """Write what measurements leave out of an average, in place: here nothing."""
         del value
 
-    def _remember(self, values: Values) -> None:
-        """After a batch was averaged in."""
-        self.repeats = self.statistic.repeats(values)
+    def _advance(self, measurement: Measurement) -> None:
+        """Record a measurement that the average has received."""
+        self.repeats = measurement.repeats
         self.average.rest = self.complete
 
     def _check_large(self, name: str, x: Array) -> None:
@@ -187,25 +190,14 @@ class FisherFactor(ABC):
             )
         self.narrowest = _WIDE
 
-    def _empty(self, values: Values) -> Array:
-        # Integers are identifiers or counts: they do not say how exact the statistic should be.
-        arrays = (values[name] for name in self.statistic.names())
-        dtype = np.result_type(self.narrowest, *(x.dtype for x in arrays if _real(x)))
-        # Zeros, for what measurements leave out is scaled and added along with the rest.
-        room: Array = self.backend.xp.zeros(self.statistic.shape(values), dtype)
-        return room
-
-    def _widened(self, array: Array) -> Array:
-        """``array``, in float64 once a batch needed it."""
-        return array.astype(np.result_type(array.dtype, self.narrowest), copy=False)
-
-    def _room(self, values: Values) -> Array:
-        """The average's own array; at the first batch identity or zero."""
-        if self.average.value is None:
-            self.average.value = self._empty(values)
+    def _room(self, measurement: Measurement) -> Array:
+        """The average's own array; before the first batch, identity or zero."""
+        value = self.average.value
+        if value is None:
+            value = measurement.zeros()
             if self.config.initial_covariance == "identity" and not self.config.debias:
-                self.average.value[...] = self._identity(self.average.value)
-        self.average.value = self._widened(self.average.value)
+                value[...] = self._identity(value)
+        self.average.value = measurement.widened(value)
         return self.average.value
 
     @property

@@ -18,6 +18,7 @@ from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.damping import Damping
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.requests import Refreshing, Request
 from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import NotReadyError, ShapeError
@@ -121,14 +122,9 @@ class EigenbasisFactor(DiagonalFactor):
         dense: Array = (columns * eigenvalues.reshape(-1)) @ columns.T
         return dense
 
-    def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
+    def measure(self, values: Values) -> Measurement:
         self._start(values)
-        super().update(values, decay, weight)
-
-    def accumulate(self, pending: Array | None, values: Values) -> Array:
-        if pending is None:
-            self._start(values)
-        return super().accumulate(pending, values)
+        return super().measure(values)
 
     def averages(self) -> Mapping[str, MovingAverage]:
         return {side.name: side.average for side in self.sides}
@@ -175,7 +171,7 @@ class EigenbasisFactor(DiagonalFactor):
     def _start(self, values: Values) -> None:
         """Take the basis of the batch while there is no average."""
         if self.average.value is None:
-            moments = [side.accumulate(None, values) for side in self.sides]
+            moments = [side.measure(values).array for side in self.sides]
             for side, moment in zip(self.sides, moments, strict=True):
                 side.complete(moment)
             self._turned(moments, self.backend.eighs(moments))

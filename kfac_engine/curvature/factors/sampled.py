@@ -9,6 +9,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 from kfac_engine.layers.subsampling import EVERYTHING, Sampling
 
@@ -105,8 +106,8 @@ class SampledFactor(DenseSquareMatrixFactor):
         super().restore(arrays, weight, repeats)
         self._go_on_from(int(arrays["batches"]))
 
-    def _remember(self, values: Values) -> None:
-        super()._remember(values)
+    def _advance(self, measurement: Measurement) -> None:
+        super()._advance(measurement)
         self._go_on_from(self._batches + 1)
 
     def _go_on_from(self, batches: int) -> None:

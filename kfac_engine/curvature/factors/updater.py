@@ -1,8 +1,11 @@
-"""A batch into many factors: all of them move or none does, and values go once they were read."""
+"""Update of many factors by one batch: either all averages move or none does.
+
+Values are released as soon as every factor that reads them has measured them.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -13,49 +16,28 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.values import outlines, tensor_stats
+from kfac_engine.curvature.factors.measurement import Combine, Measurement
+from kfac_engine.curvature.factors.values import tensor_stats
 from kfac_engine.errors import InputError
 
-# Told the names of values that no factor reads any more.
+# Receives the names of values that no factor reads any more.
 LetGo: TypeAlias = Callable[[Collection[str]], None]
-
-
-@dataclass(slots=True)
-class Pending:
-    """A measurement that is summed up before the factor moves.
-
-    Attributes:
-        factor: Stays as it is until ``commit``.
-        total: The sum so far.
-        shapes: Outlines of the values measured first.
-    """
-
-    factor: FisherFactor
-    total: Array | None = None
-    shapes: Values = field(default_factory=dict)
-
-    def add(self, values: Values) -> None:
-        """Add the measurement of these values; refuses what the factor does not fit."""
-        self.factor.check(values)
-        self.total = self.factor.accumulate(self.total, values)
-        self.shapes = self.shapes or outlines(values, self.factor.backend)
-
-    def commit(self, decay: float) -> None:
-        """Average the sum in."""
-        assert self.total is not None
-        self.factor.commit(self.total, self.shapes, decay)
+# A factor with a measurement that its average has not received yet.
+Measured: TypeAlias = tuple[FisherFactor, Measurement]
 
 
 @dataclass(frozen=True, slots=True)
 class FactorUpdater:
-    """Factors that are to measure the same batch.
+    """Factors that measure the same batch.
 
     Attributes:
         factors: In the order in which they measure.
         backend: Their array library.
-        moving: Names of values that change from source to source; others are the same in all.
-        examples: How many there must be; None for as many as the first factor finds.
-        whose: Who says so, for messages.
+        moving: Names of values that change from source to source.
+        examples: Required number of examples; None requires that of the first factor.
+        whose: Origin of that number, for messages.
+        combine: Combines the measurements of several processes before any average moves; None in
+            one process, where measurements are accumulated into the averages directly.
     """
 
     factors: Sequence[FisherFactor]
@@ -63,22 +45,38 @@ class FactorUpdater:
     moving: Collection[str]
     examples: int | None
     whose: str
+    combine: Combine | None = None
 
-    def average(self, values: dict[str, Array], decay: float, release: LetGo | None) -> None:
-        """Average a batch of one source in, without a copy of its measurements.
+    def average(
+        self,
+        values: dict[str, Array],
+        decay: float,
+        release: LetGo | None,
+        measured: Sequence[Measured] = (),
+    ) -> None:
+        """Update the averages by a batch of one source.
+
+        Without ``combine``, no copy of a measurement is made.
 
         Args:
-            values: What the factors read, by name; is empty afterwards but for lengths.
-            decay: Of the old averages, in [0, 1].
-            release: Told which values were deleted from ``values``; may be None.
+            values: Values that the factors read, by name. Only lengths remain in the mapping.
+            decay: Weight of the old averages, in [0, 1].
+            release: Receives the names that were deleted from ``values``; may be None.
+            measured: Further factors with their measurements of the batch.
 
         Raises:
-            KfacError: The batch does not fit a factor; none has moved.
+            KfacError: The batch does not fit a factor; no average has moved.
         """
+        if self.combine is not None:
+            names = tuple(values)
+            self.average_sum(iter((values,)), decay, measured)
+            if release is not None:
+                release(names)
+            return
         self._check(values)
         readers, lock = self._readers(), Lock()
 
-        def measure(factor: FisherFactor) -> None:
+        def update(factor: FisherFactor) -> None:
             factor.update(values, decay)
             names = tuple(dict.fromkeys(factor.statistic.names()))
             with lock:
@@ -89,27 +87,37 @@ class FactorUpdater:
                 if release is not None:
                     release(unread)
 
-        self._with_all(measure, self.factors, values)
+        self._with_all(update, self.factors, values)
+        self._commit(measured, decay)
 
-    def average_sum(self, sources: Iterator[dict[str, Array]], decay: float) -> None:
-        """Average the sum of the sources of a batch in; one is held at a time.
+    def average_sum(
+        self,
+        sources: Iterator[dict[str, Array]],
+        decay: float,
+        measured: Sequence[Measured] = (),
+    ) -> None:
+        """Update the averages by the sum over the sources of a batch.
 
         Args:
-            sources: What the factors read of each; emptied before the next one is asked for.
-            decay: Of the old averages, in [0, 1].
+            sources: Values that the factors read, for each source. Each mapping is emptied before
+                the next one is requested.
+            decay: Weight of the old averages, in [0, 1].
+            measured: Further factors with their measurements of the batch.
 
         Raises:
-            KfacError: A source does not fit a factor; none has moved.
+            KfacError: A source does not fit a factor; no average has moved.
         """
         values = next(sources)
         self._check(values)
-        sums: dict[int, Array] = {}
+        sums: dict[int, Measurement] = {}
+
+        def measure(factor: FisherFactor) -> None:
+            sums[id(factor)] = computed(factor, values)
 
         def add(factor: FisherFactor) -> None:
-            sums[id(factor)] = factor.accumulate(sums.get(id(factor)), values)
+            sums[id(factor)].add(values)
 
-        self._with_all(add, self.factors, values)
-        shapes = outlines(values, self.backend)
+        self._with_all(measure, self.factors, values)
         values.clear()
         moving = [f for f in self.factors if not set(f.statistic.names()).isdisjoint(self.moving)]
         for values in sources:
@@ -118,8 +126,15 @@ class FactorUpdater:
                 factor.check(values, known)
             self._with_all(add, moving, values)
             values.clear()
-        for factor in self.factors:
-            factor.commit(sums.pop(id(factor)), shapes, decay)
+        own = [(factor, sums[id(factor)]) for factor in self.factors]
+        self._commit([*own, *measured], decay)
+
+    def _commit(self, measured: Sequence[Measured], decay: float) -> None:
+        """Combine measurements and update the averages by them."""
+        if self.combine is not None:
+            self.combine([measurement for _, measurement in measured])
+        for factor, measurement in measured:
+            factor.commit(measurement, decay)
 
     def _check(self, values: Values) -> None:
         expected, whose = self.examples, self.whose
@@ -136,7 +151,7 @@ class FactorUpdater:
                 )
 
     def _readers(self) -> "Counter[str]":
-        """How many factors read each value; one more where a length is asked for as well."""
+        """Number of factors that read each value; values whose length is read count once more."""
         # Factors that are parts of others read a length that those do not name.
         lengths = {name for factor in self.factors for name in factor.statistic.lengths()}
         read = (dict.fromkeys(factor.statistic.names()) for factor in self.factors)
@@ -145,14 +160,21 @@ class FactorUpdater:
     def _with_all(
         self, do: Callable[[FisherFactor], None], factors: Sequence[FisherFactor], values: Values
     ) -> None:
-        """Do the same with all factors, side by side, what takes long first."""
+        """Call a function with each factor, in parallel, the longest measurements first."""
         for factor in factors:
-            factor.wait()  # what it was waiting for may be another's as well
+            factor.wait()  # a pending refresh may belong to several factors
         self.backend.share([Task(_work(factor, values), partial(do, factor)) for factor in factors])
 
 
+def computed(factor: FisherFactor, values: Values) -> Measurement:
+    """Return the measurement of checked values, without a reference to them."""
+    measurement = factor.measure(values)
+    _ = measurement.array
+    return measurement
+
+
 def _work(factor: FisherFactor, values: Values) -> float:
-    """Multiplications of a measurement, about: half of all products of two features of a row."""
+    """Estimate the multiplications of a measurement: half the products of two features of a row."""
     statistic = factor.statistic
     shape = statistic.shape(values)
     if len(shape) < 2:

@@ -38,15 +38,6 @@ def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Arr
     return found
 
 
-def outlines(values: Values, backend: Backend) -> dict[str, Array]:
-    """Arrays of the shapes and element types of a batch's values that take no memory: one zero."""
-    xp = backend.xp
-    return {
-        name: xp.broadcast_to(xp.zeros((), value.dtype), value.shape)
-        for name, value in values.items()
-    }
-
-
 def check_examples(
     own: tuple[str, Statistic],
     others: Iterable[tuple[str, Statistic]],

@@ -193,12 +193,12 @@ def test_streamed_sources_add_up_in_the_basis_of_the_first(case):
     values, other = case[1](6, 8), case[1](6, 9)["ds"]
     block = prepared(case)
     factors = block.factors
-    pending = [factor.accumulate(None, values) for factor in factors]
+    measurements = [factor.measure(values) for factor in factors]
     streamed = values | {"ds": other}
-    for index in (1, 2):  # those that read gradients
-        pending[index] = factors[index].accumulate(pending[index], streamed)
-    for factor, total in zip(factors, pending, strict=True):
-        factor.commit(total, values, 0.9)
+    for index in (1, 2):  # the factors that read gradients
+        measurements[index].add(streamed)
+    for factor, measurement in zip(factors, measurements, strict=True):
+        factor.commit(measurement, 0.9)
     A, G, F = moments(case, values)
     _, H, more = moments(case, streamed)
     B = diagonal_in(basis(A, G), F + more)

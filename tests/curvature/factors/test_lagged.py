@@ -63,9 +63,9 @@ def test_sources_one_by_one_are_sources_at_once():
     values = [{"x": X, "y": X}, {"x": 3 * X, "y": X}]
     factor = ke.FullyConnectedMultiKF([["x"]], USES)
     factor.register_cov_dt1()
-    pending = factor.accumulate(None, values[0])
-    pending = factor.accumulate(pending, values[1])
-    factor.commit(pending, values[1], 0.9)
+    measurement = factor.measure(values[0])
+    measurement.add(values[1])
+    factor.commit(measurement, 0.9)
     np.testing.assert_allclose(factor.cov_dt1, 10 * lag_moment(X, False), atol=EXACT)
 
 

@@ -70,11 +70,12 @@ def of_factor(make):
 def of_sources(make):
     """An average of a sum over two sources that were measured one by one."""
     factor = make()
-    pending = None
-    for _ in range(2):
-        pending = factor.accumulate(pending, VALUES)
-    factor.commit(pending, VALUES, 0.9)
-    factor.commit(factor.accumulate(None, VALUES), VALUES, 0.9)
+    measurement = factor.measure(VALUES)
+    measurement.add(VALUES)
+    factor.commit(measurement, 0.9)
+    single = factor.measure(VALUES)
+    assert single.array.any()  # computed before the average moves
+    factor.commit(single, 0.9)
     yield "average", factor.cov
     yield from factor.arrays().items()
 
