@@ -3,10 +3,10 @@
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_engine.autodiff.node_builder import FLOAT_CODES
 from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
+from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import operators_inside
 from kfac_engine.graph.structure import Fact, Graph, Node
 

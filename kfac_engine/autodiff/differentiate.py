@@ -12,8 +12,7 @@ from typing import NoReturn
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.activity import activity, behind_quantizers, refuse_rounding, way_out
 from kfac_engine.autodiff.lowering import find_lowering
-from kfac_engine.autodiff.lowering.pen import Pen
-from kfac_engine.autodiff.node_builder import Builder
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules import (
     ZERO_DERIVATIVE,
     Cotangents,
@@ -22,6 +21,7 @@ from kfac_engine.autodiff.rules import (
     load_rules,
 )
 from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
@@ -90,7 +90,7 @@ def differentiate(
     for name in (*outputs, *wrt):
         if name not in known:
             raise UnknownNameError(f"'{name}' is not a value of model '{graph.name}'.")
-    builder = Builder(graph, facts)
+    builder = VjpBuilder(graph, facts)
     stops = frozenset(wrt) if independent else frozenset[str]()
     refuse_rounding(behind_quantizers(graph, facts, outputs, wrt, stops))
     sweep = _Sweep(graph, facts, builder, activity(graph, facts, wrt).active, stops)
@@ -120,7 +120,7 @@ class _Sweep:
         self,
         graph: Graph,
         facts: Mapping[str, Fact],
-        builder: Builder,
+        builder: VjpBuilder,
         active: frozenset[str],
         stops: frozenset[str],
     ) -> None:
@@ -179,7 +179,7 @@ class _Sweep:
         """Raise the reason why a node was not rewritten, or say that nobody knows how to."""
         lowering = find_lowering(node, self._graph)
         if lowering is not None:
-            lowering(Pen(self._graph, self._facts, f"{node.name}/"), node)
+            lowering(LoweringBuilder(self._graph, self._facts, f"{node.name}/"), node)
         raise _unsupported(node, self._graph.opset)
 
 
@@ -193,7 +193,7 @@ def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
     return tuple(reversed(kept))
 
 
-def _saved(builder: Builder, gradients: Iterable[str]) -> tuple[str, ...]:
+def _saved(builder: VjpBuilder, gradients: Iterable[str]) -> tuple[str, ...]:
     gradients = tuple(gradients)
     reads = dict.fromkeys(n for node in needed(builder.nodes, gradients) for n in node.inputs)
     return tuple(name for name in (*reads, *gradients) if builder.is_forward(name))

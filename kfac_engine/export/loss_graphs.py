@@ -1,4 +1,4 @@
-"""Losses written as operators behind a graph: what ``differentiate`` puts into a file."""
+"""Writes losses as ONNX operators, for the files of ``differentiate``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
 from kfac_engine.losses import (
     CategoricalLogitsNegativeLogProbLoss,
@@ -25,16 +25,16 @@ _NO_CLASS = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One of the losses that are added up.
+    """One summand of the objective.
 
     Attributes:
         loss: The loss object; its class has a row in ``LOSS_GRAPHS``.
-        value: The value that it reads.
-        targets: Name of the input that holds its targets.
+        value: Name of the value that the loss reads.
+        targets: Name of the input for the targets.
         axis: Axis of the classes or features, not negative.
-        place: Where the examples lie in the value.
-        weight: What it is multiplied by.
-        declared: The shape the file declares for the value, one entry an axis.
+        place: Axis of the examples in the value.
+        weight: Factor of the loss in the objective.
+        declared: Shape that the file declares for the value, one entry for each axis.
     """
 
     loss: LossFunction
@@ -49,39 +49,41 @@ class Term:
 def with_losses(
     graph: Graph, facts: Mapping[str, Fact], terms: Sequence[Term], reduction: Reduction
 ) -> tuple[Graph, dict[str, Fact]]:
-    """A graph whose only output is the weighted sum of losses, called ``loss``.
+    """Append losses to a graph; the only output of the result is their weighted sum, ``loss``.
 
     Args:
         graph: The model.
         facts: Element type and shape of its values in a sample run.
         terms: The losses; their targets become inputs.
-        reduction: How they run over examples and positions.
+        reduction: Reduction over examples and positions.
 
     Returns:
         The graph, and facts about all its values.
 
     Raises:
-        ModelError: The model has values of its own by the names of the loss or the targets.
+        ModelError: Values of the model have the names of the loss or the targets.
     """
-    pens, weighted = [], []
+    builders, weighted = [], []
     for index, term in enumerate(terms):
-        pen = _Pen(term, facts[term.value], reduction, f"{LOSS}_{index}")
-        graph_of(term.loss)(pen, term)
-        weighted.append(pen.times(pen.result, term.weight))
-        pens.append(pen)
+        builder = _LossBuilder(term, facts[term.value], reduction, f"{LOSS}_{index}_")
+        graph_of(term.loss)(builder, term)
+        weighted.append(builder.times(builder.result, term.weight))
+        builders.append(builder)
     total = Node("Sum", tuple(weighted), (LOSS,), name=f"node_{LOSS}")
     added = {LOSS: Fact(facts[terms[0].value].dtype, ())}
-    for pen in pens:
-        added |= pen.facts
+    constants = dict(graph.constants)
+    for builder in builders:
+        added |= builder.facts
+        constants |= builder.constants
     taken = sorted(added.keys() & set(graph.values()))
     if taken:
         raise ModelError(f"the model has values of its own called {', '.join(taken)}.")
     return (
         Graph(
-            nodes=(*graph.nodes, *(node for pen in pens for node in pen.nodes), total),
-            inputs=(*graph.inputs, *(pen.targets for pen in pens if pen.targets)),
+            nodes=(*graph.nodes, *(node for builder in builders for node in builder.nodes), total),
+            inputs=(*graph.inputs, *(builder.targets for builder in builders if builder.targets)),
             outputs=(LOSS,),
-            constants={**graph.constants, **{n: a for p in pens for n, a in p.constants.items()}},
+            constants=constants,
             opset=graph.opset,
             name=graph.name,
             domains=graph.domains,
@@ -90,124 +92,141 @@ def with_losses(
     )
 
 
-class _Pen:
-    """Writes the nodes of one loss, with what is known of their results.
+class _LossBuilder(NodeBuilder):
+    """Collects the nodes of one loss, with the facts of their results.
 
     Args:
         term: The loss.
-        fact: Of the value that it reads.
-        reduction: How it runs over examples and positions.
-        prefix: Of the names of its values.
+        fact: Element type and shape of the value that the loss reads.
+        reduction: Reduction over examples and positions.
+        prefix: Start of all new names; no name in the graph starts with it.
+
+    Attributes:
+        fact: Element type and shape of the value that the loss reads.
+        facts: Element type and shape of each new value, by name.
+        targets: The declared targets.
+        result: Name of the reduced loss.
     """
 
     def __init__(self, term: Term, fact: Fact, reduction: Reduction, prefix: str) -> None:
+        super().__init__(prefix)
         self.fact = fact
-        self.nodes: list[Node] = []
         self.facts: dict[str, Fact] = {}
-        self.constants: dict[str, Array] = {}
         self.targets: Input | None = None
         self.result = ""
-        self._term, self._reduction, self._prefix = term, reduction, prefix
+        self._term, self._reduction = term, reduction
 
-    def op(
+    def value_name(self, op: str, index: int) -> str:
+        """Return a new name for the result of the next node."""
+        return f"{self.prefix}{op}_{len(self.nodes)}"
+
+    def node_name(self, op: str, results: Sequence[str]) -> str:
+        """Return a name that follows from that of the first result."""
+        return f"node_{results[0]}"
+
+    def value(
         self,
         op: str,
         *inputs: str,
-        sides: tuple[int, ...],
-        results: str | None = None,
+        shape: tuple[int, ...],
+        dtype: str | None = None,
         **attributes: AttributeValue,
     ) -> str:
-        """Add a node; returns the name of its result.
+        """Add a node with one result and record the fact of the result.
 
         Args:
-            op: The operator.
-            *inputs: Names of its operands.
-            sides: Shape of the result in the sample run.
-            results: Its element type, where that is not the value's.
-            **attributes: Of the node.
+            op: Operator.
+            *inputs: Names of the operands.
+            shape: Shape of the result in the sample run.
+            dtype: Element type of the result, if not that of the loss.
+            **attributes: Attributes of the node.
 
         Returns:
-            The name.
+            The name of the result.
         """
-        name = f"{self._prefix}_{op}_{len(self.nodes)}"
-        self.nodes.append(Node(op, inputs, (name,), attributes, name=f"node_{name}"))
-        self.facts[name] = Fact(np.dtype(results or self.fact.dtype), sides)
+        name = self.write(op, inputs, ("",), attributes)[0]
+        self.facts[name] = Fact(np.dtype(dtype or self.fact.dtype), shape)
         return name
 
-    def constant(self, value: float | Sequence[int]) -> str:
-        """A number in the value's type, or a list of axes."""
-        dtype = self.fact.dtype if isinstance(value, float) else np.dtype(np.int64)
-        name = f"{self._prefix}_constant_{len(self.constants)}"
-        self.constants[name] = array = np.asarray(value, dtype)
-        self.facts[name] = Fact(array.dtype, array.shape)
-        return name
+    def integers(self, *values: int) -> str:
+        """Add a list of integers, such as axes, as a constant."""
+        return self._recorded(self.constant(values, "int64"))
+
+    def scalar(self, value: float) -> str:
+        """Add a 0-d constant with the element type of the loss."""
+        return self._recorded(self.constant(np.asarray(value, self.fact.dtype)))
 
     def times(self, value: str, factor: float) -> str:
-        """A multiple of a value; the value itself where the factor is one."""
+        """Multiply a value by a number; return the value itself where the number is one."""
         if factor == 1:
             return value
-        return self.op("Mul", value, self.constant(float(factor)), sides=self.facts[value].shape)
+        return self.value("Mul", value, self.scalar(factor), shape=self.facts[value].shape)
 
-    def take_targets(self, without: int | None = None, dtype: str | None = None) -> str:
+    def declare_targets(self, without: int | None = None, dtype: str | None = None) -> str:
         """Declare the targets: in the shape of the value, ``without`` an axis."""
-        name, own = self._term.targets, np.dtype(dtype) if dtype else self.fact.dtype
-        kept = [axis for axis in range(len(self.fact.shape)) if axis != without]
-        self.targets = Input(name, own, tuple(self._term.declared[axis] for axis in kept))
-        self.facts[name] = Fact(own, tuple(self.fact.shape[axis] for axis in kept))
+        name, stored = self._term.targets, np.dtype(dtype) if dtype else self.fact.dtype
+        axes = [axis for axis in range(len(self.fact.shape)) if axis != without]
+        self.targets = Input(name, stored, tuple(self._term.declared[axis] for axis in axes))
+        self.facts[name] = Fact(stored, tuple(self.fact.shape[axis] for axis in axes))
         return name
 
     def reduce(self, nll: str, axis: int) -> None:
-        """Sum over the classes, then over positions and examples as the reduction says."""
-        sides, place = self.facts[nll].shape, self._term.place
-        if len(sides) > 1 and self._reduction != "sum":
-            every = [i for i in range(len(sides)) if i != place.axis]
-            within = [axis] if self._reduction == "mean" else every
-            kept = tuple(side for i, side in enumerate(sides) if i not in within)
-            nll = self.op("ReduceSum", nll, self.constant(within), sides=kept, keepdims=0)
+        """Sum over the classes, then reduce over positions and examples."""
+        shape, place = self.facts[nll].shape, self._term.place
+        if len(shape) > 1 and self._reduction != "sum":
+            every = [i for i in range(len(shape)) if i != place.axis]
+            summed = [axis] if self._reduction == "mean" else every
+            rest = tuple(size for i, size in enumerate(shape) if i not in summed)
+            nll = self.value("ReduceSum", nll, self.integers(*summed), shape=rest, keepdims=0)
         op = "ReduceSum" if self._reduction == "sum" else "ReduceMean"
-        self.result = self.op(op, nll, sides=(), keepdims=0)
-        if self._reduction == "batch_mean":  # so far a mean over positions, too, if folded in
+        self.result = self.value(op, nll, shape=(), keepdims=0)
+        if self._reduction == "batch_mean":  # the mean is over folded-in positions, too
             self.result = self.times(self.result, float(place.repeats))
 
+    def _recorded(self, name: str) -> str:
+        array = self.constants[name]
+        self.facts[name] = Fact(array.dtype, array.shape)
+        return name
 
-_LossGraph: TypeAlias = Callable[[_Pen, Term], None]
+
+_LossGraph: TypeAlias = Callable[[_LossBuilder, Term], None]
 
 
-def _categorical(pen: _Pen, term: Term) -> None:
-    """``−log softmax(z)[target]``, with integer targets."""
+def _categorical(b: _LossBuilder, term: Term) -> None:
+    """Write ``−log softmax(z)[target]``, with integer targets."""
     logits, axis = term.value, term.axis
-    sides = pen.fact.shape
-    one = tuple(1 if i == axis else side for i, side in enumerate(sides))
-    targets = pen.take_targets(axis, "int64")
-    log_p = pen.op("LogSoftmax", logits, sides=sides, axis=axis)
-    index = pen.op("Unsqueeze", targets, pen.constant([axis]), sides=one, results="int64")
-    # Negative numbers would count from the last class: they go where no class is, an error.
-    negative = pen.op("Less", index, pen.constant([0]), sides=one, results="bool")
-    nowhere = pen.constant([_NO_CLASS])
-    index = pen.op("Where", negative, nowhere, index, sides=one, results="int64")
-    picked = pen.op("GatherElements", log_p, index, sides=one, axis=axis)
-    pen.reduce(pen.op("Neg", picked, sides=one), axis)
+    shape = b.fact.shape
+    column = tuple(1 if i == axis else size for i, size in enumerate(shape))
+    targets = b.declare_targets(axis, "int64")
+    log_p = b.value("LogSoftmax", logits, shape=shape, axis=axis)
+    index = b.value("Unsqueeze", targets, b.integers(axis), shape=column, dtype="int64")
+    # GatherElements counts negative numbers from the last class. A number beyond every class
+    # replaces them, which is an error at run time.
+    negative = b.value("Less", index, b.integers(0), shape=column, dtype="bool")
+    index = b.value("Where", negative, b.integers(_NO_CLASS), index, shape=column, dtype="int64")
+    picked = b.value("GatherElements", log_p, index, shape=column, axis=axis)
+    b.reduce(b.value("Neg", picked, shape=column), axis)
 
 
-def _normal(pen: _Pen, term: Term) -> None:
-    """``(t − m)² / 2v + ½ log 2πv``."""
+def _normal(b: _LossBuilder, term: Term) -> None:
+    """Write ``(t − m)² / 2v + ½ log 2πv``."""
     assert isinstance(term.loss, NormalMeanNegativeLogProbLoss)
-    sides, var = pen.fact.shape, term.loss.var
-    error = pen.op("Sub", term.value, pen.take_targets(), sides=sides)
-    square = pen.times(pen.op("Mul", error, error, sides=sides), 0.5 / var)
-    nll = pen.op("Add", square, pen.constant(0.5 * log(2 * pi * var)), sides=sides)
-    pen.reduce(nll, term.axis)
+    shape, var = b.fact.shape, term.loss.var
+    error = b.value("Sub", term.value, b.declare_targets(), shape=shape)
+    square = b.times(b.value("Mul", error, error, shape=shape), 0.5 / var)
+    nll = b.value("Add", square, b.scalar(0.5 * log(2 * pi * var)), shape=shape)
+    b.reduce(nll, term.axis)
 
 
-def _multi_bernoulli(pen: _Pen, term: Term) -> None:
-    """``softplus(z) − t·z``."""
-    sides = pen.fact.shape
-    softplus = pen.op("Softplus", term.value, sides=sides)
-    hit = pen.op("Mul", term.value, pen.take_targets(), sides=sides)
-    pen.reduce(pen.op("Sub", softplus, hit, sides=sides), term.axis)
+def _multi_bernoulli(b: _LossBuilder, term: Term) -> None:
+    """Write ``softplus(z) − t·z``."""
+    shape = b.fact.shape
+    softplus = b.value("Softplus", term.value, shape=shape)
+    hit = b.value("Mul", term.value, b.declare_targets(), shape=shape)
+    b.reduce(b.value("Sub", softplus, hit, shape=shape), term.axis)
 
 
-# Class of a loss to the function that writes it; a subclass may differ and has its own row.
+# Class of a loss to the function that writes it. The lookup is exact: a subclass may differ.
 LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
     CategoricalLogitsNegativeLogProbLoss: _categorical,
     NormalMeanNegativeLogProbLoss: _normal,
@@ -216,7 +235,7 @@ LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
 
 
 def graph_of(loss: LossFunction) -> _LossGraph:
-    """The function that writes a loss as operators.
+    """Return the function that writes a loss as operators.
 
     Args:
         loss: The loss.
@@ -225,7 +244,7 @@ def graph_of(loss: LossFunction) -> _LossGraph:
         The function.
 
     Raises:
-        UnsupportedError: Its class has no row in ``LOSS_GRAPHS``.
+        UnsupportedError: The class of the loss has no row in ``LOSS_GRAPHS``.
     """
     if type(loss) not in LOSS_GRAPHS:
         known = ", ".join(sorted(cls.__name__ for cls in LOSS_GRAPHS))

@@ -13,9 +13,9 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering import Lowering, find_lowering
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.known import Origin
 from kfac_engine.autodiff.lowering.loops import if_
-from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.analysis.subgraph import dependents
@@ -124,20 +124,20 @@ def _rewritten(
     graph: Graph, facts: Mapping[str, Fact], targets: Iterable[tuple[Node, Lowering]]
 ) -> Graph:
     taken = sorted((*graph.values(), *(node.name for node in graph.nodes)))
-    pens: dict[str, Pen] = {}
+    builders: dict[str, LoweringBuilder] = {}
     for node, rewriting in targets:
-        pen = Pen(graph, facts, _free_prefix(node, taken))
+        b = LoweringBuilder(graph, facts, _free_prefix(node, taken))
         # What is refused may be known better in another round. What stays is refused by
         # `differentiate`, if it is asked for a derivative there.
         with suppress(UnsupportedOpError):
-            rewriting(pen, node)
-            pens[node.name] = pen
-    if not pens:
+            rewriting(b, node)
+            builders[node.name] = b
+    if not builders:
         return graph
-    nodes = (pens[node.name].nodes if node.name in pens else [node] for node in graph.nodes)
+    nodes = (builders[node.name].nodes if node.name in builders else [node] for node in graph.nodes)
     constants = dict(graph.constants)
-    for pen in pens.values():
-        constants |= pen.constants
+    for b in builders.values():
+        constants |= b.constants
     return replace(graph, nodes=tuple(chain.from_iterable(nodes)), constants=constants)
 
 

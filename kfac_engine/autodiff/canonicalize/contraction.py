@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,12 @@ class Letters:
 
 
 def write_product(
-    pen: Pen, letters: Letters, data: str, weight: str, sides: Mapping[str, int], to: str
+    b: LoweringBuilder,
+    letters: Letters,
+    data: str,
+    weight: str,
+    sides: Mapping[str, int],
+    result: str,
 ) -> None:
     """Write ``data · weight`` as a product with ``(slots, summed, features)``.
 
@@ -65,45 +70,45 @@ def write_product(
     also written as ``(positions, slots, summed)`` and ``(positions, slots, features)``.
 
     Args:
-        pen: Writes the nodes.
+        b: Writes the nodes.
         letters: Of the axes.
         data: The data.
         weight: The weight.
         sides: Letter to length, for the axes of the weight.
-        to: Name of the result.
+        result: Name of the result.
     """
     slots = [prod(sides[letter] for letter in letters.slots)] if letters.slots else []
     k, f = (prod(sides[e] for e in part) for part in (letters.summed, letters.features))
     kept = len(letters.positions)
     order = letters.slots + letters.summed
-    rows = _turned(pen, data, letters.data, letters.positions + order)
-    rows = _reshaped(pen, rows, kept, order, [*slots, k])
-    matrix = _turned(pen, weight, letters.weight, order + letters.features)
-    matrix = _reshaped(pen, matrix, 0, order + letters.features, [*slots, k, f])
+    rows = _turned(b, data, letters.data, letters.positions + order)
+    rows = _reshaped(b, rows, kept, order, [*slots, k])
+    matrix = _turned(b, weight, letters.weight, order + letters.features)
+    matrix = _reshaped(b, matrix, 0, order + letters.features, [*slots, k, f])
     order = letters.slots + letters.features
-    product = _slotwise(pen, rows, matrix, kept) if slots else pen.op("MatMul", rows, matrix)
+    product = _slotwise(b, rows, matrix, kept) if slots else b.op("MatMul", rows, matrix)
     if len(order) != len(slots) + 1:
-        apart = pen.constant([*[0] * kept, *(sides[letter] for letter in order)])
-        product = pen.op("Reshape", product, apart)
-    _turned(pen, product, letters.positions + order, letters.result)
-    pen.nodes[-1] = replace(pen.nodes[-1], outputs=(to,))
+        apart = b.constant([*[0] * kept, *(sides[letter] for letter in order)])
+        product = b.op("Reshape", product, apart)
+    _turned(b, product, letters.positions + order, letters.result)
+    b.nodes[-1] = replace(b.nodes[-1], outputs=(result,))
 
 
-def _slotwise(pen: Pen, rows: str, matrix: str, kept: int) -> str:
+def _slotwise(b: LoweringBuilder, rows: str, matrix: str, kept: int) -> str:
     """``(positions, slots, summed)`` times a matrix for each slot."""
     # The last position goes behind the slots and back: its own inverse.
     swap = (*range(kept - 1), kept, kept - 1, kept + 1)
-    rows = pen.op("Transpose", rows, perm=swap)
-    return pen.op("Transpose", pen.op("MatMul", rows, matrix), perm=swap)
+    rows = b.op("Transpose", rows, perm=swap)
+    return b.op("Transpose", b.op("MatMul", rows, matrix), perm=swap)
 
 
-def _turned(pen: Pen, value: str, letters: str, wanted: str) -> str:
+def _turned(b: LoweringBuilder, value: str, letters: str, wanted: str) -> str:
     if letters == wanted:
         return value
-    return pen.op("Transpose", value, perm=tuple(letters.index(letter) for letter in wanted))
+    return b.op("Transpose", value, perm=tuple(letters.index(letter) for letter in wanted))
 
 
-def _reshaped(pen: Pen, value: str, kept: int, merged: str, sides: Sequence[int]) -> str:
+def _reshaped(b: LoweringBuilder, value: str, kept: int, merged: str, sides: Sequence[int]) -> str:
     if len(merged) == len(sides):
         return value
-    return pen.op("Reshape", value, pen.constant([*[0] * kept, *sides]))
+    return b.op("Reshape", value, b.constant([*[0] * kept, *sides]))

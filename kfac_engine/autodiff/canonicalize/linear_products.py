@@ -14,13 +14,13 @@ import numpy as np
 
 from kfac_engine.autodiff.canonicalize.contraction import Letters, write_product
 from kfac_engine.autodiff.canonicalize.weights import merged, moved, unscaled
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
 
 # Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
-_Rewrite: TypeAlias = Callable[[Pen, Node, int], None]
+_Rewrite: TypeAlias = Callable[[LoweringBuilder, Node, int], None]
 
 _SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
 
@@ -44,18 +44,18 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
         rewrite = None if node.domain else _REWRITES.get(node.op)
         places = [place for place, name in enumerate(node.inputs[:2]) if name in weights]
         if rewrite and len(places) == 1 and node.inputs[1 - places[0]] in data:
-            pen = Pen(graph, facts, f"{node.name}/plain/")
-            rewrite(pen, node, places[0])
-            if pen.nodes:
-                written[node.name] = pen.nodes
-                constants |= pen.constants
+            b = LoweringBuilder(graph, facts, f"{node.name}/plain/")
+            rewrite(b, node, places[0])
+            if b.nodes:
+                written[node.name] = b.nodes
+                constants |= b.constants
     if not written:
         return graph
     nodes = tuple(new for node in graph.nodes for new in written.get(node.name, (node,)))
     return replace(graph, nodes=nodes, constants=constants)
 
 
-def _gemm(pen: Pen, node: Node, index: int) -> None:
+def _gemm(b: LoweringBuilder, node: Node, index: int) -> None:
     """``α·op(A)·op(B) + β·C``, the weight on the right, without α, β and a transposition of data.
 
     With a bias it is ``β·(x·W + C)`` where ``x`` is the data times ``α / β``.
@@ -72,32 +72,32 @@ def _gemm(pen: Pen, node: Node, index: int) -> None:
     if not alpha or (not left and not data_turned and alpha == last == 1):
         return
     if data_turned != left:
-        x = pen.op("Transpose", x, perm=(1, 0))
+        x = b.op("Transpose", x, perm=(1, 0))
     if alpha != last:
-        x = pen.op("Mul", x, pen.scalar(alpha / last, node.inputs[0]))
+        x = b.op("Mul", x, b.scalar(alpha / last, node.inputs[0]))
     if weight_turned != left:
-        weight = pen.op("Transpose", weight, perm=(1, 0))
-    y = pen.op("MatMul", x, weight)
+        weight = b.op("Transpose", weight, perm=(1, 0))
+    y = b.op("MatMul", x, weight)
     if bias:
-        y = pen.op("Add", y, _turned_bias(pen, bias) if left else bias)
+        y = b.op("Add", y, _turned_bias(b, bias) if left else bias)
     if left:
-        y = pen.op("Transpose", y, perm=(1, 0))
+        y = b.op("Transpose", y, perm=(1, 0))
     if last != 1:
-        pen.op("Mul", y, pen.scalar(last, node.inputs[0]))
-    pen.nodes[-1] = replace(pen.nodes[-1], outputs=node.outputs)
+        b.op("Mul", y, b.scalar(last, node.inputs[0]))
+    b.nodes[-1] = replace(b.nodes[-1], outputs=node.outputs)
 
 
-def _turned_bias(pen: Pen, bias: str) -> str:
+def _turned_bias(b: LoweringBuilder, bias: str) -> str:
     """What is added to the transposed result."""
-    rank = len(pen.facts[bias].shape)
+    rank = len(b.facts[bias].shape)
     if rank == 1:
-        return pen.op("Unsqueeze", bias, pen.constant([1]))
-    return pen.op("Transpose", bias, perm=(1, 0)) if rank else bias
+        return b.op("Unsqueeze", bias, b.constant([1]))
+    return b.op("Transpose", bias, perm=(1, 0)) if rank else bias
 
 
-def _matmul(pen: Pen, node: Node, index: int) -> None:
+def _matmul(b: LoweringBuilder, node: Node, index: int) -> None:
     names = node.inputs[1 - index], node.inputs[index]
-    shapes = [pen.facts[name].shape for name in names]
+    shapes = [b.facts[name].shape for name in names]
     fine = len(shapes[1]) == 2 and (index == 1 or len(shapes[0]) > 2)
     if fine or len(shapes[0]) < 2:
         return
@@ -107,28 +107,28 @@ def _matmul(pen: Pen, node: Node, index: int) -> None:
     if len(shapes[1]) == 1:  # one number a row: the weight is a column
         inner = (inner[0], "S", inner[0].replace("S", ""))
     letters = Letters(*(outer + pair for pair in inner))
-    _contract(pen, names, shapes, letters, node.outputs[0])
+    _contract(b, names, shapes, letters, node.outputs[0])
 
 
-def _einsum(pen: Pen, node: Node, index: int) -> None:
+def _einsum(b: LoweringBuilder, node: Node, index: int) -> None:
     equation = text(node, "equation", "").replace(" ", "")
     if len(node.inputs) != 2 or "->" not in equation or "." in equation:
         return
-    operands, result = equation.split("->")
+    operands, output = equation.split("->")
     parts = operands.split(",")
     names = node.inputs[1 - index], node.inputs[index]
-    letters = Letters(parts[1 - index], parts[index], result)
+    letters = Letters(parts[1 - index], parts[index], output)
     if any(len(set(part)) < len(part) for part in parts):
         return
-    _contract(pen, names, [pen.facts[name].shape for name in names], letters, node.outputs[0])
+    _contract(b, names, [b.facts[name].shape for name in names], letters, node.outputs[0])
 
 
 def _contract(
-    pen: Pen,
+    b: LoweringBuilder,
     names: tuple[str, str],
     shapes: Sequence[tuple[int, ...]],
     letters: Letters,
-    to: str,
+    result: str,
 ) -> None:
     """Write data (the first operand) times a weight, if that is one product of matrices."""
     data, weight = (
@@ -147,32 +147,34 @@ def _contract(
     alike = all(side == own[1].get(e, side) for e, side in own[0].items())
     if alike and found.is_plain():
         operands = [
-            _squeezed(pen, name, sides, kept)
+            _squeezed(b, name, sides, kept)
             for name, sides, kept in zip(names, (data, weight), own, strict=True)
         ]
-        write_product(pen, found, operands[0], operands[1], own[1], to)
+        write_product(b, found, operands[0], operands[1], own[1], result)
 
 
-def _squeezed(pen: Pen, value: str, sides: Mapping[str, int], kept: Mapping[str, int]) -> str:
+def _squeezed(
+    b: LoweringBuilder, value: str, sides: Mapping[str, int], kept: Mapping[str, int]
+) -> str:
     """A value without those axes that are not kept."""
     axes = [axis for axis, letter in enumerate(sides) if letter not in kept]
-    return pen.op("Squeeze", value, pen.constant(axes)) if axes else value
+    return b.op("Squeeze", value, b.constant(axes)) if axes else value
 
 
-def _group_normalization(pen: Pen, node: Node, index: int) -> None:
+def _group_normalization(b: LoweringBuilder, node: Node, index: int) -> None:
     """Scale and shift as operators of their own where they have one number a group."""
-    if pen.graph.opset >= _SCALE_PER_CHANNEL or index != 1:
+    if b.graph.opset >= _SCALE_PER_CHANNEL or index != 1:
         return
     x, scale, shift = node.inputs
-    (groups,) = pen.facts[scale].shape
-    neutral = (pen.constant(make(groups, pen.facts[scale].dtype)) for make in (np.ones, np.zeros))
+    (groups,) = b.facts[scale].shape
+    neutral = (b.constant(make(groups, b.facts[scale].dtype)) for make in (np.ones, np.zeros))
     normal = f"{node.name}/plain"
-    pen.nodes.append(replace(node, inputs=(x, *neutral), outputs=(normal,), name=normal))
-    y = pen.op("Reshape", normal, pen.constant([0, groups, -1]))
-    one = pen.constant([1])
-    y = pen.op("Mul", y, pen.op("Unsqueeze", scale, one))
-    y = pen.op("Add", y, pen.op("Unsqueeze", shift, one))
-    pen.op("Reshape", y, pen.op("Shape", normal), to=node.outputs[0])
+    b.nodes.append(replace(node, inputs=(x, *neutral), outputs=(normal,), name=normal))
+    y = b.op("Reshape", normal, b.constant([0, groups, -1]))
+    one = b.constant([1])
+    y = b.op("Mul", y, b.op("Unsqueeze", scale, one))
+    y = b.op("Add", y, b.op("Unsqueeze", shift, one))
+    b.op("Reshape", y, b.op("Shape", normal), result=node.outputs[0])
 
 
 _REWRITES: Mapping[str, _Rewrite] = {

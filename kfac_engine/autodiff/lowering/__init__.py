@@ -1,25 +1,25 @@
-"""Operators without a derivative rule, rewritten as operators that have one.
+"""Lowerings: functions that rewrite an operator in operators that have derivative rules.
 
-The table holds one function per operator; one file per family of operators. A lowering receives a
-node, what a sample run showed of all values, and a ``Pen``; it writes standard nodes that make the
-node's results::
+The table has one function for each operator and one file for each family of operators. A lowering
+receives a node and a ``LoweringBuilder``, which has the facts of a sample run. It adds standard
+nodes that compute the results of the node::
 
     @lowering("com.microsoft::QuickGelu")
-    def quick_gelu(pen: Pen, node: Node) -> None:
+    def quick_gelu(b: LoweringBuilder, node: Node) -> None:
         x = node.inputs[0]
         ...
-        pen.op("Mul", x, gate, to=node.outputs[0])
+        b.op("Mul", x, gate, result=node.outputs[0])
 
 Conventions:
 
-- Every result of the node that has a name is made under that name, with ``to=…``.
-- Parameters stay parameters: a part of one is cut out by nodes (``Slice``, ``Squeeze``, …), never
-  by computing with its value.
-- The batch stays dynamic; lengths that are unrolled over may be taken from the sample run.
-- What cannot be rewritten is refused with ``pen.refuse(node, why)``.
+- Each named result of the node keeps its name, by ``result=…``.
+- Parameters stay parameters: nodes such as ``Slice`` and ``Squeeze`` select a part of a parameter.
+  A lowering never computes with the value of a parameter.
+- The batch size stays dynamic. The number of unrolled steps may come from the sample run.
+- ``raise b.refuse(node, why)`` refuses a node that has no lowering.
 
-Operators that ONNX defines by other operators need no row: where they have no rule either, their
-definition takes their place.
+Operators that ONNX defines by other operators need no row: without a rule, they are replaced by
+their definition.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from functools import cache
 from importlib import import_module
 from typing import TypeAlias
 
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.definitions import write_definition
-from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
 from kfac_engine.graph.functions import has_definition
 from kfac_engine.graph.structure import Graph, Node
@@ -40,7 +40,7 @@ _FAMILIES = (
     "signal",
 )  # fmt: skip
 
-Lowering: TypeAlias = Callable[[Pen, Node], None]
+Lowering: TypeAlias = Callable[[LoweringBuilder, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")
 
 

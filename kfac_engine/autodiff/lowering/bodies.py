@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.graph.passes.bodies import Body, renamed
 
 
-def constants_of(pen: Pen, body: Body) -> dict[str, str]:
+def constants_of(b: LoweringBuilder, body: Body) -> dict[str, str]:
     """The constants of a body as constants of the graph: their old names to their new ones."""
-    return {name: pen.constant(array) for name, array in body.graph.constants.items()}
+    return {name: b.constant(array) for name, array in body.graph.constants.items()}
 
 
-def write_body(pen: Pen, body: Body, outer: Mapping[str, str]) -> tuple[str, ...]:
+def write_body(b: LoweringBuilder, body: Body, outer: Mapping[str, str]) -> tuple[str, ...]:
     """Write the nodes of a body once.
 
     Args:
-        pen: Writes them.
+        b: Writes them.
         body: Read, not changed; what it captures keeps its name.
         outer: Name of each input and constant of the body to the value that stands for it.
 
@@ -28,7 +28,7 @@ def write_body(pen: Pen, body: Body, outer: Mapping[str, str]) -> tuple[str, ...
         if node.qualified_op == "Identity":
             names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
             continue
-        made = pen.multi(node.op, node.inputs, ("",) * len(node.outputs))
+        made = b.multi(node.op, node.inputs, ("",) * len(node.outputs))
         names.update((old, new) for old, new in zip(node.outputs, made, strict=True) if old)
-        pen.nodes[-1] = replace(renamed(node, names), name=pen.nodes[-1].name)
+        b.nodes[-1] = replace(renamed(node, names), name=b.nodes[-1].name)
     return tuple(names.get(name, name) for name in body.graph.outputs)

@@ -1,7 +1,7 @@
 """Operators without a rule that ONNX defines by other ones: the definition takes their place."""
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.graph.functions import definition
 from kfac_engine.graph.structure import Node
 
@@ -9,25 +9,25 @@ from kfac_engine.graph.structure import Node
 _SMALL_BYTES = 4096
 
 
-def write_definition(pen: Pen, node: Node) -> None:
+def write_definition(b: LoweringBuilder, node: Node) -> None:
     """The nodes by which ONNX defines the operator of ``node``.
 
     Args:
-        pen: Writes them.
+        b: Writes them.
         node: Its operator has a definition.
 
     Raises:
         UnsupportedOpError: An operand is a sequence or an optional value.
     """
     operands = [name for name in node.inputs if name]
-    if any(name not in pen.facts for name in operands):
-        raise pen.refuse(node, "an operand is no tensor")
-    constants = pen.graph.constants
+    if any(name not in b.facts for name in operands):
+        raise b.refuse(node, "an operand is no tensor")
+    constants = b.graph.constants
     known = {n: constants[n] for n in operands if n in constants and _decides(constants[n])}
-    versions = {"": pen.graph.opset, **pen.graph.domains}
-    found = definition(node, pen.facts, known, versions, pen.prefix)
-    pen.nodes.extend(found.nodes)
-    pen.constants |= {n: array for n, array in found.constants.items() if n not in known}
+    versions = {"": b.graph.opset, **b.graph.domains}
+    found = definition(node, b.facts, known, versions, b.prefix)
+    b.nodes.extend(found.nodes)
+    b.constants |= {n: array for n, array in found.constants.items() if n not in known}
 
 
 def _decides(array: Array) -> bool:

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.random_ops import drops
 from kfac_engine.graph.structure import Node
 
 
 @lowering("Dropout")
-def dropout(pen: Pen, node: Node) -> None:
+def dropout(b: LoweringBuilder, node: Node) -> None:
     """The same node, with its mask as a second result wherever it may drop anything."""
-    if drops(pen.graph, node) and not any(node.outputs[1:]):
-        node = replace(node, outputs=(node.outputs[0], f"{pen.prefix}mask"))
-    pen.nodes.append(node)
+    if drops(b.graph, node) and not any(node.outputs[1:]):
+        node = replace(node, outputs=(node.outputs[0], f"{b.prefix}mask"))
+    b.nodes.append(node)

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.steps import label_last
 from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.autodiff.rules.attributes import integer
@@ -24,23 +24,23 @@ class KnownValues:
     """What is decided without data, evaluated and remembered.
 
     Args:
-        pen: Its graph and the facts of its sample run.
+        b: Its graph and the facts of its sample run.
 
     Attributes:
         checks: Name to value of all that was asked for and took sizes or weights to decide.
     """
 
-    def __init__(self, pen: Pen) -> None:
-        self._pen = pen
+    def __init__(self, b: LoweringBuilder) -> None:
+        self._builder = b
         self.checks: dict[str, Array] = {}
         self._zeros: dict[str, str] = {}
 
     def get(self, name: str) -> Array | None:
         """A value of the graph; None if it depends on data or chance."""
-        graph = self._pen.graph
+        graph = self._builder.graph
         if name in graph.constants and graph.constants[name].dtype.kind != "f":
             return graph.constants[name]
-        origin = Origin(graph, self._pen.facts, name)
+        origin = Origin(graph, self._builder.facts, name)
         if origin.undecided:
             return None
         found = origin.value()
@@ -62,36 +62,37 @@ class KnownValues:
         """
         for name, array in self.checks.items():
             if name not in self._zeros:
-                self._zeros[name] = _zero_if_same(self._pen, node, name, array)
+                self._zeros[name] = _zero_if_same(self._builder, node, name, array)
         return [self._zeros[name] for name in self.checks]
 
 
-def gated(pen: Pen, node: Node, value: str, known: KnownValues, to: str = "") -> str:
+def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result: str = "") -> str:
     """Hand a value on, unless something is not as it was in the sample run.
 
     Args:
-        pen: Writes the nodes.
+        b: Writes the nodes.
         node: What is rewritten, for messages.
         value: A tensor, sequence or optional value.
         known: What has to be, for tensors.
-        to: A value of the graph, with the type of ``value``; left out where that is in the graph.
+        result: Name of the result, a value of the graph with the type of ``value``; may be omitted
+            where ``value`` is in the graph.
 
     Returns:
         The new name.
     """
-    fact = pen.facts.get(to or value)
+    fact = b.facts.get(result or value)
     if fact is not None:
         for zero in known.zeros(node):
             join = "Or" if fact.dtype.kind == "b" else "Add"
-            value = pen.op(join, value, pen.cast(zero, fact.dtype.name))
-    return pen.op("Identity", value, to=to)
+            value = b.op(join, value, b.cast(zero, fact.dtype.name))
+    return b.op("Identity", value, result=result)
 
 
-def gated_reads(pen: Pen, node: Node, known: KnownValues) -> dict[str, str]:
+def gated_reads(b: LoweringBuilder, node: Node, known: KnownValues) -> dict[str, str]:
     """Names for what a node with bodies reads, checked where its results cannot be.
 
     Args:
-        pen: Writes the nodes.
+        b: Writes the nodes.
         node: Has bodies.
         known: What has to be.
 
@@ -99,28 +100,26 @@ def gated_reads(pen: Pen, node: Node, known: KnownValues) -> dict[str, str]:
         Name of each floating-point value that is not constant to its new name; nothing where all
         results are tensors, or nothing is to be checked.
     """
-    if not known.checks or all(to in pen.facts for to in node.outputs if to):
+    if not known.checks or all(result in b.facts for result in node.outputs if result):
         return {}
     reads = dict.fromkeys((*node.inputs, *node.captures))
     return {
-        name: gated(pen, node, name, known)
+        name: gated(b, node, name, known)
         for name in reads
-        if name not in pen.graph.constants
-        and name in pen.facts
-        and pen.facts[name].dtype.kind == "f"
+        if name not in b.graph.constants and name in b.facts and b.facts[name].dtype.kind == "f"
     }
 
 
-def _zero_if_same(pen: Pen, node: Node, name: str, array: Array) -> str:
+def _zero_if_same(b: LoweringBuilder, node: Node, name: str, array: Array) -> str:
     """A 0-d integer zero that can only be computed where the value ``name`` is ``array``."""
-    same = pen.cast(pen.op("Equal", name, pen.constant(array)), "int64")
-    least = pen.op("ReduceMin", pen.op("Reshape", same, pen.constant([-1])), keepdims=1)
+    same = b.cast(b.op("Equal", name, b.constant(array)), "int64")
+    least = b.op("ReduceMin", b.op("Reshape", same, b.constant([-1])), keepdims=1)
     # One element cannot be brought to the shape (0,), in any runtime.
-    zero = pen.op("Reshape", pen.constant([0]), least, allowzero=1)
+    zero = b.op("Reshape", b.constant([0]), least, allowzero=1)
     # No quotes: they end the name in ONNX Runtime's messages.
     shown = np.array2string(array, threshold=8, separator=", ").replace("\n", "")
-    label_last(pen, f"{node.op} was unrolled for {name} = {shown}, as in the sample inputs")
-    return pen.op("Squeeze", zero)
+    label_last(b, f"{node.op} was unrolled for {name} = {shown}, as in the sample inputs")
+    return b.op("Squeeze", zero)
 
 
 class Origin:

@@ -10,8 +10,8 @@ import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin, gated, gated_reads
-from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import stacked, taken_apart
 from kfac_engine.autodiff.lowering.trips import trip_count
 from kfac_engine.autodiff.rules.attributes import integer, integers
@@ -20,78 +20,78 @@ from kfac_engine.graph.structure import Node
 
 
 @lowering("If")
-def if_(pen: Pen, node: Node) -> None:
+def if_(b: LoweringBuilder, node: Node) -> None:
     """The branch taken, where constants and sizes decide; refused where data does."""
-    known = KnownValues(pen)
+    known = KnownValues(b)
     condition = known.get(node.inputs[0])
     if condition is None:
-        why = Origin(pen.graph, pen.facts, node.inputs[0]).why_undecided()
-        raise pen.refuse(node, f"its branch is not fixed, as {why}")
-    body = body_of(node, "then_branch" if condition.all() else "else_branch", pen.graph.opset)
-    reads = gated_reads(pen, node, known)
-    results = write_body(pen, body, reads | constants_of(pen, body))
-    for value, to in zip(results, node.outputs, strict=True):
-        if to:
-            gated(pen, node, value, known, to)
+        why = Origin(b.graph, b.facts, node.inputs[0]).why_undecided()
+        raise b.refuse(node, f"its branch is not fixed, as {why}")
+    body = body_of(node, "then_branch" if condition.all() else "else_branch", b.graph.opset)
+    reads = gated_reads(b, node, known)
+    results = write_body(b, body, reads | constants_of(b, body))
+    for value, result in zip(results, node.outputs, strict=True):
+        if result:
+            gated(b, node, value, known, result)
 
 
 @lowering("Loop")
-def loop(pen: Pen, node: Node) -> None:
+def loop(b: LoweringBuilder, node: Node) -> None:
     """The body once an iteration, where constants and sizes decide how many; else refused."""
-    body = body_of(node, "body", pen.graph.opset)
-    known = KnownValues(pen)
-    count = trip_count(pen, node, body, known)
+    body = body_of(node, "body", b.graph.opset)
+    known = KnownValues(b)
+    count = trip_count(b, node, body, known)
     known.zeros(node)
-    outer = gated_reads(pen, node, known) | constants_of(pen, body)
+    outer = gated_reads(b, node, known) | constants_of(b, body)
     states, carried = [outer.get(name, name) for name in node.inputs[2:]], len(node.inputs) - 2
-    outer[body.inputs[1]] = pen.constant(np.asarray(True))
+    outer[body.inputs[1]] = b.constant(np.asarray(True))
     rows: list[Sequence[str]] = []
     for trip in range(count):
         outer |= zip(body.inputs[2:], states, strict=True)
-        outer[body.inputs[0]] = pen.constant(trip)
-        _, *results = write_body(pen, body, outer)
+        outer[body.inputs[0]] = b.constant(trip)
+        _, *results = write_body(b, body, outer)
         states, scanned = results[:carried], results[carried:]
         rows.append(scanned)
-    for value, to in zip(states, node.outputs[:carried], strict=True):
-        if to:
-            gated(pen, node, value, known, to)
-    for index, to in enumerate(node.outputs[carried:]):
-        if to and not rows:
-            raise pen.refuse(node, f"it stacks '{to}' from no iteration")
-        if to:
-            joined = stacked(pen, [row[index] for row in rows], axis=0)
-            gated(pen, node, joined, known, to)
+    for value, result in zip(states, node.outputs[:carried], strict=True):
+        if result:
+            gated(b, node, value, known, result)
+    for index, result in enumerate(node.outputs[carried:]):
+        if result and not rows:
+            raise b.refuse(node, f"it stacks '{result}' from no iteration")
+        if result:
+            joined = stacked(b, [row[index] for row in rows], axis=0)
+            gated(b, node, joined, known, result)
 
 
 @lowering("Scan")
-def scan(pen: Pen, node: Node) -> None:
+def scan(b: LoweringBuilder, node: Node) -> None:
     """The body once a slice, for as many slices as the sample run has."""
-    body = body_of(node, "body", pen.graph.opset)
+    body = body_of(node, "body", b.graph.opset)
     count = integer(node, "num_scan_inputs", 0)
     states, sequences = list(node.inputs[:-count]), node.inputs[-count:]
     carried = len(states)
     axes = _listed(node, "scan_input_axes", count)
     signs = _signs(node, "scan_input_directions", count)
     slices = [
-        taken_apart(pen, node, value, axis % len(pen.facts[value].shape))[::sign]
+        taken_apart(b, node, value, axis % len(b.facts[value].shape))[::sign]
         for value, axis, sign in zip(sequences, axes, signs, strict=True)
     ]
-    outer = constants_of(pen, body)
+    outer = constants_of(b, body)
     rows: list[Sequence[str]] = []
     for given in zip(*slices, strict=True):
         outer |= zip(body.inputs, (*states, *given), strict=True)
-        results = write_body(pen, body, outer)
+        results = write_body(b, body, outer)
         states, scanned = list(results[:carried]), results[carried:]
         rows.append(scanned)
-    for value, to in zip(states, node.outputs[:carried], strict=True):
-        if to:
-            gated(pen, node, value, KnownValues(pen), to)
+    for value, result in zip(states, node.outputs[:carried], strict=True):
+        if result:
+            gated(b, node, value, KnownValues(b), result)
     axes = _listed(node, "scan_output_axes", len(node.outputs) - carried)
     signs = _signs(node, "scan_output_directions", len(node.outputs) - carried)
-    for index, to in enumerate(node.outputs[carried:]):
-        if to:
-            axis = axes[index] % len(pen.facts[to].shape)
-            stacked(pen, [row[index] for row in rows[:: signs[index]]], axis, to=to)
+    for index, result in enumerate(node.outputs[carried:]):
+        if result:
+            axis = axes[index] % len(b.facts[result].shape)
+            stacked(b, [row[index] for row in rows[:: signs[index]]], axis, result=result)
 
 
 def _listed(node: Node, name: str, count: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.recurrent_activations import activations, clipping
 from kfac_engine.autodiff.lowering.recurrent_cells import KINDS, Kit, State, Weights
 from kfac_engine.autodiff.lowering.steps import taken_apart
@@ -23,32 +23,32 @@ _OPERANDS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 
 
 @lowering("LSTM", "GRU", "RNN")
-def recurrent(pen: Pen, node: Node) -> None:
+def recurrent(b: LoweringBuilder, node: Node) -> None:
     """Gemm and activations, step by step, for as many steps as the sample run has."""
-    _Unrolled(pen, node).write()
+    _Unrolled(b, node).write()
 
 
 class _Unrolled:
     """The steps of one node.
 
     Args:
-        pen: Writes them.
+        b: Writes them.
         node: LSTM, GRU or RNN.
     """
 
-    def __init__(self, pen: Pen, node: Node) -> None:
-        self._pen, self._node = pen, node
+    def __init__(self, b: LoweringBuilder, node: Node) -> None:
+        self._builder, self._node = b, node
         self._kind = KINDS[node.op]
         self._operands = dict(zip(_OPERANDS, node.inputs, strict=False))
-        self._hidden = pen.facts[self._operands["R"]].shape[2]
+        self._hidden = b.facts[self._operands["R"]].shape[2]
         self._signs = _DIRECTIONS[text(node, "direction", "forward")]
-        self._zero, self._one = pen.constant([0]), pen.constant([1])
+        self._zero, self._one = b.constant([0]), b.constant([1])
 
     def write(self) -> None:
         """Write all steps in all directions, then the results that have names."""
-        pen, node = self._pen, self._node
+        b, node = self._builder, self._node
         weights, states, kits = self._weights(), self._initial_states(), self._kits()
-        inputs = taken_apart(pen, node, self._operands["X"], axis=0)
+        inputs = taken_apart(b, node, self._operands["X"], axis=0)
         masks = self._masks(len(inputs))
         sequences = []
         for index, sign in enumerate(self._signs):
@@ -63,8 +63,8 @@ class _Unrolled:
             self._write_sequence(sequences, sequence)
         for name, parts in zip(finals, zip(*states, strict=True), strict=False):
             if name:
-                rows = (pen.op("Unsqueeze", part, self._zero) for part in parts)
-                pen.op("Concat", *rows, to=name, axis=0)
+                rows = (b.op("Unsqueeze", part, self._zero) for part in parts)
+                b.op("Concat", *rows, result=name, axis=0)
 
     # -- what a step is given ----------------------------------------------------------------------
 
@@ -85,25 +85,27 @@ class _Unrolled:
         zeros = ""
         if not all(self._operands.get(role) for role in roles):
             x = self._operands["X"]
-            batch = self._pen.op("Shape", x, start=1, end=2)
-            sides = self._pen.op("Concat", batch, self._pen.constant([self._hidden]), axis=0)
-            zero = np.zeros(1, self._pen.facts[x].dtype)
-            zeros = self._pen.op("ConstantOfShape", sides, value=zero)
+            batch = self._builder.op("Shape", x, start=1, end=2)
+            sides = self._builder.op(
+                "Concat", batch, self._builder.constant([self._hidden]), axis=0
+            )
+            zero = np.zeros(1, self._builder.facts[x].dtype)
+            zeros = self._builder.op("ConstantOfShape", sides, value=zero)
         given = (self._per_direction(role) for role in roles)
         return [tuple(name or zeros for name in state) for state in zip(*given, strict=True)]
 
     def _kits(self) -> list[Kit]:
         """One for each direction."""
-        pen, node, default = self._pen, self._node, self._kind.activations
+        b, node, default = self._builder, self._node, self._kind.activations
         names = node.attributes.get("activations") or default * len(self._signs)
         assert isinstance(names, tuple)
         count = len(default)
         if len(names) != count * len(self._signs):
-            raise pen.refuse(node, f"it lists {len(names)} activations, {count} a direction needed")
-        functions = activations(pen, node, tuple(map(str, names)))
-        clip = clipping(pen, node)
+            raise b.refuse(node, f"it lists {len(names)} activations, {count} a direction needed")
+        functions = activations(b, node, tuple(map(str, names)))
+        clip = clipping(b, node)
         return [
-            Kit(pen, node, self._hidden, functions[start : start + count], clip)
+            Kit(b, node, self._hidden, functions[start : start + count], clip)
             for start in range(0, len(names), count)
         ]
 
@@ -113,50 +115,51 @@ class _Unrolled:
         if not name:
             return ("",) * count
         if count == 1:
-            return (self._pen.op("Squeeze", name, self._zero),)
-        sizes = self._pen.constant([1] * count)
-        pieces = self._pen.multi("Split", [name, sizes], ("",) * count, axis=0)
-        return tuple(self._pen.op("Squeeze", piece, self._zero) for piece in pieces)
+            return (self._builder.op("Squeeze", name, self._zero),)
+        sizes = self._builder.constant([1] * count)
+        pieces = self._builder.multi("Split", [name, sizes], ("",) * count, axis=0)
+        return tuple(self._builder.op("Squeeze", piece, self._zero) for piece in pieces)
 
     def _cut(self, value: str, *gates: int) -> tuple[str, ...]:
         """Rows in pieces of so many gates each; ``""`` for each if there is nothing to cut."""
         if not value or len(gates) == 1:
             return (value,) * len(gates)
-        sizes = self._pen.constant([count * self._hidden for count in gates])
-        return self._pen.multi("Split", [value, sizes], ("",) * len(gates), axis=0)
+        sizes = self._builder.constant([count * self._hidden for count in gates])
+        return self._builder.multi("Split", [value, sizes], ("",) * len(gates), axis=0)
 
     # -- examples of several lengths ---------------------------------------------------------------
 
     def _masks(self, length: int) -> list[str]:
         """For each step the examples that are not over yet, ``(n, 1)``; ``""`` for all of them."""
         lengths = self._operands.get("sequence_lens", "")
-        known = self._pen.graph.constants.get(lengths)
+        known = self._builder.graph.constants.get(lengths)
         if not lengths or (known is not None and (known == length).all()):
             return [""] * length
-        column = self._pen.op("Unsqueeze", lengths, self._one)
-        dtype = self._pen.facts[lengths].dtype.name
-        return [self._pen.op("Less", self._pen.constant(t, dtype), column) for t in range(length)]
+        column = self._builder.op("Unsqueeze", lengths, self._one)
+        dtype = self._builder.facts[lengths].dtype.name
+        return [
+            self._builder.op("Less", self._builder.constant(t, dtype), column)
+            for t in range(length)
+        ]
 
     def _chosen(self, mask: str, new: State, old: State) -> State:
         """The new state of examples that are not over, the old one of the others."""
         if not mask:
             return new
         pairs = zip(new, old, strict=True)
-        return tuple(self._pen.op("Where", mask, after, before) for after, before in pairs)
+        return tuple(self._builder.op("Where", mask, after, before) for after, before in pairs)
 
     def _valid(self, mask: str, h: str) -> str:
         """The output of a step: zero for examples that are over."""
         if not mask:
             return h
-        return self._pen.op("Where", mask, h, self._pen.scalar(0, self._operands["X"]))
+        return self._builder.op("Where", mask, h, self._builder.scalar(0, self._operands["X"]))
 
     # -- results -----------------------------------------------------------------------------------
 
-    def _write_sequence(self, sequences: Sequence[Sequence[str]], to: str) -> None:
+    def _write_sequence(self, sequences: Sequence[Sequence[str]], result: str) -> None:
         """All outputs, ``(steps, directions, n, h)``, from one list for each direction."""
-        pen = self._pen
-        sides = pen.constant([len(sequences[0]), 1, -1, self._hidden])
-        rows = [
-            pen.op("Reshape", pen.op("Concat", *outputs, axis=0), sides) for outputs in sequences
-        ]
-        pen.op("Concat", *rows, to=to, axis=1)
+        b = self._builder
+        sides = b.constant([len(sequences[0]), 1, -1, self._hidden])
+        rows = [b.op("Reshape", b.op("Concat", *outputs, axis=0), sides) for outputs in sequences]
+        b.op("Concat", *rows, result=result, axis=1)

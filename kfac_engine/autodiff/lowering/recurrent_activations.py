@@ -5,18 +5,18 @@ from functools import partial
 from math import isnan, nan
 from typing import TypeAlias
 
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.attributes import number
 from kfac_engine.graph.structure import Node
 
 Activation: TypeAlias = Callable[[str], str]
 
 
-def activations(pen: Pen, node: Node, names: tuple[str, ...]) -> tuple[Activation, ...]:
+def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple[Activation, ...]:
     """Functions that write an activation each.
 
     Args:
-        pen: Writes them.
+        b: Writes them.
         node: Its ``activation_alpha`` and ``activation_beta`` list the numbers of those that have
             one, in their order.
         names: As the node has them; upper and lower case are the same.
@@ -31,25 +31,25 @@ def activations(pen: Pen, node: Node, names: tuple[str, ...]) -> tuple[Activatio
     made: list[Activation] = []
     for name in names:
         if name.lower() not in _ACTIVATIONS:
-            raise pen.refuse(node, f"it has the unknown activation '{name}'")
+            raise b.refuse(node, f"it has the unknown activation '{name}'")
         write, *defaults = _ACTIVATIONS[name.lower()]
         numbers = [
             next(listed, default)
             for listed, default in zip((alphas, betas), defaults, strict=False)
         ]
         if any(map(isnan, numbers)):
-            raise pen.refuse(node, f"it does not list the numbers of its activation '{name}'")
-        made.append(partial(write, pen, node, *numbers))
+            raise b.refuse(node, f"it does not list the numbers of its activation '{name}'")
+        made.append(partial(write, b, node, *numbers))
     return tuple(made)
 
 
-def clipping(pen: Pen, node: Node) -> Activation:
+def clipping(b: LoweringBuilder, node: Node) -> Activation:
     """Bounds a value by the node's ``clip``; hands it on where there is none."""
     bound = number(node, "clip", 0)
     if not bound:
         return lambda value: value
-    low, high = (pen.scalar(side, node.inputs[0]) for side in (-bound, bound))
-    return lambda value: pen.op("Clip", value, low, high)
+    low, high = (b.scalar(side, node.inputs[0]) for side in (-bound, bound))
+    return lambda value: b.op("Clip", value, low, high)
 
 
 def _listed(node: Node, name: str) -> Iterator[float]:
@@ -58,38 +58,38 @@ def _listed(node: Node, name: str) -> Iterator[float]:
     return map(float, values)
 
 
-def _plain(op: str) -> Callable[[Pen, Node, str], str]:
-    return lambda pen, node, x: pen.op(op, x)
+def _plain(op: str) -> Callable[[LoweringBuilder, Node, str], str]:
+    return lambda b, node, x: b.op(op, x)
 
 
-def _leaky(pen: Pen, node: Node, alpha: float, x: str) -> str:
-    return pen.op("LeakyRelu", x, alpha=alpha)
+def _leaky(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
+    return b.op("LeakyRelu", x, alpha=alpha)
 
 
-def _elu(pen: Pen, node: Node, alpha: float, x: str) -> str:
-    return pen.op("Elu", x, alpha=alpha)
+def _elu(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
+    return b.op("Elu", x, alpha=alpha)
 
 
-def _thresholded(pen: Pen, node: Node, alpha: float, x: str) -> str:
+def _thresholded(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
     """``x`` above α, else zero."""
-    above = pen.op("Greater", x, pen.scalar(alpha, node.inputs[0]))
-    return pen.op("Where", above, x, pen.scalar(0, node.inputs[0]))
+    above = b.op("Greater", x, b.scalar(alpha, node.inputs[0]))
+    return b.op("Where", above, x, b.scalar(0, node.inputs[0]))
 
 
-def _hard_sigmoid(pen: Pen, node: Node, alpha: float, beta: float, x: str) -> str:
-    return pen.op("HardSigmoid", x, alpha=alpha, beta=beta)
+def _hard_sigmoid(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
+    return b.op("HardSigmoid", x, alpha=alpha, beta=beta)
 
 
-def _affine(pen: Pen, node: Node, alpha: float, beta: float, x: str) -> str:
+def _affine(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
     """``α x + β``."""
-    slope, shift = (pen.scalar(value, node.inputs[0]) for value in (alpha, beta))
-    return pen.op("Add", pen.op("Mul", x, slope), shift)
+    slope, shift = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
+    return b.op("Add", b.op("Mul", x, slope), shift)
 
 
-def _scaled_tanh(pen: Pen, node: Node, alpha: float, beta: float, x: str) -> str:
+def _scaled_tanh(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
     """``α tanh(β x)``."""
-    outer, inner = (pen.scalar(value, node.inputs[0]) for value in (alpha, beta))
-    return pen.op("Mul", pen.op("Tanh", pen.op("Mul", x, inner)), outer)
+    outer, inner = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
+    return b.op("Mul", b.op("Tanh", b.op("Mul", x, inner)), outer)
 
 
 # Writer, then the defaults of alpha and beta for those that have them. NaN where there is none that

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.recurrent_activations import Activation
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.structure import Node
@@ -38,24 +38,24 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What a cell computes with: pen, activations in ONNX's order (f, g, h), and bounds.
+    """Operands of a cell: builder, activations in ONNX's order (f, g, h), and bounds.
 
     Attributes:
-        pen: Writes the nodes.
+        b: Writes the nodes.
         node: Whose cell it is.
         hidden: Size of the state.
         activations: One function each.
         clip: Bounds what goes into f and g; does nothing where the node has no ``clip``.
     """
 
-    pen: Pen
+    b: LoweringBuilder
     node: Node
     hidden: int
     activations: tuple[Activation, ...]
     clip: Activation
 
     def one_minus(self, value: str) -> str:
-        return self.pen.op("Sub", self.pen.scalar(1, self.node.inputs[0]), value)
+        return self.b.op("Sub", self.b.scalar(1, self.node.inputs[0]), value)
 
     def bounded(self, index: int, value: str) -> str:
         """Activation ``index`` of a value within bounds."""
@@ -63,14 +63,14 @@ class Kit:
 
     def parts(self, value: str, *gates: int) -> tuple[str, ...]:
         """Columns cut into pieces of so many gates."""
-        sizes = self.pen.constant([gate * self.hidden for gate in gates])
-        return self.pen.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
+        sizes = self.b.constant([gate * self.hidden for gate in gates])
+        return self.b.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
 
 
-def product(pen: Pen, x: str, weight: str, bias: str) -> str:
+def product(b: LoweringBuilder, x: str, weight: str, bias: str) -> str:
     """``x Wᵀ + b``."""
     operands = (x, weight, bias) if bias else (x, weight)
-    return pen.op("Gemm", *operands, transB=1)
+    return b.op("Gemm", *operands, transB=1)
 
 
 # -- cells -----------------------------------------------------------------------------------------
@@ -86,43 +86,43 @@ def rnn(kit: Kit, weights: Weights, x: str, state: State) -> State:
 def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
     """Long short-term memory; the state is ``(h, c)``."""
     h, c = state
-    pen = kit.pen
+    b = kit.b
     i, o, f, g = kit.parts(_sum_of_products(kit, weights, x, h), 1, 1, 1, 1)
 
     def peeped(gate: str, index: int, cell: str) -> str:
         if not weights.peepholes[index]:
             return gate
-        return pen.op("Add", gate, pen.op("Mul", weights.peepholes[index], cell))
+        return b.op("Add", gate, b.op("Mul", weights.peepholes[index], cell))
 
     i = kit.bounded(0, peeped(i, 0, c))
     coupled = integer(kit.node, "input_forget", 0)
     f = kit.one_minus(i) if coupled else kit.bounded(0, peeped(f, 2, c))
-    kept, added = pen.op("Mul", f, c), pen.op("Mul", i, kit.bounded(1, g))
-    c = pen.op("Add", kept, added)
+    kept, added = b.op("Mul", f, c), b.op("Mul", i, kit.bounded(1, g))
+    c = b.op("Add", kept, added)
     o = kit.bounded(0, peeped(o, 1, c))
-    return pen.op("Mul", o, kit.activations[2](c)), c
+    return b.op("Mul", o, kit.activations[2](c)), c
 
 
 def gru(kit: Kit, weights: Weights, x: str, state: State) -> State:
     """Gated recurrent unit: ``h' = (1 − z) g(…) + z h``."""
-    h, pen = state[0], kit.pen
-    from_x = product(pen, x, weights.W, weights.bias_w)
+    h, b = state[0], kit.b
+    from_x = product(b, x, weights.W, weights.bias_w)
     gates_x, x_part = kit.parts(from_x, 2, 1)
-    from_h = product(pen, h, weights.R[0], weights.bias_r[0])
+    from_h = product(b, h, weights.R[0], weights.bias_r[0])
     before = integer(kit.node, "linear_before_reset", 0)
     gates_h, h_part = kit.parts(from_h, 2, 1) if before else (from_h, "")
-    z, r = kit.parts(kit.bounded(0, pen.op("Add", gates_x, gates_h)), 1, 1)
-    reset = pen.op("Mul", r, h_part or h)
+    z, r = kit.parts(kit.bounded(0, b.op("Add", gates_x, gates_h)), 1, 1)
+    reset = b.op("Mul", r, h_part or h)
     if not before:
-        reset = product(pen, reset, weights.R[1], weights.bias_r[1])
-    candidate = kit.bounded(1, pen.op("Add", x_part, reset))
-    new = pen.op("Mul", kit.one_minus(z), candidate)
-    return (pen.op("Add", new, pen.op("Mul", z, h)),)
+        reset = product(b, reset, weights.R[1], weights.bias_r[1])
+    candidate = kit.bounded(1, b.op("Add", x_part, reset))
+    new = b.op("Mul", kit.one_minus(z), candidate)
+    return (b.op("Add", new, b.op("Mul", z, h)),)
 
 
 def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
-    from_x = product(kit.pen, x, weights.W, weights.bias_w)
-    return kit.pen.op("Add", from_x, product(kit.pen, h, weights.R[0], weights.bias_r[0]))
+    from_x = product(kit.b, x, weights.W, weights.bias_w)
+    return kit.b.op("Add", from_x, product(kit.b, h, weights.R[0], weights.bias_r[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,55 +3,55 @@
 import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.pen import Pen
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.structure import Node
 
 
 @lowering("STFT")
-def stft(pen: Pen, node: Node) -> None:
+def stft(b: LoweringBuilder, node: Node) -> None:
     """Gathers frames, weighs them by the window, and transforms them."""
     signal, step, window, length = (*node.inputs, "", "")[:4]
-    parts = pen.facts[signal].shape[2:] or (1,)
-    if len(pen.facts[signal].shape) == 2:
-        signal = pen.op("Unsqueeze", signal, pen.constant([2]))
-    points = _whole(pen, length) if length else pen.op("Size", window)
-    frames = pen.op("Gather", signal, _frames(pen, signal, _whole(pen, step), points), axis=1)
+    parts = b.facts[signal].shape[2:] or (1,)
+    if len(b.facts[signal].shape) == 2:
+        signal = b.op("Unsqueeze", signal, b.constant([2]))
+    points = _whole(b, length) if length else b.op("Size", window)
+    frames = b.op("Gather", signal, _frames(b, signal, _whole(b, step), points), axis=1)
     if window:
-        frames = pen.op("Mul", frames, pen.op("Unsqueeze", window, pen.constant([1])))
+        frames = b.op("Mul", frames, b.op("Unsqueeze", window, b.constant([1])))
     onesided = integer(node, "onesided", 1)
     # Only reals have spectra of which half is enough; of others the second half is cut off.
     cut = onesided and parts != (1,)
-    spectra = _transformed(pen, frames, onesided and not cut, "" if cut else node.outputs[0])
+    spectra = _transformed(b, frames, onesided and not cut, "" if cut else node.outputs[0])
     if cut:
-        half = pen.op("Div", points, pen.constant(np.array(2)))
-        bins = pen.op("Unsqueeze", pen.op("Add", half, _one(pen)), pen.constant([0]))
-        first, axis = pen.constant([0]), pen.constant([2])
-        pen.op("Slice", spectra, first, bins, axis, to=node.outputs[0])
+        half = b.op("Div", points, b.constant(np.array(2)))
+        bins = b.op("Unsqueeze", b.op("Add", half, _one(b)), b.constant([0]))
+        first, axis = b.constant([0]), b.constant([2])
+        b.op("Slice", spectra, first, bins, axis, result=node.outputs[0])
 
 
-def _frames(pen: Pen, signal: str, step: str, points: str) -> str:
+def _frames(b: LoweringBuilder, signal: str, step: str, points: str) -> str:
     """Where in the signal the points of each frame are, ``(frames, points)``."""
-    samples = pen.op("Gather", pen.op("Shape", signal), _one(pen))
-    steps = pen.op("Div", pen.op("Sub", samples, points), step)
-    zero = pen.constant(np.array(0))
-    numbers = pen.op("Range", zero, pen.op("Add", steps, _one(pen)), _one(pen))
-    starts = pen.op("Unsqueeze", pen.op("Mul", numbers, step), pen.constant([1]))
-    return pen.op("Add", starts, pen.op("Range", zero, points, _one(pen)))
+    samples = b.op("Gather", b.op("Shape", signal), _one(b))
+    steps = b.op("Div", b.op("Sub", samples, points), step)
+    zero = b.constant(np.array(0))
+    numbers = b.op("Range", zero, b.op("Add", steps, _one(b)), _one(b))
+    starts = b.op("Unsqueeze", b.op("Mul", numbers, step), b.constant([1]))
+    return b.op("Add", starts, b.op("Range", zero, points, _one(b)))
 
 
-def _transformed(pen: Pen, frames: str, onesided: int, to: str) -> str:
+def _transformed(b: LoweringBuilder, frames: str, onesided: int, result: str) -> str:
     """The transform of ``(n, frames, points, parts)`` along the points."""
-    if pen.graph.opset < 20:
-        return pen.op("DFT", frames, axis=2, onesided=int(onesided), to=to)
-    axis = pen.constant(np.array(2))
-    return pen.op("DFT", frames, "", axis, onesided=int(onesided), to=to)
+    if b.graph.opset < 20:
+        return b.op("DFT", frames, axis=2, onesided=int(onesided), result=result)
+    axis = b.constant(np.array(2))
+    return b.op("DFT", frames, "", axis, onesided=int(onesided), result=result)
 
 
-def _one(pen: Pen) -> str:
-    return pen.constant(np.array(1))
+def _one(b: LoweringBuilder) -> str:
+    return b.constant(np.array(1))
 
 
-def _whole(pen: Pen, number: str) -> str:
+def _whole(b: LoweringBuilder, number: str) -> str:
     """A length as a 0-d int64."""
-    return pen.op("Reshape", pen.cast(number, "int64"), pen.constant([], "int64"))
+    return b.op("Reshape", b.cast(number, "int64"), b.constant([], "int64"))

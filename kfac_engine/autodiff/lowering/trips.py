@@ -6,8 +6,8 @@ from itertools import count
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin
-from kfac_engine.autodiff.lowering.pen import Pen
 from kfac_engine.autodiff.lowering.steps import MOST_STEPS
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.passes.bodies import Body
@@ -15,13 +15,13 @@ from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions.session import Session
 
 
-def trip_count(pen: Pen, node: Node, body: Body, known: KnownValues) -> int:
+def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> int:
     """The number of iterations of a Loop.
 
     Only what its condition is made of is computed, iteration by iteration: counters, mostly.
 
     Args:
-        pen: For errors.
+        b: For errors.
         node: The loop.
         body: Its body.
         known: What constants and sizes decide; remembers what was asked for.
@@ -32,44 +32,44 @@ def trip_count(pen: Pen, node: Node, body: Body, known: KnownValues) -> int:
     Raises:
         UnsupportedOpError: Data decides the number, or it is too large to unroll.
     """
-    limit, going = (_operand(pen, node, known, index) for index in (0, 1))
+    limit, going = (_operand(b, node, known, index) for index in (0, 1))
     most = MOST_STEPS + 1 if limit is None else int(limit.item())
     if going is not None and not going.all():
         return 0
     trips = 0
     if most > 0:
-        condition = _condition(pen, node, body, known)
+        condition = _condition(b, node, body, known)
         trips = next(trip for trip, more in enumerate(condition, 1) if not more or trip >= most)
     if trips > MOST_STEPS:
-        raise pen.refuse(node, f"it runs more than {MOST_STEPS} times, too often to unroll")
+        raise b.refuse(node, f"it runs more than {MOST_STEPS} times, too often to unroll")
     return trips
 
 
-def _operand(pen: Pen, node: Node, known: KnownValues, index: int) -> Array | None:
+def _operand(b: LoweringBuilder, node: Node, known: KnownValues, index: int) -> Array | None:
     """The limit or the first condition; None where the node has none."""
     name = node.inputs[index] if len(node.inputs) > index else ""
-    return _known(pen, node, known, name) if name else None
+    return _known(b, node, known, name) if name else None
 
 
-def _known(pen: Pen, node: Node, known: KnownValues, name: str) -> Array:
+def _known(b: LoweringBuilder, node: Node, known: KnownValues, name: str) -> Array:
     value = known.get(name)
     if value is None:
-        why = Origin(pen.graph, pen.facts, name).why_undecided()
-        raise pen.refuse(node, f"its number of iterations is not fixed, as {why}")
+        why = Origin(b.graph, b.facts, name).why_undecided()
+        raise b.refuse(node, f"its number of iterations is not fixed, as {why}")
     return value
 
 
-def _condition(pen: Pen, node: Node, body: Body, known: KnownValues) -> Iterator[bool]:
+def _condition(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> Iterator[bool]:
     """Whether the loop goes on after its first iteration, its second, and so on."""
     nodes, states = _deciding(body)
     held = dict(body.graph.constants)
     given = {body.inputs[0]: np.asarray(0), body.inputs[1]: np.asarray(True)}
-    given |= {body.inputs[i]: _known(pen, node, known, node.inputs[i]) for i in states}
+    given |= {body.inputs[i]: _known(b, node, known, node.inputs[i]) for i in states}
     results = {body.inputs[i]: body.graph.outputs[i - 1] for i in (1, *states)}
     made = {name for entry in nodes for name in entry.outputs}
     reads = {name for entry in nodes for name in (*entry.inputs, *entry.captures) if name}
     outer = reads.union(results.values()) - made - held.keys() - given.keys()
-    held |= {name: _known(pen, node, known, name) for name in sorted(outer)}
+    held |= {name: _known(b, node, known, name) for name in sorted(outer)}
     after = {name: f"{name} after" for name in results}
     copies = [Node("Identity", (results[name],), (new,), name=new) for name, new in after.items()]
     model = compact_model(
@@ -78,7 +78,7 @@ def _condition(pen: Pen, node: Node, body: Body, known: KnownValues) -> Iterator
         list(after.values()),
         held,
         body.graph.opset,
-        domains=pen.graph.domains,
+        domains=b.graph.domains,
     )
     session = Session(model, threads=1, what=f"the condition of '{node.name}'")
     for trip in count():

@@ -1,10 +1,10 @@
 """The table of derivative rules: one function per operator, one file per family of operators.
 
 A rule receives the node, the cotangents of its outputs and which operands want one, and writes the
-cotangents of the operands with a ``Builder``::
+cotangents of the operands with a ``VjpBuilder``::
 
     @vjp_rule("Tanh")
-    def tanh(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    def tanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
         y = node.outputs[0]
         ...
         return {0: b.op("Mul", g[0], slope)}
@@ -22,14 +22,14 @@ from functools import cache
 from importlib import import_module
 from typing import TypeAlias
 
-from kfac_engine.autodiff.node_builder import Builder
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 from kfac_engine.registry import Registry
 
 Cotangents: TypeAlias = Mapping[int, str]
 Wanted: TypeAlias = frozenset[int]
 Gradients: TypeAlias = Mapping[int, str]
-Rule: TypeAlias = Callable[[Builder, Node, Cotangents, Wanted], Gradients]
+Rule: TypeAlias = Callable[[VjpBuilder, Node, Cotangents, Wanted], Gradients]
 
 _FAMILIES = (
     "activation", "convolution", "determinant", "einsum", "elementwise", "fourier", "indexing",

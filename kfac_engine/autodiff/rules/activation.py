@@ -7,10 +7,10 @@ needs it anyway, and ONNX Runtime fuses activations into the operator before the
 from collections.abc import Mapping
 from math import pi, sqrt
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.rules.elementwise import polynomial
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 # Defaults of Selu, as ONNX states them.
@@ -23,14 +23,14 @@ _RELAYS = frozenset({"Cast", "CastLike", "Identity"})
 
 
 @vjp_rule("Relu")
-def relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def relu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent where y > 0."""
     y = node.outputs[0]
     return {0: b.op("Mul", g[0], b.cast_like(b.op("Greater", y, b.scalar(0, y)), y))}
 
 
 @vjp_rule("LeakyRelu")
-def leaky_relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def leaky_relu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent, times the slope where x ≤ 0."""
     x, alpha = node.inputs[0], number(node, "alpha", 0.01)
     slope = b.scalar(alpha, x)
@@ -41,7 +41,7 @@ def leaky_relu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 
 @vjp_rule("PRelu")
-def prelu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def prelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Like LeakyRelu; the slope gets g x where x < 0."""
     x, slope = node.inputs
     gradients = {}
@@ -54,7 +54,7 @@ def prelu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Clip")
-def clip(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def clip(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent goes to x inside the bounds, else to the bound."""
     x, low, high = (*node.inputs, "", "")[:3]
     # y = min(max(x, low), high), in this order: an empty interval gives high.
@@ -76,7 +76,7 @@ def clip(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("HardSigmoid")
-def hard_sigmoid(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def hard_sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The slope where 0 < y < 1."""
     y = node.outputs[0]
     inside = b.op("And", _positive(b, y), b.op("Less", y, b.scalar(1, y)))
@@ -85,7 +85,7 @@ def hard_sigmoid(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
 
 
 @vjp_rule("HardSwish")
-def hard_swish(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def hard_swish(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope x/3 + 1/2 between −3 and 3, else a step."""
     x = node.inputs[0]
     bent = b.op("Less", b.op("Abs", x), b.scalar(3, x))
@@ -97,25 +97,25 @@ def hard_swish(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 
 @vjp_rule("Tanh")
-def tanh(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def tanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope 1 − y²."""
     return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, -1)))}
 
 
 @vjp_rule("Sigmoid")
-def sigmoid(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope y (1 − y)."""
     return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (0, 1, -1)))}
 
 
 @vjp_rule("Softplus")
-def softplus(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def softplus(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope sigmoid(x)."""
     return {0: b.op("Mul", g[0], b.op("Sigmoid", node.inputs[0]))}
 
 
 @vjp_rule("Softsign")
-def softsign(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def softsign(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope 1/(1 + |x|)²."""
     x = node.inputs[0]
     root = b.op("Add", b.op("Abs", x), b.scalar(1, x))
@@ -123,20 +123,20 @@ def softsign(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 @vjp_rule("Elu")
-def elu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def elu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope 1 for x > 0, else y + α."""
     return _exponential_unit(b, node, g[0], number(node, "alpha", 1.0), 1.0)
 
 
 @vjp_rule("Selu")
-def selu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def selu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope γ for x > 0, else y + γ α."""
     gamma = number(node, "gamma", _SELU_GAMMA)
     return _exponential_unit(b, node, g[0], gamma * number(node, "alpha", _SELU_ALPHA), gamma)
 
 
 def _exponential_unit(
-    b: Builder, node: Node, g: str, depth: float, slope: float
+    b: VjpBuilder, node: Node, g: str, depth: float, slope: float
 ) -> Mapping[int, str]:
     """Of y = slope·x for x > 0, else depth·(exp(x) − 1), whose derivative there is y + depth."""
     x, y = node.inputs[0], node.outputs[0]
@@ -145,7 +145,7 @@ def _exponential_unit(
 
 
 @vjp_rule("Celu")
-def celu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def celu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slope 1 for x > 0, else 1 + y/α."""
     x, y = node.inputs[0], node.outputs[0]
     left = polynomial(b, y, (1, 1 / number(node, "alpha", 1.0)))
@@ -153,13 +153,13 @@ def celu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Gelu")
-def gelu(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def gelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Slopes of the exact form and of the one with tanh."""
     slope = {"none": _gelu_slope, "tanh": _gelu_tanh_slope}
     return {0: b.op("Mul", g[0], slope[text(node, "approximate", "none")](b, node))}
 
 
-def _gelu_slope(b: Builder, node: Node) -> str:
+def _gelu_slope(b: VjpBuilder, node: Node) -> str:
     """Φ(x) + x φ(x), with the distribution function and density of the standard normal."""
     x = node.inputs[0]
     erf = b.op("Erf", b.op("Mul", x, b.scalar(sqrt(0.5), x)))
@@ -168,7 +168,7 @@ def _gelu_slope(b: Builder, node: Node) -> str:
     return b.op("Add", distribution, b.op("Mul", bell, polynomial(b, x, (0, 1 / sqrt(2 * pi)))))
 
 
-def _gelu_tanh_slope(b: Builder, node: Node) -> str:
+def _gelu_tanh_slope(b: VjpBuilder, node: Node) -> str:
     """Of y = x (1 + t)/2 with t = tanh(u), u = √(2/π)(x + 0.044715 x³): (1 + t)/2 + x t′/2."""
     x, c = node.inputs[0], sqrt(2 / pi)
     t = b.op("Tanh", polynomial(b, x, (0, c, 0, 0.044715 * c)))
@@ -183,7 +183,7 @@ def _gelu_tanh_slope(b: Builder, node: Node) -> str:
 
 
 @vjp_rule("Softmax")
-def softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """With t = g y: t − y Σ t."""
     y = _defined(b, node.outputs[0])
     total = _sum_over_axis(b, node, b.op("Mul", g[0], y))
@@ -191,19 +191,19 @@ def softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("LogSoftmax")
-def log_softmax(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def log_softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent minus exp(y) Σ g."""
     probabilities = b.op("Exp", node.outputs[0])
     return {0: b.op("Sub", g[0], b.op("Mul", probabilities, _sum_over_axis(b, node, g[0])))}
 
 
-def _defined(b: Builder, y: str) -> str:
+def _defined(b: VjpBuilder, y: str) -> str:
     """Probabilities, zero in rows that are masked throughout where others are selected instead."""
     # Such rows are 0/0. What is not selected has cotangent zero, but zero times NaN is NaN.
     return b.op("Where", b.op("IsNaN", y), b.scalar(0, y), y) if _is_selected(b, y) else y
 
 
-def _is_selected(b: Builder, value: str) -> bool:
+def _is_selected(b: VjpBuilder, value: str) -> bool:
     readers = [reader for reader, _ in b.graph.consumers.get(value, ())]
     return any(
         reader.op == "Where" or (reader.op in _RELAYS and _is_selected(b, reader.outputs[0]))
@@ -211,18 +211,18 @@ def _is_selected(b: Builder, value: str) -> bool:
     )
 
 
-def _sum_over_axis(b: Builder, node: Node, value: str) -> str:
+def _sum_over_axis(b: VjpBuilder, node: Node, value: str) -> str:
     return b.op("ReduceSum", value, b.constant([integer(node, "axis", -1)]), keepdims=1)
 
 
 # -- pieces ----------------------------------------------------------------------------------------
 
 
-def _positive(b: Builder, x: str) -> str:
+def _positive(b: VjpBuilder, x: str) -> str:
     return b.op("Greater", x, b.scalar(0, x))
 
 
-def _sum_where(b: Builder, mask: str, g: str, bound: str) -> str:
+def _sum_where(b: VjpBuilder, mask: str, g: str, bound: str) -> str:
     """The gradient of a bound of Clip: the sum of ``g`` where the bound is what one sees."""
     total = b.op("ReduceSum", b.op("Where", mask, g, b.scalar(0, bound)), keepdims=0)
     return b.reshape_like(total, bound)

@@ -8,11 +8,11 @@ from parameters has the same sides in every batch.
 
 from dataclasses import replace
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import sliding, spread
 from kfac_engine.autodiff.rules.kernels import kernel_cotangent
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
@@ -20,7 +20,7 @@ _LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero
 
 
 @vjp_rule("Conv")
-def conv(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """A convolution for each operand; the bias gets the sum over examples and positions."""
     window = sliding(node, b.sides(node.inputs[1])[2:])
     group = integer(node, "group", 1)
@@ -35,7 +35,7 @@ def conv(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("ConvTranspose")
-def conv_transpose(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Conv and ConvTranspose are adjoint: the image takes the place of Conv's cotangent."""
     x, weight = node.inputs[:2]
     window = sliding(node, b.sides(weight)[2:])
@@ -63,7 +63,7 @@ def _pads_itself(node: Node) -> bool:
     return text(node, "auto_pad", "NOTSET").startswith("SAME")
 
 
-def _uncropped(b: Builder, node: Node, g: str, window: SlidingWindow) -> str:
+def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
     """The cotangent of all that the taps reach, where cropping follows from the result's size."""
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
@@ -80,7 +80,7 @@ def _uncropped(b: Builder, node: Node, g: str, window: SlidingWindow) -> str:
     return b.pad(g, pads, b.constant(window.axes), 2 + len(window.kernel))
 
 
-def _image(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
+def _image(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
     """Cotangent of the image: a convolution with the kernel turned around, or ConvTranspose."""
     x, weight = node.inputs[:2]
     begins = tuple(r - p for r, p in zip(window.reaches, window.begins, strict=True))
@@ -92,7 +92,7 @@ def _image(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) ->
     return spread(b, window, g, weight, x, node.outputs[0], group)
 
 
-def _turned(b: Builder, weight: str, window: SlidingWindow, group: int) -> str:
+def _turned(b: VjpBuilder, weight: str, window: SlidingWindow, group: int) -> str:
     """The kernel with input and output channels exchanged and every spatial axis reversed."""
     outs, ins = b.sides(weight)[:2]
     spatial = window.axes

@@ -1,8 +1,8 @@
 """Determinants and triangles of matrices."""
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 # Cofactors are n² determinants, n⁵ multiplications: a million for one matrix of this size.
@@ -11,13 +11,13 @@ _INT64 = 7  # TensorProto.INT64
 
 
 @vjp_rule("Trilu")
-def triangle(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def triangle(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The same triangle of the cotangent."""
     return {0: b.op("Trilu", g[0], *node.inputs[1:], upper=integer(node, "upper", 1))}
 
 
 @vjp_rule("Det")
-def determinant(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def determinant(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times the cofactors (Jacobi's formula)."""
     x, y = node.inputs[0], node.outputs[0]
     n, matrix = b.sides(x)[-1], b.constant([-2, -1])
@@ -32,7 +32,7 @@ def determinant(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
     return {0: b.op("Mul", scaled, b.op("Inverse", turned, domain="com.microsoft"))}
 
 
-def _cofactors(b: Builder, x: str) -> str:
+def _cofactors(b: VjpBuilder, x: str) -> str:
     rank, one = b.rank(x), b.constant(1)
     n = b.forward("Gather", b.shape(x), b.constant(rank - 1))[0]
     column = b.forward("Unsqueeze", _count(b, n), b.constant([1]))[0]
@@ -50,5 +50,5 @@ def _cofactors(b: Builder, x: str) -> str:
     return b.op("Mul", b.op("Det", minors), b.cast_like(sign, x))
 
 
-def _count(b: Builder, limit: str) -> str:
+def _count(b: VjpBuilder, limit: str) -> str:
     return b.forward("Range", b.constant(0), limit, b.constant(1))[0]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import text
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 _DOTS = "..."
@@ -28,7 +28,7 @@ class _Factor:
 
 
 @vjp_rule("Einsum")
-def einsum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def einsum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """One Einstein sum for each operand."""
     *terms, result = _terms(b, node)
     operands = [
@@ -41,7 +41,7 @@ def einsum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     }
 
 
-def _gradient(b: Builder, x: str, term: str, others: Sequence[_Factor]) -> str:
+def _gradient(b: VjpBuilder, x: str, term: str, others: Sequence[_Factor]) -> str:
     """The gradient of ``x``, which the equation calls ``term``."""
     sides = b.sides(x)
     known = {letter for factor in others for letter in factor.letters}
@@ -74,7 +74,7 @@ def _in_order(factors: Sequence[_Factor], result: Sequence[str]) -> Sequence[_Fa
     return factors
 
 
-def _diagonal(b: Builder, x: str, first: int, second: int) -> str:
+def _diagonal(b: VjpBuilder, x: str, first: int, second: int) -> str:
     """Ones where two axes of ``x`` have equal indices, else zeros; other sides are one."""
     side = b.forward("Gather", b.shape(x), b.constant(first))[0]
     line = b.forward("Range", b.constant(0), side, b.constant(1))[0]
@@ -86,7 +86,7 @@ def _diagonal(b: Builder, x: str, first: int, second: int) -> str:
     return b.cast_like(b.forward("Equal", along[0][0], along[1][0])[0], x)
 
 
-def _narrowed(b: Builder, value: str, like: str, letters: str) -> _Factor:
+def _narrowed(b: VjpBuilder, value: str, like: str, letters: str) -> _Factor:
     """``value``, which has the sides of the forward value ``like``, without its sides of one."""
     ones = [axis for axis, side in enumerate(b.sides(like)) if side == 1]
     if not ones:
@@ -95,7 +95,7 @@ def _narrowed(b: Builder, value: str, like: str, letters: str) -> _Factor:
     return _Factor(b.op("Squeeze", value, b.constant(ones)), kept)
 
 
-def _terms(b: Builder, node: Node) -> tuple[str, ...]:
+def _terms(b: VjpBuilder, node: Node) -> tuple[str, ...]:
     """A string of letters for each operand, and one for the result; dots become letters."""
     equation = text(node, "equation", "").replace(" ", "")
     left, arrow, result = equation.partition("->")

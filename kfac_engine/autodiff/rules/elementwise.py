@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 _TWO_OVER_ROOT_PI = 1.1283791670955126
@@ -13,33 +13,33 @@ _TWO_OVER_ROOT_PI = 1.1283791670955126
 
 
 @vjp_rule("Add", "Sum")
-def add(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def add(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The sum hands its cotangent to every operand."""
     return _each(b, node, dict.fromkeys(wanted, g[0]))
 
 
 @vjp_rule("Mean")
-def mean(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Like a sum, over the number of operands."""
     share = b.op("Mul", g[0], b.scalar(1 / len(node.inputs), node.outputs[0]))
     return _each(b, node, dict.fromkeys(wanted, share))
 
 
 @vjp_rule("Sub")
-def sub(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def sub(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """A cotangent and its negative."""
     parts = _each(b, node, dict.fromkeys(wanted, g[0]))
     return {i: b.op("Neg", part) if i == 1 else part for i, part in parts.items()}
 
 
 @vjp_rule("Mul")
-def mul(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def mul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times the other operand."""
     return _each(b, node, {i: b.op("Mul", g[0], node.inputs[1 - i]) for i in wanted})
 
 
 @vjp_rule("Div")
-def div(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def div(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """With q = g/x₁: q and −q y."""
     quotient = b.op("Div", g[0], node.inputs[1])
     wide = {0: quotient}
@@ -49,7 +49,7 @@ def div(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Pow")
-def power(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def power(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times p x^(p−1), and times y log x."""
     x, p = node.inputs
     wide = {}
@@ -69,7 +69,7 @@ def power(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Max", "Min")
-def extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent goes to the operand that was chosen."""
     y = node.outputs[0]
     chosen = [b.cast_like(b.op("Equal", x, y), y) for x in node.inputs]
@@ -79,7 +79,7 @@ def extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 @vjp_rule("Mod")
-def modulo(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def modulo(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Of y = x₀ − q x₁ with a whole number q: the cotangent and −q times it."""
     dividend, divisor = node.inputs
     wide = {0: g[0]}
@@ -92,7 +92,7 @@ def modulo(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Where")
-def where(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def where(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent goes to the branch that was taken."""
     condition, y = node.inputs[0], node.outputs[0]
     zero = b.scalar(0, y)
@@ -100,7 +100,7 @@ def where(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     return _each(b, node, {i: b.op("Where", condition, *branches[i]) for i in wanted})
 
 
-def _each(b: Builder, node: Node, wide: dict[int, str]) -> Gradients:
+def _each(b: VjpBuilder, node: Node, wide: dict[int, str]) -> Gradients:
     """Cotangents with the result's shape, summed to the shapes of the operands."""
     y = node.outputs[0]
     return {i: b.unbroadcast(name, y, node.inputs[i]) for i, name in wide.items()}
@@ -110,52 +110,52 @@ def _each(b: Builder, node: Node, wide: dict[int, str]) -> Gradients:
 
 
 @vjp_rule("Neg")
-def neg(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def neg(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The negated cotangent."""
     return {0: b.op("Neg", g[0])}
 
 
 @vjp_rule("Abs")
-def absolute(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def absolute(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times sign(x): zero at the kink."""
     return {0: b.op("Mul", g[0], b.op("Sign", node.inputs[0]))}
 
 
 @vjp_rule("Exp")
-def exp(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def exp(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times y."""
     return {0: b.op("Mul", g[0], node.outputs[0])}
 
 
 @vjp_rule("Log")
-def log(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def log(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent over x."""
     return {0: b.op("Div", g[0], node.inputs[0])}
 
 
 @vjp_rule("Sqrt")
-def sqrt(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def sqrt(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent over 2 y."""
     y = node.outputs[0]
     return {0: b.op("Div", b.op("Mul", g[0], b.scalar(0.5, y)), y)}
 
 
 @vjp_rule("Reciprocal")
-def reciprocal(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reciprocal(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times −y²."""
     y = node.outputs[0]
     return {0: b.op("Neg", b.op("Mul", g[0], b.op("Mul", y, y)))}
 
 
 @vjp_rule("Erf")
-def erf(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def erf(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times 2/√π exp(−x²)."""
     x = node.inputs[0]
     bell = b.op("Exp", b.op("Neg", b.op("Mul", x, x)))
     return {0: b.op("Mul", g[0], b.op("Mul", bell, b.scalar(_TWO_OVER_ROOT_PI, x)))}
 
 
-def polynomial(b: Builder, x: str, coefficients: Sequence[float]) -> str:
+def polynomial(b: VjpBuilder, x: str, coefficients: Sequence[float]) -> str:
     """A polynomial of the forward value ``x``, coefficients in rising order, by Horner's rule."""
     *lower, last = coefficients
     result = b.scalar(last, x)

@@ -7,15 +7,16 @@ transforms leave out the half of a spectrum that follows from the other half.
 
 import numpy as np
 
-from kfac_engine.autodiff.node_builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("DFT")
-def dft(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The transform in the other direction, cut or filled up to the length of the signal."""
     axis = _axis(b, node)
     onesided, inverse = (integer(node, name, 0) for name in ("onesided", "inverse"))
@@ -36,7 +37,7 @@ def dft(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     return {0: signal}
 
 
-def _real_result(b: Builder, node: Node, g: str, axis: int) -> str:
+def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
     """Adjoint of half a spectrum to a real signal: all but its ends stand for two numbers."""
     x, y = node.inputs[0], node.outputs[0]
     if b.sides(x)[axis] > b.sides(y)[axis] // 2 + 1:
@@ -59,7 +60,7 @@ def _real_result(b: Builder, node: Node, g: str, axis: int) -> str:
     return _fitted(b, weighted, half, _side(b, x, axis), (axis, b.rank(x)))
 
 
-def _axis(b: Builder, node: Node) -> int:
+def _axis(b: VjpBuilder, node: Node) -> int:
     """The axis of the signal, which became an operand with operator set 20."""
     rank = b.rank(node.inputs[0])
     if b.graph.opset < 20:
@@ -73,7 +74,7 @@ def _axis(b: Builder, node: Node) -> int:
     return int(b.graph.constants[name]) % rank if name else rank - 2
 
 
-def _transformed(b: Builder, node: Node, signal: str, axis: int, inverse: int) -> str:
+def _transformed(b: VjpBuilder, node: Node, signal: str, axis: int, inverse: int) -> str:
     """The transform of all of ``signal``, one-sided where ``node`` makes reals of a spectrum."""
     half = integer(node, "onesided", 0) * integer(node, "inverse", 0)
     if b.graph.opset < 20:
@@ -82,15 +83,15 @@ def _transformed(b: Builder, node: Node, signal: str, axis: int, inverse: int) -
     return b.op("DFT", signal, "", at, inverse=inverse, onesided=half)
 
 
-def _side(b: Builder, name: str, axis: int) -> str:
+def _side(b: VjpBuilder, name: str, axis: int) -> str:
     return b.forward("Gather", b.shape(name), b.constant([axis]))[0]
 
 
-def _float(b: Builder, value: str, like: str) -> str:
+def _float(b: VjpBuilder, value: str, like: str) -> str:
     return b.forward("Cast", value, to=FLOAT_CODES[b.dtype(like).name])[0]
 
 
-def _fitted(b: Builder, value: str, old: str, new: str, place: tuple[int, int]) -> str:
+def _fitted(b: VjpBuilder, value: str, old: str, new: str, place: tuple[int, int]) -> str:
     """``value`` with ``new`` instead of ``old`` entries along one axis of so many."""
     axis, rank = place
     more = b.forward("Sub", new, old)[0]

@@ -21,8 +21,8 @@ Matrices lose to ConvTranspose in the last row once images are large: their work
 third power of a side. Maxima are compared tile by tile, with 32 images of 32 channels.
 """
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.backend.sliding_window import SlidingWindow, split_padding
 from kfac_engine.graph.structure import Node
 
@@ -62,7 +62,7 @@ def _resolved(window: SlidingWindow) -> SlidingWindow:
     )
 
 
-def same_padding(b: Builder, window: SlidingWindow, x: str, y: str) -> tuple[str, str]:
+def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[str, str]:
     """Run-time padding of SAME: as much as the windows of ``y`` stick out of the image ``x``.
 
     Args:
@@ -86,7 +86,7 @@ def same_padding(b: Builder, window: SlidingWindow, x: str, y: str) -> tuple[str
 
 
 def spread(
-    b: Builder, window: SlidingWindow, g: str, weight: str, x: str, y: str, group: int = 1
+    b: VjpBuilder, window: SlidingWindow, g: str, weight: str, x: str, y: str, group: int = 1
 ) -> str:
     """The adjoint of a convolution: each window adds its cotangent to the pixels it saw.
 
@@ -123,7 +123,7 @@ def spread(
     return _filled(b, seen, pixels, axes, none) if unseen else seen
 
 
-def _filled(b: Builder, seen: str, pixels: str, axes: str, none: tuple[int, ...]) -> str:
+def _filled(b: VjpBuilder, seen: str, pixels: str, axes: str, none: tuple[int, ...]) -> str:
     missing = b.op("Sub", pixels, b.op("Shape", seen, start=2))
     pads = b.op("Concat", b.constant(none), missing, axis=0)
     return b.pad(seen, pads, axes, 2 + len(none))

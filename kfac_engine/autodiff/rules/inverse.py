@@ -1,12 +1,12 @@
 """The inverse of a matrix, which ONNX Runtime has and the standard has not."""
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("com.microsoft::Inverse")
-def inverse(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def inverse(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """−Yᵀ G Yᵀ, for each matrix of a batch."""
     y = node.outputs[0]
     rank = b.rank(y)

@@ -24,8 +24,8 @@ from math import prod
 
 import numpy as np
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules.geometry import same_padding
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.graph.structure import Node
@@ -39,7 +39,7 @@ _LEAST_MULTIPLIED = 1e6
 _MOST_SHIFTS = 9
 
 
-def kernel_cotangent(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
+def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
     """Cotangent of the kernel of a convolution.
 
     Args:
@@ -63,7 +63,7 @@ def kernel_cotangent(b: Builder, node: Node, g: str, window: SlidingWindow, grou
     return found
 
 
-def _is_quicker_alone(b: Builder, node: Node, window: SlidingWindow, group: int) -> bool:
+def _is_quicker_alone(b: VjpBuilder, node: Node, window: SlidingWindow, group: int) -> bool:
     """Whether the product is worth doing outside ONNX Runtime, by the sizes of the sample run."""
     weight = node.inputs[1]
     outs, ins = b.sides(weight)[:2]
@@ -89,7 +89,7 @@ class _Shifts:
     written: int
 
 
-def _shifts(b: Builder, node: Node, window: SlidingWindow) -> _Shifts | None:
+def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:
     """The division of shifts that writes the fewest numbers; None where all write too many."""
     outs, ins = b.sides(node.inputs[1])[:2]
     kernel, pads = window.kernel, (window.begins, window.ends)
@@ -105,7 +105,7 @@ def _shifts(b: Builder, node: Node, window: SlidingWindow) -> _Shifts | None:
 
 
 def _product_of_shifts(
-    b: Builder, node: Node, g: str, window: SlidingWindow, shifts: _Shifts
+    b: VjpBuilder, node: Node, g: str, window: SlidingWindow, shifts: _Shifts
 ) -> str:
     """The product over examples and positions of the shifted operands, in the kernel's order."""
     x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
@@ -171,7 +171,7 @@ def _against(window: SlidingWindow, cut: int) -> SlidingWindow:
 
 
 def _shifted(
-    b: Builder,
+    b: VjpBuilder,
     value: str,
     like: str,
     channels: int,
@@ -202,7 +202,7 @@ def _shifted(
     )  # fmt: skip
 
 
-def _as_kernel(b: Builder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
+def _as_kernel(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
     """A convolution of the image whose kernel is the cotangent."""
     # Examples take the place of input channels; strides and dilations change roles.
     x, weight = node.inputs[:2]
@@ -220,7 +220,7 @@ def _as_kernel(b: Builder, node: Node, g: str, window: SlidingWindow, group: int
     return b.op("Transpose", taps, perm=(1, 0, *spatial))
 
 
-def _padded(b: Builder, x: str, y: str, window: SlidingWindow) -> str:
+def _padded(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> str:
     """The image with its padding."""
     pads = b.constant(window.begins + window.ends)
     if window.same:
@@ -231,7 +231,7 @@ def _padded(b: Builder, x: str, y: str, window: SlidingWindow) -> str:
 
 
 def _examples_as_channels(
-    b: Builder, image: str, ins: int, window: SlidingWindow, group: int
+    b: VjpBuilder, image: str, ins: int, window: SlidingWindow, group: int
 ) -> str:
     """``(n, group · ins, *pixels)`` to ``(ins, group · n, *pixels)``."""
     spatial = window.axes

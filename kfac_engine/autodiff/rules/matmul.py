@@ -3,14 +3,14 @@
 Two-dimensional products are written as Gemm, which transposes operands for free.
 """
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("Gemm")
-def gemm(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def gemm(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Products with the other operand, transposed as the flags ask; C as broadcast."""
     A, B = node.inputs[:2]
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
@@ -31,7 +31,7 @@ def gemm(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("MatMul")
-def matmul(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def matmul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Products with the other operand, transposed."""
     A, B = node.inputs
     left, right = _PRODUCTS[b.rank(A) == 1, b.rank(B) == 1]
@@ -43,7 +43,7 @@ def matmul(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     return gradients
 
 
-def _left_matrix(b: Builder, node: Node, g: str) -> str:
+def _left_matrix(b: VjpBuilder, node: Node, g: str) -> str:
     """G Bᵀ, summed over batch axes that A lacks."""
     A, B = node.inputs
     if b.rank(A) == b.rank(B) == 2:
@@ -55,7 +55,7 @@ def _left_matrix(b: Builder, node: Node, g: str) -> str:
     return b.unbroadcast(product, node.outputs[0], A)
 
 
-def _right_matrix(b: Builder, node: Node, g: str) -> str:
+def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
     """Aᵀ g, summed over batch axes that B lacks."""
     A, B = node.inputs
     rank = b.rank(A)
@@ -65,25 +65,25 @@ def _right_matrix(b: Builder, node: Node, g: str) -> str:
     return b.unbroadcast(product, node.outputs[0], B)
 
 
-def _left_of_vector(b: Builder, node: Node, g: str) -> str:
+def _left_of_vector(b: VjpBuilder, node: Node, g: str) -> str:
     """Of y = A v: the outer product of g and v, for each matrix of A."""
     return b.op("Mul", b.op("Unsqueeze", g, b.constant([-1])), node.inputs[1])
 
 
-def _vector_on_right(b: Builder, node: Node, g: str) -> str:
+def _vector_on_right(b: VjpBuilder, node: Node, g: str) -> str:
     """Of y = A v: Aᵀ g, summed over all rows of all matrices."""
     A, v = node.inputs
     row = b.op("Reshape", g, b.constant([1, -1]))
     return b.reshape_like(b.op("MatMul", row, _rows(b, A, b.rank(A))), v)
 
 
-def _right_of_vector(b: Builder, node: Node, g: str) -> str:
+def _right_of_vector(b: VjpBuilder, node: Node, g: str) -> str:
     """Of y = v B: the outer product of v and g, for each matrix of B."""
     v = b.op("Unsqueeze", node.inputs[0], b.constant([1]))
     return b.op("Mul", v, b.op("Unsqueeze", g, b.constant([-2])))
 
 
-def _vector_on_left(b: Builder, node: Node, g: str) -> str:
+def _vector_on_left(b: VjpBuilder, node: Node, g: str) -> str:
     """Of y = v B: B g, summed over all matrices."""
     v, B = node.inputs
     product = b.op("MatMul", B, b.op("Unsqueeze", g, b.constant([-1])))
@@ -92,11 +92,11 @@ def _vector_on_left(b: Builder, node: Node, g: str) -> str:
     return b.reshape_like(total, v)
 
 
-def _factor_on_right(b: Builder, node: Node, g: str) -> str:
+def _factor_on_right(b: VjpBuilder, node: Node, g: str) -> str:
     return b.op("Mul", g, node.inputs[0])
 
 
-def _factor_on_left(b: Builder, node: Node, g: str) -> str:
+def _factor_on_left(b: VjpBuilder, node: Node, g: str) -> str:
     return b.op("Mul", g, node.inputs[1])
 
 
@@ -109,16 +109,16 @@ _PRODUCTS = {
 }
 
 
-def _rows(b: Builder, value: str, rank: int) -> str:
+def _rows(b: VjpBuilder, value: str, rank: int) -> str:
     """All matrices of a batch on top of each other: ``(rows, columns)``."""
     return value if rank == 2 else b.op("Flatten", value, axis=-1)
 
 
-def _columns(b: Builder, value: str, rank: int) -> str:
+def _columns(b: VjpBuilder, value: str, rank: int) -> str:
     """All matrices of a batch side by side: ``(rows, matrices · columns)``."""
     order = (rank - 2, *range(rank - 2), rank - 1)
     return b.op("Flatten", b.op("Transpose", value, perm=order), axis=1)
 
 
-def _swap_last(b: Builder, value: str, rank: int) -> str:
+def _swap_last(b: VjpBuilder, value: str, rank: int) -> str:
     return b.op("Transpose", value, perm=(*range(rank - 2), rank - 1, rank - 2))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.analysis.normalized import before_scale
 from kfac_engine.graph.structure import Node
@@ -28,7 +28,7 @@ class _Standardised:
     axes: str
 
 
-def _standardise(b: Builder, x: str, axes: Sequence[int], epsilon: str) -> _Standardised:
+def _standardise(b: VjpBuilder, x: str, axes: Sequence[int], epsilon: str) -> _Standardised:
     over = b.constant(axes)
     centred = b.op("Sub", x, b.op("ReduceMean", x, over, keepdims=1))
     variance = b.op("ReduceMean", b.op("Mul", centred, centred), over, keepdims=1)
@@ -36,7 +36,7 @@ def _standardise(b: Builder, x: str, axes: Sequence[int], epsilon: str) -> _Stan
     return _Standardised(b.op("Mul", centred, inverse), inverse, over)
 
 
-def _destandardise(b: Builder, h: _Standardised, gh: str, slope: str = "") -> str:
+def _destandardise(b: VjpBuilder, h: _Standardised, gh: str, slope: str = "") -> str:
     """The formula of the module's docstring; ``slope`` is mean(gh · h) if that is known."""
     mean = b.op("ReduceMean", gh, h.axes, keepdims=1)
     slope = slope or b.op("ReduceMean", b.op("Mul", gh, h.value), h.axes, keepdims=1)
@@ -45,7 +45,7 @@ def _destandardise(b: Builder, h: _Standardised, gh: str, slope: str = "") -> st
 
 
 @vjp_rule("LayerNormalization")
-def layer_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Over the last axes; Mean and InvStdDev are results as well."""
     x, scale = node.inputs[:2]
     first = integer(node, "axis", -1) % b.rank(x)
@@ -67,7 +67,7 @@ def layer_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
     return gradients
 
 
-def _as_computed(b: Builder, node: Node, axes: Sequence[int]) -> _Standardised:
+def _as_computed(b: VjpBuilder, node: Node, axes: Sequence[int]) -> _Standardised:
     """The forward pass has both at hand; in float64 the deviation it hands over is rounded."""
     x, scale, shift = (*node.inputs, "")[:3]
     if b.dtype(x) != np.float32:
@@ -79,7 +79,7 @@ def _as_computed(b: Builder, node: Node, axes: Sequence[int]) -> _Standardised:
     return _Standardised(made.outputs[0], made.outputs[2], b.constant(axes))
 
 
-def _of_value(b: Builder, node: Node, h: _Standardised, g: str, along: str) -> str:
+def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -> str:
     """Through the first output, with ``along`` = g h."""
     x, scale = node.inputs[:2]
     gh = b.op("Mul", g, scale)
@@ -92,7 +92,7 @@ def _of_value(b: Builder, node: Node, h: _Standardised, g: str, along: str) -> s
     return _destandardise(b, h, gh, slope)
 
 
-def _of_statistic(b: Builder, h: _Standardised, output: int, g: str, count: str) -> str:
+def _of_statistic(b: VjpBuilder, h: _Standardised, output: int, g: str, count: str) -> str:
     """Through the outputs Mean (1) and InvStdDev (2), whose derivative is −h/(n σ²)."""
     share = b.op("Div", g, count)
     if output == 1:
@@ -102,13 +102,13 @@ def _of_statistic(b: Builder, h: _Standardised, output: int, g: str, count: str)
 
 
 @vjp_rule("InstanceNormalization")
-def instance_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def instance_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Over the pixels of each example and channel."""
     return _channelwise(b, node, g[0], range(2, b.rank(node.inputs[0])), wanted)
 
 
 @vjp_rule("GroupNormalization")
-def group_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def group_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Over the channels and pixels of each group of channels."""
     x, scale = node.inputs[:2]
     groups = b.constant([0, integer(node, "num_groups", 1), -1])
@@ -133,7 +133,7 @@ _SCALE_PER_CHANNEL = 21
 
 
 @vjp_rule("LpNormalization")
-def lp_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def lp_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Of y = x/s with a norm s: (g − s′ Σ g y)/s, s′ being y or sign(x); zero where s is."""
     x, y = node.inputs[0], node.outputs[0]
     axis = b.constant([integer(node, "axis", -1)])
@@ -147,7 +147,7 @@ def lp_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> G
 
 
 # The norm's operator by its order, and its slope from operand and result.
-_NORMS: Mapping[int, tuple[str, Callable[[Builder, str, str], str]]] = {
+_NORMS: Mapping[int, tuple[str, Callable[[VjpBuilder, str, str], str]]] = {
     1: ("ReduceL1", lambda b, x, y: b.op("Sign", x)),
     2: ("ReduceL2", lambda b, x, y: y),
 }
@@ -155,7 +155,7 @@ _NORMS: Mapping[int, tuple[str, Callable[[Builder, str, str], str]]] = {
 
 @vjp_rule("LRN")
 def local_response_normalization(
-    b: Builder, node: Node, g: Cotangents, wanted: Wanted
+    b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 ) -> Gradients:
     """Of y = x s^(−β), s = bias + α mean(x²) over nearby channels: g s^(−β) − 2αβ x mean(g y/s)."""
     x, y = node.inputs[0], node.outputs[0]
@@ -172,7 +172,7 @@ def local_response_normalization(
     return {0: b.op("Sub", direct, steep)}
 
 
-def _mean_of_channels(b: Builder, value: str, x: str, size: int) -> str:
+def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
     """Means over windows of channels, zeros beside the first and last, in the shape of ``x``."""
     channels = b.forward("Gather", b.shape(x), b.constant([1]))[0]
     sides = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
@@ -185,7 +185,7 @@ def _mean_of_channels(b: Builder, value: str, x: str, size: int) -> str:
 
 
 @vjp_rule("BatchNormalization")
-def batch_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def batch_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Over examples and pixels of each channel, or by given statistics."""
     if not integer(node, "training_mode", 0):
         return _given_statistics(b, node, g[0], wanted)
@@ -199,7 +199,9 @@ def batch_normalization(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
     return _channelwise(b, node, g[0], axes, wanted)
 
 
-def _channelwise(b: Builder, node: Node, g: str, axes: Sequence[int], wanted: Wanted) -> Gradients:
+def _channelwise(
+    b: VjpBuilder, node: Node, g: str, axes: Sequence[int], wanted: Wanted
+) -> Gradients:
     """Of y = scale · h + shift, with one scale and one shift a channel, h over some ``axes``."""
     # A scale is the same all along the axes, so it stands before the means of the docstring above:
     # gx = scale (g − mean(g) − h mean(g h)) / σ. Scale and shift get sums of the same means.
@@ -219,7 +221,7 @@ def _channelwise(b: Builder, node: Node, g: str, axes: Sequence[int], wanted: Wa
     return gradients
 
 
-def _given_statistics(b: Builder, node: Node, g: str, wanted: Wanted) -> Gradients:
+def _given_statistics(b: VjpBuilder, node: Node, g: str, wanted: Wanted) -> Gradients:
     """Inference: mean and variance are operands (exporters also pass computed ones)."""
     x, scale, _, mean, variance = node.inputs
     inverse = b.op("Reciprocal", b.op("Sqrt", b.op("Add", variance, _epsilon(b, node))))
@@ -240,16 +242,16 @@ def _given_statistics(b: Builder, node: Node, g: str, wanted: Wanted) -> Gradien
     return gradients
 
 
-def _per_channel(b: Builder, value: str, rank: int) -> str:
+def _per_channel(b: VjpBuilder, value: str, rank: int) -> str:
     """A vector over channels, shaped to multiply an image with ``rank`` axes."""
     return value if rank == 2 else b.op("Unsqueeze", value, b.constant(range(1, rank - 1)))
 
 
-def _sum_channels(b: Builder, value: str, rank: int) -> str:
+def _sum_channels(b: VjpBuilder, value: str, rank: int) -> str:
     """The sum over all ``rank`` axes but the channels'."""
     axes = [axis for axis in range(rank) if axis != 1]
     return b.op("ReduceSum", value, b.constant(axes), keepdims=0)
 
 
-def _epsilon(b: Builder, node: Node) -> str:
+def _epsilon(b: VjpBuilder, node: Node) -> str:
     return b.scalar(number(node, "epsilon", 1e-5), node.inputs[0])

@@ -4,24 +4,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import sliding, spread
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.errors import ModelError, UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("MaxPool")
-def max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Each cotangent goes to the pixel that won; in tiles it is shared among equals."""
     window = sliding(node, integers(node, "kernel_shape", ()))
     compares = _tiles(window)
     return {0: _compared(b, node, g[0], window) if compares else _by_index(b, node, g[0])}
 
 
-def _by_index(b: Builder, node: Node, g: str) -> str:
+def _by_index(b: VjpBuilder, node: Node, g: str) -> str:
     x = node.inputs[0]
     # Indices count pixels of the whole batch, row by row (in this storage order).
     geometry = {k: v for k, v in node.attributes.items() if k != "storage_order"}
@@ -30,7 +30,7 @@ def _by_index(b: Builder, node: Node, g: str) -> str:
     return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
 
 
-def _compared(b: Builder, node: Node, g: str, window: SlidingWindow) -> str:
+def _compared(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
     """Of tiles: a pixel won if it equals the maximum of its tile."""
     _refuse_larger(b, node, window)
     # Asking MaxPool for indices makes it ten times slower. Measured with 2×2 tiles of 32 images of
@@ -42,7 +42,7 @@ def _compared(b: Builder, node: Node, g: str, window: SlidingWindow) -> str:
     return b.op("Mul", won, _tiled(b, b.op("Div", g, winners), x, window))
 
 
-def _tiled(b: Builder, value: str, x: str, window: SlidingWindow) -> str:
+def _tiled(b: VjpBuilder, value: str, x: str, window: SlidingWindow) -> str:
     """Each element repeated over its tile; zeros where the image has a rest that no tile covers."""
     scales = b.constant(np.array([1, 1, *window.kernel], dtype="float32"))
     tiles = b.op(
@@ -55,7 +55,7 @@ def _tiled(b: Builder, value: str, x: str, window: SlidingWindow) -> str:
 
 
 @vjp_rule("AveragePool")
-def average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Each window shares its cotangent among the pixels that it averaged."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
@@ -64,7 +64,7 @@ def average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
 
 
 @vjp_rule("LpPool")
-def lp_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Each pixel's share of the norm of its windows."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
@@ -76,12 +76,12 @@ def lp_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("GlobalLpPool")
-def global_lp_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def global_lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Each pixel's share of the norm."""
     return {0: b.op("Mul", _over_norm(b, node, g[0]), _signed_power(b, node))}
 
 
-def _over_norm(b: Builder, node: Node, g: str) -> str:
+def _over_norm(b: VjpBuilder, node: Node, g: str) -> str:
     """``g · y^(1−p)``; zero where all pixels are zero, the kink of a norm."""
     y = node.outputs[0]
     some = b.op("Greater", y, b.scalar(0, y))
@@ -90,14 +90,14 @@ def _over_norm(b: Builder, node: Node, g: str) -> str:
     return b.op("Where", some, share, b.scalar(0, y))
 
 
-def _signed_power(b: Builder, node: Node) -> str:
+def _signed_power(b: VjpBuilder, node: Node) -> str:
     """``sign(x) · |x|^(p−1)``."""
     x = node.inputs[0]
     power = b.op("Pow", b.op("Abs", x), b.scalar(integer(node, "p", 2) - 1, x))
     return b.op("Mul", b.op("Sign", x), power)
 
 
-def _shared(b: Builder, g: str, x: str, y: str, window: SlidingWindow) -> str:
+def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str:
     """Each window of ``y`` gives its cotangent to all pixels of ``x`` that it saw."""
     if _tiles(window):
         return _tiled(b, g, x, window)
@@ -133,7 +133,7 @@ def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
         )
 
 
-def _refuse_larger(b: Builder, node: Node, window: SlidingWindow) -> None:
+def _refuse_larger(b: VjpBuilder, node: Node, window: SlidingWindow) -> None:
     """Raise where an unpadded window is larger than the image of the sample run."""
     # ONNX defines no output there; ONNX Runtime pools the few pixels that it finds, by weights of
     # its own, if the stride is above one. (With a stride of one it fails, as it should.)
@@ -146,7 +146,7 @@ def _refuse_larger(b: Builder, node: Node, window: SlidingWindow) -> None:
         )
 
 
-def _weight_of_pixels(b: Builder, node: Node, window: SlidingWindow) -> str:
+def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
     """What one pixel weighs in each average: one over the number of pixels that count."""
     # At the border it depends on count_include_pad, ceil_mode and the version of the operator; the
     # pool itself tells, when it averages an image of ones: pixels × weight.
@@ -165,7 +165,7 @@ def _weight_of_pixels(b: Builder, node: Node, window: SlidingWindow) -> str:
     return b.forward("Div", total, pixels)[0]
 
 
-def _count_pixels(b: Builder, ones: str, kernel: str, window: SlidingWindow) -> str:
+def _count_pixels(b: VjpBuilder, ones: str, kernel: str, window: SlidingWindow) -> str:
     """How many pixels each window sees; more windows than there are where they are rounded up."""
     if window.same:
         return b.forward(
@@ -180,12 +180,12 @@ def _count_pixels(b: Builder, ones: str, kernel: str, window: SlidingWindow) -> 
     )[0]  # fmt: skip
 
 
-def _kernel_of_ones(b: Builder, x: str, window: SlidingWindow) -> str:
+def _kernel_of_ones(b: VjpBuilder, x: str, window: SlidingWindow) -> str:
     return b.constant(np.ones((1, 1, *window.kernel), dtype=b.dtype(x)))
 
 
 @vjp_rule("GlobalAveragePool")
-def global_average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def global_average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Every pixel gets its share of the mean."""
     x = node.inputs[0]
     share = b.op("Div", g[0], b.count(x, range(2, b.rank(x))))
@@ -193,7 +193,7 @@ def global_average_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -
 
 
 @vjp_rule("GlobalMaxPool")
-def global_max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def global_max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Share each cotangent among the pixels that won."""
     x, y = node.inputs[0], node.outputs[0]
     winners = b.cast_like(b.op("Equal", x, y), x)
@@ -206,7 +206,7 @@ def global_max_pool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 
 @vjp_rule("MaxUnpool")
-def max_unpool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Each value gets the cotangent of its pixel, unless a later one was put there."""
     x, indices, y = *node.inputs[:2], node.outputs[0]
     everything = b.constant([-1])
@@ -222,7 +222,7 @@ def max_unpool(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 
 @vjp_rule("Col2Im")
-def col2im(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def col2im(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The patches of the cotangent: a convolution with one channel for each tap."""
     x, _, block = node.inputs
     if block not in b.graph.constants:

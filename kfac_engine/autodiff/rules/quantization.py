@@ -1,13 +1,13 @@
 """Numbers stored as integers: a real scale times a whole number."""
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("DequantizeLinear")
-def dequantize(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Of y = (x − zero point) · scale: each scale gets the sum over what it scales."""
     x, scale, *zero_point = node.inputs
     # The operator itself tells the whole numbers, at a scale of one.
@@ -23,7 +23,7 @@ def dequantize(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
     return {1: _sum_of_blocks(b, wide, x, axis, integer(node, "block_size", 1))}
 
 
-def _sum_of_blocks(b: Builder, wide: str, x: str, axis: int, block: int) -> str:
+def _sum_of_blocks(b: VjpBuilder, wide: str, x: str, axis: int, block: int) -> str:
     """The sums over blocks along an axis of ``x``, the last of which may be shorter."""
     side = b.forward("Gather", b.shape(x), b.constant([axis]))[0]
     missing = b.forward("Mod", b.forward("Neg", side)[0], b.constant([block]))[0]

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
@@ -26,7 +26,7 @@ class _Reduction:
     axes: str
 
 
-def _reduction(b: Builder, node: Node, g: Cotangents) -> _Reduction:
+def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
     x, y = node.inputs[0], node.outputs[0]
     given = node.inputs[1] if len(node.inputs) > 1 else ""
     if given and b.sides(given) != (0,):
@@ -51,14 +51,14 @@ _IDENTITIES_OVER_NO_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin",
 
 
 @vjp_rule("ReduceSum")
-def reduce_sum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent goes to every element."""
     r = _reduction(b, node, g)
     return {0: b.op("Expand", r.g, b.shape(r.x))}
 
 
 @vjp_rule("ReduceMean")
-def reduce_mean(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Every element gets its share."""
     r = _reduction(b, node, g)
     every = range(b.rank(r.x)), range(b.rank(node.outputs[0]))
@@ -68,7 +68,7 @@ def reduce_mean(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 
 @vjp_rule("ReduceMax", "ReduceMin")
-def reduce_extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Elements that tie share the cotangent."""
     r = _reduction(b, node, g)
     chosen = b.cast_like(b.op("Equal", r.x, r.y), r.x)
@@ -77,7 +77,7 @@ def reduce_extremum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 
 @vjp_rule("ReduceProd")
-def reduce_prod(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_prod(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The product of the *other* elements, which y/x does not give where elements are zero."""
     r = _reduction(b, node, g)
     zero, one = b.scalar(0, r.x), b.scalar(1, r.x)
@@ -92,14 +92,14 @@ def reduce_prod(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 
 @vjp_rule("ReduceL1")
-def reduce_l1(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_l1(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times sign(x)."""
     r = _reduction(b, node, g)
     return {0: b.op("Mul", r.g, b.op("Sign", r.x))}
 
 
 @vjp_rule("ReduceL2")
-def reduce_l2(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_l2(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """x/|x|; zero, one of its subgradients, where the norm has its kink."""
     r = _reduction(b, node, g)
     at_kink = b.op("Equal", r.y, b.scalar(0, r.x))
@@ -108,14 +108,14 @@ def reduce_l2(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 
 @vjp_rule("ReduceSumSquare")
-def reduce_sum_square(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_sum_square(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times 2 x."""
     r = _reduction(b, node, g)
     return {0: b.op("Mul", b.op("Mul", r.g, b.scalar(2, r.x)), r.x)}
 
 
 @vjp_rule("ReduceLogSum")
-def reduce_log_sum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_log_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent over the sum, which is exp(y)."""
     r = _reduction(b, node, g)
     share = b.op("Mul", r.g, b.op("Exp", b.op("Neg", r.y)))
@@ -123,7 +123,7 @@ def reduce_log_sum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 
 @vjp_rule("ReduceLogSumExp")
-def reduce_log_sum_exp(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reduce_log_sum_exp(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times exp(x − y): softmax."""
     r = _reduction(b, node, g)
     return {0: b.op("Mul", r.g, b.op("Exp", b.op("Sub", r.x, r.y)))}

@@ -8,11 +8,12 @@ by its transpose. Nearest neighbours have shorter forms.
 from dataclasses import replace
 from math import prod
 
-from kfac_engine.autodiff.node_builder import FLOAT_CODES, Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integers, text
 from kfac_engine.autodiff.rules.indexing import rearranged
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import Node
 
 # Coordinates and rounding under which an integer scale repeats every pixel as often.
@@ -26,7 +27,7 @@ _MOVING = {"tf_crop_and_resize", "tf_half_pixel_for_nn"}
 
 
 @vjp_rule("Resize")
-def resize(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def resize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """A product with the transposed matrix of each axis; copies of a pixel are added up."""
     if wanted != {0}:
         raise UnsupportedOpError(
@@ -50,7 +51,7 @@ def _coordinates(node: Node) -> str:
 # -- nearest neighbours ----------------------------------------------------------------------------
 
 
-def _tiling(b: Builder, node: Node) -> tuple[int, ...]:
+def _tiling(b: VjpBuilder, node: Node) -> tuple[int, ...]:
     """How often every pixel is repeated along each spatial axis; empty where that is not all."""
     name = node.inputs[2] if len(node.inputs) > 2 else ""
     scales = b.graph.constants.get(name)
@@ -71,7 +72,7 @@ def _tiling(b: Builder, node: Node) -> tuple[int, ...]:
 # -- any mode --------------------------------------------------------------------------------------
 
 
-def _by_matrices(b: Builder, node: Node, g: str) -> str:
+def _by_matrices(b: VjpBuilder, node: Node, g: str) -> str:
     """Multiply by the transposed matrices, last axis first."""
     x = node.inputs[0]
     last = b.rank(x) - 1
@@ -86,13 +87,13 @@ def _by_matrices(b: Builder, node: Node, g: str) -> str:
     return b.reshape_like(g, x)
 
 
-def _named_axes(b: Builder, node: Node) -> tuple[int, ...]:
+def _named_axes(b: VjpBuilder, node: Node) -> tuple[int, ...]:
     """The axes that scales, sizes and region speak of, in their order."""
     rank = b.rank(node.inputs[0])
     return tuple(axis % rank for axis in integers(node, "axes", range(rank)))
 
 
-def _resized(b: Builder, node: Node) -> tuple[int, ...]:
+def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
     """Axes that may change. One too many costs a product with the identity."""
     x, y = node.inputs[0], node.outputs[0]
     named = _named_axes(b, node)
@@ -107,7 +108,7 @@ def _resized(b: Builder, node: Node) -> tuple[int, ...]:
     return tuple(axis for axis, (old, new) in enumerate(sides) if axis >= first or old != new)
 
 
-def _matrix(b: Builder, node: Node, axis: int) -> str:
+def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
     """The transposed matrix of one axis, ``(old side, new side)``."""
     x, y = node.inputs[0], node.outputs[0]
     at = b.constant([axis])
@@ -121,7 +122,7 @@ def _matrix(b: Builder, node: Node, axis: int) -> str:
     return b.forward("Reshape", resized, b.forward("Concat", old, new, axis=0)[0])[0]
 
 
-def _resized_alone(b: Builder, node: Node, identity: str, axis: int) -> str:
+def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
     """The identity as channels of images that are one pixel wide."""
     x, roi, scales, _ = (*node.inputs, "", "", "")[:4]
     place = b.constant([_named_axes(b, node).index(axis)])
@@ -140,7 +141,7 @@ def _resized_alone(b: Builder, node: Node, identity: str, axis: int) -> str:
     return b.repeat(_of_images(node), images, region, target, size)[0]
 
 
-def _region(b: Builder, node: Node, roi: str, place: str) -> str:
+def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
     """The region of interest of one axis among three that stay whole."""
     ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))[0]
     begin, end = (b.forward("Gather", roi, at)[0] for at in (place, ends))
@@ -157,7 +158,7 @@ def _of_images(node: Node) -> Node:
     return replace(node, attributes=kept | {"extrapolation_value": 0.0})
 
 
-def _resized_whole(b: Builder, node: Node, identity: str, axis: int) -> str:
+def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
     """The identity as images of full size: the scale follows from all sides together."""
     x, rank, named = node.inputs[0], b.rank(node.inputs[0]), _named_axes(b, node)
     if "axes" not in node.attributes or 0 in named:

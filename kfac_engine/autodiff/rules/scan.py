@@ -1,19 +1,19 @@
 """Running sums and products along an axis."""
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("CumSum")
-def cumulative_sum(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def cumulative_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The running sum of the cotangent, from the other end."""
     return {0: _from_the_other_end(b, node, g[0])}
 
 
 @vjp_rule("CumProd")
-def cumulative_product(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def cumulative_product(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The sum of g times the other factors, over all results that an element is a factor of."""
     # Off zero the other factors are y/x. Of the zeros in a line only the first has a derivative:
     # whatever has a later one for a factor has the first one too.
@@ -38,7 +38,7 @@ def cumulative_product(b: Builder, node: Node, g: Cotangents, wanted: Wanted) ->
     return {0: b.op("Where", first, at_zero, rest)}
 
 
-def _from_the_other_end(b: Builder, node: Node, value: str) -> str:
+def _from_the_other_end(b: VjpBuilder, node: Node, value: str) -> str:
     return b.op(
         "CumSum", value, node.inputs[1], exclusive=integer(node, "exclusive", 0),
         reverse=1 - integer(node, "reverse", 0),

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, text
 from kfac_engine.autodiff.rules.indexing import numbers
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("ScatterElements")
-def scatter_elements(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def scatter_elements(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Updates get the cotangent of where they went, as the reduction says."""
     x, indices, updates = node.inputs
     axis = integer(node, "axis", 0)
@@ -34,7 +34,7 @@ def scatter_elements(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> G
 
 
 @vjp_rule("ScatterND")
-def scatter_nd(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def scatter_nd(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Updates get the cotangent of where they went, as the reduction says."""
     x, indices, updates = node.inputs
     reduction = text(node, "reduction", "none")
@@ -49,7 +49,7 @@ def scatter_nd(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 
 @vjp_rule("TensorScatter")
-def tensor_scatter(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The update gets the cotangent of where it went; what it replaced gets none."""
     cache, update, *start = node.inputs
     gradients = {}
@@ -89,16 +89,16 @@ class _Line:
     g: str
     places: str
 
-    def at_updates(self, b: Builder, value: str) -> str:
+    def at_updates(self, b: VjpBuilder, value: str) -> str:
         """What each update finds where it went."""
         return b.op("GatherElements", value, self.places, axis=0)
 
-    def scattered(self, b: Builder, value: str, updates: str, reduction: str) -> str:
+    def scattered(self, b: VjpBuilder, value: str, updates: str, reduction: str) -> str:
         """The operation on other lines."""
         return b.op("ScatterElements", value, self.places, updates, axis=0, reduction=reduction)
 
 
-def _reduced(b: Builder, node: Node, g: str, places: str) -> Gradients:
+def _reduced(b: VjpBuilder, node: Node, g: str, places: str) -> Gradients:
     x, _, updates = node.inputs
     parts = (x, node.outputs[0], updates, g, places)
     line = _Line(*(b.op("Reshape", part, b.constant([-1])) for part in parts))
@@ -106,7 +106,7 @@ def _reduced(b: Builder, node: Node, g: str, places: str) -> Gradients:
     return {0: b.reshape_like(gx, x), 2: b.reshape_like(gu, updates)}
 
 
-def _of_product(b: Builder, line: _Line, like: str) -> tuple[str, str]:
+def _of_product(b: VjpBuilder, line: _Line, like: str) -> tuple[str, str]:
     """The product of the *other* factors, without dividing by zero."""
     zero, one = b.scalar(0, like), b.scalar(1, like)
     factors = (line.x, line.updates)
@@ -122,13 +122,15 @@ def _of_product(b: Builder, line: _Line, like: str) -> tuple[str, str]:
     return gx, _of_factor(b, (seen[0], seen[1], seen[2]), filled[1], count[1], like)
 
 
-def _of_factor(b: Builder, seen: tuple[str, str, str], filled: str, is_zero: str, like: str) -> str:
+def _of_factor(
+    b: VjpBuilder, seen: tuple[str, str, str], filled: str, is_zero: str, like: str
+) -> str:
     g, product, zeros = seen
     none_else = b.cast_like(b.op("Equal", zeros, is_zero), like)
     return b.op("Mul", g, b.op("Mul", none_else, b.op("Div", product, filled)))
 
 
-def _of_extremum(b: Builder, line: _Line, like: str) -> tuple[str, str]:
+def _of_extremum(b: VjpBuilder, line: _Line, like: str) -> tuple[str, str]:
     """Candidates that tie share the cotangent."""
     won = b.cast_like(b.op("Equal", line.x, line.y), like)
     update_won = b.cast_like(b.op("Equal", line.updates, line.at_updates(b, line.y)), like)
@@ -136,7 +138,7 @@ def _of_extremum(b: Builder, line: _Line, like: str) -> tuple[str, str]:
     return b.op("Mul", share, won), b.op("Mul", line.at_updates(b, share), update_won)
 
 
-_REDUCED: Mapping[str, Callable[[Builder, _Line, str], tuple[str, str]]] = {
+_REDUCED: Mapping[str, Callable[[VjpBuilder, _Line, str], tuple[str, str]]] = {
     "mul": _of_product,
     "max": _of_extremum,
     "min": _of_extremum,

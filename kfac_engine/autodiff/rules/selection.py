@@ -1,20 +1,20 @@
 """Operators that select by a condition, by a length, by value, or by counting."""
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.rules.indexing import rearranged
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("Compress")
-def compress(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def compress(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Zeros where nothing was selected."""
     return {0: rearranged(b, node, g[0])}
 
 
 @vjp_rule("ReverseSequence")
-def reverse_sequence(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reverse_sequence(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Reversed again."""
     batch, time = integer(node, "batch_axis", 1), integer(node, "time_axis", 0)
     lengths = node.inputs[1]
@@ -22,7 +22,7 @@ def reverse_sequence(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> G
 
 
 @vjp_rule("Unique")
-def unique(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def unique(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Values go back to where they were met first; equal ones later on get nothing."""
     x = node.inputs[0]
     first = b.repeat(node, x, outputs=2)[1]
@@ -36,7 +36,7 @@ def unique(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("OneHot")
-def one_hot(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def one_hot(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The values off and on get the sums over the elements that show them."""
     indices, depth, values = node.inputs
     axis = integer(node, "axis", -1)
@@ -49,7 +49,7 @@ def one_hot(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Range")
-def range_(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def range_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Of y = start + i · delta; the limit only changes how many there are."""
     y, start = node.outputs[0], node.inputs[0]
     gradients = {}

@@ -1,9 +1,9 @@
 """Operators that move, copy, cut or relabel elements without changing them."""
 
-from kfac_engine.autodiff.node_builder import Builder
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.indexing import rearranged
+from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
@@ -11,19 +11,19 @@ from kfac_engine.graph.structure import Node
 
 
 @vjp_rule("Identity")
-def identity(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def identity(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent itself."""
     return {0: g[0]}
 
 
 @vjp_rule("Cast", "CastLike")
-def cast(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def cast(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent in the type of the operand; the type of another one is no variable."""
     return {0: b.cast_like(g[0], node.inputs[0])} if 0 in wanted else {}
 
 
 @vjp_rule("Dropout")
-def dropout(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The mask of the forward pass, and its scale."""
     x, ratio, training = (*node.inputs, "", "")[:3]
     frozen = b.graph.constants.get(training) if training else None
@@ -42,13 +42,13 @@ def dropout(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Flatten", "Reshape", "Squeeze", "Unsqueeze")
-def reshape(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def reshape(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent in the shape of the operand."""
     return {0: b.reshape_like(g[0], node.inputs[0])}
 
 
 @vjp_rule("Transpose")
-def transpose(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The inverse permutation."""
     axes = range(b.rank(node.inputs[0]))
     perm = integers(node, "perm", axes[::-1])
@@ -59,18 +59,18 @@ def transpose(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 
 @vjp_rule("Concat")
-def concat(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def concat(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Split along the axis."""
     axis = integer(node, "axis", 0)
     at = b.constant([axis])
     sizes = [b.forward("Gather", b.shape(name), at)[0] for name in node.inputs]
     cuts = b.forward("Concat", *sizes, axis=0)[0]
-    pieces = b.multi("Split", [g[0], cuts], len(sizes), axis=axis)
+    pieces = b.multi("Split", [g[0], cuts], ("",) * len(sizes), axis=axis)
     return {i: pieces[i] for i in wanted}
 
 
 @vjp_rule("Split")
-def split(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def split(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Concatenation; zeros stand for results without cotangent."""
     pieces = [g[i] if i in g else b.zeros(name) for i, name in enumerate(node.outputs)]
     return {0: b.op("Concat", *pieces, axis=integer(node, "axis", 0))}
@@ -80,13 +80,13 @@ def split(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Expand")
-def expand(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def expand(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The sum over the copies."""
     return {0: b.unbroadcast(g[0], node.outputs[0], node.inputs[0])}
 
 
 @vjp_rule("Tile")
-def tile(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def tile(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The sum over the copies."""
     x, repeats = node.inputs
     # Each axis of g counts copies first, elements second: split it so, sum over the copies.
@@ -102,7 +102,7 @@ def tile(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Slice")
-def slice_(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Zeros around the cotangent."""
     x, starts, _, axes, steps = (*node.inputs, "", "")[:5]
     frozen = b.graph.constants.get(steps) if steps else None
@@ -122,7 +122,7 @@ def slice_(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 @vjp_rule("Pad")
-def pad(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent without the border; the constant gets the border."""
     x, pads, _, axes = (*node.inputs, "", "")[:4]
     if text(node, "mode", "constant") != "constant":
@@ -148,7 +148,7 @@ def pad(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     return gradients
 
 
-def _wide(b: Builder, axes: str) -> str:
+def _wide(b: VjpBuilder, axes: str) -> str:
     """Axes as int64, a constant where they are one."""
     frozen = b.graph.constants.get(axes)
     return b.forward("Cast", axes, to=_INT64)[0] if frozen is None else b.constant(frozen, "int64")
@@ -161,7 +161,7 @@ _INT64 = 7  # TensorProto.INT64
 
 
 @vjp_rule("DepthToSpace")
-def depth_to_space(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def depth_to_space(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """SpaceToDepth."""
     block = integer(node, "blocksize", 1)
     deep = b.op("SpaceToDepth", g[0], blocksize=block)
@@ -175,6 +175,6 @@ def depth_to_space(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 
 @vjp_rule("SpaceToDepth")
-def space_to_depth(b: Builder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def space_to_depth(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """DepthToSpace."""
     return {0: b.op("DepthToSpace", g[0], blocksize=integer(node, "blocksize", 1), mode="DCR")}

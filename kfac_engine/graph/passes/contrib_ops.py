@@ -5,78 +5,78 @@ from math import pi, sqrt
 
 import numpy as np
 
-from kfac_engine.graph.passes.decomposition import Spelled
+from kfac_engine.graph.passes.decomposition import DecompositionBuilder
 
 
-def _bias_add(s: Spelled) -> None:
+def _bias_add(b: DecompositionBuilder) -> None:
     """``x + bias + skip``."""
-    x, bias, skip = s.operands(3, 3)
-    s.op("Add", s.op("Add", x, bias), skip, made=s.node.outputs[0])
+    x, bias, skip = b.operands(3, 3)
+    b.op("Add", b.op("Add", x, bias), skip, result=b.node.outputs[0])
 
 
-def _bias_split_gelu(s: Spelled) -> None:
+def _bias_split_gelu(b: DecompositionBuilder) -> None:
     """The first half of the features of ``x + bias`` times Gelu of the second."""
-    x, bias = s.operands(2, 2)
-    kept, gate = s.halves(s.op("Add", x, bias))
-    bell = s.op("Erf", s.op("Mul", gate, _like(s, gate, 1 / sqrt(2))))
-    half = s.op("Mul", gate, _like(s, gate, 0.5))
-    gelu = s.op("Mul", half, s.op("Add", bell, _like(s, gate, 1)))
-    s.op("Mul", kept, gelu, made=s.node.outputs[0])
+    x, bias = b.operands(2, 2)
+    kept, gate = b.halves(b.op("Add", x, bias))
+    bell = b.op("Erf", b.op("Mul", gate, _like(b, gate, 1 / sqrt(2))))
+    half = b.op("Mul", gate, _like(b, gate, 0.5))
+    gelu = b.op("Mul", half, b.op("Add", bell, _like(b, gate, 1)))
+    b.op("Mul", kept, gelu, result=b.node.outputs[0])
 
 
-def _gemm_fast_gelu(s: Spelled) -> None:
+def _gemm_fast_gelu(b: DecompositionBuilder) -> None:
     """Gelu, in its approximation by tanh, of ``x W + bias``."""
-    x, weights, bias = s.operands(2, 3)
-    y = s.op("MatMul", x, weights)
-    y = s.op("Add", y, bias) if bias else y
-    square = s.op("Mul", s.op("Mul", y, y), _like(s, y, 0.044715))
-    inner = s.op("Mul", y, s.op("Add", square, _like(s, y, 1)))
-    bell = s.op("Tanh", s.op("Mul", inner, _like(s, y, sqrt(2 / pi))))
-    half = s.op("Mul", y, _like(s, y, 0.5))
-    s.op("Mul", half, s.op("Add", bell, _like(s, y, 1)), made=s.node.outputs[0])
+    x, weights, bias = b.operands(2, 3)
+    y = b.op("MatMul", x, weights)
+    y = b.op("Add", y, bias) if bias else y
+    square = b.op("Mul", b.op("Mul", y, y), _like(b, y, 0.044715))
+    inner = b.op("Mul", y, b.op("Add", square, _like(b, y, 1)))
+    bell = b.op("Tanh", b.op("Mul", inner, _like(b, y, sqrt(2 / pi))))
+    half = b.op("Mul", y, _like(b, y, 0.5))
+    b.op("Mul", half, b.op("Add", bell, _like(b, y, 1)), result=b.node.outputs[0])
 
 
-def _group_norm(s: Spelled) -> None:
+def _group_norm(b: DecompositionBuilder) -> None:
     """GroupNormalization with channels last, unless told otherwise, and perhaps a Swish."""
-    x, scale, shift = s.operands(3, 3)
-    _normalized(s, x, scale, shift)
+    x, scale, shift = b.operands(3, 3)
+    _normalized(b, x, scale, shift)
 
 
-def _skip_group_norm(s: Spelled) -> None:
+def _skip_group_norm(b: DecompositionBuilder) -> None:
     """``GroupNorm`` of a sum, which may be a result too."""
-    x, scale, shift, skip, bias = s.operands(4, 5)
-    summed = s.op("Add", x, s.op("Add", skip, bias) if bias else skip)
-    if len(s.node.outputs) > 1 and s.node.outputs[1]:
-        s.op("Identity", summed, made=s.node.outputs[1])
-    _normalized(s, summed, scale, shift)
+    x, scale, shift, skip, bias = b.operands(4, 5)
+    summed = b.op("Add", x, b.op("Add", skip, bias) if bias else skip)
+    if len(b.node.outputs) > 1 and b.node.outputs[1]:
+        b.op("Identity", summed, result=b.node.outputs[1])
+    _normalized(b, summed, scale, shift)
 
 
-def _normalized(s: Spelled, x: str, scale: str, shift: str) -> None:
-    last = s.number("channels_last", 1)
-    groups = int(s.number("groups", 1))
-    image = s.op("Transpose", x, perm=(0, 3, 1, 2)) if last else x
-    apart = s.op("Reshape", image, s.constant("apart", np.array([0, groups, -1])))
-    ones, zeros = (_like(s, scale, n, (groups,)) for n in (1, 0))
-    epsilon = s.number("epsilon", 1e-5)
-    even = s.op("InstanceNormalization", apart, ones, zeros, epsilon=epsilon)
-    even = s.op("Reshape", even, s.op("Shape", image))
-    axes = s.constant("axes", np.array([1, 2]))
-    scaled = s.op("Mul", even, s.op("Unsqueeze", scale, axes))
-    y = s.op("Add", scaled, s.op("Unsqueeze", shift, axes))
-    y = s.op("Mul", y, s.op("Sigmoid", y)) if s.number("activation", 0) else y
+def _normalized(b: DecompositionBuilder, x: str, scale: str, shift: str) -> None:
+    last = b.number("channels_last", 1)
+    groups = int(b.number("groups", 1))
+    image = b.op("Transpose", x, perm=(0, 3, 1, 2)) if last else x
+    apart = b.op("Reshape", image, b.constant(np.array([0, groups, -1]), label="apart"))
+    ones, zeros = (_like(b, scale, n, (groups,)) for n in (1, 0))
+    epsilon = b.number("epsilon", 1e-5)
+    even = b.op("InstanceNormalization", apart, ones, zeros, epsilon=epsilon)
+    even = b.op("Reshape", even, b.op("Shape", image))
+    axes = b.constant(np.array([1, 2]), label="axes")
+    scaled = b.op("Mul", even, b.op("Unsqueeze", scale, axes))
+    y = b.op("Add", scaled, b.op("Unsqueeze", shift, axes))
+    y = b.op("Mul", y, b.op("Sigmoid", y)) if b.number("activation", 0) else y
     if last:
-        s.op("Transpose", y, made=s.node.outputs[0], perm=(0, 2, 3, 1))
+        b.op("Transpose", y, result=b.node.outputs[0], perm=(0, 2, 3, 1))
     else:
-        s.op("Identity", y, made=s.node.outputs[0])
+        b.op("Identity", y, result=b.node.outputs[0])
 
 
-def _like(s: Spelled, value: str, number: float, sides: tuple[int, ...] = ()) -> str:
+def _like(b: DecompositionBuilder, value: str, number: float, sides: tuple[int, ...] = ()) -> str:
     """A constant in the element type of ``value``, which is not known yet."""
-    label = f"number_{len(s.constants)}"
-    return s.op("CastLike", s.constant(label, np.full(sides, number)), value)
+    label = f"number_{len(b.constants)}"
+    return b.op("CastLike", b.constant(np.full(sides, number), label=label), value)
 
 
-SPELLINGS: Mapping[str, Callable[[Spelled], None]] = {
+SPELLINGS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
     "com.microsoft::BiasAdd": _bias_add,
     "com.microsoft::BiasSplitGelu": _bias_split_gelu,
     "com.microsoft::GemmFastGelu": _gemm_fast_gelu,

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 from kfac_engine._types import Array
 from kfac_engine.graph.passes import contrib_ops, linear_models
-from kfac_engine.graph.passes.decomposition import Spelled
+from kfac_engine.graph.passes.decomposition import DecompositionBuilder
 from kfac_engine.graph.structure import Node
 
 
-def _normalization(s: Spelled) -> None:
+def _normalization(b: DecompositionBuilder) -> None:
     """With all three results in training form: ONNX Runtime 1.31 ends the process without."""
-    node = s.node
-    if s.number("training_mode", 0):
+    node = b.node
+    if b.number("training_mode", 0):
         spare = (f"{node.outputs[0]}.{what}" for what in ("result", "mean", "variance"))
         given = (*node.outputs, "", "")
         named = tuple(name or other for name, other in zip(given, spare, strict=False))
         node = replace(node, outputs=named)
-    s.nodes.append(node)
+    b.nodes.append(node)
 
 
 SPELLINGS = {
@@ -46,7 +46,7 @@ def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node,
         if spell is None:
             result.append(node)
             continue
-        spelled = Spelled(node)
+        spelled = DecompositionBuilder(node)
         spell(spelled)
         result += spelled.nodes
         constants |= spelled.constants

@@ -9,34 +9,34 @@ from dataclasses import replace
 import numpy as np
 
 from kfac_engine.errors import ModelError, UnsupportedError
-from kfac_engine.graph.passes.decomposition import Spelled
+from kfac_engine.graph.passes.decomposition import DecompositionBuilder
 from kfac_engine.graph.structure import Node
 
 _FLOAT = 1  # TensorProto.FLOAT
 
 
-def _scaler(s: Spelled) -> None:
+def _scaler(b: DecompositionBuilder) -> None:
     """``(x − offset) · scale``."""
-    offset = s.constant("offset", s.numbers("offset"))
-    scale = s.constant("scale", s.numbers("scale"))
-    s.op("Mul", s.op("Sub", _floats(s), offset), scale, made=s.node.outputs[0])
+    offset = b.constant(b.numbers("offset"), label="offset")
+    scale = b.constant(b.numbers("scale"), label="scale")
+    b.op("Mul", b.op("Sub", _floats(b), offset), scale, result=b.node.outputs[0])
 
 
-def _linear_regressor(s: Spelled) -> None:
+def _linear_regressor(b: DecompositionBuilder) -> None:
     """``x Wᵀ + b``."""
-    targets = s.node.attributes.get("targets", 1)
-    _transformed(s, _product(s, int(str(targets))), s.node.outputs[0])
+    targets = b.node.attributes.get("targets", 1)
+    _transformed(b, _product(b, int(str(targets))), b.node.outputs[0])
 
 
-def _linear_classifier(s: Spelled) -> None:
+def _linear_classifier(b: DecompositionBuilder) -> None:
     """Scores ``x Wᵀ + b``, of each class one, and an output function."""
-    labels, scores = s.node.outputs
-    if not _has_score_for_each_class(s.node):
-        s.nodes.append(s.node)
+    labels, scores = b.node.outputs
+    if not _has_score_for_each_class(b.node):
+        b.nodes.append(b.node)
         return
     # What finds the labels stays; its scores are read by nobody.
-    s.nodes.append(replace(s.node, outputs=(labels, f"{scores}.unread")))
-    _transformed(s, _product(s, s.numbers("intercepts").size), scores)
+    b.nodes.append(replace(b.node, outputs=(labels, f"{scores}.unread")))
+    _transformed(b, _product(b, b.numbers("intercepts").size), scores)
 
 
 def _has_score_for_each_class(node: Node) -> bool:
@@ -47,59 +47,61 @@ def _has_score_for_each_class(node: Node) -> bool:
     return isinstance(intercepts, tuple) and len(intercepts) == classes
 
 
-def _normalizer(s: Spelled) -> None:
+def _normalizer(b: DecompositionBuilder) -> None:
     """Rows over their largest entry, their sum of sizes or their length; rows of zeros stay."""
-    x = _floats(s)
-    axis = s.constant("axis", np.array([1]))
-    norm = str(s.node.attributes.get("norm", "MAX"))
-    measure = s.op(_NORMS[norm], x, axis, keepdims=1)
-    zero, one = (s.constant(name, np.array(n, np.float32)) for name, n in (("zero", 0), ("one", 1)))
-    divisor = s.op("Where", s.op("Equal", measure, zero), one, measure)
-    s.op("Div", x, divisor, made=s.node.outputs[0])
+    x = _floats(b)
+    axis = b.constant(np.array([1]), label="axis")
+    norm = str(b.node.attributes.get("norm", "MAX"))
+    measure = b.op(_NORMS[norm], x, axis, keepdims=1)
+    zero, one = (
+        b.constant(np.array(n, np.float32), label=name) for name, n in (("zero", 0), ("one", 1))
+    )
+    divisor = b.op("Where", b.op("Equal", measure, zero), one, measure)
+    b.op("Div", x, divisor, result=b.node.outputs[0])
 
 
 _NORMS = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}
 
 
-def _array_feature_extractor(s: Spelled) -> None:
+def _array_feature_extractor(b: DecompositionBuilder) -> None:
     """Columns, chosen by number."""
-    x, places = s.node.inputs
-    flat = s.op("Reshape", places, s.constant("flat", np.array([-1])))
-    s.op("Gather", x, flat, made=s.node.outputs[0], axis=-1)
+    x, places = b.node.inputs
+    flat = b.op("Reshape", places, b.constant(np.array([-1]), label="flat"))
+    b.op("Gather", x, flat, result=b.node.outputs[0], axis=-1)
 
 
-def _product(s: Spelled, rows: int) -> str:
-    numbers = s.numbers("coefficients")
+def _product(b: DecompositionBuilder, rows: int) -> str:
+    numbers = b.numbers("coefficients")
     if rows < 1 or numbers.size % rows:
         raise ModelError(
-            f"node '{s.node.name}' ({s.node.qualified_op}) has {numbers.size} coefficients, which "
+            f"node '{b.node.name}' ({b.node.qualified_op}) has {numbers.size} coefficients, which "
             f"make no {rows} rows."
         )
-    weights = s.constant("coefficients", numbers.reshape(rows, -1))
-    intercepts = s.numbers("intercepts")
-    operands = [_floats(s), weights]
-    operands += [s.constant("intercepts", intercepts)] if intercepts.size else []
-    return s.op("Gemm", *operands, transB=1)
+    weights = b.constant(numbers.reshape(rows, -1), label="coefficients")
+    intercepts = b.numbers("intercepts")
+    operands = [_floats(b), weights]
+    operands += [b.constant(intercepts, label="intercepts")] if intercepts.size else []
+    return b.op("Gemm", *operands, transB=1)
 
 
-def _transformed(s: Spelled, scores: str, made: str) -> None:
-    transform = str(s.node.attributes.get("post_transform", "NONE"))
+def _transformed(b: DecompositionBuilder, scores: str, result: str) -> None:
+    transform = str(b.node.attributes.get("post_transform", "NONE"))
     if transform not in _TRANSFORMS:
         raise UnsupportedError(
-            f"node '{s.node.name}' ({s.node.qualified_op}) has post_transform '{transform}'; only "
+            f"node '{b.node.name}' ({b.node.qualified_op}) has post_transform '{transform}'; only "
             f"{', '.join(_TRANSFORMS)} are covered."
         )
-    s.op(_TRANSFORMS[transform], scores, made=made)
+    b.op(_TRANSFORMS[transform], scores, result=result)
 
 
 _TRANSFORMS = {"NONE": "Identity", "SOFTMAX": "Softmax", "LOGISTIC": "Sigmoid"}
 
 
-def _floats(s: Spelled) -> str:
-    return s.op("Cast", s.node.inputs[0], to=_FLOAT)
+def _floats(b: DecompositionBuilder) -> str:
+    return b.op("Cast", b.node.inputs[0], to=_FLOAT)
 
 
-SPELLINGS: Mapping[str, Callable[[Spelled], None]] = {
+SPELLINGS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
     "ai.onnx.ml::ArrayFeatureExtractor": _array_feature_extractor,
     "ai.onnx.ml::LinearClassifier": _linear_classifier,
     "ai.onnx.ml::LinearRegressor": _linear_regressor,

@@ -28,7 +28,8 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.rules.attributes import integer, integers
-from kfac_engine.graph.structure import AttributeValue, Node
+from kfac_engine.graph.node_builder import NodeBuilder
+from kfac_engine.graph.structure import Node
 
 DOMAIN = "com.microsoft.nchwc"
 
@@ -87,12 +88,12 @@ def convert_to_blocked(nodes: Sequence[Node], scene: LayoutContext, block: int) 
     kernels = _shapes_of_kernels(nodes, scene) if block else {}
     if not any(node.op == "Conv" and node.inputs[1] in kernels for node in nodes):
         return BlockedGraph(tuple(nodes), {}, {})
-    writer = _Writer(nodes, replace(scene, kernels=kernels), block)
+    builder = _LayoutBuilder(nodes, replace(scene, kernels=kernels), block)
     for node in nodes:
-        writer.visit(node)
-    kept = needed(writer.nodes, scene.handed)
-    copies = {there: value for value, there in writer.blocks.items()}
-    return BlockedGraph(kept, writer.constants, copies)
+        builder.visit(node)
+    kept = needed(builder.nodes, scene.handed)
+    copies = {there: value for value, there in builder.blocks.items()}
+    return BlockedGraph(kept, builder.constants, copies)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -175,12 +176,11 @@ class _Draft:
     rectified: bool = False
 
 
-class _Writer:
-    """Writes nodes; ``blocks`` has the name of every value that lies in blocks as well."""
+class _LayoutBuilder(NodeBuilder):
+    """Collects the nodes; ``blocks`` maps each value in the blocked layout to its name there."""
 
     def __init__(self, nodes: Sequence[Node], scene: LayoutContext, block: int) -> None:
-        self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
+        super().__init__(prefix="nchwc/")
         self.blocks: dict[str, str] = {}
         self._scene, self._block = scene, block
         self._drafts: dict[str, _Draft] = {}
@@ -248,14 +248,14 @@ class _Writer:
         if draft.rectified:
             attributes["activation"] = "Relu"
         result = f"{draft.result} in blocks"
-        self._op("Conv", operands, result, DOMAIN, attributes)
-        self._op("ReorderOutput", [result], draft.result, DOMAIN, {"channels": outs})
+        self.write("Conv", operands, (result,), attributes, DOMAIN)
+        self.op("ReorderOutput", result, result=draft.result, domain=DOMAIN, channels=outs)
         self.blocks[draft.result] = result
 
     def _image(self, x: str) -> str:
         if x not in self.blocks:
             self.blocks[x] = f"{x} in blocks"
-            self._op("ReorderInput", [x], self.blocks[x], DOMAIN, {})
+            self.op("ReorderInput", x, result=self.blocks[x], domain=DOMAIN)
         return self.blocks[x]
 
     def _kernel(self, weight: str, inner: int) -> str:
@@ -266,14 +266,14 @@ class _Writer:
             rows = self._split(weight, outs // size, size, ins * taps)
             # As a product with ones, and then a move of whole blocks: a third of the time of one
             # Transpose, which two of them would be made.
-            ones = self._constant(f"ones of {size}", np.eye(size, dtype=np.float32))
+            ones = self.constant(np.eye(size, dtype=np.float32), label=f"ones of {size}")
             turned = f"{name}, turned"
-            self._op("FusedMatMul", [rows, ones], turned, "com.microsoft", {"transA": 1})
+            self.op("FusedMatMul", rows, ones, result=turned, domain="com.microsoft", transA=1)
             if inner > 1:
                 parts = self._split(turned, outs // size, ins // inner, inner, taps, size)
                 turned = f"{name}, moved"
-                self._op("Transpose", [parts], turned, "", {"perm": (0, 1, 3, 2, 4)})
-            self._op("Reshape", [turned, self._sides(*sides)], name, "", {})
+                self.op("Transpose", parts, result=turned, perm=(0, 1, 3, 2, 4))
+            self.op("Reshape", turned, self._sides(*sides), result=name)
             self._kernels[weight, inner] = name
         return self._kernels[weight, inner]
 
@@ -283,40 +283,26 @@ class _Writer:
         taps = prod(sides[2:])
         if node.outputs[0] not in self._scene.kernels or not 1 < taps <= _MOST_TAPS:
             return False
-        flip = self._constant(f"flip of {taps}", np.eye(taps, dtype=np.float32)[::-1])
+        flip = self.constant(np.eye(taps, dtype=np.float32)[::-1], label=f"flip of {taps}")
         lines = self._split(node.inputs[0], -1, taps)
         turned = f"{node.outputs[0]}, in lines"
-        self._op("MatMul", [lines, flip], turned, "", {})
-        self._op("Reshape", [turned, self._sides(*sides)], node.outputs[0], "", {})
+        self.op("MatMul", lines, flip, result=turned)
+        self.op("Reshape", turned, self._sides(*sides), result=node.outputs[0])
         return True
 
     def _split(self, value: str, *sides: int) -> str:
         result = f"{value} as {'×'.join(map(str, sides))}"
         if result not in self._splits:
-            self._op("Reshape", [value, self._sides(*sides)], result, "", {})
+            self.op("Reshape", value, self._sides(*sides), result=result)
         self._splits.add(result)
         return result
 
     def _sides(self, *sides: int) -> str:
-        return self._constant(f"sides {'×'.join(map(str, sides))}", np.array(sides, np.int64))
-
-    def _constant(self, name: str, value: Array) -> str:
-        self.constants[name] = value
-        return name
-
-    def _op(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        result: str,
-        domain: str,
-        attributes: Mapping[str, AttributeValue],
-    ) -> None:
-        self.nodes.append(Node(op, tuple(inputs), (result,), attributes, f"make {result}", domain))
+        return self.constant(np.array(sides, np.int64), label=f"sides {'×'.join(map(str, sides))}")
 
 
-_TAKEN_IN: Mapping[str, Callable[[_Writer, Node], bool]] = {
-    "Add": _Writer.add,
-    "Relu": _Writer.relu,
-    "Slice": _Writer.flip,
+_TAKEN_IN: Mapping[str, Callable[[_LayoutBuilder, Node], bool]] = {
+    "Add": _LayoutBuilder.add,
+    "Relu": _LayoutBuilder.relu,
+    "Slice": _LayoutBuilder.flip,
 }

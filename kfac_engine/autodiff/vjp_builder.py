@@ -1,7 +1,7 @@
-"""Emits the nodes of a backward graph: the pen that every derivative rule writes with.
+"""Builds the nodes of a backward graph for the derivative rules.
 
-A rule names forward values freely: each forward value it mentions is *saved* by the forward session
-and fed to the backward session. Where only a size is needed, ``shape`` saves eight bytes an axis
+A rule may name any forward value: each forward value it reads is *saved* by the forward session and
+fed to the backward session. Where only a size is needed, ``shape`` saves eight bytes for each axis
 instead of the value itself.
 """
 
@@ -12,65 +12,45 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.graph.node_builder import FLOAT_CODES, NodeBuilder
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
 
-# TensorProto.DataType codes of the types that carry gradients, for the attribute ``to`` of Cast.
-FLOAT_CODES: Mapping[str, int] = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
 _INT64 = 7  # TensorProto.INT64
 
 
-class Builder:
+class VjpBuilder(NodeBuilder):
     """Collects nodes for the backward graph and extra nodes for the forward graph.
 
     Args:
-        graph: The forward graph; its value names are operands a rule may use.
+        graph: The forward graph; its value names are operands that a rule may use.
         facts: Element type and shape of every forward value, from a sample run.
 
     Attributes:
         nodes: Nodes of the backward graph, in topological order.
         forward_nodes: Nodes to append to the forward graph, in topological order.
         constants: Constants that either kind of node reads.
-        leaves: Results of backward nodes that could be made elsewhere, and how; rules add to it.
+        leaves: Results of backward nodes that can be computed outside the graph, with the
+            computation; rules add to it.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact]) -> None:
+        super().__init__(prefix="")
         self.graph = graph
-        self.nodes: list[Node] = []
         self.forward_nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}
         self.leaves: dict[str, KernelGradient] = {}
         self._facts = facts
         self._forward_values = set(graph.values())
         self._count = 0
 
-    # -- emitting -----------------------------------------------------------------------------
-
-    def op(self, op: str, *inputs: str, domain: str = "", **attributes: AttributeValue) -> str:
-        """Add a one-output node to the backward graph; returns the name of its result."""
-        return self.multi(op, inputs, 1, domain=domain, **attributes)[0]
-
-    def multi(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        outputs: int,
-        *,
-        domain: str = "",
-        **attributes: AttributeValue,
-    ) -> tuple[str, ...]:
-        """Add a node with several outputs to the backward graph; returns their names."""
-        names = tuple(self._fresh(op) for _ in range(outputs))
-        node = Node(op, tuple(inputs), names, attributes, name=f"node_{names[0]}", domain=domain)
-        self.nodes.append(node)
-        return names
+    # -- adding nodes -----------------------------------------------------------------------------
 
     def forward(
         self, op: str, *inputs: str, outputs: int = 1, **attributes: AttributeValue
     ) -> tuple[str, ...]:
         """Add a node to the *forward* graph; its operands are forward values and constants.
 
-        Names follow from content, so equal calls share one node, across builders too. Only those
-        results that backward nodes read are saved.
+        Names follow from content: equal calls share one node, across builders too. Only results
+        that backward nodes read are saved.
         Attributes must be hashable (numbers, strings, tuples).
 
         Returns:
@@ -83,27 +63,38 @@ class Builder:
         return self._forward(node.op, inputs, outputs, node.attributes)
 
     def append(self, node: Node, constants: Mapping[str, Array]) -> None:
-        """Add a node to the *forward* graph that names its results itself; the same one once.
+        """Add a complete node to the *forward* graph, unless its results are there already.
 
         Args:
-            node: Of forward values, and of ``constants``.
-            constants: By name.
+            node: Reads forward values and ``constants``; its results have names.
+            constants: New constants, by name.
         """
         if node.outputs[0] not in self._forward_values:
             self.constants.update(constants)
             self.forward_nodes.append(node)
             self._forward_values.update(node.outputs)
 
-    def constant(self, value: Array | Sequence[int] | int, dtype: str | None = None) -> str:
-        """A constant, usable in both graphs; equal ones are stored once. Integers become int64."""
+    def constant(
+        self, value: Array | Sequence[int] | int, dtype: str | None = None, label: str = ""
+    ) -> str:
+        """Add a constant for both graphs; equal constants are stored once."""
         array = np.asarray(value, dtype=dtype)
-        name = f"constant_{_digest(array.dtype.name, array.shape, array.tobytes())}"
-        self.constants[name] = array
-        return name
+        digest = _digest(array.dtype.name, array.shape, array.tobytes())
+        return super().constant(array, label=label or f"constant_{digest}")
 
     def scalar(self, value: float, like: str) -> str:
-        """A 0-d constant with the element type of the forward value ``like``."""
+        """Add a 0-d constant with the element type of the forward value ``like``."""
         return self.constant(np.asarray(value, dtype=self.dtype(like)))
+
+    def value_name(self, op: str, index: int) -> str:
+        """Return a new name for a result, which no forward value has."""
+        self._count += 1
+        name = f"vjp_{op}_{self._count}"
+        return name if name not in self._forward_values else self.value_name(op, index)
+
+    def node_name(self, op: str, results: Sequence[str]) -> str:
+        """Return a name that follows from that of the first result."""
+        return f"node_{results[0]}"
 
     # -- facts about forward values ---------------------------------------------------------------
 
@@ -214,11 +205,6 @@ class Builder:
             self.forward_nodes.append(Node(op, inputs, names, attributes, name=f"node_{names[0]}"))
             self._forward_values.update(names)
         return names
-
-    def _fresh(self, hint: str) -> str:
-        self._count += 1
-        name = f"vjp_{hint}_{self._count}"
-        return name if name not in self._forward_values else self._fresh(hint)
 
 
 def _digest(*content: object) -> str:

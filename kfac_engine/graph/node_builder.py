@@ -1,0 +1,122 @@
+"""Builds the nodes and constants that a rewrite adds to a graph.
+
+Decompositions, lowerings, derivative rules and losses use subclasses of ``NodeBuilder``. A subclass
+chooses the names of new values and adds the operations that only its users need.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.graph.structure import AttributeValue, Node
+
+# TensorProto.DataType codes of the types that carry gradients, for the attribute ``to`` of Cast.
+FLOAT_CODES: Mapping[str, int] = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
+_CODES: Mapping[str, int] = {**FLOAT_CODES, "int32": 6, "int64": 7, "bool": 9}
+
+
+class NodeBuilder:
+    """Collects new nodes and constants, and names them.
+
+    Args:
+        prefix: Start of all new names; no name in the graph starts with it.
+
+    Attributes:
+        prefix: Start of all new names.
+        nodes: New nodes, in topological order.
+        constants: New constants that the nodes read, by name.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Array] = {}
+
+    def op(
+        self,
+        op: str,
+        *inputs: str,
+        result: str = "",
+        domain: str = "",
+        **attributes: AttributeValue,
+    ) -> str:
+        """Add a node with one result; return the name of the result.
+
+        Args:
+            op: Operator.
+            *inputs: Names of the operands; ``""`` for an omitted optional operand.
+            result: Name of the result; a new name where empty.
+            domain: Operator domain; ``""`` is the standard one.
+            **attributes: Attributes of the node.
+
+        Returns:
+            The name of the result.
+        """
+        return self.write(op, inputs, (result,), attributes, domain)[0]
+
+    def multi(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        results: Sequence[str],
+        *,
+        domain: str = "",
+        **attributes: AttributeValue,
+    ) -> tuple[str, ...]:
+        """Add a node with several results.
+
+        Args:
+            op: Operator.
+            inputs: Names of the operands; ``""`` for an omitted optional operand.
+            results: Names of the results; a new name in place of each empty one.
+            domain: Operator domain; ``""`` is the standard one.
+            **attributes: Attributes of the node.
+
+        Returns:
+            The names of the results.
+        """
+        return self.write(op, inputs, results, attributes, domain)
+
+    def write(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        results: Sequence[str],
+        attributes: Mapping[str, AttributeValue],
+        domain: str = "",
+    ) -> tuple[str, ...]:
+        """Add a node as ``multi`` does, with the attributes in a mapping."""
+        names = tuple(name or self.value_name(op, index) for index, name in enumerate(results))
+        label = self.node_name(op, names)
+        self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
+        return names
+
+    def cast(self, value: str, dtype: str, result: str = "") -> str:
+        """Convert ``value`` to the element type that NumPy calls ``dtype``."""
+        return self.write("Cast", (value,), (result,), {"to": _CODES[dtype]})[0]
+
+    def constant(
+        self, value: Array | Sequence[int] | int, dtype: str | None = None, label: str = ""
+    ) -> str:
+        """Add a constant; return its name.
+
+        Args:
+            value: Its value; Python integers become int64.
+            dtype: Element type, if not that of ``value``.
+            label: End of its name; a number where empty.
+
+        Returns:
+            The name.
+        """
+        name = f"{self.prefix}{label or f'constant_{len(self.constants)}'}"
+        self.constants[name] = np.asarray(value, dtype=dtype)
+        return name
+
+    def value_name(self, op: str, index: int) -> str:
+        """Return a new name for result ``index`` of the next node."""
+        return f"{self.prefix}{op}_{len(self.nodes)}_{index}"
+
+    def node_name(self, op: str, results: Sequence[str]) -> str:
+        """Return a new name for the next node."""
+        return f"{self.prefix}node_{len(self.nodes)}"
