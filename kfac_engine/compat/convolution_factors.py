@@ -23,7 +23,7 @@ from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquar
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.errors import InputError
 from kfac_engine.layers.layer_forms import convolution_form
-from kfac_engine.layers.views import Padding, Rows
+from kfac_engine.layers.views import Padding, RowView
 
 _CHANNELS_LAST = (None, "NWC", "NHWC", "NDHWC")
 _CHANNELS_FIRST = ("NCW", "NCHW", "NCDHW")
@@ -156,7 +156,7 @@ class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
         statistic = PixelCovariance.configured(
             options.get("config") or CollectionConfig(),
             tensors=tensors_of([inputs]),
-            view=Rows(rank=len(filter_shape)),
+            view=RowView(rank=len(filter_shape)),
             homogeneous=has_bias,
             taps=prod(filter_shape[:-2]),
         )
@@ -251,10 +251,10 @@ class ConvDiagonalFactor(DiagonalFactor):
         super().__init__(statistic, **options)
 
 
-def _output_view(data_format: str | None) -> Rows:
+def _output_view(data_format: str | None) -> RowView:
     """Channels of outputs; the number of axes is checked where the format tells it."""
     if data_format not in (*_CHANNELS_LAST, *_CHANNELS_FIRST):
         known = ", ".join(name for name in (*_CHANNELS_LAST, *_CHANNELS_FIRST) if name)
         raise InputError(f"data_format is '{data_format}'; choose one of: {known}.")
     axis = 1 if data_format in _CHANNELS_FIRST else -1
-    return Rows(axis, rank=len(data_format) if data_format else None)
+    return RowView(axis, rank=len(data_format) if data_format else None)

@@ -26,15 +26,15 @@ from kfac_engine.curvature.factors.statistics import (
     Uses,
 )
 from kfac_engine.errors import InputError, RegistrationError
-from kfac_engine.layers.views import Rows
+from kfac_engine.layers.views import RowView
 
 # Names of one tower: one tensor, or one for each use.
 Tower: TypeAlias = str | Sequence[str]
 # [source][tower].
 Gradients: TypeAlias = Sequence[Sequence[Tower]]
 
-_DENSE_LAYER = Rows()
-_MATRIX = Rows(rank=2)
+_DENSE_LAYER = RowView()
+_MATRIX = RowView(rank=2)
 
 
 class FactorOptions(TypedDict, total=False):

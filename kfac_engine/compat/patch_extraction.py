@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.masked import Masked
-from kfac_engine.layers.views import Patches
+from kfac_engine.layers.masked import MaskedPatchView
+from kfac_engine.layers.views import PatchView
 
 Entries: TypeAlias = Sequence[int] | None
 # Takes the geometry, the strides and the dilations as given; returns what is missing, or nothing.
-_Requirement: TypeAlias = Callable[[Patches, Entries, Entries], str]
+_Requirement: TypeAlias = Callable[[PatchView, Entries, Entries], str]
 
 _IMAGE_AXES = 4
 
@@ -36,8 +36,8 @@ def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates:
         known = ", ".join(key for key in _REQUIREMENTS if key)
         raise UnsupportedError(f"unknown extract_patches_fn '{name}'; choose one of: {known}.")
     view = form.input_view
-    patches = view.patches if isinstance(view, Masked) else view
-    assert isinstance(patches, Patches)  # of a convolution
+    patches = view.patches if isinstance(view, MaskedPatchView) else view
+    assert isinstance(patches, PatchView)  # of a convolution
     missing = requirement(patches, strides, rates)
     if missing:
         raise UnsupportedError(
@@ -46,18 +46,18 @@ def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates:
         )
 
 
-def _anything(patches: Patches, strides: Entries, rates: Entries) -> str:
+def _anything(patches: PatchView, strides: Entries, rates: Entries) -> str:
     del patches, strides, rates
     return ""
 
 
-def _images(patches: Patches, strides: Entries, rates: Entries) -> str:
+def _images(patches: PatchView, strides: Entries, rates: Entries) -> str:
     given = [entries for entries in (strides, rates) if entries is not None]
     fits = patches.rank == _IMAGE_AXES and all(len(entries) == _IMAGE_AXES for entries in given)
     return "" if fits else "images with two spatial axes, strides and dilations of four entries"
 
 
-def _pointwise(patches: Patches, strides: Entries, rates: Entries) -> str:
+def _pointwise(patches: PatchView, strides: Entries, rates: Entries) -> str:
     del strides, rates
     fits = patches.window.kernel == patches.window.strides == (1, 1)
     return "" if fits else "a filter of one pixel and strides of one"

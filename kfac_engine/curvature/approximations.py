@@ -19,7 +19,7 @@ from kfac_engine.curvature.blocks.single import LayerDiagonalFB, NaiveDiagonalFB
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.scale_shift import ScaleShiftSquare
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.token_ids import Ids
+from kfac_engine.layers.token_ids import TokenIdView
 from kfac_engine.registry import Registry
 
 # Takes the collection and the form of the kind's layers.
@@ -74,7 +74,7 @@ class LayerKind:
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-        if isinstance(form.input_view, Ids):
+        if isinstance(form.input_view, TokenIdView):
             return EmbeddingKroneckerFB(collection, form, output_side=output_side)
         return KroneckerProductFB(collection, form, input_side=input_side, output_side=output_side)
 
@@ -92,7 +92,7 @@ def _uncorrelated(collection: FactorOwner, form: LayerForm) -> FisherBlock:
 
 def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-        if isinstance(form.input_view, Ids):
+        if isinstance(form.input_view, TokenIdView):
             return EmbeddingKroneckerFB(collection, form, form.num_uses, output_side=output_side)
         return MultiUseKroneckerFB(
             collection, form, form.num_uses, input_side=input_side, output_side=output_side

@@ -20,7 +20,7 @@ from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.reshaped_bias import moved_bias
-from kfac_engine.layers.views import written_out
+from kfac_engine.layers.views import rows_as_images
 
 _LEAST_RANK = 3
 
@@ -60,7 +60,7 @@ class SlotRows:
         return x.reshape(len(x), -1, self.width(x.shape))
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
-        return written_out(self.rows(x, backend))
+        return rows_as_images(self.rows(x, backend))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from kfac_engine._types import Array
 from kfac_engine.arguments import listed, whole
 from kfac_engine.errors import InputError
-from kfac_engine.layers.masked import masked
+from kfac_engine.layers.masked import masked_patch_view
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.subsampling import EVERYTHING, Sampling
-from kfac_engine.layers.token_ids import Ids
-from kfac_engine.layers.views import Padding, Rows, View, patch_view
+from kfac_engine.layers.token_ids import TokenIdView
+from kfac_engine.layers.views import Padding, RowView, View, patch_view
 
 # Names of the spatial axes of images, by their number.
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
@@ -39,7 +39,7 @@ def dense_form(
     weight_format: str, has_bias: bool, *, num_uses: int = 1, feature_axis: int = -1
 ) -> LayerForm:
     """The form of a dense layer: axes besides the batch and the features are positions."""
-    view = Rows(feature_axis)
+    view = RowView(feature_axis)
     return LayerForm(view, view, Packing(weight_format, has_bias), num_uses)
 
 
@@ -50,15 +50,15 @@ def embedding_form(
 
     Args:
         vocabulary: Rows of the table.
-        positions: As in ``Ids``.
-        count_repeats: As in ``Ids``.
-        rank: As in ``Ids``.
+        positions: As in ``TokenIdView``.
+        count_repeats: As in ``TokenIdView``.
+        rank: As in ``TokenIdView``.
 
     Returns:
         The form.
     """
-    view = Ids(vocabulary, rank, positions, count_repeats)
-    return LayerForm(view, Rows(-1, None if positions else 2), Packing("IO", has_bias=False))
+    view = TokenIdView(vocabulary, rank, positions, count_repeats)
+    return LayerForm(view, RowView(-1, None if positions else 2), Packing("IO", has_bias=False))
 
 
 def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
@@ -113,10 +113,10 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
         padding=padding.upper() if isinstance(padding, str) else tuple((b, e) for b, e in padding),
         channels_first=data_format == first,
     )
-    outputs = Rows(1 if data_format == first else -1, rank=len(data_format))
+    outputs = RowView(1 if data_format == first else -1, rank=len(data_format))
     view: View = patches
     if mask is not None:
-        view = masked(patches, mask, channels=filter_shape[packing.axes[-2]])
+        view = masked_patch_view(patches, mask, channels=filter_shape[packing.axes[-2]])
     return LayerForm(view, outputs, packing, sampling=sampling)
 
 

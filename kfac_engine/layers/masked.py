@@ -8,11 +8,11 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import NonFiniteError, ShapeError
-from kfac_engine.layers.views import Patches, written_out
+from kfac_engine.layers.views import PatchView, rows_as_images
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class MaskedPatchView:
     """Patches, each multiplied by the same mask.
 
     Attributes:
@@ -20,7 +20,7 @@ class Masked:
         mask: One number a feature, in their order ``(*kernel, channels)``.
     """
 
-    patches: Patches
+    patches: PatchView
     mask: tuple[float, ...]
 
     @property
@@ -75,13 +75,13 @@ class Masked:
         return masked
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
-        return written_out(self.rows(x, backend))
+        return rows_as_images(self.rows(x, backend))
 
     def _mask(self, backend: Backend, like: Array) -> Array:
         return backend.asarray(np.array(self.mask), like.dtype)
 
 
-def masked(patches: Patches, mask: Array, channels: int) -> Masked:
+def masked_patch_view(patches: PatchView, mask: Array, channels: int) -> MaskedPatchView:
     """Patches under a mask given as an array.
 
     Args:
@@ -102,4 +102,4 @@ def masked(patches: Patches, mask: Array, channels: int) -> Masked:
         raise ShapeError(f"patch_mask has shape {array.shape}; (*kernel, channels) is {wanted}.")
     if not np.isfinite(array).all():
         raise NonFiniteError("patch_mask holds NaN or infinity.")
-    return Masked(patches, tuple(array.reshape(-1).tolist()))
+    return MaskedPatchView(patches, tuple(array.reshape(-1).tolist()))

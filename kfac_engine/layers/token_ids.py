@@ -7,11 +7,11 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.views import written_out
+from kfac_engine.layers.views import rows_as_images
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
+class TokenIdView:
     """Integers below a vocabulary's size; a row of features is the sum of their unit vectors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ids:
         )
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
-        return written_out(self.rows(x, backend))
+        return rows_as_images(self.rows(x, backend))
 
     def counts(self, ids: Array, backend: Backend) -> Array:
         """Rows that have each identifier, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.

@@ -55,7 +55,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowView:
     """Features lie along one axis; every other axis counts rows.
 
     Attributes:
@@ -115,7 +115,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Patches:
+class PatchView:
     """The input of a convolution: one row of features for each output location.
 
     Features are tap-major, ``(*kernel, channels)``, as a channels-last filter is laid out.
@@ -187,7 +187,7 @@ def patch_view(
     padding: Padding,
     *,
     channels_first: bool,
-) -> Patches:
+) -> PatchView:
     """Return the view of the input of a convolution.
 
     Args:
@@ -224,9 +224,9 @@ def patch_view(
         ends=tuple(end for _, end in pads),
         same=_AUTOMATIC[padding] if isinstance(padding, str) else "",
     )
-    return Patches(window, channels_first)
+    return PatchView(window, channels_first)
 
 
-def written_out(rows: Array) -> tuple[Array, Window]:
+def rows_as_images(rows: Array) -> tuple[Array, Window]:
     """Rows ``(n, t, d)`` as images with a pixel for each row."""
     return rows.swapaxes(1, 2), pointwise(1)

@@ -9,7 +9,7 @@ import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.window import Window
 from kfac_engine.layers.layer_forms import embedding_form
-from kfac_engine.layers.views import Rows, patch_view
+from kfac_engine.layers.views import RowView, patch_view
 from tests.backend.truths import patches
 
 EXACT = 1e-12  # float64, sums of a hundred products of size one
@@ -36,7 +36,7 @@ def moment(view, x, homogeneous=False):
     [((5, 3), -1), ((4, 2, 3), -1), ((4, 3, 2), 1), ((4, 3, 2), -2), ((2, 3, 2, 2), 1)],
 )
 def test_every_axis_but_the_features_counts_rows(shape, axis):
-    view, x = Rows(axis), draw(*shape)
+    view, x = RowView(axis), draw(*shape)
     assert view.width(shape) == shape[axis]
     assert view.count(shape) == prod(shape) // shape[axis]
     found = view.rows(x, BACKEND)
@@ -52,11 +52,11 @@ def test_every_axis_but_the_features_counts_rows(shape, axis):
 @pytest.mark.parametrize(
     ("view", "shape", "says"),
     [
-        (Rows(), (4,), "at least 2 axes"),
-        (Rows(1, rank=4), (4, 3), "4 axes"),
-        (Rows(-2), (3, 4), "axis 0 is the batch"),
-        (Rows(0), (3, 4), "axis 0 is the batch"),
-        (Rows(2), (3, 4), "axis 2 is none of features"),
+        (RowView(), (4,), "at least 2 axes"),
+        (RowView(1, rank=4), (4, 3), "4 axes"),
+        (RowView(-2), (3, 4), "axis 0 is the batch"),
+        (RowView(0), (3, 4), "axis 0 is the batch"),
+        (RowView(2), (3, 4), "axis 2 is none of features"),
     ],
 )
 def test_a_tensor_without_batch_and_features_is_refused(view, shape, says):

@@ -9,7 +9,7 @@ from kfac_engine.curvature.factors.statistics import Tensors
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.views import Patches, Rows, View
+from kfac_engine.layers.views import PatchView, RowView, View
 
 
 def patches_side(form: LayerForm) -> Side:
@@ -33,9 +33,9 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
         UnsupportedError: Patches are masked: what a pixel is then depends on its place.
     """
     patches = form.input_view
-    if not isinstance(patches, Patches):
+    if not isinstance(patches, PatchView):
         raise UnsupportedError("approximation 'kron_sua' cannot mask patches; use 'kron'.")
-    pixels = Rows(1 if patches.channels_first else -1, rank=patches.rank)
+    pixels = RowView(1 if patches.channels_first else -1, rank=patches.rank)
     taps, has_bias = patches.window.taps, form.packing.has_bias
     modelled = not config.assume_zero_mean_activations
 

@@ -20,7 +20,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
 
     Args:
         collection: Owner of the factors.
-        form: How the tensors of one use are laid out; its input view is ``Ids``.
+        form: How the tensors of one use are laid out; its input view is ``TokenIdView``.
         num_uses: Uses; may be left out if a tower lists them.
         output_side: How ``G`` is kept.
     """

@@ -22,7 +22,7 @@ from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.requests import Refreshing, Request
 from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import NotReadyError, ShapeError
-from kfac_engine.layers.views import written_out
+from kfac_engine.layers.views import rows_as_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class RotatedSquare(LayerSquare):
                 x += u_in[-1]
             g = backend.matmul(self.output_view.rows(ds[start : start + step], backend), u_out)
             backend.squared_gradients(
-                *written_out(x), g.swapaxes(1, 2), out[None], alpha=scale, beta=1.0
+                *rows_as_images(x), g.swapaxes(1, 2), out[None], alpha=scale, beta=1.0
             )
 
 

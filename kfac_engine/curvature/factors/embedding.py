@@ -15,12 +15,12 @@ from kfac_engine.curvature.factors.damping import Damping
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, one_use
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.token_ids import Ids
+from kfac_engine.layers.token_ids import TokenIdView
 
 
 @dataclass(frozen=True, slots=True)
 class IdCounts(KroneckerDiagonal):
-    """Part of the rows that have each identifier, ``(vocabulary,)``; the view is ``Ids``."""
+    """Fraction of rows that contain each token id, ``(vocabulary,)``; reads a ``TokenIdView``."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
         for name in self.names():
@@ -45,8 +45,8 @@ class IdCounts(KroneckerDiagonal):
                 beta = 1.0
 
     @property
-    def _ids(self) -> Ids:
-        assert isinstance(self.view, Ids)  # the class is made for it
+    def _ids(self) -> TokenIdView:
+        assert isinstance(self.view, TokenIdView)  # the class is made for it
         return self.view
 
     def _in_rows(self, values: Values) -> Values:
@@ -139,6 +139,6 @@ class EmbeddingInputKroneckerFactor(VocabularyFactor):
                 f"an embedding's factor needs a vocabulary of at least one entry and a floating "
                 f"point type, got {vocab_size} and {chosen}."
             )
-        view = Ids(int(vocab_size), count_repeats=count_repeats)
+        view = TokenIdView(int(vocab_size), count_repeats=count_repeats)
         super().__init__(IdCounts((one_use(input_ids),), view), backend=backend, config=config)
         self.narrowest = chosen

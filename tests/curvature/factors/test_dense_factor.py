@@ -8,7 +8,7 @@ import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
-from kfac_engine.layers.views import Rows
+from kfac_engine.layers.views import RowView
 
 DOUBLE = 1e-11  # relative: float64 through a condition number of a hundred
 SINGLE = 1e-5  # relative: a float32 matrix, inverted in float64
@@ -41,7 +41,7 @@ def constant(damping):
 
 
 def make(config=None, backend=None):
-    statistic = KroneckerMoment(((("x",),),), Rows())
+    statistic = KroneckerMoment(((("x",),),), RowView())
     return DenseSquareMatrixFactor(statistic, config=config, backend=backend)
 
 

@@ -6,14 +6,14 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.statistics import GradientSquare, KroneckerDiagonal, LayerSquare
-from kfac_engine.layers.views import Rows
+from kfac_engine.layers.views import RowView
 
 ROUNDING = 1e-13  # relative: a few float64 operations
 D, N = 4, 6
 
 
 def kronecker_side():
-    return DiagonalFactor(KroneckerDiagonal(((("x",),),), Rows()))
+    return DiagonalFactor(KroneckerDiagonal(((("x",),),), RowView()))
 
 
 def parameter(config=None):
@@ -142,7 +142,7 @@ def test_a_batch_with_nan_is_refused_and_leaves_the_average_as_it_was():
 
 
 def layer():
-    return DiagonalFactor(LayerSquare((("x",),), ((("ds",),),), Rows(), Rows(), False))
+    return DiagonalFactor(LayerSquare((("x",),), ((("ds",),),), RowView(), RowView(), False))
 
 
 def test_products_whose_squares_overflow_single_precision_make_the_average_double():

@@ -14,7 +14,7 @@ from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.refresh import refresh
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.errors import InputError, NonFiniteError, NotReadyError
-from kfac_engine.layers.views import Rows
+from kfac_engine.layers.views import RowView
 from tests.backend import cupy_standin
 
 SIDES = (3, 5, 3, 4, 5)
@@ -39,7 +39,7 @@ class Counting(NumpyBackend):
 def factors(backend: Backend, exps: Sequence[float]) -> list[DenseSquareMatrixFactor]:
     made = []
     for index, side in enumerate(SIDES):
-        statistic = KroneckerMoment((((f"x{index}",),),), Rows())
+        statistic = KroneckerMoment((((f"x{index}",),),), RowView())
         factor = DenseSquareMatrixFactor(statistic, backend=backend)
         rows = np.random.default_rng(index).normal(size=(20, side)).astype(np.float32)
         factor.update({f"x{index}": backend.asarray(rows)}, 0.9)
@@ -94,7 +94,7 @@ def test_inverses_and_roots_are_those_of_the_lower_triangles(above: float) -> No
 
 def test_a_factor_without_an_average_is_named() -> None:
     made = factors(NumpyBackend(), (-1,))
-    empty = DenseSquareMatrixFactor(KroneckerMoment(((("y",),),), Rows()))
+    empty = DenseSquareMatrixFactor(KroneckerMoment(((("y",),),), RowView()))
     empty.register_matpower(-1, lambda: 0.1)
     with pytest.raises(NotReadyError, match="y"):
         refresh([*made, empty], made[0].backend)

@@ -15,9 +15,10 @@ from kfac_engine.curvature.factors.statistics import (
     LayerSquare,
 )
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.views import Rows, patch_view
+from kfac_engine.layers.views import RowView, patch_view
 from tests.backend.truths import patches
 
+ROWS = RowView()
 EXACT = 1e-12  # float64, sums of a hundred products of size one
 HALF = 1e-6  # float32 sums of products that float32 holds exactly, relative
 
@@ -40,7 +41,7 @@ def measured(statistic, values, *, dtype=np.float64, alpha=1.0, old=None, beta=0
 @pytest.mark.parametrize("sizes", [[3] * 60, [3, 4, 5] * 20, [3, 20_000, 3]], ids=str)
 def test_many_small_uses_are_measured_like_each_alone(sizes):
     values = {f"x{i}": draw(size, 4, 2, seed=i) for i, size in enumerate(sizes)}
-    found = measured(KroneckerMoment(((tuple(values),),), Rows(1), True), values)
+    found = measured(KroneckerMoment(((tuple(values),),), RowView(1), True), values)
     rows = np.concatenate([np.moveaxis(x, 1, -1).reshape(-1, 4) for x in values.values()])
     expected = mean_outer(list(rows), homogeneous=True)
     np.testing.assert_allclose(found, expected, atol=EXACT)
@@ -77,9 +78,9 @@ def mean_outer(rows, homogeneous=False):
 def test_a_kronecker_side_is_the_mean_outer_product_of_all_rows(shape, axis, homogeneous):
     x = draw(*shape)
     expected = mean_outer(features(x, axis), homogeneous)
-    moment = KroneckerMoment(((("x",),),), Rows(axis), homogeneous)
+    moment = KroneckerMoment(((("x",),),), RowView(axis), homogeneous)
     np.testing.assert_allclose(measured(moment, {"x": x}), expected, atol=EXACT)
-    diagonal = KroneckerDiagonal(((("x",),),), Rows(axis), homogeneous)
+    diagonal = KroneckerDiagonal(((("x",),),), RowView(axis), homogeneous)
     np.testing.assert_allclose(measured(diagonal, {"x": x}), np.diag(expected), atol=EXACT)
 
 
@@ -88,16 +89,16 @@ def test_sources_are_summed_and_towers_averaged(homogeneous):
     arrays = {f"{s}{t}": draw(4, 3, seed=10 * s + t) for s in range(3) for t in range(2)}
     tensors = tuple(tuple((f"{s}{t}",) for t in range(2)) for s in range(3))
     expected = sum(mean_outer(list(x), homogeneous) for x in arrays.values()) / 2
-    moment = KroneckerMoment(tensors, Rows(), homogeneous)
+    moment = KroneckerMoment(tensors, ROWS, homogeneous)
     np.testing.assert_allclose(measured(moment, arrays), expected, atol=EXACT)
-    diagonal = KroneckerDiagonal(tensors, Rows(), homogeneous)
+    diagonal = KroneckerDiagonal(tensors, ROWS, homogeneous)
     np.testing.assert_allclose(measured(diagonal, arrays), np.diag(expected), atol=EXACT)
 
 
 def test_two_towers_are_one_tower_of_both():
     x = draw(6, 4, seed=1)
-    whole = KroneckerMoment(((("x",),),), Rows(), True)
-    halves = KroneckerMoment(((("x0",), ("x1",)),), Rows(), True)
+    whole = KroneckerMoment(((("x",),),), ROWS, True)
+    halves = KroneckerMoment(((("x0",), ("x1",)),), ROWS, True)
     np.testing.assert_allclose(
         measured(halves, {"x0": x[:3], "x1": x[3:]}), measured(whole, {"x": x}), atol=EXACT
     )
@@ -112,7 +113,7 @@ def test_uses_are_rows_like_any_other(statistic, form):
         "folded": {"x": np.concatenate(uses)},
         "stacked": {"x": np.stack(uses)},
     }[form]
-    found = measured(statistic((((tuple(values),),)), Rows(), True, num_uses=2), values)
+    found = measured(statistic((((tuple(values),),)), ROWS, True, num_uses=2), values)
     expected = mean_outer([row for x in uses for row in x], True)
     if statistic is KroneckerDiagonal:
         expected = np.diag(expected)
@@ -149,9 +150,9 @@ def test_the_side_of_a_convolution_is_that_of_its_patches(
 @pytest.mark.parametrize(
     "statistic",
     [
-        KroneckerMoment(((("x",), ("y",)),), Rows(), True),
-        KroneckerDiagonal(((("x",), ("y",)),), Rows(), True),
-        LayerSquare((("x",),), ((("y",),),), Rows(), Rows(), True),
+        KroneckerMoment(((("x",), ("y",)),), ROWS, True),
+        KroneckerDiagonal(((("x",), ("y",)),), ROWS, True),
+        LayerSquare((("x",),), ((("y",),),), ROWS, ROWS, True),
         GradientSquare(((("x",),),), (4,)),
         GradientOuter(((("x", "y"),),), (4,)),
     ],
@@ -192,8 +193,8 @@ def test_a_layer_diagonal_is_the_mean_of_squared_example_gradients(positions, ho
     statistic = LayerSquare(
         (("a0",), ("a1",)),
         ((("d00",), ("d01",)), (("d10",), ("d11",))),
-        Rows(),
-        Rows(),
+        ROWS,
+        ROWS,
         homogeneous,
     )
     np.testing.assert_allclose(measured(statistic, values), expected, atol=EXACT)
@@ -209,14 +210,14 @@ def test_a_convolution_diagonal_is_the_mean_of_squared_example_gradients():
     for a, d in zip(z, ds.reshape(3, 2, -1).swapaxes(1, 2), strict=True):
         expected += packed_gradient(a, d, True) ** 2 / 3
     view = patch_view((2, 2), (2, 1), (1, 1), "VALID", channels_first=True)
-    statistic = LayerSquare((("x",),), ((("d",),),), view, Rows(1), True)
+    statistic = LayerSquare((("x",),), ((("d",),),), view, RowView(1), True)
     found = measured(statistic, {"x": x, "d": ds})
     np.testing.assert_allclose(found, expected, atol=EXACT)
 
 
 def test_few_examples_at_a_time_give_the_same_diagonal():
     values = {"x": draw(7, 3), "d": draw(7, 2, seed=1)}
-    statistic = LayerSquare((("x",),), ((("d",),),), Rows(), Rows(), True)
+    statistic = LayerSquare((("x",),), ((("d",),),), ROWS, ROWS, True)
     out = np.zeros((4, 2))
     statistic.add_to(out, values, NumpyBackend(scratch_bytes=1), 1.0, 0.0)
     np.testing.assert_allclose(out, measured(statistic, values), atol=EXACT)
@@ -245,9 +246,9 @@ def test_the_naive_full_matrix_is_the_outer_product_of_the_flat_batch_gradient()
 # -- element types ---------------------------------------------------------------------------------
 
 ALL = [
-    KroneckerMoment(((("x",),),), Rows(), True),
-    KroneckerDiagonal(((("x",),),), Rows(), True),
-    LayerSquare((("x",),), ((("x",),),), Rows(), Rows(), True),
+    KroneckerMoment(((("x",),),), ROWS, True),
+    KroneckerDiagonal(((("x",),),), ROWS, True),
+    LayerSquare((("x",),), ((("x",),),), ROWS, ROWS, True),
     GradientSquare(((("x",),),), (4,)),
     GradientOuter(((("x",),),), (4,)),
 ]
@@ -284,7 +285,7 @@ def test_statistics_are_as_exact_as_the_data_and_at_least_single(statistic, give
 
 
 def test_a_side_of_mixed_types_is_as_exact_as_the_better():
-    statistic = LayerSquare((("x",),), ((("d",),),), Rows(), Rows(), False)
+    statistic = LayerSquare((("x",),), ((("d",),),), ROWS, ROWS, False)
     values = {"x": draw(4, 3).astype(np.float32), "d": draw(4, 2, seed=1)}
     assert update(factor_of(statistic), values).dtype == np.float64
 
@@ -313,12 +314,12 @@ def test_arrays_of_another_library_are_read_through_dlpack():
 
 def test_statistics_of_the_same_tensors_are_equal_and_others_are_not():
     def moment(name="x", homogeneous=True, axis=-1):
-        return KroneckerMoment((((name,),),), Rows(axis), homogeneous)
+        return KroneckerMoment((((name,),),), RowView(axis), homogeneous)
 
     assert moment() == moment()
     assert hash(moment()) == hash(moment())
     others = [moment("y"), moment(homogeneous=False), moment(axis=1)]
-    others.append(KroneckerDiagonal(((("x",),),), Rows(), True))
+    others.append(KroneckerDiagonal(((("x",),),), ROWS, True))
     assert all(moment() != other for other in others)
 
 
@@ -330,24 +331,24 @@ GOOD = {"x": draw(4, 3), "y": draw(4, 3, seed=1), "t": draw(4, 2, 3), "g": draw(
 @pytest.mark.parametrize(
     ("statistic", "values", "error", "says"),
     [
-        (KroneckerMoment(((("x",), ("y",)),), Rows()), {"y": draw(3, 3)}, ValueError, "examples"),
-        (KroneckerMoment(((("x",), ("y",)),), Rows()), {"y": draw(4, 2)}, ValueError, "features"),
-        (KroneckerMoment(((("x", "y"),),), Rows()), {"y": draw(4, 2)}, ValueError, "features"),
-        (KroneckerMoment(((("x",),), (("y",),)), Rows()), {"y": draw(5, 3)}, ValueError, "examp"),
-        (KroneckerMoment(((("x",),),), Rows()), {"x": np.zeros((0, 3))}, ValueError, "no example"),
-        (KroneckerMoment(((("x",),),), Rows()), {"x": np.zeros(3)}, ValueError, "axes"),
-        (KroneckerMoment(((("x",),),), Rows(1, 4)), {}, ValueError, "4 axes"),
-        (KroneckerMoment(((("x",),),), Rows(-2)), {}, ValueError, "batch"),
-        (KroneckerMoment(((("x",),),), Rows(), num_uses=3), {}, ValueError, "3 uses"),
-        (KroneckerMoment(((("z",),),), Rows()), {}, KeyError, "'z'"),
-        (KroneckerDiagonal(((("x",), ("y",)),), Rows()), {"y": draw(3, 3)}, ValueError, "examples"),
+        (KroneckerMoment(((("x",), ("y",)),), ROWS), {"y": draw(3, 3)}, ValueError, "examples"),
+        (KroneckerMoment(((("x",), ("y",)),), ROWS), {"y": draw(4, 2)}, ValueError, "features"),
+        (KroneckerMoment(((("x", "y"),),), ROWS), {"y": draw(4, 2)}, ValueError, "features"),
+        (KroneckerMoment(((("x",),), (("y",),)), ROWS), {"y": draw(5, 3)}, ValueError, "examp"),
+        (KroneckerMoment(((("x",),),), ROWS), {"x": np.zeros((0, 3))}, ValueError, "no example"),
+        (KroneckerMoment(((("x",),),), ROWS), {"x": np.zeros(3)}, ValueError, "axes"),
+        (KroneckerMoment(((("x",),),), RowView(1, 4)), {}, ValueError, "4 axes"),
+        (KroneckerMoment(((("x",),),), RowView(-2)), {}, ValueError, "batch"),
+        (KroneckerMoment(((("x",),),), ROWS, num_uses=3), {}, ValueError, "3 uses"),
+        (KroneckerMoment(((("z",),),), ROWS), {}, KeyError, "'z'"),
+        (KroneckerDiagonal(((("x",), ("y",)),), ROWS), {"y": draw(3, 3)}, ValueError, "examples"),
         (
-            LayerSquare((("x",),), ((("y",),),), Rows(), Rows(), True),
+            LayerSquare((("x",),), ((("y",),),), ROWS, ROWS, True),
             {"y": draw(5, 3)},
             ValueError,
             "rows",
         ),
-        (LayerSquare((("t",),), ((("y",),),), Rows(), Rows(), True), {}, ValueError, "rows"),
+        (LayerSquare((("t",),), ((("y",),),), ROWS, ROWS, True), {}, ValueError, "rows"),
         (GradientSquare(((("x",),), (("g",),)), (4,)), {}, ValueError, "sides"),
         (GradientSquare(((("x", "g"),),), (4,)), {}, ValueError, "one parameter"),
         (GradientSquare(((("x",),),), ("batch",)), {}, KeyError, "batch"),
@@ -374,7 +375,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_moves(statistic, va
     ids=["other features", "no example"],
 )
 def test_a_batch_that_does_not_fit_an_average_is_refused(shape, error, says):
-    factor = DenseSquareMatrixFactor(KroneckerMoment(((("x",),),), Rows()))
+    factor = DenseSquareMatrixFactor(KroneckerMoment(((("x",),),), ROWS))
     factor.update({"x": draw(4, 3)}, 0.9)
     before = factor.average.value.copy()
     with pytest.raises(error, match=says):
