@@ -81,7 +81,7 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
         return out
 
     def groups(b: Backend, x: Array, out: Array) -> Array:
-        b.grouped_second_moment(x, _WINDOW, out, beta=_DECAY)
+        b.patch_second_moment(x, _WINDOW, out, beta=_DECAY)
         return out
 
     def squares(b: Backend, x: Array, ds: Array, out: Array) -> Array:

@@ -121,7 +121,7 @@ def refresh_works(
     dampings = [DAMPING] * len(sides)
     yield Work(
         gpu_counts.inverses(layers),
-        lambda: backend.damped_inverses(matrices, dampings),
+        lambda: backend.linalg.begin_damped_inverses(matrices, dampings)(),
         FLOAT64,
         lambda: max(_inverse_error(backend, host) for host in hosts.values()),
         _INVERSE_TOLERANCE,
@@ -164,7 +164,7 @@ def _output_error(backend: CupyBackend, ds: Array) -> float:
 
 
 def _inverse_error(backend: CupyBackend, host: Array) -> float:
-    found = backend.damped_inverses([backend.asarray(host)], [DAMPING])[0]
+    found = backend.linalg.begin_damped_inverses([backend.asarray(host)], [DAMPING])()[0]
     wanted = np.linalg.inv(host.astype(np.float64) + DAMPING * np.eye(len(host)))
     return float(difference(backend.to_numpy(found), wanted))
 
@@ -205,7 +205,7 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
         return max(
             float(difference((Q * w) @ Q.T, host))
             for (w, Q), host in zip(
-                (map(backend.to_numpy, pair) for pair in backend.eighs(matrices)),
+                (map(backend.to_numpy, pair) for pair in backend.linalg.eighs(matrices)),
                 hosts,
                 strict=True,
             )
@@ -214,11 +214,11 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
     # No count of products is agreed on for eigenvectors: bytes alone.
     moved = float(sum(3 * 4 * side * side for side in sides))
     counted = gpu_counts.Counted(f"eigenvectors of {told}", 0.0, moved)
-    yield Work(counted, lambda: backend.eighs(matrices), check=rebuilt, usual=others)
+    yield Work(counted, lambda: backend.linalg.eighs(matrices), check=rebuilt, usual=others)
     dampings, degrees = [DAMPING] * len(sides), [4] * len(sides)
 
     def roots() -> Sequence[Array | None]:
-        return backend.inverse_roots(matrices, dampings, degrees)
+        return backend.linalg.inverse_roots(matrices, dampings, degrees)
 
     def error() -> float:
         found = [backend.to_numpy(root) for root in roots() if root is not None]

@@ -1,7 +1,6 @@
 """Every job as the package does it."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,14 +82,15 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
 
 
 def _inverse(d: int) -> Run:
-    return partial(NumpyBackend().damped_inverse, data.factor(d), DAMPING)
+    matrices, linalg = [data.factor(d)], NumpyBackend().linalg
+    return lambda: linalg.begin_damped_inverses(matrices, [DAMPING])()[0]
 
 
 def _power(d: int, exp: float) -> Run:
     matrix, backend = data.factor(d), NumpyBackend()
 
     def run() -> Array:
-        values, vectors = backend.eigh(matrix)
+        values, vectors = backend.linalg.eighs([matrix])[0]
         return eigh_power(values, vectors, DAMPING, exp, dtype=np.float32)
 
     return run

@@ -218,7 +218,7 @@ def test_powers_and_blocks_are_those_of_the_cpu(
     gpu: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Roots of small matrices, too, take the way of large ones.
-    monkeypatch.setattr(inverse_roots, "FROM_SIDE", dict.fromkeys((80, 90, 100), 2))
+    monkeypatch.setattr(inverse_roots, "LEAST_SIZES", dict.fromkeys((80, 90, 100), 2))
     name, options = POWERS_AND_BLOCKS[case]
     pairs = zip(trained(name, "cupy", **options), trained(name, "numpy", **options), strict=True)
     for found, wanted in pairs:

@@ -1,19 +1,18 @@
-"""What the engine asks of an array library: the few primitives that deserve a kernel of their own.
+"""Interface of an array library: the operations that each library implements in its own way.
 
-Everything else is plain array code through ``xp``. The NumPy backend defines each primitive;
-another backend must give the same numbers within a stated tolerance and raise the same errors.
+All other array code goes through ``xp``. The NumPy backend defines every operation; another backend
+returns the same numbers within a stated tolerance and raises the same errors.
 
-Symmetric results are C-contiguous. Second moments are sure to have their lower triangle only: what
-stands above the diagonal is unspecified until ``mirror`` has completed it, which few readers need.
-All other symmetric results have both triangles. Input dtypes float16 and bfloat16 are accumulated
-in float32; float32 and float64 stay what they are.
+Symmetric results are C-contiguous. Second moments define the lower triangle only: the upper
+triangle is unspecified until ``mirror`` completes it. All other symmetric results have both
+triangles. Inputs of type float16 and bfloat16 are accumulated in float32; float32 and float64 keep
+their type.
 """
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
@@ -21,12 +20,77 @@ from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window
 
 
+class LinearAlgebra(Protocol):
+    """Batched dense linear algebra: each operation takes any number of matrices.
+
+    Matrices of one call may differ in size and element type. Operations compute in float64, and
+    results have the element type of their matrix unless stated otherwise. Of a symmetric matrix the
+    lower triangle is read. A device is read a few times for a call, whatever its number of
+    matrices.
+
+    Every operation raises ShapeError for a matrix that is not square and NonFiniteError for a
+    matrix with NaN or infinity.
+    """
+
+    def begin_damped_inverses(
+        self, matrices: Sequence[Array], dampings: Sequence[float]
+    ) -> Callable[[], list[Array]]:
+        """Start ``(matrix + damping·I)⁻¹`` for each matrix; the returned function waits for them.
+
+        If rounding made a matrix indefinite, its damping is multiplied by ten, up to three times.
+        If that fails, negative eigenvalues are replaced with zero. The result is never NaN.
+
+        Args:
+            matrices: Symmetric, ``(d, d)`` each; unchanged until the returned function was called.
+            dampings: One for each matrix.
+
+        Returns:
+            A function that returns the inverses, symmetric.
+
+        Raises:
+            InputError: A damping is negative or not finite, or zero for a matrix of zeros. A device
+                may raise it in the returned function.
+        """
+
+    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
+        """Return lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I`` for each matrix.
+
+        Indefinite matrices are treated as by ``begin_damped_inverses``.
+        """
+
+    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
+        """Return ``L⁻¹``, lower-triangular, for each lower-triangular matrix."""
+
+    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
+        """Return eigenvalues and eigenvectors of each matrix, or stack of matrices.
+
+        Args:
+            matrices: ``(d, d)`` or ``(g, d, d)`` each, symmetric.
+
+        Returns:
+            Ascending eigenvalues ``(…, d)`` and orthonormal eigenvectors ``(…, d, d)`` as columns,
+            float64.
+        """
+
+    def inverse_roots(
+        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
+    ) -> list[Array | None]:
+        """Return ``(matrix + damping·I)^(−1/degree)`` where eigenvectors are the slower way.
+
+        Negative eigenvalues that rounding left are damped, not replaced with zero.
+
+        Returns:
+            One root for each matrix; None where eigenvectors are faster and where the matrix is not
+            positive definite.
+        """
+
+
 class Backend(Protocol):
-    """The primitives of one array library.
+    """The operations of one array library.
 
     Attributes:
-        name: What ``select`` calls it.
-        scratch_bytes: Bound of the working memory of one primitive; others may plan by it too.
+        name: Name by which ``select`` finds the backend.
+        scratch_bytes: Bound of the working memory of one operation, in bytes.
     """
 
     name: str
@@ -34,48 +98,71 @@ class Backend(Protocol):
 
     @property
     def xp(self) -> ModuleType:
-        """The array module: ``numpy`` or one with its interface."""
+        """The array module: ``numpy``, or a module with its interface."""
+
+    @property
+    def linalg(self) -> LinearAlgebra:
+        """Batched linear algebra on arrays of this library."""
+
+    # -- memory -----------------------------------------------------------------------------------
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
-        """All working memory, and whether it and arrays lie in a device's own memory.
+        """Return the working memory of all operations, and whether a device holds it.
 
         Args:
-            copied: Bytes of the largest operand of a second moment, patches and all.
+            copied: Bytes of the largest operand of a second moment, including its patches.
             inverted: Entries of the largest matrix, or stack, that is inverted.
-            decomposed: Entries of the largest whose eigenvectors are computed.
+            decomposed: Entries of the largest matrix, or stack, whose eigenvectors are computed.
+
+        Returns:
+            Bytes; True if arrays and working memory are allocated on a device.
         """
 
     def reserve(self, kept: int) -> None:
-        """Take working memory and room for arrays of ``kept`` bytes from a device, at once.
+        """Allocate device memory for ``kept`` bytes of arrays and for the scratch memory.
 
-        Arrays made later get their places in it. Nothing is taken of the host's memory.
+        Later arrays are allocated in this memory. On the host this does nothing.
+
+        Raises:
+            MemoryLimitError: The device has less memory.
         """
 
+    # -- conversion -------------------------------------------------------------------------------
+
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
-        """``value`` as an array of this library: NumPy's, or anything with ``__dlpack__``."""
+        """Return a NumPy array, or an object with ``__dlpack__``, as an array of this library."""
 
     def to_numpy(self, array: Array) -> Array:
-        """A host copy or view: the way back to the host for arrays."""
+        """Return an array as an array of NumPy; a view where the memory is the host's."""
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
-        """Host copies of a few small arrays, float64; a device is read once for all of them."""
+        """Return float64 copies of small arrays on the host; a device is read once for all."""
+
+    # -- threads ----------------------------------------------------------------------------------
 
     def share(self, tasks: Sequence[Task]) -> None:
-        """Do tasks that do not depend on each other, side by side where there are threads."""
+        """Run independent tasks and wait for them; on a CPU they are divided among threads."""
 
     def bands(self, length: int, work: float) -> list[slice]:
-        """``range(length)`` in parts that are worth a thread each; one part where there are none.
+        """Split ``range(length)`` into slices, one for each thread that the work occupies.
 
         Args:
-            length: Of an axis.
+            length: Length of an axis.
             work: Multiplications along the whole axis.
         """
 
+    # -- products ---------------------------------------------------------------------------------
+
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
-        """``x y`` of matrices or of stacks of them, into ``out`` if it is given."""
+        """Return ``x y``, of matrices or of stacks of matrices; written to ``out`` if given."""
 
     def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-        """``out ← beta·out + alpha·x yᵀ`` of vectors, in place."""
+        """Compute ``out ← beta·out + alpha·x yᵀ`` of vectors, in place."""
+
+    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
+        """Compute ``out ← beta·out + alpha·measured``, in place; ``beta = 0`` overwrites."""
+
+    # -- second moments ---------------------------------------------------------------------------
 
     def second_moment(
         self,
@@ -87,21 +174,15 @@ class Backend(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """Lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+        """Compute the lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
         Args:
-            x: Any rank ≥ 1, any strides; features along ``feature_axis``, all other axes are rows.
-            out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate (a one, last).
+            x: Any rank ≥ 1, any strides; all axes but ``feature_axis`` are rows.
+            out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last.
             feature_axis: Axis of the features.
-            homogeneous: Whether each row ends with an implicit one.
+            homogeneous: Whether a one is appended to each row.
             alpha: Scale of the new moment.
-            beta: Scale of the old one; 0 overwrites, whatever ``out`` held (NaN included).
-        """
-
-    def mirror(self, moment: Array) -> None:
-        """Complete a second moment in place: every lower triangle of ``(…, d, d)`` onto its upper.
-
-        A backend whose second moments have both triangles need not do anything.
+            beta: Scale of the old moment; 0 overwrites it, NaN included.
         """
 
     def patch_second_moment(
@@ -114,57 +195,47 @@ class Backend(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """Lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``, in place.
+        """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
-        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one.
+        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one. With three
+        axes, ``out`` holds one moment for each group of adjacent channels; the features of a group
+        are tap-major too.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides.
-            window: Geometry; as many axes as ``sides``.
-            out: ``(taps·channels (+ 1), same)``.
-            homogeneous: Whether each patch ends with an implicit one.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides.
+            window: Geometry; as many axes as ``spatial_shape``.
+            out: ``(d, d)`` with ``d = taps·channels (+ 1)``, or ``(groups, d, d)`` with
+                ``d = taps·channels/groups (+ 1)``.
+            homogeneous: Whether a one is appended to each patch.
             alpha: Scale of the new moment.
-            beta: Scale of the old one; 0 overwrites.
+            beta: Scale of the old moment; 0 overwrites it, NaN included.
+        """
+
+    def mirror(self, moment: Array) -> None:
+        """Copy the lower triangle of each matrix ``(…, d, d)`` to its upper triangle, in place.
+
+        A backend whose second moments have both triangles does nothing.
         """
 
     def patches(self, x: Array, window: Window) -> Array:
-        """The patches themselves, a new array: ``(n, positions, taps·channels)``, tap-major."""
+        """Return all patches, ``(n, positions, taps·channels)``, tap-major; a new array."""
 
     def patch_squares(
         self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
-        """``out ← beta·out + alpha·Σ z²`` over all patches ``z``, feature by feature, in place.
+        """Compute ``out ← beta·out + alpha·Σ z²`` over all patches ``z``, entry by entry, in place.
 
-        The diagonal of ``patch_second_moment``, without the one.
+        This is the diagonal of ``patch_second_moment`` without the homogeneous coordinate.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides.
             window: Geometry.
             out: ``(taps·channels,)``, contiguous.
             alpha: Scale of the new squares.
-            beta: Scale of the old ones; 0 overwrites.
+            beta: Scale of the old squares; 0 overwrites.
         """
 
-    def grouped_second_moment(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-    ) -> None:
-        """``patch_second_moment`` of each group of neighbouring channels, in place.
-
-        Args:
-            x: Images, ``(n, channels, *sides)``, any strides.
-            window: Geometry; of a group, features are tap-major.
-            out: ``(groups, taps·channels/groups (+ 1), same)``; says how many groups there are.
-            homogeneous: Whether each row ends with an implicit one.
-            alpha: Scale of the new moments.
-            beta: Scale of the old ones; 0 overwrites.
-        """
+    # -- sums over examples -----------------------------------------------------------------------
 
     def squared_gradients(
         self,
@@ -177,103 +248,55 @@ class Backend(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
+        """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 
-        Entry by entry: the squared gradients of examples, in the weights of a layer.
+        These are the squared weight gradients of the examples, entry by entry.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides.
             window: Geometry.
-            ds: ``(n, outputs, *output sides)``, any strides.
+            ds: Gradients of the outputs, ``(n, outputs, *output_shape)``, any strides.
             out: ``(groups, taps·channels/groups (+ 1), outputs/groups)``.
-            homogeneous: Whether each row ends with an implicit one.
+            homogeneous: Whether a one is appended to each patch.
             alpha: Scale of the new squares.
-            beta: Scale of the old ones; 0 overwrites.
+            beta: Scale of the old squares; 0 overwrites.
         """
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
-        """``[Σ x∘ds, Σ ds]`` of each example over some axes: ``(n, 2·entries)``, a new array.
+        """Return ``[Σ x∘ds, Σ ds]`` of each example, summed over some axes.
 
         Args:
-            x: As many axes as ``ds``, each as long or of length one.
-            ds: The batch first.
-            axes: Summed; not the batch axis. The others are the entries, in row-major order.
+            x: The axes of ``ds``, each of the same length or of length one.
+            ds: The first axis is the batch.
+            axes: Axes that are summed; not the batch axis. The other axes are the entries.
+
+        Returns:
+            ``(n, 2·entries)``, entries in row-major order; a new array.
         """
 
     def count_ids(self, ids: Array, rows: int) -> Array:
-        """How often each number in [0, rows) occurs: ``(rows,)`` integers."""
+        """Return how often each integer in ``[0, rows)`` occurs: ``(rows,)`` integers."""
 
     def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
-        """A class of each row of ``softmax(logits)``, int64: by inversion, the same everywhere.
+        """Sample a class of each row of ``softmax(logits)`` by inversion, int64.
+
+        All backends sample the same classes from the same uniform numbers.
 
         Args:
             logits: Floating point; rows are along ``axis``.
-            uniforms: Numbers in [0, 1), float64, in the shape of ``logits`` without that axis.
-            axis: Of the classes.
+            uniforms: Numbers in [0, 1), float64; the shape of ``logits`` without ``axis``.
+            axis: Axis of the classes.
         """
 
-    def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
-        """``out ← beta·out + alpha·measured``, in place; 0 overwrites."""
-
-    def damped_inverse(self, matrix: Array, damping: float) -> Array:
-        """``(matrix + damping·I)⁻¹``, symmetric, computed in float64, in the dtype of ``matrix``.
-
-        Of the matrix the lower triangle is read, here and by ``damped_cholesky``.
-        A matrix that rounding made indefinite is retried with more damping (ten times, a few
-        times), then inverted through its clamped eigenvalues; never NaN.
-        """
-
-    def damped_cholesky(self, matrix: Array, damping: float) -> Array:
-        """Lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I`` (same retries)."""
-
-    def triangular_inverse(self, lower: Array) -> Array:
-        """``L⁻¹`` of a lower-triangular matrix, lower-triangular."""
-
-    def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        """Ascending eigenvalues ``(d,)`` and orthonormal eigenvectors as columns, float64."""
-
-    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        """The ``damped_inverse`` of each matrix; a device is read a few times for all of them."""
-
-    def begin_damped_inverses(
-        self, matrices: Sequence[Array], dampings: Sequence[float]
-    ) -> Callable[[], list[Array]]:
-        """``damped_inverses`` in two steps: begun now, waited for when the result is called.
-
-        The matrices must not change in between.
-        """
-
-    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        """The ``damped_cholesky`` of each matrix, likewise."""
-
-    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
-        """The ``triangular_inverse`` of each matrix, likewise."""
-
-    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
-        """The ``eigh`` of each matrix, likewise.
-
-        A stack ``(g, d, d)`` may stand for a matrix; then its values are ``(g, d)`` and its vectors
-        ``(g, d, d)``.
-        """
-
-    def inverse_roots(
-        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
-    ) -> list[Array | None]:
-        """``(matrix + damping·I)^(−1/degree)`` where there is a quicker way than eigenvectors.
-
-        None for other matrices, also for those that are not positive definite. Negative
-        eigenvalues that rounding left are damped, not cut off.
-        """
+    # -- checks -----------------------------------------------------------------------------------
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
-        """The sum of squares of each, in its own type; of half precision in single, else in double.
+        """Return the sum of squares of each array; a device is read once for all.
 
-        Not finite where a number is not, or where squares overflow: where it is finite, a second
-        moment will be. A device is read once for all of them.
+        Half precision is summed in float32, other types in their own. The sum is not finite if an
+        entry is not finite or if squares overflow. If it is finite, the second moment of the array
+        is finite.
         """
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        """Whether each holds finite numbers only: ``(len(arrays),)``, of this library, not read."""
-
-    def rng(self, seed: int) -> np.random.Generator:
-        """A generator for this library's random draws."""
+        """Return whether each array has finite entries only: ``(len(arrays),)`` of this library."""

@@ -95,7 +95,7 @@ class FisherEstimator(Sealed):
             self._mode,
             layer_collection.registered_losses,
             layer_collection.backend,
-            layer_collection.backend.rng(seed),
+            np.random.default_rng(seed),
             examples,
             self.variables if compute_params_stats else (),
         )

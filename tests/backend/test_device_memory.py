@@ -34,7 +34,7 @@ MOMENTS = {
     ),
     "groups": (
         (4, 18, 18),
-        lambda b, x, _, out: b.grouped_second_moment(x, WINDOW, out),
+        lambda b, x, _, out: b.patch_second_moment(x, WINDOW, out),
         (IMAGES, IMAGES),
     ),
     "squares": (

@@ -69,7 +69,7 @@ def test_moments_of_groups(backend: Backend, window: Window, dtype: type, beta: 
     wanted = 0.3 * np.einsum("gnti,gntj->gij", z, z) + beta
     out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
     out = out.astype(dtype)
-    backend.grouped_second_moment(
+    backend.patch_second_moment(
         backend.asarray(x), window, out, homogeneous=True, alpha=0.3, beta=beta
     )
     backend.mirror(out)
@@ -162,10 +162,10 @@ def test_results_of_other_sides_are_refused(backend: Backend) -> None:
     x = backend.asarray(np.ones((2, 4, 5, 5), np.float32))
     out = backend.asarray(np.zeros((3, 6, 6), np.float32))
     with pytest.raises(ShapeError, match="3 groups of 4 channels under 6 taps"):
-        backend.grouped_second_moment(x, WINDOW, out)
+        backend.patch_second_moment(x, WINDOW, out)
     turned = backend.asarray(np.zeros((2, 12, 12), np.float32)).swapaxes(1, 2)
     with pytest.raises(ShapeError, match="C-contiguous"):
-        backend.grouped_second_moment(x, WINDOW, turned)
+        backend.patch_second_moment(x, WINDOW, turned)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -58,7 +58,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> gpu_meter.Meter:
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
     cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(inverse_roots, "FROM_SIDE", {90: 2})
+    monkeypatch.setattr(inverse_roots, "LEAST_SIZES", {90: 2})
     backend = select.select("cupy")
     assert isinstance(backend, CupyBackend)
     return gpu_meter.Meter(backend, rounds=2, side=8)

@@ -1,6 +1,6 @@
 """The NumPy backend: the definition of each primitive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
@@ -10,15 +10,14 @@ import numpy.typing as npt
 from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
 from kfac_engine.backend.cpu import (
-    batched_inverse,
     gram,
     grouped_gram,
     im2col,
-    inverse,
     patch_gram,
     reductions,
     threaded_matmul,
 )
+from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cpu.syrk import threads_for
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
@@ -42,10 +41,15 @@ class NumpyBackend:
     def __init__(self, *, scratch_bytes: int = SCRATCH_BYTES, threads: int | None = None) -> None:
         self.scratch_bytes = scratch_bytes
         self.workers = Workers(threads)
+        self._linalg = NumpyLinearAlgebra(self.workers, scratch_bytes)
 
     @property
     def xp(self) -> ModuleType:
         return np
+
+    @property
+    def linalg(self) -> NumpyLinearAlgebra:
+        return self._linalg
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         # In float64, one at a time: the matrix, damped, and its inverse, mirrored; or the matrix,
@@ -115,7 +119,10 @@ class NumpyBackend:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        patch_gram.patch_second_moment(
+        gram_of = patch_gram.patch_second_moment
+        if out.ndim == 3:
+            gram_of = grouped_gram.grouped_second_moment
+        gram_of(
             x,
             window,
             out,
@@ -133,27 +140,6 @@ class NumpyBackend:
         self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
         patch_sums.add_patch_squares(x, window, out, np, alpha=alpha, beta=beta)
-
-    def grouped_second_moment(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-    ) -> None:
-        grouped_gram.grouped_second_moment(
-            x,
-            window,
-            out,
-            homogeneous=homogeneous,
-            alpha=alpha,
-            beta=beta,
-            scratch_bytes=self._scratch(),
-            workers=self.workers,
-        )
 
     def squared_gradients(
         self,
@@ -190,44 +176,6 @@ class NumpyBackend:
     def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
         channel_groups.add_scaled(out, measured, alpha, beta)
 
-    def damped_inverse(self, matrix: Array, damping: float) -> Array:
-        return inverse.damped_inverse(matrix, damping, self.workers)
-
-    def damped_cholesky(self, matrix: Array, damping: float) -> Array:
-        return inverse.damped_cholesky(matrix, damping, self.workers)
-
-    def triangular_inverse(self, lower: Array) -> Array:
-        return inverse.triangular_inverse(lower, self.workers)
-
-    def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        return inverse.eigh(matrix, self.workers)
-
-    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return batched_inverse.damped_inverses(matrices, dampings, self.workers, self.scratch_bytes)
-
-    def begin_damped_inverses(
-        self, matrices: Sequence[Array], dampings: Sequence[float]
-    ) -> Callable[[], list[Array]]:
-        found = self.damped_inverses(matrices, dampings)
-        return lambda: found
-
-    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return batched_inverse.damped_choleskys(
-            matrices, dampings, self.workers, self.scratch_bytes
-        )
-
-    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
-        return batched_inverse.triangular_inverses(lowers, self.workers, self.scratch_bytes)
-
-    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
-        return batched_inverse.eighs(matrices, self.workers, self.scratch_bytes)
-
-    def inverse_roots(
-        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
-    ) -> list[Array | None]:
-        del dampings, degrees  # products of whole matrices take longer than eigenvectors
-        return [None] * len(matrices)
-
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
         found: dict[int, float] = {}
 
@@ -246,9 +194,6 @@ class NumpyBackend:
 
         self.share([Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)])
         return np.array([found[index] for index in range(len(arrays))], bool)
-
-    def rng(self, seed: int) -> np.random.Generator:
-        return np.random.default_rng(seed)
 
     def _scratch(self) -> int:
         """Working memory of one primitive: of those side by side in tasks, each has a share."""

@@ -4,7 +4,7 @@ Nothing here copies an array to the host; what must be decided on the host (is i
 factorisation succeed) reads a single number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from types import ModuleType
 
@@ -16,8 +16,8 @@ from kfac_engine.backend import channel_groups, patch_sums
 from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.grouped_gram import GroupProducts, entries_first, few_axes
-from kfac_engine.backend.cuda.inverse import CupyInverses
-from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES, inverse_roots
+from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES
+from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
 from kfac_engine.backend.cuda.patch_gram import PatchMoments
 from kfac_engine.backend.namespace import detached
 from kfac_engine.backend.tasks import Task
@@ -68,13 +68,17 @@ class CupyBackend:
         if split is None or not self.device.tensor_cores:
             split = _SPLIT if self.device.tensor_cores else 0
         self.tf32 = split == 1
-        self._inverses = CupyInverses(self.device, scratch_bytes)
+        self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
         self._moments = PatchMoments(self.device, scratch_bytes, split)
         self._groups = GroupProducts(self.device, scratch_bytes)
 
     @property
     def xp(self) -> ModuleType:
         return self.device.xp
+
+    @property
+    def linalg(self) -> CupyLinearAlgebra:
+        return self._linalg
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         del copied  # what is reserved is not given back
@@ -165,6 +169,9 @@ class CupyBackend:
         beta: float = 0.0,
     ) -> None:
         self._fit_scratch()
+        if out.ndim == 3:
+            self._add_group_moments(x, window, out, homogeneous, alpha, beta)
+            return
         if out.dtype == np.float32 and x.dtype != np.float64:
             self._moments.add(x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta)
             return
@@ -194,26 +201,6 @@ class CupyBackend:
         patch_sums.check_line(x, window, out)
         x, window = few_axes(x, window)
         self._moments.add_squares(x, window, out, alpha=alpha, beta=beta)
-
-    def grouped_second_moment(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-    ) -> None:
-        self._fit_scratch()
-        if out.dtype == np.float32 and x.dtype != np.float64:
-            self._groups.add_moments(
-                x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
-            )
-            return
-        channel_groups.grouped_second_moment(
-            self, x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
-        )
 
     def squared_gradients(
         self,
@@ -270,40 +257,6 @@ class CupyBackend:
             return
         channel_groups.add_scaled(out, measured, alpha, beta)
 
-    def damped_inverse(self, matrix: Array, damping: float) -> Array:
-        return self.damped_inverses([matrix], [damping])[0]
-
-    def damped_cholesky(self, matrix: Array, damping: float) -> Array:
-        return self._inverses.damped_choleskys([matrix], [damping])[0]
-
-    def triangular_inverse(self, lower: Array) -> Array:
-        return self._inverses.triangular_inverses([lower])[0]
-
-    def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        return self._inverses.eighs([matrix])[0]
-
-    def damped_inverses(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return self.begin_damped_inverses(matrices, dampings)()
-
-    def begin_damped_inverses(
-        self, matrices: Sequence[Array], dampings: Sequence[float]
-    ) -> Callable[[], list[Array]]:
-        return self._inverses.begin_damped_inverses(matrices, dampings)
-
-    def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        return self._inverses.damped_choleskys(matrices, dampings)
-
-    def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
-        return self._inverses.triangular_inverses(lowers)
-
-    def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
-        return self._inverses.eighs(matrices)
-
-    def inverse_roots(
-        self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
-    ) -> list[Array | None]:
-        return inverse_roots(self.device, self._inverses, matrices, dampings, degrees)
-
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
         sums = [self._squared_norm(array) for array in arrays]
         return [float(total) for total in self.download(sums)]
@@ -322,9 +275,6 @@ class CupyBackend:
             flags[self.device.upload(np.array(which))] = own
         return flags
 
-    def rng(self, seed: int) -> np.random.Generator:
-        return np.random.default_rng(seed)
-
     # -- private ----------------------------------------------------------------------------------
 
     def _fit_scratch(self) -> None:
@@ -334,6 +284,15 @@ class CupyBackend:
         """
         given = self.device.affordable(self.scratch_bytes)
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = given
+
+    def _add_group_moments(
+        self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
+    ) -> None:
+        scales = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+        if out.dtype == np.float32 and x.dtype != np.float64:
+            self._groups.add_moments(x, window, out, **scales)  # type: ignore[arg-type] # by name
+        else:
+            channel_groups.grouped_second_moment(self, x, window, out, **scales)  # type: ignore[arg-type] # by name
 
     def _squared_norm(self, x: Array) -> Array:
         flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)

@@ -1,7 +1,7 @@
-"""Inverse roots on a GPU without eigenvectors, where products of matrices are that much faster.
+"""Inverse roots on a GPU by products of matrices, on devices where products are faster.
 
-In float64, whose products take the residual below float32's rounding at any condition worth
-inverting; float32 would leave ``6e-3`` at a condition of 1e6.
+The iteration runs in float64. Its residual then falls below float32's rounding at any condition
+that is worth inverting; in float32 an error of ``6e-3`` would remain at a condition of 1e6.
 """
 
 from collections.abc import Sequence
@@ -12,80 +12,80 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend import newton
 from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.inverse import CupyInverses, Damped
+from kfac_engine.backend.cuda.matrix_batches import DampedMatrices, MatrixBatches
 from kfac_engine.kernels.symmetric import narrow
 
-# Sides from which products are faster than eigenvectors, by compute capability: devices with as
-# fast float64 as float32. Predictions, not measured: some 25 steps of 4 products of 2d³ flops at
-# 30 Tflop/s, against a tridiagonalisation that keeps a few hundredths of such a device busy.
-FROM_SIDE = {80: 256, 90: 256, 100: 256}
-# A residual bounds the relative error of a root: no more than one rounding to float32.
+# Least sizes for which products are faster than eigenvectors, by compute capability: devices whose
+# float64 is as fast as float32. Predictions, not measurements: about 25 steps of four products at
+# 30 TFLOP/s, against a tridiagonalisation that occupies a few hundredths of such a device.
+LEAST_SIZES = {80: 256, 90: 256, 100: 256}
+# Bound of the residual, which bounds the relative error of a root: one rounding to float32.
 _RESIDUAL = 2.0**-24
 _MOST_STEPS = 40
-# Float64 matrices that are alive at once for each one that is worked on; inverses need half.
+# Float64 matrices that are allocated at once for each matrix of a stack; inverses need half.
 MOST_COPIES = 10
 
 
 def inverse_roots(
     device: CupyDevice,
-    inverses: CupyInverses,
+    batches: MatrixBatches,
     matrices: Sequence[Array],
     dampings: Sequence[float],
     degrees: Sequence[int],
 ) -> list[Array | None]:
-    """``(matrix + damping·I)^(−1/degree)`` of each matrix for which this is the quicker way.
+    """Return ``(matrix + damping·I)^(−1/degree)`` where products are faster than eigenvectors.
 
     Args:
         device: The GPU.
-        inverses: Runs work on matrices of equal side.
+        batches: Runs the iteration on stacks of equal size.
         matrices: Symmetric.
         dampings: For each matrix.
         degrees: For each matrix.
 
     Returns:
-        None for a matrix that is small or float64, so badly conditioned that the iteration does not
-        end, or not positive definite; also on a device with slow float64.
+        One root for each matrix. None if the matrix is small or float64, if it is not positive
+        definite or too ill-conditioned for the iteration, or if the device has slow float64.
     """
-    least = FROM_SIDE.get(device.capability)
+    least = LEAST_SIZES.get(device.capability)
     roots: list[Array | None] = [None] * len(matrices)
     if least is None:
         return roots
-    fit = [i for i, m in enumerate(matrices) if len(m) >= least and m.dtype == np.float32]
-    fit = [i for i in fit if dampings[i] > 0]
-    if not fit:
+    large = [i for i, m in enumerate(matrices) if len(m) >= least and m.dtype == np.float32]
+    large = [i for i in large if dampings[i] > 0]
+    if not large:
         return roots
-    bounds = device.download(device.xp.stack([_bound(matrices[i]) for i in fit]))
-    for degree in sorted({degrees[i] for i in fit}):
+    bounds = device.download(device.xp.stack([_bound(matrices[i]) for i in large]))
+    for degree in sorted({degrees[i] for i in large}):
         steps = {
             i: newton.steps_for(float(bound) / dampings[i] + 1.0, degree)
-            for i, bound in zip(fit, bounds, strict=True)
+            for i, bound in zip(large, bounds, strict=True)
             if degrees[i] == degree
         }
         chosen = [i for i, count in steps.items() if count <= _MOST_STEPS]
         if not chosen:
             continue
-        given = Damped([matrices[i] for i in chosen], [dampings[i] for i in chosen])
+        given = DampedMatrices([matrices[i] for i in chosen], [dampings[i] for i in chosen])
         work = partial(_roots, device, degree, [int(steps[i]) for i in chosen])
-        found = inverses.run(given, work, copies=MOST_COPIES)
-        for i, (root, _, (residual,)) in zip(chosen, found, strict=True):
-            if residual <= _RESIDUAL:  # not so for NaN
+        outcomes = batches.run(given, work, copies=MOST_COPIES)
+        for i, (root, _, (residual,)) in zip(chosen, outcomes, strict=True):
+            if residual <= _RESIDUAL:  # False for NaN
                 roots[i] = root
     return roots
 
 
 def _roots(
-    device: CupyDevice, degree: int, steps: Sequence[int], work: Array, which: Sequence[int]
+    device: CupyDevice, degree: int, steps: Sequence[int], stack: Array, indices: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Roots of a stack, and how wrong they are."""
+    """Return the roots of a stack, and the norms of their residuals."""
     xp = device.xp
-    bounds = abs(work).sum(axis=2).max(axis=1)
-    # A few steps more than needed do no harm.
-    roots = newton.inverse_roots(work, degree, bounds, max(steps[i] for i in which), xp)
-    wrong = newton.residuals(roots, work, degree, xp)
-    return narrow(device, xp.ascontiguousarray(roots), np.float32), wrong[:, None]
+    bounds = abs(stack).sum(axis=2).max(axis=1)
+    # More steps than a matrix needs do not change its root.
+    roots = newton.inverse_roots(stack, degree, bounds, max(steps[i] for i in indices), xp)
+    residuals = newton.residuals(roots, stack, degree, xp)
+    return narrow(device, xp.ascontiguousarray(roots), np.float32), residuals[:, None]
 
 
 def _bound(matrix: Array) -> Array:
-    """At least the largest eigenvalue: the largest sum of a row's absolute values."""
+    """Return a bound of the largest eigenvalue: the largest absolute row sum."""
     bound: Array = abs(matrix).sum(axis=1).max().astype(np.float64)
     return bound

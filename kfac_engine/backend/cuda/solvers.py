@@ -20,7 +20,7 @@ from kfac_engine.errors import BackendError
 _Array: TypeAlias = Any
 
 # Predictions, not measured: up to this side one call for a whole stack beats a call a matrix.
-STACKED_SIDE = 256
+STACKED_SIZE = 256
 STREAMS = 4
 
 # Names of the library in CUDA 13 and 12.
@@ -58,7 +58,7 @@ class Solvers:
         """
         count, side, _ = work.shape
         info = self._xp.zeros(count, np.int32)
-        if side <= STACKED_SIDE and count > 1:
+        if side <= STACKED_SIZE and count > 1:
             first, step = work.data.ptr, work.strides[0]
             places = self._xp.arange(first, first + count * step, step, dtype=np.uintp)
             self._calls.dpotrfBatched(
@@ -83,7 +83,7 @@ class Solvers:
             exist.
         """
         xp = self._xp
-        if self.has_potri and (roots.shape[1] > STACKED_SIDE or len(roots) == 1):
+        if self.has_potri and (roots.shape[1] > STACKED_SIZE or len(roots) == 1):
             info = xp.zeros(len(roots), np.int32)
             for matrix, code in zip(roots, self._each(info), strict=True):
                 self._potri(matrix, code)

@@ -174,7 +174,7 @@ class EigenbasisFactor(DiagonalFactor):
             moments = [side.measure(values).array for side in self.sides]
             for side, moment in zip(self.sides, moments, strict=True):
                 side.complete(moment)
-            self._turned(moments, self.backend.eighs(moments))
+            self._turned(moments, self.backend.linalg.eighs(moments))
 
     def _turned(self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]) -> Bases:
         """Take the eigenvectors of these moments, the second of each pair, as the basis."""

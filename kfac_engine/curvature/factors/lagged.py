@@ -193,7 +193,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
 
     def whitened(self, damping: float) -> Whitened:
         """The side that products with the block need, from the current averages."""
-        values, vectors = self.backend.eigh(self._matrix())
+        values, vectors = self.backend.linalg.eighs([self._matrix()])[0]
         lag = self.cov_dt1.astype(values.dtype)
         if damping == 0.0:
             rounding = len(values) * float(np.finfo(self._matrix().dtype).eps)

@@ -68,15 +68,15 @@ def begin_requests(requests: Sequence[Request], backend: Backend) -> Callable[[]
 
 def _inverses(backend: Backend, requests: Sequence[Request]) -> Finish:
     matrices, dampings = [r.matrix for r in requests], [r.damping for r in requests]
-    finish = backend.begin_damped_inverses(matrices, dampings)
+    finish = backend.linalg.begin_damped_inverses(matrices, dampings)
     return lambda: [(inverse,) for inverse in finish()]
 
 
 def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
     stacks = [r.matrix if r.matrix.ndim > 2 else r.matrix[None] for r in requests]
     levels = [np.ravel(r.damping).tolist() for r in requests]
-    lower = backend.damped_choleskys([m for s in stacks for m in s], list(chain(*levels)))
-    pairs = zip(lower, backend.triangular_inverses(lower), strict=True)
+    lower = backend.linalg.damped_choleskys([m for s in stacks for m in s], list(chain(*levels)))
+    pairs = zip(lower, backend.linalg.triangular_inverses(lower), strict=True)
     results: list[Result] = []
     for request, stack in zip(requests, stacks, strict=True):
         both = list(zip(*islice(pairs, len(stack)), strict=True))
@@ -86,7 +86,7 @@ def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result
 
 
 def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
-    return backend.eighs([request.matrix for request in requests])
+    return backend.linalg.eighs([request.matrix for request in requests])
 
 
 def _readings(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
@@ -97,7 +97,7 @@ def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
     """Every power of each matrix: by one decomposition, or without where that is quicker."""
     results = _roots(backend, requests)
     slow = [request for request in requests if request not in results]
-    pairs = backend.eighs([request.matrix for request in slow])
+    pairs = backend.linalg.eighs([request.matrix for request in slow])
     # Eigenvalues ascend: the first ones say which powers there are.
     smallest = backend.download([values[..., 0] for values, _ in pairs])
     for request, pair, least in zip(slow, pairs, smallest, strict=True):
@@ -117,7 +117,7 @@ def _roots(backend: Backend, requests: Sequence[Request]) -> dict[Request, Resul
         and all(exp in _DEGREES for exp, _ in request.powers)
     ]
     asked = [(request, exp, damping) for request in fit for exp, damping in request.powers]
-    roots = backend.inverse_roots(
+    roots = backend.linalg.inverse_roots(
         [request.matrix for request, _, _ in asked],
         [damping for _, _, damping in asked],
         [_DEGREES[exp] for _, exp, _ in asked],

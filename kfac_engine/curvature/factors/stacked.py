@@ -44,7 +44,7 @@ class GroupedMoment(KroneckerMoment):
             rows = sum(self.view.count(x.shape) for x in arrays)
             for x in arrays:
                 images, window = group_images(self.view, x, backend, self.groups, self.taps)
-                backend.grouped_second_moment(
+                backend.patch_second_moment(
                     at_least(out.dtype, images),
                     window,
                     out,

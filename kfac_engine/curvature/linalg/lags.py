@@ -120,14 +120,14 @@ def whiten_undamped(
 
 def symmetric(side: Whitened, backend: Backend) -> Symmetric:
     """A side of option 1; the lag moment is symmetrised, its eigenvalues are taken absolute."""
-    values, Q = backend.eigh((side.lag + side.lag.T) / 2)
+    values, Q = backend.linalg.eighs([(side.lag + side.lag.T) / 2])[0]
     return Symmetric(side.inverse_root @ Q, abs(values))
 
 
 def infinite(side: Whitened, backend: Backend) -> Infinite:
     """A side of option 2; singular values above one, which are rounding, become one."""
     xp = array_module(side.lag)
-    values, Q = backend.eigh(side.lag.T @ side.lag)
+    values, Q = backend.linalg.eighs([side.lag.T @ side.lag])[0]
     shift = side.root @ side.lag.T @ side.inverse_root
     return Infinite(shift, side.inverse_root @ Q, xp.clip(values, 0.0, 1.0))
 
@@ -174,7 +174,7 @@ def solve_infinite(V: Array, A: Infinite, G: Infinite, uses: int) -> Array:
 def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
     """Option 1's block times ``V``, ``(…, d_in, d_out)``."""
     (psi_a, basis_a), (psi_g, basis_g) = (
-        backend.eigh((side.lag + side.lag.T) / 2) for side in (A, G)
+        backend.linalg.eighs([(side.lag + side.lag.T) / 2])[0] for side in (A, G)
     )
     basis_a, basis_g = A.root @ basis_a, G.root @ basis_g
     weights = lag_weights(abs(psi_a)[:, None] * abs(psi_g), uses)

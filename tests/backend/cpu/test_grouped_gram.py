@@ -30,7 +30,7 @@ def bordered(x, window, groups):
 
 def add_moments(x, window, out, *, scratch_bytes=64 << 20, threads=None, **options):
     backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=threads)
-    backend.grouped_second_moment(x, window, out, **options)
+    backend.patch_second_moment(x, window, out, **options)
     backend.mirror(out)
 
 

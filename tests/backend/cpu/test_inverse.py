@@ -1,15 +1,26 @@
 """Inverses and factors, checked by multiplying back and by spectra that are known exactly."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cpu import inverse
 from kfac_engine.backend.cpu.inverse import damping_floor, eigh_stack
+from kfac_engine.backend.threads import Workers
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
-BACKEND = NumpyBackend()
+WORKERS = Workers()
+damped_inverse, damped_cholesky, triangular_inverse, eigh = (
+    partial(operation, workers=WORKERS)
+    for operation in (
+        inverse.damped_inverse,
+        inverse.damped_cholesky,
+        inverse.triangular_inverse,
+        inverse.eigh,
+    )
+)
 
 # Error of one rounding to the dtype of the result, times a small factor for sums of entries.
 ROUNDING = {np.float32: 1e-6, np.float64: 1e-13}
@@ -33,7 +44,7 @@ def relative_error(found, expected):
 def test_inverse_of_a_known_spectrum(side, dtype):
     eigenvalues = np.linspace(1, 3, side)
     matrix, Q = with_spectrum(eigenvalues)
-    found = BACKEND.damped_inverse(matrix.astype(dtype), 0.5)
+    found = damped_inverse(matrix.astype(dtype), 0.5)
     assert found.dtype == dtype
     assert found.flags.c_contiguous
     assert relative_error(found, (Q / (eigenvalues + 0.5)) @ Q.T) < ROUNDING[dtype]
@@ -45,7 +56,7 @@ def test_inverse_of_a_known_spectrum(side, dtype):
 def test_inverse_undoes_the_damped_matrix(side, dtype):
     matrix = with_spectrum(np.geomspace(1e-2, 1, side))[0].astype(dtype)
     v = np.random.default_rng(1).standard_normal(side)
-    found = BACKEND.damped_inverse(matrix, 0.01).astype(np.float64)
+    found = damped_inverse(matrix, 0.01).astype(np.float64)
     image = matrix.astype(np.float64) @ v + 0.01 * v
     # The condition is at most 100.
     np.testing.assert_allclose(found @ image, v, atol=100 * ROUNDING[dtype])
@@ -57,7 +68,7 @@ def test_inverse_of_a_single_precision_matrix_is_as_good_as_a_double_one(decades
     damping = 10.0**-decades
     expected = np.linalg.inv(matrix.astype(np.float64) + damping * np.eye(60))
     # Float32 arithmetic would lose 7e-9 times the condition: 7e-3 at 1e6.
-    assert relative_error(BACKEND.damped_inverse(matrix, damping), expected) < ROUNDING[np.float32]
+    assert relative_error(damped_inverse(matrix, damping), expected) < ROUNDING[np.float32]
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-8])
@@ -65,7 +76,7 @@ def test_inverse_of_a_single_precision_matrix_is_as_good_as_a_double_one(decades
 @pytest.mark.parametrize("rank", [1, 10, 30])
 def test_rank_deficient_moments_have_a_finite_positive_inverse(rank, dtype, damping):
     rows = np.random.default_rng(rank).standard_normal((rank, 40)).astype(dtype)
-    found = BACKEND.damped_inverse(rows.T @ rows, damping)
+    found = damped_inverse(rows.T @ rows, damping)
     assert np.isfinite(found).all()
     v = np.random.default_rng(1).standard_normal(40)
     assert v @ found.astype(np.float64) @ v > 0
@@ -86,8 +97,8 @@ def test_negative_eigenvalues_count_as_zero(matrix, dtype, caplog):
     eigenvalues, Q = np.linalg.eigh(matrix)
     damped = np.maximum(eigenvalues, 0) + damping
     with caplog.at_level(logging.WARNING):
-        found = BACKEND.damped_inverse(matrix.astype(dtype), damping)
-        lower = BACKEND.damped_cholesky(matrix.astype(dtype), damping)
+        found = damped_inverse(matrix.astype(dtype), damping)
+        lower = damped_cholesky(matrix.astype(dtype), damping)
     assert "negative eigenvalues are cut off" in caplog.text
     # Float32 rounding of the entries moves the eigenvalues near zero by 1e-7, a part of 1e-3 of
     # the damping.
@@ -101,7 +112,7 @@ def test_negative_eigenvalues_count_as_zero(matrix, dtype, caplog):
 def test_a_matrix_that_rounding_made_indefinite_gets_more_damping(caplog):
     matrix, Q = with_spectrum(np.array([-5e-4, 1.0, 2.0]))
     with caplog.at_level(logging.WARNING):
-        found = BACKEND.damped_inverse(matrix, 1e-4)
+        found = damped_inverse(matrix, 1e-4)
     assert "trying 0.001" in caplog.text
     expected = (Q / (np.array([-5e-4, 1.0, 2.0]) + 1e-3)) @ Q.T
     assert relative_error(found, expected) < 1e-10
@@ -109,15 +120,15 @@ def test_a_matrix_that_rounding_made_indefinite_gets_more_damping(caplog):
 
 def test_a_healthy_matrix_is_inverted_without_a_word(caplog):
     with caplog.at_level(logging.DEBUG):
-        BACKEND.damped_inverse(np.eye(3, dtype=np.float32), 0.0)
-        BACKEND.damped_cholesky(np.eye(3, dtype=np.float32), 0.0)
+        damped_inverse(np.eye(3, dtype=np.float32), 0.0)
+        damped_cholesky(np.eye(3, dtype=np.float32), 0.0)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", [1, 5, 300])
 def test_no_damping_leaves_a_well_conditioned_matrix_alone(side, dtype):
-    found = BACKEND.damped_inverse(2 * np.eye(side, dtype=dtype), 0.0)
+    found = damped_inverse(2 * np.eye(side, dtype=dtype), 0.0)
     # The floor is the rounding error of the norm: at most √300 units of precision.
     np.testing.assert_allclose(found, np.eye(side) / 2, atol=20 * np.finfo(dtype).eps)
 
@@ -126,13 +137,13 @@ def test_no_damping_leaves_a_well_conditioned_matrix_alone(side, dtype):
 def test_scale_passes_through_the_inverse_exactly(exponent):
     matrix, scale = with_spectrum(np.linspace(1, 2, 9))[0], 2.0**exponent
     np.testing.assert_array_equal(
-        BACKEND.damped_inverse(matrix * scale, 0.1 * scale),
-        BACKEND.damped_inverse(matrix, 0.1) / scale,
+        damped_inverse(matrix * scale, 0.1 * scale),
+        damped_inverse(matrix, 0.1) / scale,
     )
 
 
 def test_vanishing_matrices_with_vanishing_damping_do_not_overflow():
-    found = BACKEND.damped_inverse(np.zeros((3, 3), np.float32), 1e-42)
+    found = damped_inverse(np.zeros((3, 3), np.float32), 1e-42)
     assert np.isfinite(found).all()
 
 
@@ -140,7 +151,7 @@ def test_vanishing_matrices_with_vanishing_damping_do_not_overflow():
 @pytest.mark.parametrize("side", SIDES)
 def test_cholesky_factor_multiplies_to_the_damped_matrix(side, dtype):
     matrix = with_spectrum(np.linspace(0, 2, side))[0].astype(dtype)
-    lower = BACKEND.damped_cholesky(matrix, 0.1)
+    lower = damped_cholesky(matrix, 0.1)
     assert lower.dtype == dtype
     assert lower.flags.c_contiguous
     assert_lower(lower)
@@ -153,7 +164,7 @@ def test_cholesky_factor_multiplies_to_the_damped_matrix(side, dtype):
 def test_triangular_inverse_undoes_the_factor(side, dtype):
     lower = np.tril(np.random.default_rng(0).standard_normal((side, side))) / side
     np.fill_diagonal(lower, np.linspace(1, 2, side))
-    found = BACKEND.triangular_inverse(lower.astype(dtype))
+    found = triangular_inverse(lower.astype(dtype))
     assert found.dtype == dtype
     np.testing.assert_array_equal(np.triu(found, 1), 0)
     np.testing.assert_allclose(found @ lower, np.eye(side), atol=10 * ROUNDING[dtype])
@@ -161,13 +172,13 @@ def test_triangular_inverse_undoes_the_factor(side, dtype):
 
 def test_triangular_inverse_reads_nothing_above_the_diagonal():
     lower = np.array([[2.0, 7.0], [1.0, 4.0]])
-    found = BACKEND.triangular_inverse(lower)
+    found = triangular_inverse(lower)
     np.testing.assert_allclose(found, [[0.5, 0.0], [-0.125, 0.25]], rtol=1e-15)
 
 
 def test_a_singular_triangle_is_refused():
     with pytest.raises(InputError, match=r"zero at \[1, 1\]"):
-        BACKEND.triangular_inverse(np.array([[1.0, 0.0], [1.0, 0.0]]))
+        triangular_inverse(np.array([[1.0, 0.0], [1.0, 0.0]]))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -175,7 +186,7 @@ def test_a_singular_triangle_is_refused():
 def test_eigenvalues_ascend_and_eigenvectors_diagonalise(side, dtype):
     expected = np.linspace(-1, 5, side) if side > 1 else np.array([2.0])
     matrix = with_spectrum(expected)[0].astype(dtype)
-    values, vectors = BACKEND.eigh(matrix)
+    values, vectors = eigh(matrix)
     assert values.dtype == vectors.dtype == np.float64
     np.testing.assert_allclose(values, expected, atol=20 * ROUNDING[dtype])
     np.testing.assert_allclose(vectors.T @ vectors, np.eye(side), atol=1e-12)
@@ -183,10 +194,10 @@ def test_eigenvalues_ascend_and_eigenvectors_diagonalise(side, dtype):
 
 
 OPERATIONS = {
-    "damped_inverse": lambda m: BACKEND.damped_inverse(m, 0.1),
-    "damped_cholesky": lambda m: BACKEND.damped_cholesky(m, 0.1),
-    "triangular_inverse": BACKEND.triangular_inverse,
-    "eigh": BACKEND.eigh,
+    "damped_inverse": lambda m: damped_inverse(m, 0.1),
+    "damped_cholesky": lambda m: damped_cholesky(m, 0.1),
+    "triangular_inverse": triangular_inverse,
+    "eigh": eigh,
 }
 
 
@@ -221,14 +232,14 @@ def test_the_matrix_itself_stays_as_it_is(operation, dtype):
     np.testing.assert_array_equal(matrix, before)
 
 
-@pytest.mark.parametrize("operation", [BACKEND.damped_inverse, BACKEND.damped_cholesky])
+@pytest.mark.parametrize("operation", [damped_inverse, damped_cholesky])
 @pytest.mark.parametrize("damping", [-1e-3, np.nan, np.inf])
 def test_impossible_dampings_are_refused(operation, damping):
     with pytest.raises(InputError, match="zero or positive and finite"):
         operation(np.eye(3), damping)
 
 
-@pytest.mark.parametrize("operation", [BACKEND.damped_inverse, BACKEND.damped_cholesky])
+@pytest.mark.parametrize("operation", [damped_inverse, damped_cholesky])
 def test_a_zero_matrix_without_damping_is_refused(operation):
     with pytest.raises(InputError, match="needs a positive damping"):
         operation(np.zeros((3, 3)), 0.0)
@@ -257,10 +268,10 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("primitive", ["damped_inverse", "damped_cholesky"])
+@pytest.mark.parametrize("primitive", [damped_inverse, damped_cholesky])
 @pytest.mark.parametrize("matrix", HARD.values(), ids=HARD)
 def test_what_stands_above_the_diagonal_does_not_count(matrix, primitive):
     lower = np.where(np.tri(3, dtype=bool), matrix, np.nan)
     damping = 1e-3 * abs(matrix).max()
-    found = getattr(BACKEND, primitive)(lower, damping)
-    np.testing.assert_array_equal(found, getattr(BACKEND, primitive)(matrix, damping))
+    found = primitive(lower, damping)
+    np.testing.assert_array_equal(found, primitive(matrix, damping))

@@ -6,6 +6,7 @@ from scipy.linalg import fractional_matrix_power
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.layers.views import RowView
@@ -16,24 +17,33 @@ SINGLE = 1e-5  # relative: a float32 matrix, inverted in float64
 D, N = 4, 9
 
 
-class Counting(NumpyBackend):
-    """Counts decompositions."""
+class CountingAlgebra(NumpyLinearAlgebra):
+    """Counts the matrices of each operation."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, workers, scratch_bytes):
+        super().__init__(workers, scratch_bytes)
         self.calls = {"eigh": 0, "damped_inverse": 0, "damped_cholesky": 0}
 
     def eighs(self, matrices):
         self.calls["eigh"] += len(matrices)
         return super().eighs(matrices)
 
-    def damped_inverses(self, matrices, dampings):
+    def begin_damped_inverses(self, matrices, dampings):
         self.calls["damped_inverse"] += len(matrices)
-        return super().damped_inverses(matrices, dampings)
+        return super().begin_damped_inverses(matrices, dampings)
 
     def damped_choleskys(self, matrices, dampings):
         self.calls["damped_cholesky"] += len(matrices)
         return super().damped_choleskys(matrices, dampings)
+
+
+class Counting(NumpyBackend):
+    """Backend that counts the matrices of its linear algebra."""
+
+    def __init__(self):
+        super().__init__()
+        self._linalg = CountingAlgebra(self.workers, self.scratch_bytes)
+        self.calls = self._linalg.calls
 
 
 def constant(damping):

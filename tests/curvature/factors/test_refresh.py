@@ -1,12 +1,13 @@
 """Many factors refreshed at once: each as alone, all or none, the device read for all at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
@@ -20,20 +21,27 @@ from tests.backend import cupy_standin
 SIDES = (3, 5, 3, 4, 5)
 
 
-class Counting(NumpyBackend):
-    """Notes how many matrices each call brings."""
+class CountingAlgebra(NumpyLinearAlgebra):
+    """Records the operation and the number of matrices of each call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]]
 
-    def damped_inverses(self, matrices: Sequence, dampings: Sequence) -> list:
+    def begin_damped_inverses(self, matrices: Sequence, dampings: Sequence) -> Callable[[], list]:
         self.calls.append(("inverses", len(matrices)))
-        return super().damped_inverses(matrices, dampings)
+        return super().begin_damped_inverses(matrices, dampings)
 
     def eighs(self, matrices: Sequence) -> list:
         self.calls.append(("eighs", len(matrices)))
         return super().eighs(matrices)
+
+
+class Counting(NumpyBackend):
+    """Backend with a record of the calls of its linear algebra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._linalg = CountingAlgebra(self.workers, self.scratch_bytes)
+        self.calls = self._linalg.calls = []
 
 
 def factors(backend: Backend, exps: Sequence[float]) -> list[DenseSquareMatrixFactor]:

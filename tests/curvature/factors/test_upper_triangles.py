@@ -12,7 +12,7 @@ from tests.curvature.blocks.test_grouped import registered as grouped
 from tests.curvature.factors.test_named_factors import CASES, VALUES, draw, run
 from tests.lifecycle import observe
 
-PRIMITIVES = ("second_moment", "patch_second_moment", "grouped_second_moment")
+PRIMITIVES = ("second_moment", "patch_second_moment")
 EXPONENTS = (1, -1, -0.5)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from tests.backend.single_matrices import OPERATIONS
 
 # Rounding to float32 and to float64, times a condition of ten and a small factor.
 TOLERANCE = {"f": 2e-6, "d": 1e-13}
@@ -29,7 +30,7 @@ def backend(request):
 @pytest.mark.parametrize("char", "fd")
 def test_inverses_are_those_of_the_damped_matrices(backend, char):
     matrices = made(SIDES, char)
-    found = backend.damped_inverses(matrices, DAMPINGS)
+    found = backend.linalg.begin_damped_inverses(matrices, DAMPINGS)()
     for inverse, matrix, damping in zip(found, matrices, DAMPINGS, strict=True):
         expected = np.linalg.inv(matrix.astype(np.float64) + damping * np.eye(len(matrix)))
         assert inverse.dtype == char
@@ -40,8 +41,8 @@ def test_inverses_are_those_of_the_damped_matrices(backend, char):
 @pytest.mark.parametrize("char", "fd")
 def test_cholesky_factors_and_their_inverses_are_lower_triangular(backend, char):
     matrices = made(SIDES, char)
-    lowers = backend.damped_choleskys(matrices, DAMPINGS)
-    inverses = backend.triangular_inverses(lowers)
+    lowers = backend.linalg.damped_choleskys(matrices, DAMPINGS)
+    inverses = backend.linalg.triangular_inverses(lowers)
     for L, K, matrix, damping in zip(lowers, inverses, matrices, DAMPINGS, strict=True):
         assert L.dtype == K.dtype == char
         np.testing.assert_array_equal(np.triu(L, 1), 0.0)
@@ -56,11 +57,11 @@ def test_each_matrix_of_a_call_keeps_its_own_type(backend):
     single, double = made([16, 16], "f"), made([16, 16], "d")
     mixed = [single[0], double[0], double[1], single[1]]
     for found in (
-        backend.damped_inverses(mixed, [0.1] * 4),
-        backend.damped_choleskys(mixed, [0.1] * 4),
+        backend.linalg.begin_damped_inverses(mixed, [0.1] * 4)(),
+        backend.linalg.damped_choleskys(mixed, [0.1] * 4),
     ):
         assert [array.dtype.char for array in found] == [*"fddf"]
-    inverses = backend.damped_inverses(mixed, [0.1] * 4)
+    inverses = backend.linalg.begin_damped_inverses(mixed, [0.1] * 4)()
     for inverse, matrix in zip(inverses[1:3], double, strict=True):
         expected = np.linalg.inv(matrix + 0.1 * np.eye(16))
         np.testing.assert_allclose(inverse, expected, atol=TOLERANCE["d"] * abs(expected).max())
@@ -73,7 +74,7 @@ def test_many_small_matrices_are_inverted_in_float64(backend, condition):
     values = np.geomspace(1, 1 / condition, 12)
     matrices = [((q * values) @ q.T).astype("f") for q in Q]
     damping = 1 / condition
-    found = backend.damped_inverses(matrices, [damping] * 5)
+    found = backend.linalg.begin_damped_inverses(matrices, [damping] * 5)()
     for inverse, matrix in zip(found, matrices, strict=True):
         lower = np.tril(matrix).astype(np.float64)
         whole = lower + np.tril(lower, -1).T + damping * np.eye(12)
@@ -84,7 +85,7 @@ def test_many_small_matrices_are_inverted_in_float64(backend, condition):
 
 def test_eigenvectors_diagonalise_matrices_and_stacks(backend):
     matrices = [*made([5, 90], "d"), np.stack(made([4] * 7, "d"))]
-    for matrix, (values, Q) in zip(matrices, backend.eighs(matrices), strict=True):
+    for matrix, (values, Q) in zip(matrices, backend.linalg.eighs(matrices), strict=True):
         np.testing.assert_array_equal(values, np.sort(values, axis=-1))
         np.testing.assert_allclose(
             (Q * values[..., None, :]) @ Q.swapaxes(-1, -2), matrix, atol=1e-12
@@ -94,7 +95,7 @@ def test_eigenvectors_diagonalise_matrices_and_stacks(backend):
 def test_one_indefinite_matrix_leaves_the_inverses_of_the_others_alone(backend, caplog):
     matrices = [*made([4, 4], "d"), np.diag([1.0, -1.0, 1.0, 1.0])]
     with caplog.at_level(logging.WARNING):
-        found = backend.damped_inverses(matrices, [1e-4, 1e-4, 1e-4])
+        found = backend.linalg.begin_damped_inverses(matrices, [1e-4, 1e-4, 1e-4])()
     assert "negative eigenvalues are cut off" in caplog.text
     np.testing.assert_allclose(
         found[2], np.diag(1 / np.array([1.0001, 1e-4, 1.0001, 1.0001])), rtol=1e-12
@@ -108,7 +109,7 @@ def test_dampings_below_the_floor_are_raised_to_it(backend, side):
     rows = np.random.default_rng(1).standard_normal((2, side))
     singular = (rows.T @ rows).astype("f")
     v = np.random.default_rng(2).standard_normal(side)
-    for inverse in backend.damped_inverses([singular, singular], [0.0, 0.0]):
+    for inverse in backend.linalg.begin_damped_inverses([singular, singular], [0.0, 0.0])():
         assert v @ inverse @ v > 0
 
 
@@ -122,7 +123,7 @@ def test_what_cannot_be_inverted_is_refused_among_others(backend, side):
         (np.ones((side, side + 1)), 0.1, ShapeError),
     ]:
         with pytest.raises(error):
-            backend.damped_inverses([good, bad], [0.1, damping])
+            backend.linalg.begin_damped_inverses([good, bad], [0.1, damping])()
 
 
 @pytest.mark.parametrize("side", [3, 60])
@@ -130,7 +131,7 @@ def test_a_singular_triangle_is_refused_among_others(backend, side):
     singular = np.eye(side)
     singular[1, 1] = 0.0
     with pytest.raises(InputError, match=r"zero at \[1, 1\]"):
-        backend.triangular_inverses([np.eye(side), singular])
+        backend.linalg.triangular_inverses([np.eye(side), singular])
 
 
 @pytest.mark.parametrize("call", ["damped_inverses", "damped_choleskys"])
@@ -138,8 +139,8 @@ def test_upper_triangles_are_not_read(backend, call):
     matrices = made([5, 5, 70], "f")
     halved = [np.where(np.tri(len(m), dtype=bool), m, np.float32(1e9)) for m in matrices]
     for found, expected in zip(
-        getattr(backend, call)(halved, [0.1] * 3),
-        getattr(backend, call)(matrices, [0.1] * 3),
+        OPERATIONS[call](backend, halved, [0.1] * 3),
+        OPERATIONS[call](backend, matrices, [0.1] * 3),
         strict=True,
     ):
         np.testing.assert_array_equal(found, expected)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cuda import device, inverse, inverse_roots, solvers
+from kfac_engine.backend.cuda import device, inverse_roots, linear_algebra, solvers
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.errors import (
     BackendError,
@@ -18,12 +18,17 @@ from kfac_engine.errors import (
     NonFiniteError,
 )
 from tests.backend import cupy_standin, standin_solvers, standin_streams
+from tests.backend.single_matrices import (
+    OPERATIONS,
+    damped_inverse,
+    triangular_inverse,
+)
 
 NUMPY = NumpyBackend()
 # Computed in float64 both times; one rounding to the type of the matrix.
 TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-11}
 # Beyond the side up to which stacks are factored in one call.
-LARGE = solvers.STACKED_SIDE + 3
+LARGE = solvers.STACKED_SIZE + 3
 
 
 @pytest.fixture
@@ -73,24 +78,24 @@ def close(backend: CupyBackend, found: object, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
 def test_many_are_as_each_alone(either: CupyBackend, name: str) -> None:
     hosts, dampings = mixed(), list(np.geomspace(1e-3, 1, 8))
-    found = getattr(either, f"{name}s")([either.asarray(m) for m in hosts], dampings)
+    found = OPERATIONS[f"{name}s"](either, [either.asarray(m) for m in hosts], dampings)
     for result, host, damping in zip(found, hosts, dampings, strict=True):
-        close(either, result, getattr(NUMPY, name)(host, damping))
+        close(either, result, OPERATIONS[name](NUMPY, host, damping))
         assert result.flags.c_contiguous
 
 
 def test_many_triangles_are_inverted_as_each_alone(either: CupyBackend) -> None:
     hosts = [np.tril(matrix) for matrix in mixed()]
-    found = either.triangular_inverses([either.asarray(host) for host in hosts])
+    found = either.linalg.triangular_inverses([either.asarray(host) for host in hosts])
     for result, host in zip(found, hosts, strict=True):
-        close(either, result, NUMPY.triangular_inverse(host))
+        close(either, result, triangular_inverse(NUMPY, host))
 
 
 def test_eigenvectors_of_matrices_and_stacks_diagonalise(either: CupyBackend) -> None:
     stack = np.stack([spd(5, seed) for seed in range(4)])
     hosts = [spd(9, 7), stack, spd(5, 8)]
     for (values, vectors), host in zip(
-        either.eighs([either.asarray(host) for host in hosts]), hosts, strict=True
+        either.linalg.eighs([either.asarray(host) for host in hosts]), hosts, strict=True
     ):
         w, Q = either.to_numpy(values), either.to_numpy(vectors)
         assert w.shape == host.shape[:-1]
@@ -106,7 +111,7 @@ def test_healthy_matrices_need_one_reading_of_the_device(
 ) -> None:
     matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
     cupy_standin.COUNTS.clear()
-    getattr(backend, name)(matrices, [0.1] * count)
+    OPERATIONS[name](backend, matrices, [0.1] * count)
     assert cupy_standin.COUNTS["downloads"] == 1
     assert cupy_standin.COUNTS["reads"] == 0
 
@@ -118,13 +123,13 @@ def test_only_what_failed_is_tried_again(backend: CupyBackend, caplog) -> None:
     cupy_standin.COUNTS.clear()
     standin_solvers.CALLS.clear()
     with caplog.at_level(logging.WARNING):
-        found = backend.damped_inverses(matrices, [1e-6] * 4)
+        found = backend.linalg.begin_damped_inverses(matrices, [1e-6] * 4)()
     # Four rungs, then eigenvalues.
     assert cupy_standin.COUNTS["downloads"] == 5
     assert standin_solvers.CALLS["dpotrfBatched"] == 2  # all, then both that failed
     assert sum("not positive definite" in r.message for r in caplog.records) == 1 + 4
     for result, host in zip(found, hosts, strict=True):
-        close_to = NUMPY.damped_inverse(host, 1e-6)
+        close_to = damped_inverse(NUMPY, host, 1e-6)
         scale = np.abs(close_to).max()
         np.testing.assert_allclose(backend.to_numpy(result), close_to, rtol=0, atol=1e-5 * scale)
 
@@ -132,9 +137,11 @@ def test_only_what_failed_is_tried_again(backend: CupyBackend, caplog) -> None:
 def test_large_matrices_are_shared_out_among_streams(backend: CupyBackend) -> None:
     hosts = [spd(LARGE, seed) for seed in range(6)]
     standin_solvers.CALLS.clear()
-    found = backend.damped_inverses([backend.asarray(host) for host in hosts], [0.1] * 6)
+    found = backend.linalg.begin_damped_inverses(
+        [backend.asarray(host) for host in hosts], [0.1] * 6
+    )()
     for result, host in zip(found, hosts, strict=True):
-        close(backend, result, NUMPY.damped_inverse(host, 0.1))
+        close(backend, result, damped_inverse(NUMPY, host, 0.1))
     assert standin_solvers.CALLS["dpotri"] == 6
 
 
@@ -162,8 +169,8 @@ def test_without_a_working_potri_triangles_are_solved(
         host = spd(side, 0)
         close(
             backend,
-            backend.damped_inverse(backend.asarray(host), 0.1),
-            NUMPY.damped_inverse(host, 0.1),
+            damped_inverse(backend, backend.asarray(host), 0.1),
+            damped_inverse(NUMPY, host, 0.1),
         )
     assert standin_solvers.CALLS["dpotri"] == 0
     device._cupy.cache_clear()
@@ -175,19 +182,19 @@ def test_the_name_of_the_bad_one_among_many_is_told(backend: CupyBackend) -> Non
     matrices = [backend.asarray(m) for m in (good, bad, good)]
     for name in ("damped_inverses", "damped_choleskys"):
         with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
-            getattr(backend, name)(matrices, [0.1] * 3)
+            OPERATIONS[name](backend, matrices, [0.1] * 3)
     with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
-        backend.eighs(matrices)
+        backend.linalg.eighs(matrices)
     with pytest.raises(InputError, match="damping"):
-        backend.damped_inverses(matrices[:1], [np.nan])
+        backend.linalg.begin_damped_inverses(matrices[:1], [np.nan])()
 
 
 def test_wrong_eigenvectors_are_refused(
     backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inverse, "_EIGEN_ROUNDING", 0.0)
+    monkeypatch.setattr(linear_algebra, "_EIGEN_ROUNDING", 0.0)
     with pytest.raises(BackendError, match="eigenvectors"):
-        backend.eighs([backend.asarray(spd(5, 0))])
+        backend.linalg.eighs([backend.asarray(spd(5, 0))])
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -198,17 +205,17 @@ def test_a_batch_that_does_not_fit_is_done_in_pieces(backend: CupyBackend) -> No
     matrices = [backend.asarray(host) for host in hosts]
     # A third of the stack: 64 matrices in float64 take 800 kB.
     cupy_standin.memory.limit = 250_000
-    found = backend.damped_inverses(matrices, [0.1] * 64)
+    found = backend.linalg.begin_damped_inverses(matrices, [0.1] * 64)()
     assert 0 < cupy_standin.memory.refused < 10
     for result, host in zip(found, hosts, strict=True):
-        close(backend, result, NUMPY.damped_inverse(host, 0.1))
+        close(backend, result, damped_inverse(NUMPY, host, 0.1))
 
 
 def test_without_memory_for_one_matrix_the_figures_are_told(backend: CupyBackend) -> None:
     matrix = backend.asarray(spd(64, 0))
     cupy_standin.memory.limit = 1000
     with pytest.raises(MemoryLimitError, match=r"GPU has 1\.07 of 8\.59 GB free"):
-        backend.damped_inverse(matrix, 0.1)
+        damped_inverse(backend, matrix, 0.1)
 
 
 # -- roots without eigenvectors --------------------------------------------------------------------
@@ -217,7 +224,7 @@ def test_without_memory_for_one_matrix_the_figures_are_told(backend: CupyBackend
 @pytest.fixture
 def small_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of any side take the way of large ones."""
-    monkeypatch.setattr(inverse_roots, "FROM_SIDE", {80: 2, 90: 2, 100: 2})
+    monkeypatch.setattr(inverse_roots, "LEAST_SIZES", {80: 2, 90: 2, 100: 2})
 
 
 def root(matrix: np.ndarray, damping: float, degree: int) -> np.ndarray:
@@ -228,7 +235,7 @@ def root(matrix: np.ndarray, damping: float, degree: int) -> np.ndarray:
 def test_roots_are_those_of_eigenvectors(either: CupyBackend, small_roots: None) -> None:
     hosts = [spd(side, side) for side in (5, 9, 5, 30)]
     dampings, degrees = [1e-1, 1e-3, 1.0, 1e-2], [2, 4, 4, 2]
-    found = either.inverse_roots([either.asarray(host) for host in hosts], dampings, degrees)
+    found = either.linalg.inverse_roots([either.asarray(host) for host in hosts], dampings, degrees)
     for result, host, damping, degree in zip(found, hosts, dampings, degrees, strict=True):
         if result is not None:  # a device with slow float64 takes eigenvectors
             close(either, result, root(host, damping, degree))
@@ -240,7 +247,7 @@ def test_roots_read_the_device_as_often_for_many_as_for_one(
     for count in (1, 12):
         matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
         cupy_standin.COUNTS.clear()
-        found = backend.inverse_roots(matrices, [0.1] * count, [2] * count)
+        found = backend.linalg.inverse_roots(matrices, [0.1] * count, [2] * count)
         assert all(one is not None for one in found)
         assert cupy_standin.COUNTS["downloads"] == 2  # bounds, then residuals
         assert cupy_standin.COUNTS["reads"] == 0
@@ -254,16 +261,16 @@ def test_what_has_no_root_by_products_is_left_to_eigenvectors(
     singular = np.diag([1.0, 0.0, 1.0]).astype(np.float32)
     cases = [(indefinite, 0.1), (singular, 1e-30), (singular, 0.0), (spd(3, 0, np.float64), 0.1)]
     matrices = [backend.asarray(matrix) for matrix, _ in cases]
-    found = backend.inverse_roots(matrices, [damping for _, damping in cases], [2] * 4)
+    found = backend.linalg.inverse_roots(matrices, [damping for _, damping in cases], [2] * 4)
     assert found == [None] * 4
 
 
 def test_small_matrices_and_slow_devices_take_eigenvectors(backend: CupyBackend) -> None:
     matrix = backend.asarray(spd(LARGE, 0))
-    assert backend.inverse_roots([backend.asarray(spd(8, 0))], [0.1], [2]) == [None]
-    assert backend.inverse_roots([matrix], [0.1], [2])[0] is not None
+    assert backend.linalg.inverse_roots([backend.asarray(spd(8, 0))], [0.1], [2]) == [None]
+    assert backend.linalg.inverse_roots([matrix], [0.1], [2])[0] is not None
     backend.device.capability = 89  # float64 at a sixty-fourth of the rate
-    assert backend.inverse_roots([matrix], [0.1], [2]) == [None]
+    assert backend.linalg.inverse_roots([matrix], [0.1], [2]) == [None]
 
 
 # -- the library -----------------------------------------------------------------------------------
@@ -283,4 +290,4 @@ def test_a_refusal_of_the_library_is_told(
 ) -> None:
     monkeypatch.setattr(standin_solvers.Library, "cusolverDnDpotri", lambda *_: 7)
     with pytest.raises(BackendError, match=r"inverse of a 4 × 4 matrix gave 7"):
-        backend.damped_inverse(backend.asarray(spd(4, 0)), 0.1)
+        damped_inverse(backend, backend.asarray(spd(4, 0)), 0.1)
