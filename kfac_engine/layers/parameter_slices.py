@@ -6,9 +6,8 @@ the entries: so each value knows where its entries lie in the file's parameter.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from kfac_engine.graph.structure import Graph, Node
 _Move: TypeAlias = Callable[
     [Array, Node, Mapping[str, Array], Sequence[tuple[int, ...]]], Sequence[Array]
 ]
-
-_ON_DEVICE: "WeakKeyDictionary[ParameterSlice, Array]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,17 +52,49 @@ class Held:
         return self.index.ndim == 2 and np.array_equal(self.index.T, other.index)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class ParameterSlice:
     """Entries of a parameter that form a parameter of a block.
 
     Attributes:
-        name: The block's name for them: a value of the graph.
-        index: Place of each in the parameter, in the value's shape; None for all, as they lie.
+        name: Name of the value in the graph; blocks name their parameter by it.
+        index: Row-major position of each entry in the parameter, in the shape of the value; None
+            for all entries in the order of the parameter. Do not change it.
     """
 
     name: str
     index: Array | None = None
+    # Copy of ``index`` on a device, which the first use of an array of that device creates.
+    _device_index: Array | None = field(default=None, init=False, repr=False)
+
+    def read(self, array: Array) -> Array:
+        """Return the entries of an array in the shape of the parameter.
+
+        Args:
+            array: An array of the host or of a device, in the shape of the parameter.
+
+        Returns:
+            The entries, in the shape of the value.
+        """
+        return array if self.index is None else array.reshape(-1)[self._index_for(array)]
+
+    def write(self, flat: Array, entries: Array) -> None:
+        """Set the entries of an array, in place.
+
+        Args:
+            flat: A flat array with as many entries as the parameter.
+            entries: New entries, in the shape of the value.
+        """
+        flat[... if self.index is None else self._index_for(flat)] = entries
+
+    def _index_for(self, array: Array) -> Array:
+        """The index in the memory space of an array."""
+        assert self.index is not None, "callers read all entries without an index"
+        if isinstance(array, np.ndarray):
+            return self.index
+        if self._device_index is None:
+            self._device_index = array_module(array).asarray(self.index)
+        return self._device_index
 
 
 def held_values(
@@ -131,11 +160,7 @@ def split(
     Returns:
         Part to array.
     """
-    return {
-        part.name: array if part.index is None else array.reshape(-1)[_places(part, array)]
-        for name, array in arrays.items()
-        for part in parts[name]
-    }
+    return {part.name: part.read(array) for name, array in arrays.items() for part in parts[name]}
 
 
 def join(
@@ -156,18 +181,8 @@ def join(
         return arrays[parts[0].name]
     joined: Array = (like * rest).astype(like.dtype).reshape(-1)
     for part in parts:
-        joined[... if part.index is None else _places(part, joined)] = arrays[part.name]
+        part.write(joined, arrays[part.name])
     return joined.reshape(like.shape)
-
-
-def _places(part: ParameterSlice, array: Array) -> Array:
-    """The index of a part, where an array lies; a device is sent it once."""
-    assert part.index is not None, "callers take all entries without an index"
-    if isinstance(array, np.ndarray):
-        return part.index
-    if part not in _ON_DEVICE:
-        _ON_DEVICE[part] = array_module(array).asarray(part.index)
-    return _ON_DEVICE[part]
 
 
 def describe(index: Array, shape: tuple[int, ...]) -> str:

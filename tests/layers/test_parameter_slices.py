@@ -5,8 +5,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 import kfac_engine as ke
+from kfac_engine.layers import parameter_slices
 from kfac_engine.layers.parameter_slices import ParameterSlice, describe, join, split
 from tests import models
+from tests.backend import cupy_standin
 
 # float32 sums of a few dozen terms, relative to the largest entry.
 SINGLE = 1e-4
@@ -241,6 +243,28 @@ def test_joining_puts_every_entry_back():
     expected = array.copy()
     expected[:, 2] *= 7
     np.testing.assert_array_equal(join(parts, arrays, array, rest=7), expected)
+
+
+def test_a_slice_copies_its_index_to_a_device_once(monkeypatch):
+    uploads = []
+
+    class Module:
+        @staticmethod
+        def asarray(value):
+            uploads.append(value)
+            return cupy_standin.ndarray(value)
+
+    monkeypatch.setattr(parameter_slices, "array_module", lambda array: Module)
+    index = np.array([[4, 1], [0, 3]])
+    part, values = ParameterSlice("part", index), np.arange(6.0) ** 2
+    for factor in (1, 2):
+        array = cupy_standin.ndarray(factor * values)
+        np.testing.assert_array_equal(part.read(array).get(), factor * values[index])
+        part.write(array, cupy_standin.ndarray(-np.ones((2, 2))))
+        expected = factor * values
+        expected[index] = -1
+        np.testing.assert_array_equal(array.get(), expected)
+    assert len(uploads) == 1
 
 
 def test_all_of_a_weight_cut_out_at_once_keeps_its_name_in_several_uses():
