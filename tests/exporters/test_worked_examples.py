@@ -15,7 +15,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exporters.md"
-SHARED = "Whose parameter is it"
+SHARED = "Matching parameters"
 
 
 def run(title: str, folder: Path) -> dict[str, object]:
@@ -41,7 +41,7 @@ def _blocks(title: str) -> list[tuple[str, str]]:
 def test_the_example_of_pytorch_trains_the_module_itself(tmp_path: Path) -> None:
     names = run("PyTorch", tmp_path)
     losses, module, batch = names["losses"], names["module"], names["batch"]
-    assert len(names["found"]) == len(list(module.parameters())) == 4
+    assert len(names["matches"]) == len(list(module.parameters())) == 4
     assert losses[-1] < 0.3 * losses[0]
     loss = nn.functional.cross_entropy(
         module(torch.from_numpy(batch[0])), torch.from_numpy(batch[1])
@@ -65,7 +65,7 @@ def test_the_command_line_gives_what_the_library_gives_for_the_exported_module(
 def test_the_example_of_scikit_learn_trains_the_estimator_itself(tmp_path: Path) -> None:
     names = run("scikit-learn", tmp_path)
     losses, model, batch = names["losses"], names["model"], names["batch"]
-    assert len(names["found"]) == 4
+    assert len(names["matches"]) == 4
     assert losses[-1] < 0.3 * losses[0]
     p = model.predict_proba(batch[0])[np.arange(256), batch[1]]
     assert -np.log(p).mean() < losses[-1]
