@@ -231,3 +231,35 @@ def test_modules_of_the_glossary_exist():
 def named_in_last_column(page: str) -> list[str]:
     cells = re.findall(r"^\|.*\| ([^|]*) \|$", page, re.M)
     return [name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)]
+
+
+# Participles that name no thing. A variable or an argument has the noun of the thing instead.
+VAGUE_NAMES = {"found", "made", "some", "own", "kept", "asked", "turned"}
+PACKAGES_WITH_NOUNS = ("autodiff", "export", "graph")
+
+
+def names_of_variables(tree: ast.AST) -> Iterator[str]:
+    """Names of variables, arguments and attributes that are set in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+@pytest.mark.parametrize("package", PACKAGES_WITH_NOUNS)
+def test_no_variable_has_a_vague_name(package):
+    paths = sorted((PACKAGE / package).rglob("*.py"))
+    assert paths
+    names = {(identify(path), name) for path in paths for name in names_of_variables(parse(path))}
+    assert not {row for row in names if row[1] in VAGUE_NAMES}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["made = 1", "made: int = 1", "self.made = 1", "def f(made): pass", "lambda *made: 0",
+     "for made in x: pass", "[made for made in x]", "with x as made: pass", "(made := 1)"],
+)  # fmt: skip
+def test_the_names_of_variables_are_seen_wherever_they_are_set(code):
+    assert "made" in set(names_of_variables(ast.parse(code)))
+    assert "made" not in set(names_of_variables(ast.parse(code.replace("made", "maker"))))

@@ -94,14 +94,14 @@ def _smooth(
     stops: Container[str] = frozenset(),
 ) -> dict[str, Node | None]:
     """Values between ``wrt`` and the outputs by way of no jump, each with its last quantizer."""
-    found = activity(graph, facts, wrt)
+    reached = activity(graph, facts, wrt)
 
-    def hands_on(node: Node, made: Sequence[str]) -> bool:
-        depends = found.members(name for name in made if name not in stops)
+    def hands_on(node: Node, results: Sequence[str]) -> bool:
+        depends = reached.members(name for name in results if name not in stops)
         return node.qualified_op not in ZERO_DERIVATIVE and bool(depends)
 
     last = _last_marked(graph, outputs, hands_on, lambda node: rounds(node, facts))
-    return {name: last[name] for name in found.members(last)}
+    return {name: last[name] for name in reached.members(last)}
 
 
 def behind_jumps(
@@ -140,9 +140,9 @@ def _last_marked(
     """Values that outputs depend on, each with the last marked node in between, if there is any."""
     last: dict[str, Node | None] = dict.fromkeys(outputs)
     for node in reversed(graph.nodes):
-        made = [name for name in node.outputs if name in last]
-        if made and hands_on(node, made):
-            marked = next((last[name] for name in made if last[name]), None)
+        results = [name for name in node.outputs if name in last]
+        if results and hands_on(node, results):
+            marked = next((last[name] for name in results if last[name]), None)
             marked = marked or (node if marks(node) else None)
             for name in filter(None, (*node.inputs, *node.captures)):
                 last[name] = last.get(name) or marked

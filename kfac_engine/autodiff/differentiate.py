@@ -185,12 +185,12 @@ class _Sweep:
 
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
     """Those of ``nodes`` that ``results`` depend on, in their order."""
-    wanted, kept = set(results), []
+    wanted, selected = set(results), []
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):
             wanted.update((*node.inputs, *node.captures))
-            kept.append(node)
-    return tuple(reversed(kept))
+            selected.append(node)
+    return tuple(reversed(selected))
 
 
 def _saved(builder: VjpBuilder, gradients: Iterable[str]) -> tuple[str, ...]:

@@ -51,12 +51,12 @@ def _written(
         if statistic not in graph.constants:
             continue
         prefix = f"{statistic} at {node.name}"
-        zero, kept, share = (f"{prefix}: {what}" for what in ("zero", "kept", "share"))
+        zero, decayed, share = (f"{prefix}: {what}" for what in ("zero", "kept", "share"))
         constants[f"{prefix}: momentum"] = np.asarray(momentum, graph.constants[statistic].dtype)
         old, new = newest.get(statistic, statistic), outputs[result] or f"{prefix}: new"
         yield Node("Sub", (old, old), (zero,), name=f"node of {zero}")
-        yield Node("Mul", (old, f"{prefix}: momentum"), (kept,), name=f"node of {kept}")
-        later.append(Node("Add", (kept, share), (new,), name=f"node of {new}"))
+        yield Node("Mul", (old, f"{prefix}: momentum"), (decayed,), name=f"node of {decayed}")
+        later.append(Node("Add", (decayed, share), (new,), name=f"node of {new}"))
         inputs[operand], outputs[result], newest[statistic] = zero, share, new
     yield replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
     yield from later

@@ -84,10 +84,10 @@ def differentiate_twice(
 def _shapes(nodes: Sequence[Node], facts: Mapping[str, Fact]) -> dict[str, Array]:
     """What the Shape nodes among ``nodes`` give: without them no value is computed for its size."""
     known = (node for node in nodes if node.op == "Shape" and node.inputs[0] in facts)
-    return {node.outputs[0]: _sides(node, facts[node.inputs[0]].shape) for node in known}
+    return {node.outputs[0]: _shape_result(node, facts[node.inputs[0]].shape) for node in known}
 
 
-def _sides(node: Node, shape: tuple[int, ...]) -> Array:
+def _shape_result(node: Node, shape: tuple[int, ...]) -> Array:
     start, end = integer(node, "start", 0), integer(node, "end", len(shape))
     return np.array(shape[start:end], np.int64)
 
@@ -110,6 +110,6 @@ def _made(nodes: Sequence[Node]) -> set[str]:
 
 
 def _read_from_outside(nodes: Sequence[Node], given: set[str]) -> tuple[str, ...]:
-    made = _made(nodes)
+    results = _made(nodes)
     reads = dict.fromkeys(name for node in nodes for name in node.inputs if name)
-    return tuple(name for name in reads if name not in made and name not in given)
+    return tuple(name for name in reads if name not in results and name not in given)

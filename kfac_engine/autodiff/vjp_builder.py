@@ -110,7 +110,7 @@ class VjpBuilder(NodeBuilder):
         """Number of axes of a forward value."""
         return len(self._facts[name].shape)
 
-    def sides(self, name: str) -> tuple[int, ...]:
+    def sample_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a forward value in the sample run.
 
         For constants and parameters it holds always. For other values only its length and *which
@@ -124,13 +124,13 @@ class VjpBuilder(NodeBuilder):
     def shape(self, name: str) -> str:
         """The run-time shape of a forward value: ``(rank,)``, int64."""
         if name in self.graph.constants:
-            return self.constant(self.sides(name), "int64")
+            return self.constant(self.sample_shape(name), "int64")
         return self.forward("Shape", name)[0]
 
     def count(self, name: str, axes: Sequence[int]) -> str:
         """The run-time number of elements of a forward value along ``axes``: 0-d, in its type."""
-        kept = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))[0]
-        product = self.forward("ReduceProd", kept, keepdims=0)[0]
+        sizes = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))[0]
+        product = self.forward("ReduceProd", sizes, keepdims=0)[0]
         return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])[0]
 
     # -- shared pieces of rules --------------------------------------------------------------------
@@ -176,7 +176,7 @@ class VjpBuilder(NodeBuilder):
         Returns:
             The name of the sum; ``g`` itself where nothing was stretched.
         """
-        wide, narrow = self.sides(result), self.sides(operand)
+        wide, narrow = self.sample_shape(result), self.sample_shape(operand)
         lead = len(wide) - len(narrow)
         stretched = [
             axis

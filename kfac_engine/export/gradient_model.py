@@ -41,7 +41,7 @@ from kfac_engine.runtime.lower import lowered, with_taken_branches
 from kfac_engine.system.writing import checked_path
 
 TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
-Sides: TypeAlias = tuple[int | str | None, ...]
+DeclaredShape: TypeAlias = tuple[int | str | None, ...]
 
 
 def differentiate(  # noqa: PLR0913 (every choice a user has, each with a default)
@@ -108,11 +108,11 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     graph, facts = lowered(graph, names, sample_inputs)
     if loss is None:
         value = _only_output(graph, facts, output)
-        sides = _declared(loaded, value, facts[value])
+        shape = _declared(loaded, value, facts[value])
     else:
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
         graph, facts = _minimised(loaded, (graph, facts), options, reduction, sample_inputs)
-        value, sides = LOSS, ()
+        value, shape = LOSS, ()
     left = left_out(graph, facts, [value], names) if wrt is None else {}
     names = tuple(name for name in names if name not in left)
     backward = backward_graph(graph, facts, [value], names)
@@ -120,7 +120,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         none = f"'{value}' depends on none of: {', '.join(names)}."
         raise ModelError(none if wrt else nothing_to_train(graph.name, [value], left))
     stored = {**loaded.stored, **narrow}
-    result, constants = _written(graph, facts, backward, (value, sides), names, stored)
+    result, constants = _written(graph, facts, backward, (value, shape), names, stored)
     zero = [name for name in names if name not in backward.gradients]
     jumps = behind_jumps(graph, facts, [value], zero)
     result.doc_string = "; ".join((*notes_of(left), *zero_notes(jumps)))
@@ -134,13 +134,15 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 # -- private ---------------------------------------------------------------------------------------
 
 
-def _declared(loaded: LoadedModel, value: str, fact: Fact) -> Sides:
+def _declared(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
     """The shape a file declares for an output, where that is what the model computes."""
-    sides = loaded.output_shapes.get(value, ())
-    fits = len(sides) == len(fact.shape) and all(
-        side == found for side, found in zip(sides, fact.shape, strict=True) if type(side) is int
+    shape = loaded.output_shapes.get(value, ())
+    fits = len(shape) == len(fact.shape) and all(
+        declared == size
+        for declared, size in zip(shape, fact.shape, strict=True)
+        if type(declared) is int
     )
-    return sides if fits else (None,) * len(fact.shape)
+    return shape if fits else (None,) * len(fact.shape)
 
 
 def _minimised(
@@ -200,20 +202,20 @@ def _chosen(
     what = "floating-point input or weight"
     frozen = matching(freeze or (), candidates, what)
     # In the order of the patterns.
-    found = dict.fromkeys(n for p in patterns for n in matching(p, candidates, what))
-    return tuple(name for name in found if name not in frozen)
+    chosen = dict.fromkeys(n for p in patterns for n in matching(p, candidates, what))
+    return tuple(name for name in chosen if name not in frozen)
 
 
 def _written(
     graph: Graph,
     facts: Mapping[str, Fact],
     backward: Backward,
-    result: tuple[str, Sides],
+    result: tuple[str, DeclaredShape],
     names: Sequence[str],
     stored: Mapping[str, DType],
 ) -> tuple[ModelProto, dict[str, Array]]:
     """The joint graph with readable names for what goes in and comes out, and its constants."""
-    value, sides = result
+    value, shape = result
     joint = joint_graph(graph, backward)
     cotangent = backward.cotangents[value]
     dtype = facts[value].dtype
@@ -223,15 +225,15 @@ def _written(
     else:
         given = _free(COTANGENT, graph)
         stored = {**stored, given: stored[value]} if value in stored else stored
-        inputs.append(Input(given, dtype, sides))
+        inputs.append(Input(given, dtype, shape))
         nodes.insert(0, Node("Identity", (given,), (cotangent,), name=f"node_{given}"))
-    outputs = [Input(value, dtype, sides)]
+    outputs = [Input(value, dtype, shape)]
     for name in names:
         target = _free(f"{GRADIENT}{name}", graph)
         nodes += _result(name, target, backward.gradients.get(name))
         declared = next((entry.shape for entry in graph.inputs if entry.name == name), None)
-        shape = graph.constants[name].shape if name in graph.constants else declared
-        outputs.append(Input(target, facts[name].dtype, shape))
+        wrt_shape = graph.constants[name].shape if name in graph.constants else declared
+        outputs.append(Input(target, facts[name].dtype, wrt_shape))
     return _model(replace(joint, nodes=tuple(nodes), constants=constants), inputs, outputs, stored)
 
 
@@ -239,8 +241,8 @@ def _model(
     joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
 ) -> tuple[ModelProto, dict[str, Array]]:
     """What of ``joint`` the outputs need, in float32 between borders of stored types."""
-    made = [entry.name for entry in outputs]
-    nodes = needed(joint.nodes, made)
+    names = [entry.name for entry in outputs]
+    nodes = needed(joint.nodes, names)
     read = {name for node in nodes for name in (*node.inputs, *node.captures)}
     inputs = [entry for entry in inputs if entry.name in read]
     constants = {name: array for name, array in joint.constants.items() if name in read}
@@ -249,7 +251,7 @@ def _model(
         with_borders(
             nodes,
             {name: stored[name] for name in given if name in stored},
-            {name: stored[name] for name in made if name in stored},
+            {name: stored[name] for name in names if name in stored},
         ),
         [_in_type(entry, stored) for entry in inputs],
         [_in_type(entry, stored) for entry in outputs],

@@ -47,10 +47,10 @@ def _with_nodes(
     result.CopyFrom(model.template)
     written = {entry.name for entry in result.graph.initializer}
     for node in all_nodes(result.graph.node):
-        made = [name for name in node.output if name in values]
-        if made:
-            _become_constant(node, constants[made[0]])
-            written.update(made)
+        names = [name for name in node.output if name in values]
+        if names:
+            _become_constant(node, constants[names[0]])
+            written.update(names)
     for held in nested_initializers(result.graph.node):
         if held.name in values:
             held.CopyFrom(tensor(constants[held.name], held.name))

@@ -47,9 +47,9 @@ def definition(
     declared = {name: _declaration(name, facts[name]) for name in operands}
     types = [declared[name].type if name else onnx.TypeProto() for name in node.inputs]
     call, function = as_call(node_proto(node, versions), types, versions, node.op)
-    own = {name: f"{prefix}{name}" for inner in function.node for name in inner.output if name}
-    rename(function, own)
-    function.output[:] = [own.get(name, name) for name in function.output]
+    renamed = {name: f"{prefix}{name}" for inner in function.node for name in inner.output if name}
+    rename(function, renamed)
+    function.output[:] = [renamed.get(name, name) for name in function.output]
     graph = helper.make_graph(
         [call],
         node.name,
@@ -64,9 +64,9 @@ def definition(
         opset_imports=[*function.opset_import, helper.make_opsetid(DOMAIN, 1)],
         ir_version=onnx.IR_VERSION,
     )
-    found = load_graph(model)
+    body = load_graph(model)
     return replace(
-        found, nodes=tuple(replace(inner, name=f"{prefix}{inner.name}") for inner in found.nodes)
+        body, nodes=tuple(replace(inner, name=f"{prefix}{inner.name}") for inner in body.nodes)
     )
 
 

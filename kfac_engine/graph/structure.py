@@ -149,7 +149,7 @@ class Graph:
                     uses.setdefault(name, []).append((node, index))
             for name in node.captures:
                 uses.setdefault(name, []).append((node, -1))
-        return {name: tuple(found) for name, found in uses.items()}
+        return {name: tuple(readers) for name, readers in uses.items()}
 
     @cached_property
     def tables(self) -> Tables:

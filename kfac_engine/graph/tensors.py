@@ -86,16 +86,16 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
         ModelError: The sides are negative, or no machine could hold them.
     """
     number = np.zeros((), np.float32) if value is None else np.asarray(value)
-    sides = np.ravel(shape).tolist()
-    if prod(sides) > MOST_ENTRIES:
+    sizes = np.ravel(shape).tolist()
+    if prod(sizes) > MOST_ENTRIES:
         raise ModelError(
-            f"{what} has the shape {sides}, {prod(sides) * number.itemsize / 1e9:.3g} GB; at most "
+            f"{what} has the shape {sizes}, {prod(sizes) * number.itemsize / 1e9:.3g} GB; at most "
             f"{MOST_ENTRIES} entries can be made."
         )
     try:
-        return np.broadcast_to(number.reshape(()), sides)
+        return np.broadcast_to(number.reshape(()), sizes)
     except (ValueError, TypeError) as failure:
-        raise ModelError(f"{what} cannot be filled to the shape {sides}: {failure}.") from failure
+        raise ModelError(f"{what} cannot be filled to the shape {sizes}: {failure}.") from failure
 
 
 def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:

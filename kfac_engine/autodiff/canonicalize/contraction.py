@@ -50,10 +50,10 @@ class Letters:
         """Whether no axis is summed alone or runs along a diagonal, and there is a batch."""
         strings = self.data, self.weight, self.result
         once = all(len(set(letters)) == len(letters) for letters in strings)
-        kept = set(self.data) - set(self.weight) <= set(self.result)
+        positions = set(self.data) - set(self.weight) <= set(self.result)
         known = set(self.result) <= {*self.data, *self.weight}
         summed = set(self.weight) <= {*self.data, *self.result}
-        return once and kept and known and summed and bool(self.positions and self.summed)
+        return once and positions and known and summed and bool(self.positions and self.summed)
 
 
 def write_product(
@@ -61,7 +61,7 @@ def write_product(
     letters: Letters,
     data: str,
     weight: str,
-    sides: Mapping[str, int],
+    sizes: Mapping[str, int],
     result: str,
 ) -> None:
     """Write ``data · weight`` as a product with ``(slots, summed, features)``.
@@ -74,30 +74,30 @@ def write_product(
         letters: Of the axes.
         data: The data.
         weight: The weight.
-        sides: Letter to length, for the axes of the weight.
+        sizes: Letter to length, for the axes of the weight.
         result: Name of the result.
     """
-    slots = [prod(sides[letter] for letter in letters.slots)] if letters.slots else []
-    k, f = (prod(sides[e] for e in part) for part in (letters.summed, letters.features))
-    kept = len(letters.positions)
+    slots = [prod(sizes[letter] for letter in letters.slots)] if letters.slots else []
+    k, f = (prod(sizes[e] for e in part) for part in (letters.summed, letters.features))
+    leading = len(letters.positions)
     order = letters.slots + letters.summed
     rows = _turned(b, data, letters.data, letters.positions + order)
-    rows = _reshaped(b, rows, kept, order, [*slots, k])
+    rows = _reshaped(b, rows, leading, order, [*slots, k])
     matrix = _turned(b, weight, letters.weight, order + letters.features)
     matrix = _reshaped(b, matrix, 0, order + letters.features, [*slots, k, f])
     order = letters.slots + letters.features
-    product = _slotwise(b, rows, matrix, kept) if slots else b.op("MatMul", rows, matrix)
+    product = _slotwise(b, rows, matrix, leading) if slots else b.op("MatMul", rows, matrix)
     if len(order) != len(slots) + 1:
-        apart = b.constant([*[0] * kept, *(sides[letter] for letter in order)])
+        apart = b.constant([*[0] * leading, *(sizes[letter] for letter in order)])
         product = b.op("Reshape", product, apart)
     _turned(b, product, letters.positions + order, letters.result)
     b.nodes[-1] = replace(b.nodes[-1], outputs=(result,))
 
 
-def _slotwise(b: LoweringBuilder, rows: str, matrix: str, kept: int) -> str:
+def _slotwise(b: LoweringBuilder, rows: str, matrix: str, leading: int) -> str:
     """``(positions, slots, summed)`` times a matrix for each slot."""
     # The last position goes behind the slots and back: its own inverse.
-    swap = (*range(kept - 1), kept, kept - 1, kept + 1)
+    swap = (*range(leading - 1), leading, leading - 1, leading + 1)
     rows = b.op("Transpose", rows, perm=swap)
     return b.op("Transpose", b.op("MatMul", rows, matrix), perm=swap)
 
@@ -108,7 +108,9 @@ def _turned(b: LoweringBuilder, value: str, letters: str, wanted: str) -> str:
     return b.op("Transpose", value, perm=tuple(letters.index(letter) for letter in wanted))
 
 
-def _reshaped(b: LoweringBuilder, value: str, kept: int, merged: str, sides: Sequence[int]) -> str:
-    if len(merged) == len(sides):
+def _reshaped(
+    b: LoweringBuilder, value: str, leading: int, merged: str, sizes: Sequence[int]
+) -> str:
+    if len(merged) == len(sizes):
         return value
-    return b.op("Reshape", value, b.constant([*[0] * kept, *sides]))
+    return b.op("Reshape", value, b.constant([*[0] * leading, *sizes]))

@@ -136,28 +136,28 @@ def _contract(
         for spelled, shape in zip((letters.data, letters.weight), shapes, strict=True)
     )
     # An operand does not have the axes along which it is stretched to the other's length.
-    own = [
-        {e: side for e, side in sides.items() if not (side == 1 and e in other and e in to_keep)}
-        for sides, other, to_keep in (
-            (data, {e for e, side in weight.items() if side > 1}, letters.result),
+    axes = [
+        {e: size for e, size in sizes.items() if not (size == 1 and e in other and e in to_keep)}
+        for sizes, other, to_keep in (
+            (data, {e for e, size in weight.items() if size > 1}, letters.result),
             (weight, data, letters.result),
         )
     ]
-    found = Letters("".join(own[0]), "".join(own[1]), letters.result)
-    alike = all(side == own[1].get(e, side) for e, side in own[0].items())
-    if alike and found.is_plain():
+    plain = Letters("".join(axes[0]), "".join(axes[1]), letters.result)
+    alike = all(size == axes[1].get(e, size) for e, size in axes[0].items())
+    if alike and plain.is_plain():
         operands = [
-            _squeezed(b, name, sides, kept)
-            for name, sides, kept in zip(names, (data, weight), own, strict=True)
+            _squeezed(b, name, sizes, spelled)
+            for name, sizes, spelled in zip(names, (data, weight), axes, strict=True)
         ]
-        write_product(b, found, operands[0], operands[1], own[1], result)
+        write_product(b, plain, operands[0], operands[1], axes[1], result)
 
 
 def _squeezed(
-    b: LoweringBuilder, value: str, sides: Mapping[str, int], kept: Mapping[str, int]
+    b: LoweringBuilder, value: str, sizes: Mapping[str, int], letters: Mapping[str, int]
 ) -> str:
     """A value without those axes that are not kept."""
-    axes = [axis for axis, letter in enumerate(sides) if letter not in kept]
+    axes = [axis for axis, letter in enumerate(sizes) if letter not in letters]
     return b.op("Squeeze", value, b.constant(axes)) if axes else value
 
 

@@ -38,9 +38,9 @@ def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
     held = {name: array for name, array in graph.constants.items() if name in reads}
     model = compact_model(nodes, [], list(wanted), held, graph.opset)
     session = Session(model, threads=1, optimize=False, what="the operands of weights")
-    found = session.run(list(wanted), {})
+    values = session.run(list(wanted), {})
     names = {name: f"{name}/settled" for name in wanted}
-    constants = {names[name]: array for name, array in found.items()}
+    constants = {names[name]: array for name, array in values.items()}
     return replace(
         graph,
         nodes=tuple(

@@ -22,11 +22,11 @@ SCALINGS = frozenset({"Mul", "Div"})
 
 def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
     """Parameters, and values that hold entries of one in another order."""
-    found = set(parameters)
+    values = set(parameters)
     for node in graph.nodes:
-        if _moves_one_of(found, node):
-            found.update(node.outputs)
-    return frozenset(found - {""})
+        if _moves_one_of(values, node):
+            values.update(node.outputs)
+    return frozenset(values - {""})
 
 
 def _moves_one_of(weights: Set[str], node: Node) -> bool:
@@ -52,7 +52,7 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
     """
     weights = moved(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}
-    kept = captured.union(graph.outputs)
+    fixed = captured.union(graph.outputs)
     names: dict[str, str] = {}
     first: dict[object, Node] = {}
     nodes = []
@@ -62,7 +62,7 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
             same = first.setdefault(_content(node, graph.constants), node)
             if node.op == "Identity":
                 names[node.outputs[0]] = node.inputs[0]
-            elif kept.isdisjoint(node.outputs) and same is not node:
+            elif fixed.isdisjoint(node.outputs) and same is not node:
                 names |= zip(node.outputs, same.outputs, strict=True)
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes)) if names else graph
@@ -179,7 +179,7 @@ def _factor(
 
 def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, int]]:
     """Products of a weight with data, with the index of the data; empty if it has other uses."""
-    found: list[tuple[Node, int]] = []
+    products: list[tuple[Node, int]] = []
     for node, index in graph.consumers.get(value, ()):
         moves = not node.domain and node.op in MOVES and index == 0
         other = _PRODUCTS.get(node.op, {}).get(index) if not node.domain else None
@@ -187,9 +187,9 @@ def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, i
             further = [_products_of(name, graph, data) for name in node.outputs if name]
             if not all(further):
                 return []
-            found += [product for products in further for product in products]
+            products += [product for group in further for product in group]
         elif other is not None and other < len(node.inputs) and node.inputs[other] in data:
-            found.append((node, other))
+            products.append((node, other))
         else:
             return []
-    return [] if value in graph.results else found
+    return [] if value in graph.results else products

@@ -57,9 +57,9 @@ def lowering(*ops: str) -> Callable[[Lowering], Lowering]:
 
 def find_lowering(node: Node, graph: Graph) -> Lowering | None:
     """What rewrites ``node`` of ``graph``; None where it has a rule or nobody knows how to."""
-    own = load_lowerings().get(node.qualified_op)
-    if own is not None or node.qualified_op in load_rules() or node.qualified_op in ZERO_DERIVATIVE:
-        return own
+    row = load_lowerings().get(node.qualified_op)
+    if row is not None or node.qualified_op in load_rules() or node.qualified_op in ZERO_DERIVATIVE:
+        return row
     versions = {"": graph.opset, **graph.domains}
     return write_definition if has_definition(node, versions) else None
 

@@ -28,7 +28,7 @@ def write_body(b: LoweringBuilder, body: Body, outer: Mapping[str, str]) -> tupl
         if node.qualified_op == "Identity":
             names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
             continue
-        made = b.multi(node.op, node.inputs, ("",) * len(node.outputs))
-        names.update((old, new) for old, new in zip(node.outputs, made, strict=True) if old)
+        results = b.multi(node.op, node.inputs, ("",) * len(node.outputs))
+        names.update((old, new) for old, new in zip(node.outputs, results, strict=True) if old)
         b.nodes[-1] = replace(renamed(node, names), name=b.nodes[-1].name)
     return tuple(names.get(name, name) for name in body.graph.outputs)

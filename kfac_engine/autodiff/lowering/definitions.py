@@ -25,9 +25,9 @@ def write_definition(b: LoweringBuilder, node: Node) -> None:
     constants = b.graph.constants
     known = {n: constants[n] for n in operands if n in constants and _decides(constants[n])}
     versions = {"": b.graph.opset, **b.graph.domains}
-    found = definition(node, b.facts, known, versions, b.prefix)
-    b.nodes.extend(found.nodes)
-    b.constants |= {n: array for n, array in found.constants.items() if n not in known}
+    graph = definition(node, b.facts, known, versions, b.prefix)
+    b.nodes.extend(graph.nodes)
+    b.constants |= {n: array for n, array in graph.constants.items() if n not in known}
 
 
 def _decides(array: Array) -> bool:

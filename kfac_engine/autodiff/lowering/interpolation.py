@@ -180,10 +180,10 @@ def pixel_count(b: LoweringBuilder, image: str) -> str:
     return b.op("ReduceProd", b.op("Shape", image, start=2), keepdims=0)
 
 
-def first_rows(b: LoweringBuilder, image: str, sides: Sequence[int]) -> str:
+def first_rows(b: LoweringBuilder, image: str, shape: Sequence[int]) -> str:
     """Row of the first pixel of each image, where an image has ``prod(sides)`` parts."""
     zero, one = b.constant(np.array(0)), b.constant(np.array(1))
-    parts = b.constant(np.array(prod(sides)))
+    parts = b.constant(np.array(prod(shape)))
     count = b.op("Mul", b.op("Gather", b.op("Shape", image), zero), parts)
     rows = b.op("Mul", b.op("Range", zero, count, one), pixel_count(b, image))
-    return b.op("Reshape", rows, b.constant([-1, *sides]))
+    return b.op("Reshape", rows, b.constant([-1, *shape]))

@@ -43,10 +43,10 @@ class KnownValues:
         origin = Origin(graph, self._builder.facts, name)
         if origin.undecided:
             return None
-        found = origin.value()
+        value = origin.value()
         if origin.varies:
-            self.checks[name] = found
-        return found
+            self.checks[name] = value
+        return value
 
     def zeros(self, node: Node) -> list[str]:
         """0-d integer zeros that can only be computed where all checks hold.

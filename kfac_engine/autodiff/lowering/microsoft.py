@@ -53,11 +53,11 @@ def _sum(b: LoweringBuilder, node: Node) -> str:
 def fused_matmul(b: LoweringBuilder, node: Node) -> None:
     """``α A B``, either transposed: in the last two axes, or with the first axis behind a batch."""
     x, y = node.inputs
-    left, right = _turned(b, node, x, "A"), _turned(b, node, y, "B")
+    left, right = _transposed(b, node, x, "A"), _transposed(b, node, y, "B")
     _scaled(b, b.op("MatMul", left, right), number(node, "alpha", 1.0), x, node.outputs[0])
 
 
-def _turned(b: LoweringBuilder, node: Node, name: str, which: str) -> str:
+def _transposed(b: LoweringBuilder, node: Node, name: str, which: str) -> str:
     axes = list(range(len(b.facts[name].shape)))
     if len(axes) < 2:
         return name
@@ -93,8 +93,8 @@ _ACTIVATIONS = {
 @lowering("com.microsoft::FusedGemm")
 def fused_gemm(b: LoweringBuilder, node: Node) -> None:
     """Gemm, then an activation."""
-    own = ("alpha", "beta", "transA", "transB")
-    product = b.write("Gemm", node.inputs, ("",), _subset(node, own))[0]
+    copied = ("alpha", "beta", "transA", "transB")
+    product = b.write("Gemm", node.inputs, ("",), _subset(node, copied))[0]
     given = {
         name: number(node, f"activation_{name}", 0.0)
         for name in ("alpha", "beta", "gamma")
@@ -107,9 +107,9 @@ def fused_gemm(b: LoweringBuilder, node: Node) -> None:
 def fused_conv(b: LoweringBuilder, node: Node) -> None:
     """Conv, plus a residual, then an activation."""
     x, weight, bias, residual = (*node.inputs, "", "")[:4]
-    own = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+    copied = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     operands = (x, weight, bias) if bias else (x, weight)
-    product = b.write("Conv", operands, ("",), _subset(node, own))[0]
+    product = b.write("Conv", operands, ("",), _subset(node, copied))[0]
     if residual:
         product = b.op("Add", product, residual)
     params = numbers(node, "activation_params", ())

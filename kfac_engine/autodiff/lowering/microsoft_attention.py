@@ -44,10 +44,10 @@ def attention(b: LoweringBuilder, node: Node) -> None:
         raise b.refuse(node, "a past state or rotary embedding is not covered")
     heads = integer(node, "num_heads", 1)
     whole = b.facts[weights].shape[1]
-    sides = integers(node, "qkv_hidden_sizes", (whole // 3,) * 3)
+    sizes = integers(node, "qkv_hidden_sizes", (whole // 3,) * 3)
     projected = b.op("MatMul", x, weights)
     projected = b.op("Add", projected, bias) if bias else projected
-    parts = b.multi("Split", [projected, b.constant(sides)], ("", "", ""), axis=-1)
+    parts = b.multi("Split", [projected, b.constant(sizes)], ("", "", ""), axis=-1)
     q, k, v = (_heads(b, part, heads) for part in parts)
     form = _Form(
         scale=number(node, "scale", 0.0),
@@ -138,8 +138,8 @@ def _projected(
         raise b.refuse(node, "packed operands are not covered")
     parts = list(operands)
     if bias:
-        sides = b.constant([b.facts[name].shape[-1] for name in operands])
-        shifts = b.multi("Split", [bias, sides], ("", "", ""), axis=0)
+        sizes = b.constant([b.facts[name].shape[-1] for name in operands])
+        shifts = b.multi("Split", [bias, sizes], ("", "", ""), axis=0)
         parts = [b.op("Add", x, shift) for x, shift in zip(operands, shifts, strict=True)]
     q, k, v = (
         _heads(b, part, heads) if rank == 3 else part
@@ -155,8 +155,8 @@ def _grouped(
     query, key, value = given["query"], given.get("key", ""), given.get("value", "")
     if not key:
         size = b.facts[query].shape[-1] // (heads + 2 * shared)
-        sides = b.constant([heads * size, shared * size, shared * size])
-        query, key, value = b.multi("Split", [query, sides], ("", "", ""), axis=-1)
+        sizes = b.constant([heads * size, shared * size, shared * size])
+        query, key, value = b.multi("Split", [query, sizes], ("", "", ""), axis=-1)
     return _heads(b, query, heads), _heads(b, key, shared), _heads(b, value, shared)
 
 
@@ -168,8 +168,8 @@ def _heads(b: LoweringBuilder, x: str, heads: int) -> str:
 
 def _merged(b: LoweringBuilder, x: str, result: str) -> None:
     """The heads behind one another again."""
-    turned = b.op("Transpose", x, perm=_TO_HEADS)
-    b.op("Reshape", turned, b.constant([0, 0, -1]), result=result)
+    transposed = b.op("Transpose", x, perm=_TO_HEADS)
+    b.op("Reshape", transposed, b.constant([0, 0, -1]), result=result)
 
 
 def _repeated(b: LoweringBuilder, x: str, times: int) -> str:
@@ -178,8 +178,8 @@ def _repeated(b: LoweringBuilder, x: str, times: int) -> str:
         return x
     apart = b.op("Unsqueeze", x, b.constant([2]))
     wide = b.op("Concat", *[apart] * times, axis=2)
-    sides = b.op("Shape", x, start=2)
-    return b.op("Reshape", wide, b.op("Concat", b.constant([0, -1]), sides, axis=0))
+    shape = b.op("Shape", x, start=2)
+    return b.op("Reshape", wide, b.op("Concat", b.constant([0, -1]), shape, axis=0))
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -217,13 +217,13 @@ def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
     """Which keys (along the last axis) a query sees: none that is later, or too long ago."""
     queries, keys = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (q, k))
     zero, one = b.constant(0), b.constant(1)
-    own = b.op("Range", b.op("Sub", keys, queries), keys, one)
-    own = b.op("Unsqueeze", own, b.constant([1]))
+    last = b.op("Range", b.op("Sub", keys, queries), keys, one)
+    last = b.op("Unsqueeze", last, b.constant([1]))
     every = b.op("Range", zero, keys, one)
-    visible = b.op("LessOrEqual", every, own)
+    visible = b.op("LessOrEqual", every, last)
     if window < 0:
         return visible
-    recent = b.op("Greater", every, b.op("Sub", own, b.constant(window)))
+    recent = b.op("Greater", every, b.op("Sub", last, b.constant(window)))
     return b.op("And", visible, recent)
 
 
@@ -239,10 +239,10 @@ def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> 
         length = b.op("Squeeze", b.op("Shape", k, start=2, end=3))
         every = b.op("Range", b.constant(0), length, b.constant(1))
         ends = b.op("Unsqueeze", b.cast(mask, "int64"), b.constant([1, 2, 3]))
-        kept = b.op("Less", every, ends)
+        valid = b.op("Less", every, ends)
     elif len(shape) in {2, 3}:
         apart = b.constant([1, 2] if len(shape) == 2 else [1])
-        kept = b.op("Greater", b.op("Unsqueeze", mask, apart), b.constant(0, "int32"))
+        valid = b.op("Greater", b.op("Unsqueeze", mask, apart), b.constant(0, "int32"))
     else:
         raise b.refuse(node, f"a mask of shape {shape} is not covered")
-    return b.op("Where", kept, b.scalar(0.0, like), b.scalar(form.masked, like))
+    return b.op("Where", valid, b.scalar(0.0, like), b.scalar(form.masked, like))

@@ -24,12 +24,12 @@ def matmul_n_bits(b: LoweringBuilder, node: Node) -> None:
     scaled = b.op("Mul", centred, b.op("Reshape", scales, each))
     flat = b.op("Reshape", scaled, b.constant([rows, -1]))
     used = b.constant([integer(node, "K", 1)])
-    kept = b.op("Slice", flat, b.constant([0]), used, b.constant([1]))
-    turned = b.op("Transpose", kept, perm=(1, 0))
+    flat = b.op("Slice", flat, b.constant([0]), used, b.constant([1]))
+    matrix = b.op("Transpose", flat, perm=(1, 0))
     if bias:
-        b.op("Add", b.op("MatMul", a, turned), bias, result=node.outputs[0])
+        b.op("Add", b.op("MatMul", a, matrix), bias, result=node.outputs[0])
     else:
-        b.op("MatMul", a, turned, result=node.outputs[0])
+        b.op("MatMul", a, matrix, result=node.outputs[0])
 
 
 def _zero(b: LoweringBuilder, node: Node, zeros: str, each: str) -> str:
@@ -43,19 +43,19 @@ def _zero(b: LoweringBuilder, node: Node, zeros: str, each: str) -> str:
     whole = _unpacked(b, rows, bits, b.constant([0, -1]))
     blocks = -(-integer(node, "K", 1) // integer(node, "block_size", 32))
     # An odd number of blocks leaves half a byte over.
-    kept = b.op("Slice", whole, b.constant([0]), b.constant([blocks]), b.constant([1]))
-    return b.op("Reshape", _floats(b, kept, a), each)
+    used_blocks = b.op("Slice", whole, b.constant([0]), b.constant([blocks]), b.constant([1]))
+    return b.op("Reshape", _floats(b, used_blocks, a), each)
 
 
-def _unpacked(b: LoweringBuilder, packed: str, bits: int, sides: str) -> str:
+def _unpacked(b: LoweringBuilder, packed: str, bits: int, shape: str) -> str:
     """Whole numbers from bytes, the lower half of a byte first, in another shape."""
     if bits == 8:
-        return b.op("Reshape", packed, sides)
+        return b.op("Reshape", packed, shape)
     lower = b.op("BitwiseAnd", packed, b.constant(15, "uint8"))
     upper = b.op("BitShift", packed, b.constant(4, "uint8"), direction="RIGHT")
     last = b.constant([-1])
     pair = [b.op("Unsqueeze", half, last) for half in (lower, upper)]
-    return b.op("Reshape", b.op("Concat", *pair, axis=-1), sides)
+    return b.op("Reshape", b.op("Concat", *pair, axis=-1), shape)
 
 
 def _floats(b: LoweringBuilder, whole: str, like: str) -> str:

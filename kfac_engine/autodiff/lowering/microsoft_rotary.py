@@ -23,11 +23,11 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
     waves = angles(b, cos, sin, positions(b, ids, split))
     interleaved = bool(integer(node, "interleaved", 0))
     whole = shape[-1] // heads if flat else shape[-1]
-    turned = rotated(b, split, waves, min(size, whole), interleaved)
+    result = rotated(b, split, waves, min(size, whole), interleaved)
     if flat:
-        turned = b.op("Transpose", turned, perm=_TO_HEADS)
-    sides = b.constant([0, 0, -1] if flat else [0, 0, 0, -1])
-    b.op("Reshape", turned, sides, result=node.outputs[0])
+        result = b.op("Transpose", result, perm=_TO_HEADS)
+    flat_shape = b.constant([0, 0, -1] if flat else [0, 0, 0, -1])
+    b.op("Reshape", result, flat_shape, result=node.outputs[0])
 
 
 def positions(b: LoweringBuilder, ids: str, x: str) -> str:
@@ -84,8 +84,8 @@ def rotated(
     imaginary = b.op("Add", b.op("Mul", firsts, sin), b.op("Mul", seconds, cos))
     if interleaved:
         pair = [b.op("Unsqueeze", part, last) for part in (real, imaginary)]
-        sides = b.op("Shape", turning)
-        together = b.op("Reshape", b.op("Concat", *pair, axis=-1), sides)
+        shape = b.op("Shape", turning)
+        together = b.op("Reshape", b.op("Concat", *pair, axis=-1), shape)
     else:
         together = b.op("Concat", real, imaginary, axis=-1)
     return b.op("Concat", together, rest, axis=-1)

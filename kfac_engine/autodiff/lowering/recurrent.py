@@ -86,11 +86,11 @@ class _Unrolled:
         if not all(self._operands.get(role) for role in roles):
             x = self._operands["X"]
             batch = self._builder.op("Shape", x, start=1, end=2)
-            sides = self._builder.op(
+            shape = self._builder.op(
                 "Concat", batch, self._builder.constant([self._hidden]), axis=0
             )
             zero = np.zeros(1, self._builder.facts[x].dtype)
-            zeros = self._builder.op("ConstantOfShape", sides, value=zero)
+            zeros = self._builder.op("ConstantOfShape", shape, value=zero)
         given = (self._per_direction(role) for role in roles)
         return [tuple(name or zeros for name in state) for state in zip(*given, strict=True)]
 
@@ -160,6 +160,6 @@ class _Unrolled:
     def _write_sequence(self, sequences: Sequence[Sequence[str]], result: str) -> None:
         """All outputs, ``(steps, directions, n, h)``, from one list for each direction."""
         b = self._builder
-        sides = b.constant([len(sequences[0]), 1, -1, self._hidden])
-        rows = [b.op("Reshape", b.op("Concat", *outputs, axis=0), sides) for outputs in sequences]
+        shape = b.constant([len(sequences[0]), 1, -1, self._hidden])
+        rows = [b.op("Reshape", b.op("Concat", *outputs, axis=0), shape) for outputs in sequences]
         b.op("Concat", *rows, result=result, axis=1)

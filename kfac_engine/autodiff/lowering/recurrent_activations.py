@@ -28,7 +28,7 @@ def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple
         UnsupportedOpError: A name is unknown, or a number without default is missing.
     """
     alphas, betas = (_listed(node, f"activation_{key}") for key in ("alpha", "beta"))
-    made: list[Activation] = []
+    functions: list[Activation] = []
     for name in names:
         if name.lower() not in _ACTIVATIONS:
             raise b.refuse(node, f"it has the unknown activation '{name}'")
@@ -39,8 +39,8 @@ def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple
         ]
         if any(map(isnan, numbers)):
             raise b.refuse(node, f"it does not list the numbers of its activation '{name}'")
-        made.append(partial(write, b, node, *numbers))
-    return tuple(made)
+        functions.append(partial(write, b, node, *numbers))
+    return tuple(functions)
 
 
 def clipping(b: LoweringBuilder, node: Node) -> Activation:

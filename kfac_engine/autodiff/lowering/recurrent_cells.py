@@ -97,8 +97,8 @@ def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
     i = kit.bounded(0, peeped(i, 0, c))
     coupled = integer(kit.node, "input_forget", 0)
     f = kit.one_minus(i) if coupled else kit.bounded(0, peeped(f, 2, c))
-    kept, added = b.op("Mul", f, c), b.op("Mul", i, kit.bounded(1, g))
-    c = b.op("Add", kept, added)
+    remembered, added = b.op("Mul", f, c), b.op("Mul", i, kit.bounded(1, g))
+    c = b.op("Add", remembered, added)
     o = kit.bounded(0, peeped(o, 1, c))
     return b.op("Mul", o, kit.activations[2](c)), c
 

@@ -38,8 +38,8 @@ def roi_align(b: LoweringBuilder, node: Node) -> None:
         counted = b.op("And", high.counted, wide.counted)
         known = b.op("Unsqueeze", counted, b.constant([5, 6, 7]))
         bins = b.op("ReduceMax", b.op("Where", known, values, least), among, keepdims=0)
-        some = b.op("Greater", count, b.scalar(0, image))
-        bins = b.op("Where", some, bins, b.scalar(0, image))
+        nonempty = b.op("Greater", count, b.scalar(0, image))
+        bins = b.op("Where", nonempty, bins, b.scalar(0, image))
     b.op("Transpose", bins, perm=(0, 3, 1, 2), result=node.outputs[0])
 
 
@@ -117,8 +117,8 @@ def max_roi_pool(b: LoweringBuilder, node: Node) -> None:
     high = b.op("Unsqueeze", _pixels_of_bins(b, node, 0), b.constant([1, 4]))
     columns = b.op("Where", high, b.op("Unsqueeze", lines, b.constant([2])), least)
     bins = b.op("ReduceMax", columns, b.constant([3]), keepdims=0)
-    some = b.op("Greater", bins, least)
-    b.op("Where", some, bins, b.scalar(0, image), result=node.outputs[0])
+    nonempty = b.op("Greater", bins, least)
+    b.op("Where", nonempty, bins, b.scalar(0, image), result=node.outputs[0])
 
 
 def _pixels_of_bins(b: LoweringBuilder, node: Node, axis: int) -> str:

@@ -71,23 +71,23 @@ def affine_grid(b: LoweringBuilder, node: Node) -> None:
     """Places of pixels and a one, times each matrix, whose rows name the last axis first."""
     matrices, size = node.inputs
     spatial = b.facts[matrices].shape[1]
-    sides = b.op("Slice", size, b.constant([2]), b.constant([2 + spatial]))
-    columns = [_even_places(b, node, axis, sides) for axis in reversed(range(spatial))]
-    ones = b.op("Expand", b.constant(np.ones(1), b.facts[matrices].dtype.name), sides)
+    spatial_shape = b.op("Slice", size, b.constant([2]), b.constant([2 + spatial]))
+    columns = [_even_places(b, node, axis, spatial_shape) for axis in reversed(range(spatial))]
+    ones = b.op("Expand", b.constant(np.ones(1), b.facts[matrices].dtype.name), spatial_shape)
     last = b.constant([-1])
     places = b.op("Concat", *(b.op("Unsqueeze", c, last) for c in (*columns, ones)), axis=-1)
     rows = b.op("Reshape", places, b.constant([-1, spatial + 1]))
     moved = b.op("MatMul", rows, b.op("Transpose", matrices, perm=(0, 2, 1)))
-    shape = b.op("Concat", last, sides, b.constant([spatial]), axis=0)
+    shape = b.op("Concat", last, spatial_shape, b.constant([spatial]), axis=0)
     b.op("Reshape", moved, shape, result=node.outputs[0])
 
 
-def _even_places(b: LoweringBuilder, node: Node, axis: int, sides: str) -> str:
+def _even_places(b: LoweringBuilder, node: Node, axis: int, spatial_shape: str) -> str:
     """Places along one axis of all pixels, ``(*sides)``."""
     matrices = node.inputs[0]
     one, two = (b.scalar(number, matrices) for number in (1, 2))
-    side = b.op("Gather", sides, b.constant(np.array(axis)))
-    count = b.cast(side, b.facts[matrices].dtype.name)
+    size = b.op("Gather", spatial_shape, b.constant(np.array(axis)))
+    count = b.cast(size, b.facts[matrices].dtype.name)
     numbers = b.op("Range", b.scalar(0, matrices), count, one)
     if integer(node, "align_corners", 0):
         # Counted from the last corner, where ONNX Runtime puts a single pixel.
@@ -99,7 +99,9 @@ def _even_places(b: LoweringBuilder, node: Node, axis: int, sides: str) -> str:
         places = b.op("Sub", b.op("Div", middles, count), one)
     behind = b.facts[matrices].shape[1] - 1 - axis
     return b.op(
-        "Expand", b.op("Unsqueeze", places, b.constant(range(1, 1 + behind), "int64")), sides
+        "Expand",
+        b.op("Unsqueeze", places, b.constant(range(1, 1 + behind), "int64")),
+        spatial_shape,
     )
 
 
@@ -127,15 +129,17 @@ def deform_conv(b: LoweringBuilder, node: Node) -> None:
     # (n, groups, taps, y, x, channels of a group)
     read = b.op("ReduceSum", values, b.constant([5, 6]), keepdims=0)
     if mask:
-        sides = b.op("Shape", mask, start=2)
-        strengths = b.op("Concat", b.constant([0, groups, taps]), sides, axis=0)
+        mask_shape = b.op("Shape", mask, start=2)
+        strengths = b.op("Concat", b.constant([0, groups, taps]), mask_shape, axis=0)
         strengths = b.op("Unsqueeze", b.op("Reshape", mask, strengths), b.constant([-1]))
         read = b.op("Mul", read, strengths)
     columns = b.op("Transpose", read, perm=(0, 1, 5, 2, 3, 4))
     group = integer(node, "group", 1)
-    sides = b.op("Shape", offset, start=2)
+    places_shape = b.op("Shape", offset, start=2)
     columns = b.op(
-        "Reshape", columns, b.op("Concat", b.constant([0, group * ins * taps]), sides, axis=0)
+        "Reshape",
+        columns,
+        b.op("Concat", b.constant([0, group * ins * taps]), places_shape, axis=0),
     )
     pixelwise = b.op("Reshape", weight, b.constant([outs, ins * taps, 1, 1]))
     operands = (columns, pixelwise, bias) if bias else (columns, pixelwise)
@@ -146,15 +150,15 @@ def _deformed(b: LoweringBuilder, node: Node, kernel: list[int]) -> list[Taps]:
     """The taps of all places along both axes; places are ``(n, groups, taps, y, x)``."""
     image, offset = node.inputs[0], node.inputs[2]
     groups = integer(node, "offset_group", 1)
-    sides = b.op("Shape", offset, start=2)
-    pairs = b.op("Concat", b.constant([0, groups, prod(kernel), 2]), sides, axis=0)
+    places_shape = b.op("Shape", offset, start=2)
+    pairs = b.op("Concat", b.constant([0, groups, prod(kernel), 2]), places_shape, axis=0)
     moves = b.op("Reshape", offset, pairs)
     strides, dilations = integers(node, "strides", (1, 1)), integers(node, "dilations", (1, 1))
     pads = integers(node, "pads", (0, 0, 0, 0))
     taps = []
     for axis in range(2):
         line = Axis(b, image, 2 + axis)
-        count = b.op("Gather", sides, b.constant(np.array(axis)))
+        count = b.op("Gather", places_shape, b.constant(np.array(axis)))
         begin, step = b.constant(np.array(0)), b.constant(np.array(1))
         numbers = b.cast(b.op("Range", begin, count, step), b.facts[image].dtype.name)
         starts = b.op("Mul", numbers, line.number(strides[axis]))

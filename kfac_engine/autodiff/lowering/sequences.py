@@ -43,10 +43,10 @@ def elements(b: LoweringBuilder, node: Node, sequence: str, known: KnownValues) 
             node,
             f"its sequence is made by {maker.op} node '{maker.name}', which cannot be followed",
         )
-    found = list(maker.inputs)
+    tensors = list(maker.inputs)
     for change in reversed(changes):
-        _CHANGES[change.op](found, b, change, known)
-    return tuple(found)
+        _CHANGES[change.op](tensors, b, change, known)
+    return tuple(tensors)
 
 
 # An optional value that holds a sequence is followed like the sequence.
@@ -64,12 +64,12 @@ def _maker(b: LoweringBuilder, node: Node, value: str, relays: frozenset[str] = 
         value = maker.inputs[0]
 
 
-def _insert(found: list[str], b: LoweringBuilder, node: Node, known: KnownValues) -> None:
-    found.insert(_position(b, node, 2, known, len(found)), node.inputs[1])
+def _insert(tensors: list[str], b: LoweringBuilder, node: Node, known: KnownValues) -> None:
+    tensors.insert(_position(b, node, 2, known, len(tensors)), node.inputs[1])
 
 
-def _erase(found: list[str], b: LoweringBuilder, node: Node, known: KnownValues) -> None:
-    del found[_position(b, node, 1, known, len(found) - 1)]
+def _erase(tensors: list[str], b: LoweringBuilder, node: Node, known: KnownValues) -> None:
+    del tensors[_position(b, node, 1, known, len(tensors) - 1)]
 
 
 _CHANGES = {"SequenceInsert": _insert, "SequenceErase": _erase}
@@ -95,22 +95,22 @@ def _position(b: LoweringBuilder, node: Node, index: int, known: KnownValues, la
 def sequence_at(b: LoweringBuilder, node: Node) -> None:
     """The tensor that lies there, where constants and sizes decide which one; else refused."""
     known = KnownValues(b)
-    found = elements(b, node, node.inputs[0], known)
-    at = _position(b, node, 1, known, len(found) - 1)
-    gated(b, node, found[at], known, node.outputs[0])
+    tensors = elements(b, node, node.inputs[0], known)
+    at = _position(b, node, 1, known, len(tensors) - 1)
+    gated(b, node, tensors[at], known, node.outputs[0])
 
 
 @lowering("ConcatFromSequence")
 def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
     """Concat, where constants and sizes decide what lies in the sequence; else refused."""
     known = KnownValues(b)
-    found = elements(b, node, node.inputs[0], known)
+    tensors = elements(b, node, node.inputs[0], known)
     result = node.outputs[0]
     axis = integer(node, "axis", 0)
     if integer(node, "new_axis", 0):
-        joined = stacked(b, found, axis % len(b.facts[result].shape))
+        joined = stacked(b, tensors, axis % len(b.facts[result].shape))
     else:
-        joined = b.op("Concat", *found, axis=axis)
+        joined = b.op("Concat", *tensors, axis=axis)
     gated(b, node, joined, known, result)
 
 
@@ -118,8 +118,8 @@ def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
 def sequence_length(b: LoweringBuilder, node: Node) -> None:
     """A constant, where constants and sizes decide what lies in the sequence; else refused."""
     known = KnownValues(b)
-    found = elements(b, node, node.inputs[0], known)
-    gated(b, node, b.constant(len(found)), known, node.outputs[0])
+    tensors = elements(b, node, node.inputs[0], known)
+    gated(b, node, b.constant(len(tensors)), known, node.outputs[0])
 
 
 @lowering("OptionalGetElement")

@@ -29,8 +29,8 @@ def taken_apart(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[
     Raises:
         UnsupportedOpError: There are no steps, or too many to unroll.
     """
-    sides = b.facts[value].shape
-    length = check_steps(b, node, sides[axis])
+    shape = b.facts[value].shape
+    length = check_steps(b, node, shape[axis])
     pieces = b.multi("Split", [value, b.constant([1] * length)], ("",) * length, axis=axis)
     label_last(b, f"{node.op} was unrolled over {length} steps, the number in the sample inputs")
     at = b.constant([axis])

@@ -66,9 +66,9 @@ def _condition(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -
     given = {body.inputs[0]: np.asarray(0), body.inputs[1]: np.asarray(True)}
     given |= {body.inputs[i]: _known(b, node, known, node.inputs[i]) for i in states}
     results = {body.inputs[i]: body.graph.outputs[i - 1] for i in (1, *states)}
-    made = {name for entry in nodes for name in entry.outputs}
+    internal = {name for entry in nodes for name in entry.outputs}
     reads = {name for entry in nodes for name in (*entry.inputs, *entry.captures) if name}
-    outer = reads.union(results.values()) - made - held.keys() - given.keys()
+    outer = reads.union(results.values()) - internal - held.keys() - given.keys()
     held |= {name: _known(b, node, known, name) for name in sorted(outer)}
     after = {name: f"{name} after" for name in results}
     copies = [Node("Identity", (results[name],), (new,), name=new) for name, new in after.items()]
@@ -83,8 +83,8 @@ def _condition(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -
     session = Session(model, threads=1, what=f"the condition of '{node.name}'")
     for trip in count():
         given[body.inputs[0]] = np.asarray(trip)
-        found = session.run(list(after.values()), given)
-        given |= {name: found[new] for name, new in after.items()}
+        values = session.run(list(after.values()), given)
+        given |= {name: values[new] for name, new in after.items()}
         yield bool(given[body.inputs[1]].all())
 
 

@@ -22,7 +22,7 @@ _LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero
 @vjp_rule("Conv")
 def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """A convolution for each operand; the bias gets the sum over examples and positions."""
-    window = sliding(node, b.sides(node.inputs[1])[2:])
+    window = sliding(node, b.sample_shape(node.inputs[1])[2:])
     group = integer(node, "group", 1)
     gradients = {}
     if 0 in wanted:
@@ -38,7 +38,7 @@ def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Conv and ConvTranspose are adjoint: the image takes the place of Conv's cotangent."""
     x, weight = node.inputs[:2]
-    window = sliding(node, b.sides(weight)[2:])
+    window = sliding(node, b.sample_shape(weight)[2:])
     group = integer(node, "group", 1)
     gradients = {}
     if 2 in wanted:
@@ -85,25 +85,25 @@ def _image(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int)
     x, weight = node.inputs[:2]
     begins = tuple(r - p for r, p in zip(window.reaches, window.begins, strict=True))
     ends = tuple(r - p for r, p in zip(window.reaches, window.ends, strict=True))
-    few_groups = group > 1 and b.sides(weight)[1] > 1
+    few_groups = group > 1 and b.sample_shape(weight)[1] > 1
     if window.unit_strides and min(begins + ends) >= 0 and not few_groups:
-        turned = _turned(b, weight, window, group)
-        return b.op("Conv", g, turned, pads=begins + ends, dilations=window.dilations, group=group)
+        kernel = _transposed_kernel(b, weight, window, group)
+        return b.op("Conv", g, kernel, pads=begins + ends, dilations=window.dilations, group=group)
     return spread(b, window, g, weight, x, node.outputs[0], group)
 
 
-def _turned(b: VjpBuilder, weight: str, window: SlidingWindow, group: int) -> str:
+def _transposed_kernel(b: VjpBuilder, weight: str, window: SlidingWindow, group: int) -> str:
     """The kernel with input and output channels exchanged and every spatial axis reversed."""
-    outs, ins = b.sides(weight)[:2]
+    outs, ins = b.sample_shape(weight)[:2]
     spatial = window.axes
-    turned = weight
+    kernel = weight
     if window.taps > 1:
         start, end, step = ([n] * len(spatial) for n in (-1, _LAST, -1))
         at = b.constant(spatial)
-        turned = b.op("Slice", turned, b.constant(start), b.constant(end), at, b.constant(step))
+        kernel = b.op("Slice", kernel, b.constant(start), b.constant(end), at, b.constant(step))
     if group == 1:
-        return b.op("Transpose", turned, perm=(1, 0, *spatial))
+        return b.op("Transpose", kernel, perm=(1, 0, *spatial))
     grouped = b.constant([group, outs // group, ins, *window.kernel])
     later = tuple(axis + 1 for axis in spatial)
-    turned = b.op("Transpose", b.op("Reshape", turned, grouped), perm=(0, 2, 1, *later))
-    return b.op("Reshape", turned, b.constant([group * ins, outs // group, *window.kernel]))
+    kernel = b.op("Transpose", b.op("Reshape", kernel, grouped), perm=(0, 2, 1, *later))
+    return b.op("Reshape", kernel, b.constant([group * ins, outs // group, *window.kernel]))

@@ -20,7 +20,7 @@ def triangle(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 def determinant(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """The cotangent times the cofactors (Jacobi's formula)."""
     x, y = node.inputs[0], node.outputs[0]
-    n, matrix = b.sides(x)[-1], b.constant([-2, -1])
+    n, matrix = b.sample_shape(x)[-1], b.constant([-2, -1])
     if n == 1:
         return {0: b.reshape_like(g[0], x)}
     if n <= _LARGEST_OF_COFACTORS:
@@ -28,8 +28,8 @@ def determinant(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
     # Of regular matrices they are det(X) X⁻ᵀ. A singular one gives infinity or NaN here.
     scaled = b.op("Unsqueeze", b.op("Mul", g[0], y), matrix)
     rank = b.rank(x)
-    turned = b.op("Transpose", x, perm=(*range(rank - 2), rank - 1, rank - 2))
-    return {0: b.op("Mul", scaled, b.op("Inverse", turned, domain="com.microsoft"))}
+    transposed = b.op("Transpose", x, perm=(*range(rank - 2), rank - 1, rank - 2))
+    return {0: b.op("Mul", scaled, b.op("Inverse", transposed, domain="com.microsoft"))}
 
 
 def _cofactors(b: VjpBuilder, x: str) -> str:

@@ -43,17 +43,17 @@ def einsum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 def _gradient(b: VjpBuilder, x: str, term: str, others: Sequence[_Factor]) -> str:
     """The gradient of ``x``, which the equation calls ``term``."""
-    sides = b.sides(x)
+    shape = b.sample_shape(x)
     known = {letter for factor in others for letter in factor.letters}
-    known -= {letter for letter, side in zip(term, sides, strict=True) if side == 1}
-    found = [letter for letter in dict.fromkeys(term) if letter in known]
-    factors = _in_order(others, found)
-    equation = f"{','.join(factor.letters for factor in factors)}->{''.join(found)}"
+    known -= {letter for letter, size in zip(term, shape, strict=True) if size == 1}
+    letters = [letter for letter in dict.fromkeys(term) if letter in known]
+    factors = _in_order(others, letters)
+    equation = f"{','.join(factor.letters for factor in factors)}->{''.join(letters)}"
     value = b.op("Einsum", *(factor.value for factor in factors), equation=equation)
-    places = {term.index(letter) for letter in found}
+    places = {term.index(letter) for letter in letters}
     if added := [axis for axis in range(len(term)) if axis not in places]:
         value = b.op("Unsqueeze", value, b.constant(added))
-    diagonals = [(term.index(term[axis]), axis) for axis in added if sides[axis] != 1]
+    diagonals = [(term.index(term[axis]), axis) for axis in added if shape[axis] != 1]
     twice = [(first, second) for first, second in diagonals if first != second]
     for first, second in twice:
         value = b.op("Mul", value, _diagonal(b, x, first, second))
@@ -75,9 +75,9 @@ def _in_order(factors: Sequence[_Factor], result: Sequence[str]) -> Sequence[_Fa
 
 
 def _diagonal(b: VjpBuilder, x: str, first: int, second: int) -> str:
-    """Ones where two axes of ``x`` have equal indices, else zeros; other sides are one."""
-    side = b.forward("Gather", b.shape(x), b.constant(first))[0]
-    line = b.forward("Range", b.constant(0), side, b.constant(1))[0]
+    """Ones where two axes of ``x`` have equal indices, else zeros; other sizes are one."""
+    size = b.forward("Gather", b.shape(x), b.constant(first))[0]
+    line = b.forward("Range", b.constant(0), size, b.constant(1))[0]
     rank = b.rank(x)
     along = [
         b.forward("Unsqueeze", line, b.constant([other for other in range(rank) if other != axis]))
@@ -87,12 +87,12 @@ def _diagonal(b: VjpBuilder, x: str, first: int, second: int) -> str:
 
 
 def _narrowed(b: VjpBuilder, value: str, like: str, letters: str) -> _Factor:
-    """``value``, which has the sides of the forward value ``like``, without its sides of one."""
-    ones = [axis for axis, side in enumerate(b.sides(like)) if side == 1]
+    """``value``, in the shape of the forward value ``like``, without its axes of size one."""
+    ones = [axis for axis, size in enumerate(b.sample_shape(like)) if size == 1]
     if not ones:
         return _Factor(value, letters)
-    kept = "".join(letter for axis, letter in enumerate(letters) if axis not in ones)
-    return _Factor(b.op("Squeeze", value, b.constant(ones)), kept)
+    letters = "".join(letter for axis, letter in enumerate(letters) if axis not in ones)
+    return _Factor(b.op("Squeeze", value, b.constant(ones)), letters)
 
 
 def _terms(b: VjpBuilder, node: Node) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
         spectrum = _fitted(b, spectrum, _side(b, node.outputs[0], axis), points, (axis, b.rank(x)))
     back = _transformed(b, node, spectrum, axis, 1 - inverse)
     signal = b.op("Div" if inverse else "Mul", back, _float(b, points, x))
-    if b.sides(x)[-1] == 1:
+    if b.sample_shape(x)[-1] == 1:
         signal = b.op("Slice", signal, b.constant([0]), b.constant([1]), b.constant([-1]))
     if length:
         signal = _fitted(b, signal, points, _side(b, x, axis), (axis, b.rank(x)))
@@ -40,11 +40,11 @@ def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
     """Adjoint of half a spectrum to a real signal: all but its ends stand for two numbers."""
     x, y = node.inputs[0], node.outputs[0]
-    if b.sides(x)[axis] > b.sides(y)[axis] // 2 + 1:
+    inputs, outputs = (b.sample_shape(name)[axis] for name in (x, y))
+    if inputs > outputs // 2 + 1:
         raise UnsupportedOpError(
-            f"DFT at node '{node.name}' makes {b.sides(y)[axis]} points of {b.sides(x)[axis]} "
-            f"frequencies, of which ONNX Runtime does not leave out the last; cut the spectrum "
-            f"with Slice."
+            f"DFT at node '{node.name}' has {inputs} input frequencies, but needs only "
+            f"{outputs // 2 + 1} for {outputs} output points. Slice the spectrum first."
         )
     one, two, points = b.constant([1]), b.constant([2]), _side(b, y, axis)
     half = b.forward("Add", b.forward("Div", points, two)[0], one)[0]
@@ -54,9 +54,9 @@ def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
     alone = b.forward("Equal", numbers, opposite)[0]
     counts = b.forward("Where", alone, one, two)[0]
     weights = b.forward("Div", _float(b, counts, x), _float(b, points, x))[0]
-    sides = b.constant([-1] + [1] * (b.rank(x) - 1 - axis))
+    shape = b.constant([-1] + [1] * (b.rank(x) - 1 - axis))
     spectrum = _transformed(b, node, g, axis, 0)
-    weighted = b.op("Mul", spectrum, b.forward("Reshape", weights, sides)[0])
+    weighted = b.op("Mul", spectrum, b.forward("Reshape", weights, shape)[0])
     return _fitted(b, weighted, half, _side(b, x, axis), (axis, b.rank(x)))
 
 

@@ -55,8 +55,8 @@ def gather(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     # All indices in a row, along the picked axis: updates then have the rank of the operand.
     before, after = [0] * axis, range(axis + 1, b.rank(x))
     behind = b.forward("Gather", b.shape(x), b.constant(after, "int64"))[0]
-    sides = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)[0]
-    updates = b.op("Reshape", g[0], sides)
+    shape = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)[0]
+    updates = b.op("Reshape", g[0], shape)
     line = b.op("Reshape", indices, b.constant([1] * axis + [-1] + [1] * len(after)))
     places = b.op("Expand", line, b.op("Shape", updates))
     return {0: b.op("ScatterElements", b.zeros(x), places, updates, axis=axis, reduction="add")}

@@ -10,5 +10,5 @@ def inverse(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
     """−Yᵀ G Yᵀ, for each matrix of a batch."""
     y = node.outputs[0]
     rank = b.rank(y)
-    turned = b.op("Transpose", y, perm=(*range(rank - 2), rank - 1, rank - 2))
-    return {0: b.op("Neg", b.op("MatMul", b.op("MatMul", turned, g[0]), turned))}
+    transposed = b.op("Transpose", y, perm=(*range(rank - 2), rank - 1, rank - 2))
+    return {0: b.op("Neg", b.op("MatMul", b.op("MatMul", transposed, g[0]), transposed))}

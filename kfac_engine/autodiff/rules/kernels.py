@@ -54,20 +54,20 @@ def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, g
     """
     shifts = _shifts(b, node, window) if group == 1 else None
     if shifts is None:
-        found = _as_kernel(b, node, g, window, group)
+        gradient = _as_kernel(b, node, g, window, group)
     else:
-        found = _product_of_shifts(b, node, g, window, shifts)
+        gradient = _product_of_shifts(b, node, g, window, shifts)
     if _is_quicker_alone(b, node, window, group):
-        outs, ins = b.sides(node.inputs[1])[:2]
-        b.leaves[found] = KernelGradient(node.inputs[0], g, window, outs, ins)
-    return found
+        outs, ins = b.sample_shape(node.inputs[1])[:2]
+        b.leaves[gradient] = KernelGradient(node.inputs[0], g, window, outs, ins)
+    return gradient
 
 
 def _is_quicker_alone(b: VjpBuilder, node: Node, window: SlidingWindow, group: int) -> bool:
     """Whether the product is worth doing outside ONNX Runtime, by the sizes of the sample run."""
     weight = node.inputs[1]
-    outs, ins = b.sides(weight)[:2]
-    multiplied = prod(b.sides(weight)) * prod(b.sides(node.outputs[0])[2:])
+    outs, ins = b.sample_shape(weight)[:2]
+    multiplied = prod(b.sample_shape(weight)) * prod(b.sample_shape(node.outputs[0])[2:])
     return (
         window.taps > 1
         and min(outs // group, ins) >= _LEAST_CHANNELS
@@ -91,7 +91,7 @@ class _Shifts:
 
 def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:
     """The division of shifts that writes the fewest numbers; None where all write too many."""
-    outs, ins = b.sides(node.inputs[1])[:2]
+    outs, ins = b.sample_shape(node.inputs[1])[:2]
     kernel, pads = window.kernel, (window.begins, window.ends)
     inside = all(p <= reach for side in pads for p, reach in zip(side, window.reaches, strict=True))
     divisible = window.unit_strides and inside and not window.same
@@ -109,12 +109,12 @@ def _product_of_shifts(
 ) -> str:
     """The product over examples and positions of the shifted operands, in the kernel's order."""
     x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
-    outs, ins, *kernel = b.sides(weight)
+    outs, ins, *kernel = b.sample_shape(weight)
     along_g, along_x = kernel[: shifts.cut], kernel[shifts.cut :]
     image = _padded(b, x, y, window) if window.same else x
     image = _shifted(b, image, weight, ins, _only_last(window, shifts.cut))
     g = _shifted(b, g, weight, outs, _against(window, shifts.cut), backwards=True)
-    if window.taps * outs * ins <= shifts.written * prod(b.sides(y)[2:]):
+    if window.taps * outs * ins <= shifts.written * prod(b.sample_shape(y)[2:]):
         # Products of examples are smaller than what they are made of: nothing needs turning.
         rows = b.op("Reshape", g, b.constant([0, outs * prod(along_g), -1]))
         columns = b.op("Reshape", image, b.constant([0, ins * prod(along_x), -1]))
@@ -208,7 +208,7 @@ def _as_kernel(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: 
     x, weight = node.inputs[:2]
     spatial = window.axes
     image = _padded(b, x, node.outputs[0], window)
-    image = _examples_as_channels(b, image, b.sides(weight)[1], window, group)
+    image = _examples_as_channels(b, image, b.sample_shape(weight)[1], window, group)
     kernel = b.op("Transpose", g, perm=(1, 0, *spatial))
     taps = b.op(
         "Conv", image, kernel, group=group, strides=window.dilations, dilations=window.strides
@@ -240,5 +240,5 @@ def _examples_as_channels(
     pixels = b.op("Shape", image, start=2)
     split = b.op("Concat", b.constant([0, group, ins]), pixels, axis=0)
     later = tuple(axis + 1 for axis in spatial)
-    turned = b.op("Transpose", b.op("Reshape", image, split), perm=(2, 1, 0, *later))
-    return b.op("Reshape", turned, b.op("Concat", b.constant([ins, -1]), pixels, axis=0))
+    grouped = b.op("Transpose", b.op("Reshape", image, split), perm=(2, 1, 0, *later))
+    return b.op("Reshape", grouped, b.op("Concat", b.constant([ins, -1]), pixels, axis=0))

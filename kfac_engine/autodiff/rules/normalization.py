@@ -72,22 +72,22 @@ def _as_computed(b: VjpBuilder, node: Node, axes: Sequence[int]) -> _Standardise
     x, scale, shift = (*node.inputs, "")[:3]
     if b.dtype(x) != np.float32:
         return _standardise(b, x, axes, _epsilon(b, node))
-    made, constants = before_scale(
-        node, b.dtype(scale), b.sides(scale), b.sides(shift) if shift else ()
+    core, constants = before_scale(
+        node, b.dtype(scale), b.sample_shape(scale), b.sample_shape(shift) if shift else ()
     )
-    b.append(made, constants)
-    return _Standardised(made.outputs[0], made.outputs[2], b.constant(axes))
+    b.append(core, constants)
+    return _Standardised(core.outputs[0], core.outputs[2], b.constant(axes))
 
 
 def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -> str:
     """Through the first output, with ``along`` = g h."""
     x, scale = node.inputs[:2]
     gh = b.op("Mul", g, scale)
-    sides = b.sides(scale)
-    if integer(node, "axis", -1) % b.rank(x) != b.rank(x) - 1 or sides != b.sides(x)[-1:]:
+    shape = b.sample_shape(scale)
+    if integer(node, "axis", -1) % b.rank(x) != b.rank(x) - 1 or shape != b.sample_shape(x)[-1:]:
         return _destandardise(b, h, gh)
     # The mean of gh h is a product of what is there with the scale.
-    share = b.op("Mul", scale, b.scalar(1 / sides[0], x))
+    share = b.op("Mul", scale, b.scalar(1 / shape[0], x))
     slope = b.op("MatMul", along, b.op("Unsqueeze", share, b.constant([1])))
     return _destandardise(b, h, gh, slope)
 
@@ -114,15 +114,15 @@ def group_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
     groups = b.constant([0, integer(node, "num_groups", 1), -1])
     # Before operator set 21 there is one scale a group: groups take the place of channels.
     per_group = b.graph.opset < _SCALE_PER_CHANNEL
-    sides, rank = (groups, 3) if per_group else (b.shape(x), b.rank(x))
+    shape, rank = (groups, 3) if per_group else (b.shape(x), b.rank(x))
     h = _standardise(b, b.op("Reshape", x, groups), (2,), _epsilon(b, node))
-    gy = b.op("Reshape", g[0], sides)
+    gy = b.op("Reshape", g[0], shape)
     gradients = {}
     if 0 in wanted:
         gh = b.op("Reshape", b.op("Mul", gy, _per_channel(b, scale, rank)), groups)
         gradients[0] = b.reshape_like(_destandardise(b, h, gh), x)
     if 1 in wanted:
-        scaled = b.op("Reshape", h.value, sides)
+        scaled = b.op("Reshape", h.value, shape)
         gradients[1] = _sum_channels(b, b.op("Mul", gy, scaled), rank)
     if 2 in wanted:
         gradients[2] = _sum_channels(b, gy, rank)
@@ -175,10 +175,10 @@ def local_response_normalization(
 def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
     """Means over windows of channels, zeros beside the first and last, in the shape of ``x``."""
     channels = b.forward("Gather", b.shape(x), b.constant([1]))[0]
-    sides = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
+    shape = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
     half = size // 2
     mean = b.op(
-        "AveragePool", b.op("Reshape", value, sides), kernel_shape=(size, 1),
+        "AveragePool", b.op("Reshape", value, shape), kernel_shape=(size, 1),
         pads=(half, 0, half, 0), count_include_pad=1,
     )  # fmt: skip
     return b.reshape_like(mean, x)

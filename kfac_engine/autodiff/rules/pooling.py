@@ -84,10 +84,10 @@ def global_lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
 def _over_norm(b: VjpBuilder, node: Node, g: str) -> str:
     """``g · y^(1−p)``; zero where all pixels are zero, the kink of a norm."""
     y = node.outputs[0]
-    some = b.op("Greater", y, b.scalar(0, y))
-    norm = b.op("Where", some, y, b.scalar(1, y))
+    nonzero = b.op("Greater", y, b.scalar(0, y))
+    norm = b.op("Where", nonzero, y, b.scalar(1, y))
     share = b.op("Mul", g, b.op("Pow", norm, b.scalar(1 - integer(node, "p", 2), y)))
-    return b.op("Where", some, share, b.scalar(0, y))
+    return b.op("Where", nonzero, share, b.scalar(0, y))
 
 
 def _signed_power(b: VjpBuilder, node: Node) -> str:
@@ -137,12 +137,12 @@ def _refuse_larger(b: VjpBuilder, node: Node, window: SlidingWindow) -> None:
     """Raise where an unpadded window is larger than the image of the sample run."""
     # ONNX defines no output there; ONNX Runtime pools the few pixels that it finds, by weights of
     # its own, if the stride is above one. (With a stride of one it fails, as it should.)
-    sides = b.sides(node.inputs[0])[2:]
-    if any(side <= reach for side, reach in zip(sides, window.reaches, strict=True)):
+    spatial_shape = b.sample_shape(node.inputs[0])[2:]
+    if any(size <= reach for size, reach in zip(spatial_shape, window.reaches, strict=True)):
         raise ModelError(
             f"{node.op} at node '{node.name}' has a window of {window.kernel} pixels on an image "
-            f"of {sides}, for which ONNX defines no output; pass sample_inputs of the real size, "
-            f"or larger images."
+            f"of {spatial_shape}, for which ONNX defines no output; pass sample_inputs of the real "
+            f"size, or larger images."
         )
 
 
@@ -154,8 +154,8 @@ def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
     if not window.padded:
         _refuse_larger(b, node, window)
         return b.scalar(1 / window.taps, x)
-    sides = b.forward("Concat", b.constant([1, 1]), b.forward("Shape", x, start=2)[0], axis=0)[0]
-    ones = b.forward("Expand", b.scalar(1, x), sides)[0]
+    shape = b.forward("Concat", b.constant([1, 1]), b.forward("Shape", x, start=2)[0], axis=0)[0]
+    ones = b.forward("Expand", b.scalar(1, x), shape)[0]
     total = b.repeat(node, ones)[0]
     pixels = _count_pixels(b, ones, _kernel_of_ones(b, x, window), window)
     if window.ceil_mode:
@@ -234,9 +234,9 @@ def col2im(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     window = sliding(node, kernel)
     taps = np.eye(window.taps, dtype=b.dtype(x)).reshape(window.taps, 1, *kernel)
     pixels = b.forward("Shape", node.outputs[0], start=2)[0]
-    sides = b.forward("Concat", b.constant([-1, 1]), pixels, axis=0)[0]
+    shape = b.forward("Concat", b.constant([-1, 1]), pixels, axis=0)[0]
     patches = b.op(
-        "Conv", b.op("Reshape", g[0], sides), b.constant(taps),
+        "Conv", b.op("Reshape", g[0], shape), b.constant(taps),
         pads=window.begins + window.ends, strides=window.strides, dilations=window.dilations,
     )  # fmt: skip
     return {0: b.reshape_like(patches, x)}

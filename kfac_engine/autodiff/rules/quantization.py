@@ -14,7 +14,7 @@ def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
     one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))[0]
     whole = b.repeat(node, x, one, *zero_point)[0]
     wide = b.cast_like(b.op("Mul", g[0], whole), scale)
-    if b.rank(scale) == 0 or (b.rank(scale) == 1 and b.sides(scale) == (1,)):
+    if b.rank(scale) == 0 or (b.rank(scale) == 1 and b.sample_shape(scale) == (1,)):
         return {1: b.reshape_like(b.op("ReduceSum", wide, keepdims=0), scale)}
     axis = integer(node, "axis", 1) % b.rank(x)
     if b.rank(scale) == 1:
@@ -33,5 +33,5 @@ def _sum_of_blocks(b: VjpBuilder, wide: str, x: str, axis: int, block: int) -> s
         b.forward("Gather", b.shape(x), b.constant(axes, "int64"))[0]
         for axes in (range(axis), range(axis + 1, b.rank(x)))
     )
-    sides = b.forward("Concat", before, b.constant([-1, block]), after, axis=0)[0]
-    return b.op("ReduceSum", b.op("Reshape", whole, sides), b.constant([axis + 1]), keepdims=0)
+    shape = b.forward("Concat", before, b.constant([-1, block]), after, axis=0)[0]
+    return b.op("ReduceSum", b.op("Reshape", whole, shape), b.constant([axis + 1]), keepdims=0)

@@ -29,7 +29,7 @@ class _Reduction:
 def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
     x, y = node.inputs[0], node.outputs[0]
     given = node.inputs[1] if len(node.inputs) > 1 else ""
-    if given and b.sides(given) != (0,):
+    if given and b.sample_shape(given) != (0,):
         axes = given
     elif integer(node, "noop_with_empty_axes", 0) == 1:
         if node.op not in _IDENTITIES_OVER_NO_AXES:
@@ -40,8 +40,8 @@ def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
         axes = b.constant([], "int64")
     else:
         axes = b.constant(range(b.rank(x)), "int64")
-    kept = integer(node, "keepdims", 1) == 1 or b.rank(y) == b.rank(x)
-    if kept:
+    keeps_axes = integer(node, "keepdims", 1) == 1 or b.rank(y) == b.rank(x)
+    if keeps_axes:
         return _Reduction(x, y, g[0], axes)
     return _Reduction(x, b.op("Unsqueeze", y, axes), b.op("Unsqueeze", g[0], axes), axes)
 

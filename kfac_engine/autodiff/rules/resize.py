@@ -104,8 +104,8 @@ def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
         return named
     # Batch and channels come first and stay, unless the sample run shows that they do not.
     first = 2 if b.rank(x) > 2 else 0
-    sides = zip(b.sides(x), b.sides(y), strict=True)
-    return tuple(axis for axis, (old, new) in enumerate(sides) if axis >= first or old != new)
+    pairs = zip(b.sample_shape(x), b.sample_shape(y), strict=True)
+    return tuple(axis for axis, (old, new) in enumerate(pairs) if axis >= first or old != new)
 
 
 def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
@@ -131,13 +131,13 @@ def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
     region = target = size = ""
     if roi and _coordinates(node) == "tf_crop_and_resize":
         region = _region(b, node, roi, place)
-    if scales and b.sides(scales) != (0,):
+    if scales and b.sample_shape(scales) != (0,):
         scale = b.forward("Gather", scales, place)[0]
         target = b.forward("Concat", whole, whole, scale, whole, axis=0)[0]
     else:
         at = b.constant([axis])
-        sides = (b.forward("Gather", b.shape(name), at)[0] for name in (x, node.outputs[0]))
-        size = b.forward("Concat", one, *sides, one, axis=0)[0]
+        sizes = (b.forward("Gather", b.shape(name), at)[0] for name in (x, node.outputs[0]))
+        size = b.forward("Concat", one, *sizes, one, axis=0)[0]
     return b.repeat(_of_images(node), images, region, target, size)[0]
 
 
@@ -153,9 +153,9 @@ def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
 def _of_images(node: Node) -> Node:
     """The same interpolation of images whose four axes are all named."""
     whole = ("axes", "keep_aspect_ratio_policy")
-    kept = {name: value for name, value in node.attributes.items() if name not in whole}
+    attributes = {name: value for name, value in node.attributes.items() if name not in whole}
     # What lies outside gets a constant: its derivative is zero.
-    return replace(node, attributes=kept | {"extrapolation_value": 0.0})
+    return replace(node, attributes=attributes | {"extrapolation_value": 0.0})
 
 
 def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
@@ -169,10 +169,10 @@ def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
     others = [a for a in range(1, rank) if a != axis]
     line = b.forward("Unsqueeze", identity, b.constant(others))[0]
     one = b.constant([1])
-    sides = [b.forward("Gather", b.shape(x), b.constant([axis]))[0]]
+    sizes = [b.forward("Gather", b.shape(x), b.constant([axis]))[0]]
     for a in range(1, rank):
-        sides += [b.forward("Gather", b.shape(x), b.constant([a]))[0] if a in named else one]
-    images = b.forward("Expand", line, b.forward("Concat", *sides, axis=0)[0])[0]
+        sizes += [b.forward("Gather", b.shape(x), b.constant([a]))[0] if a in named else one]
+    images = b.forward("Expand", line, b.forward("Concat", *sizes, axis=0)[0])[0]
     resized = b.repeat(node, images, *node.inputs[1:])[0]
     ends = b.constant([0] * len(others)), b.constant([1] * len(others))
     return b.forward("Slice", resized, *ends, b.constant(others))[0]

@@ -60,8 +60,8 @@ def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
         )  # fmt: skip
     if 1 in wanted:
         # Each result's number in the update; −1, the last of one element more, for the cache's.
-        kept = b.forward("Expand", b.constant(-1), b.shape(cache))[0]
-        sources = b.repeat(node, kept, numbers(b, update), *start)[0]
+        nowhere = b.forward("Expand", b.constant(-1), b.shape(cache))[0]
+        sources = b.repeat(node, nowhere, numbers(b, update), *start)[0]
         size = b.forward("ReduceProd", b.shape(update))[0]
         longer = b.op(
             "ConstantOfShape",

@@ -36,8 +36,8 @@ def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
             f"second output, or export the model for inference."
         )
     one = b.scalar(1, x)
-    kept = b.op("Sub", one, b.cast_like(ratio, x) if ratio else b.scalar(0.5, x))
-    scale = b.op("Where", training, kept, one)
+    share = b.op("Sub", one, b.cast_like(ratio, x) if ratio else b.scalar(0.5, x))
+    scale = b.op("Where", training, share, one)
     return {0: b.op("Div", b.op("Mul", g[0], b.cast_like(mask, x)), scale)}
 
 
@@ -108,15 +108,15 @@ def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     frozen = b.graph.constants.get(steps) if steps else None
     if steps and (frozen is None or (frozen != 1).any()):
         return {0: rearranged(b, node, g[0])}
-    at = axes or b.constant(range(b.sides(starts)[0]))
+    at = axes or b.constant(range(b.sample_shape(starts)[0]))
     zero = b.constant([0])
-    sides = b.forward("Gather", b.shape(x), at)[0]
+    sizes = b.forward("Gather", b.shape(x), at)[0]
     begin = b.forward("Cast", starts, to=_INT64)[0]
     from_end = b.forward("Less", begin, zero)[0]
-    begin = b.forward("Where", from_end, b.forward("Add", begin, sides)[0], begin)[0]
-    begin = b.forward("Min", b.forward("Max", begin, zero)[0], sides)[0]
+    begin = b.forward("Where", from_end, b.forward("Add", begin, sizes)[0], begin)[0]
+    begin = b.forward("Min", b.forward("Max", begin, zero)[0], sizes)[0]
     length = b.forward("Gather", b.shape(node.outputs[0]), at)[0]
-    end = b.forward("Sub", b.forward("Sub", sides, begin)[0], length)[0]
+    end = b.forward("Sub", b.forward("Sub", sizes, begin)[0], length)[0]
     pads = b.forward("Concat", begin, end, axis=0)[0]
     return {0: b.pad(g[0], pads, at, b.rank(x))}
 
@@ -132,8 +132,8 @@ def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     # Negative padding crops: pixels that were cut away get no cotangent.
     added = b.forward("Max", pads, zero)[0]
     begin, end = b.forward("Split", added, outputs=2, axis=0, num_outputs=2)
-    sides = b.forward("Gather", b.shape(y), at)[0]
-    pixels = b.op("Slice", g[0], begin, b.forward("Sub", sides, end)[0], at)
+    sizes = b.forward("Gather", b.shape(y), at)[0]
+    pixels = b.op("Slice", g[0], begin, b.forward("Sub", sizes, end)[0], at)
     gradients = {}
     if 0 in wanted:
         frozen = b.graph.constants.get(pads)

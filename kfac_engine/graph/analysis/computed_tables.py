@@ -64,8 +64,8 @@ class Tables:
         rest = 1 - _some_squares(array)
         ends = zip(_cells(rest - _ROUNDING), _cells(rest + _ROUNDING), strict=True)
         cells = product(*(dict.fromkeys(pair) for pair in ends))
-        found = (entry for cell in cells for entry in self._alike.get((array.shape, cell), ()))
-        return [name for _, name in sorted(found)]
+        matches = (entry for cell in cells for entry in self._alike.get((array.shape, cell), ()))
+        return [name for _, name in sorted(matches)]
 
     @cached_property
     def _alike(self) -> Mapping[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]]:

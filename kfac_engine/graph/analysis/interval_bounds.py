@@ -37,10 +37,10 @@ def bounds(graph: Graph, value: str) -> Interval:
     for node in SubGraph(graph, [value]).nodes:
         rule = None if node.domain else _RULES.get(node.op)
         if rule is not None:
-            found = rule(node, interval)
-            sound = not any(map(isnan, found))
+            result = rule(node, interval)
+            sound = not any(map(isnan, result))
             results = node.outputs if node.op == "Split" else node.outputs[:1]
-            known.update(dict.fromkeys(results, found if sound else _ANY))
+            known.update(dict.fromkeys(results, result if sound else _ANY))
     return interval(value)
 
 

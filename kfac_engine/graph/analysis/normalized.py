@@ -41,11 +41,11 @@ def before_scale(
         # ONNX Runtime 1.31 writes new running statistics over the old ones, in the memory that the
         # node shares with the original: with momentum one they stay what they are.
         attributes["momentum"] = 1.0
-    made = replace(
+    core = replace(
         node,
         inputs=tuple(inputs),
         outputs=(name, *others),
         attributes=attributes,
         name=f"make {name}",
     )
-    return made, values
+    return core, values

@@ -23,11 +23,11 @@ def dependents(
     Returns:
         Their names.
     """
-    found = set(sources)
+    values = set(sources)
     for node in graph.nodes:
-        if not found.isdisjoint((*node.inputs, *node.captures)) and node.qualified_op not in stops:
-            found.update(node.outputs)
-    return frozenset(found - {""})
+        if not values.isdisjoint((*node.inputs, *node.captures)) and node.qualified_op not in stops:
+            values.update(node.outputs)
+    return frozenset(values - {""})
 
 
 def of_data(graph: Graph, stops: Container[str] = frozenset()) -> frozenset[str]:

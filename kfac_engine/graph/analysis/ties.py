@@ -28,7 +28,7 @@ class Tie:
     copy: str
     transposed: bool = False
 
-    def turned(self, array: Array) -> Array:
+    def as_copy(self, array: Array) -> Array:
         """An array in the layout of one, in that of the other."""
         return array.T if self.transposed else array
 
@@ -53,8 +53,8 @@ def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie
         # Both ends and the sides tell nearly all arrays apart before their entries are compared.
         ends = array[(0,) * array.ndim].tobytes(), array[(-1,) * array.ndim].tobytes()
         firsts = alike.setdefault((array.dtype, tuple(sorted(array.shape)), ends), [])
-        found = (tie for first in firsts for tie in _ties_of(constants, first, name))
-        tie = next(found, None)
+        candidates = (tie for first in firsts for tie in _ties_of(constants, first, name))
+        tie = next(candidates, None)
         ties += [tie] if tie else []
         if not tie:
             firsts.append(name)
@@ -73,13 +73,13 @@ def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
         )
         for tie in ties
     )
-    kept = {name: array for name, array in graph.constants.items() if name not in copies}
-    return replace(graph, nodes=(*views, *graph.nodes), constants=kept)
+    constants = {name: array for name, array in graph.constants.items() if name not in copies}
+    return replace(graph, nodes=(*views, *graph.nodes), constants=constants)
 
 
 def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
     """Arrays by weight, those of copies added in their own layout."""
-    copies = {tie.copy: tie.turned(values[tie.first]) for tie in ties if tie.first in values}
+    copies = {tie.copy: tie.as_copy(values[tie.first]) for tie in ties if tie.first in values}
     return {**values, **copies}
 
 
@@ -100,17 +100,17 @@ def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Arra
         raise InputError(
             f"arrays are given by parameter, as {{name: array}}, not as {type(values).__name__}."
         )
-    found = dict(values)
+    merged = dict(values)
     for tie in ties:
-        if tie.copy in found:
-            array = tie.turned(found.pop(tie.copy))
-            first = found.setdefault(tie.first, array)
+        if tie.copy in merged:
+            array = tie.as_copy(merged.pop(tie.copy))
+            first = merged.setdefault(tie.first, array)
             if first.shape != array.shape or not bool((first == array).all()):
                 raise InputError(
                     f"'{tie.copy}' is tied to '{tie.first}' and cannot have another value; give "
                     f"one of them, or leave tie_weights out."
                 )
-    return found
+    return merged
 
 
 def _ties_of(constants: Mapping[str, Array], first: str, name: str) -> Iterable[Tie]:

@@ -113,15 +113,15 @@ def trainable_parameters(
     if not chosen:
         raise ModelError(f"model '{graph.name}' has no trainable parameter: {_why_none(graph)}.")
     frozen = matching(freeze or (), floats)
-    kept = tuple(name for name in chosen if name not in frozen)
-    if not kept:
+    trained = tuple(name for name in chosen if name not in frozen)
+    if not trained:
         raise ModelError(
             f"no parameter of model '{graph.name}' is left to train: freeze={freeze!r} fits all "
             f"{len(chosen)}."
         )
-    for name in kept:
+    for name in trained:
         _refuse_non_finite(name, graph.constants[name])
-    return kept
+    return trained
 
 
 def matching(
@@ -143,14 +143,14 @@ def matching(
     fits: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         # A name may contain brackets, which a pattern reads as a set of characters.
-        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-        if not found:
-            some = ", ".join(islice(names, 8)) or "none"
+        matches = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not matches:
+            examples = ", ".join(islice(names, 8)) or "none"
             raise UnknownNameError(
-                f"no {what} goes by '{pattern}'; the model has {len(names)}: {some}"
+                f"no {what} goes by '{pattern}'; the model has {len(names)}: {examples}"
                 f"{', …' if len(names) > 8 else ''}."
             )
-        fits.update(found)
+        fits.update(matches)
     return [name for name in names if name in fits]
 
 

@@ -46,9 +46,9 @@ def _rewritten(node: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto
     core.CopyFrom(node)
     after = []
     if _is_batchwise(node):
-        kept = [entry for entry in node.attribute if entry.name != "layout"]
+        attributes = [entry for entry in node.attribute if entry.name != "layout"]
         del core.attribute[:]
-        core.attribute.extend(kept)
+        core.attribute.extend(attributes)
         for index, perm in _OPERANDS.items():
             name = node.input[index] if len(node.input) > index else ""
             if name:

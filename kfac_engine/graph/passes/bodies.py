@@ -85,10 +85,10 @@ def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
         wanted = fits.get((node.op_type, entry.name))
         if wanted is None:
             continue
-        found = len(entry.g.input), len(entry.g.output)
-        if found[0] != wanted[0] or found[1] < wanted[1]:
+        counts = len(entry.g.input), len(entry.g.output)
+        if counts[0] != wanted[0] or counts[1] < wanted[1]:
             raise ModelError(
-                f"the {describe(node)} has a {entry.name} of {found[0]} operands and {found[1]} "
+                f"the {describe(node)} has a {entry.name} of {counts[0]} operands and {counts[1]} "
                 f"results, but {wanted[0]} and {wanted[1]} are needed."
             )
     scanned = next((e.i for e in node.attribute if e.name == "num_scan_inputs"), 1)
@@ -140,9 +140,11 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
     Returns:
         The names of what was moved.
     """
-    made = Counter((*constants, *(entry.name for entry in graph.input)))
-    made.update(_made(graph.node))
-    hoist = _Hoist({name for name, count in made.items() if count == 1}, set(made), constants)
+    definitions = Counter((*constants, *(entry.name for entry in graph.input)))
+    definitions.update(_made(graph.node))
+    hoist = _Hoist(
+        {name for name, count in definitions.items() if count == 1}, set(definitions), constants
+    )
     hoist.taken.update(taken_names(graph, constants))
     for node in graph.node:
         for body in _bodies(node):
@@ -172,8 +174,8 @@ class _Hoist:
         names, results = {}, {entry.name for entry in body.output}
         for inner, array in _held(body):
             # A body must compute its results itself, under their own names.
-            own = inner in self.unique and inner not in results
-            name = inner if own else claim(prefix + inner, self.taken)
+            unchanged = inner in self.unique and inner not in results
+            name = inner if unchanged else claim(prefix + inner, self.taken)
             self.constants[name] = array
             names[inner] = name
         self.moved.extend(names.values())

@@ -67,8 +67,8 @@ def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.
 
 def _outer_names(branch: onnx.GraphProto, prefix: str, taken: set[str]) -> dict[str, str]:
     """Names for the branch's own values that are free in the graph; adds them to ``taken``."""
-    own = [name for node in branch.node for name in node.output if name]
-    return {name: claim(prefix + name, taken) for name in own}
+    results = [name for node in branch.node for name in node.output if name]
+    return {name: claim(prefix + name, taken) for name in results}
 
 
 def rename(graph: onnx.GraphProto | onnx.FunctionProto, names: Mapping[str, str]) -> None:

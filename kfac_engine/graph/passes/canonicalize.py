@@ -281,7 +281,7 @@ _MISREAD: Mapping[str, tuple[int, Callable[[onnx.NodeProto, Mapping[str, Array]]
 
 
 def _set(node: onnx.NodeProto, **attributes: str) -> None:
-    kept = [entry for entry in node.attribute if entry.name not in attributes]
+    others = [entry for entry in node.attribute if entry.name not in attributes]
     new = [helper.make_attribute(name, value) for name, value in attributes.items()]
     del node.attribute[:]
-    node.attribute.extend([*kept, *new])
+    node.attribute.extend([*others, *new])

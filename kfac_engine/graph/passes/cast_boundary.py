@@ -11,25 +11,25 @@ from kfac_engine.graph.structure import Node
 
 
 def with_borders(
-    nodes: Iterable[Node], given: Mapping[str, DType], made: Mapping[str, DType]
+    nodes: Iterable[Node], operands: Mapping[str, DType], results: Mapping[str, DType]
 ) -> list[Node]:
     """Nodes between casts.
 
     Args:
         nodes: In topological order; they compute in float32.
-        given: Inputs and constants that are to be of another type, and that type.
-        made: Likewise for results.
+        operands: Inputs and constants that are to be of another type, and that type.
+        results: Likewise for results.
 
     Returns:
         The nodes, which now read and make values of other names, and the casts around them.
     """
     nodes = tuple(nodes)
     taken = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}
-    names = {name: claim(f"{name}/float32", taken) for name in (*given, *made)}
-    widening = [_cast(name, names[name], TensorProto.FLOAT) for name in given]
+    names = {name: claim(f"{name}/float32", taken) for name in (*operands, *results)}
+    widening = [_cast(name, names[name], TensorProto.FLOAT) for name in operands]
     narrowing = [
         _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))
-        for name, dtype in made.items()
+        for name, dtype in results.items()
     ]
     return [*widening, *(renamed(node, names) for node in nodes), *narrowing]
 

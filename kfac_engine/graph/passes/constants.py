@@ -36,20 +36,20 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
     Raises:
         UnsupportedError: A constant is not a dense tensor.
     """
-    kept, filled_ones = [], set()
+    nodes, filled_ones = [], set()
     for node in graph.node:
         array = constant_value(node, constants)
         if array is None:
-            kept.append(node)
+            nodes.append(node)
         else:
             array.flags.writeable = False
             constants[node.output[0]] = array
             if node.op_type == "ConstantOfShape":
                 filled_ones.add(node.output[0])
     # Nodes deleted one by one would each move those behind them.
-    if len(kept) < len(graph.node):
+    if len(nodes) < len(graph.node):
         del graph.node[:]
-        graph.node.extend(kept)
+        graph.node.extend(nodes)
     return frozenset(filled_ones)
 
 

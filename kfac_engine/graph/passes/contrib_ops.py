@@ -17,11 +17,11 @@ def _bias_add(b: DecompositionBuilder) -> None:
 def _bias_split_gelu(b: DecompositionBuilder) -> None:
     """The first half of the features of ``x + bias`` times Gelu of the second."""
     x, bias = b.operands(2, 2)
-    kept, gate = b.halves(b.op("Add", x, bias))
+    value, gate = b.halves(b.op("Add", x, bias))
     bell = b.op("Erf", b.op("Mul", gate, _like(b, gate, 1 / sqrt(2))))
     half = b.op("Mul", gate, _like(b, gate, 0.5))
     gelu = b.op("Mul", half, b.op("Add", bell, _like(b, gate, 1)))
-    b.op("Mul", kept, gelu, result=b.node.outputs[0])
+    b.op("Mul", value, gelu, result=b.node.outputs[0])
 
 
 def _gemm_fast_gelu(b: DecompositionBuilder) -> None:
@@ -70,10 +70,10 @@ def _normalized(b: DecompositionBuilder, x: str, scale: str, shift: str) -> None
         b.op("Identity", y, result=b.node.outputs[0])
 
 
-def _like(b: DecompositionBuilder, value: str, number: float, sides: tuple[int, ...] = ()) -> str:
+def _like(b: DecompositionBuilder, value: str, number: float, shape: tuple[int, ...] = ()) -> str:
     """A constant in the element type of ``value``, which is not known yet."""
     label = f"number_{len(b.constants)}"
-    return b.op("CastLike", b.constant(np.full(sides, number), label=label), value)
+    return b.op("CastLike", b.constant(np.full(shape, number), label=label), value)
 
 
 SPELLINGS: Mapping[str, Callable[[DecompositionBuilder], None]] = {

@@ -135,10 +135,10 @@ def _goes_on(body: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
 def _own_numbers(body: onnx.GraphProto) -> dict[str, Array]:
     """The few numbers that a body holds itself: trip counts and sizes."""
     small = (entry for entry in body.initializer if prod(entry.dims) <= _MOST_SIDES)
-    found = {entry.name: to_array(entry) for entry in small}
+    constants = {entry.name: to_array(entry) for entry in small}
     nodes = (node for node in body.node if node.op_type == "Constant" and len(node.output) == 1)
     values = ((node.output[0], constant_value(node, {})) for node in nodes)
-    return found | {name: array for name, array in values if array is not None}
+    return constants | {name: array for name, array in values if array is not None}
 
 
 # What is known of the operands of a node; None for those that are computed.
@@ -149,8 +149,8 @@ def _product(index: int) -> Callable[[_Known], float]:
     """The product of an operand, whose factors count as one at least."""
 
     def count(known: _Known) -> float:
-        sides = known[index] if len(known) > index else None
-        return 1.0 if sides is None else prod(max(1.0, float(side)) for side in sides.flat)
+        shape = known[index] if len(known) > index else None
+        return 1.0 if shape is None else prod(max(1.0, float(side)) for side in shape.flat)
 
     return count
 
@@ -166,8 +166,8 @@ def _padded(known: _Known) -> float:
     pads = known[1] if len(known) > 1 else None
     if pads is None or pads.size % 2:
         return 1.0
-    sides = pads.reshape(2, -1).astype(np.float64).sum(axis=0)
-    return float(np.maximum(sides, 1).prod())
+    sizes = pads.reshape(2, -1).astype(np.float64).sum(axis=0)
+    return float(np.maximum(sizes, 1).prod())
 
 
 # Operator to the least number of entries that it makes.

@@ -90,9 +90,9 @@ def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.Model
         result.functions.append(function)
     result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     result = inliner.inline_local_functions(result)
-    kept = [entry for entry in result.opset_import if entry.domain != DOMAIN]
+    imports = [entry for entry in result.opset_import if entry.domain != DOMAIN]
     del result.opset_import[:]
-    result.opset_import.extend(kept)
+    result.opset_import.extend(imports)
     return result
 
 

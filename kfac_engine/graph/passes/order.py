@@ -28,18 +28,20 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 def captures(body: onnx.GraphProto) -> tuple[str, ...]:
     """Names of outer values that the body of an If, Loop or Scan reads, each once."""
-    own = {entry.name for entry in (*body.input, *body.initializer)}
-    own.update(name for node in body.node for name in node.output)
+    inner = {entry.name for entry in (*body.input, *body.initializer)}
+    inner.update(name for node in body.node for name in node.output)
     wanted = (name for node in body.node for name in reads(node))
     results = (entry.name for entry in body.output)
-    return tuple(dict.fromkeys(name for name in (*wanted, *results) if name not in own))
+    return tuple(dict.fromkeys(name for name in (*wanted, *results) if name not in inner))
 
 
 def describe(node: onnx.NodeProto) -> str:
     """``node`` for messages: its operator and its name, or what it makes if it has none."""
-    made = next(iter(node.output), "nothing")
+    result = next(iter(node.output), "nothing")
     return (
-        f"{node.op_type} node '{node.name}'" if node.name else f"{node.op_type} that makes '{made}'"
+        f"{node.op_type} node '{node.name}'"
+        if node.name
+        else f"{node.op_type} that makes '{result}'"
     )
 
 
@@ -71,13 +73,13 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     inputs = [entry.name for entry in graph.input]
     outputs = [entry.name for entry in graph.output]
     given = {*inputs, *(entry.name for entry in graph.initializer)}
-    made = [name for node in graph.node for name in node.output if name]
+    results = [name for node in graph.node for name in node.output if name]
     refuse_repeated(inputs, "inputs")
     refuse_repeated(outputs, "outputs")
-    refuse_repeated([*given, *made], "values")
+    refuse_repeated([*given, *results], "values")
     if not outputs:
         raise ModelError("the model has no output.")
-    known = given.union(made)
+    known = given.union(results)
     for node in graph.node:
         for name in reads(node):
             if name not in known:
