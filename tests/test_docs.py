@@ -6,15 +6,13 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.cli.app import app
-from kfac_engine.cli.options import engine_options
 from kfac_engine.data import digits
+from scripts import list_options
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -26,7 +24,6 @@ PAGES = sorted(
     ]
 )
 COMMAND_LINE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-SHARED = "Options of the engine"
 
 
 def blocks(page, *languages):
@@ -34,22 +31,6 @@ def blocks(page, *languages):
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
     return [(language, code) for language, code in found if language in languages]
-
-
-def section(title):
-    """The text under a heading of the command-line page."""
-    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", COMMAND_LINE, re.M | re.S)
-    return text
-
-
-def options_of(command):
-    return {
-        name
-        for option in command.params
-        if isinstance(option, click.Option)
-        for name in option.opts
-        if name not in {"--help", "-h"}
-    }
 
 
 @pytest.mark.slow
@@ -120,22 +101,8 @@ def test_contributing_names_the_commands_of_the_gate():
     assert commands in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", sorted(app.commands))
-def test_every_option_of_a_command_is_documented(name):
-    command = app.commands[name]
-    arguments = [
-        param.name.upper() for param in command.params if isinstance(param, click.Argument)
-    ]
-    text = section("`" + " ".join([name, *arguments]) + "`")
-    if SHARED.lower() in text.lower().replace("\n", " "):
-        text += section(SHARED)
-    documented = set(re.findall(r"^\|[^|]*\|", text, re.M))
-    assert options_of(command) == set(re.findall(r"`(-[-\w]+)`", " ".join(documented)))
-
-
-def test_the_shared_options_are_documented():
-    command = click.command(engine_options(lambda: None))
-    assert options_of(command) == set(re.findall(r"^\| `(--[-\w]+)`", section(SHARED), re.M))
+def test_the_tables_of_options_are_those_of_the_commands():
+    assert list_options.page(COMMAND_LINE) == COMMAND_LINE, "run python -m scripts.list_options"
 
 
 def slug(heading):

@@ -1,4 +1,4 @@
-"""``bench``: how fast the package is on this machine, beside the plain definition and peers."""
+"""``bench``: measure the speed of the package next to its definition and to other libraries."""
 
 from pathlib import Path
 from typing import Any
@@ -9,30 +9,58 @@ from kfac_engine.cli.options import debug_option, file_path
 
 
 @click.command
-@click.option("--suite", multiple=True, metavar="NAME", help="Only this suite; may be repeated.")
+@click.option(
+    "--suite",
+    multiple=True,
+    metavar="NAME",
+    help="Suite to run; by default all but gpu. May be repeated.",
+)
 @click.option(
     "--compare",
     default="",
     metavar="NAMES",
-    help="From a checkout: installed libraries to compare with, separated by commas: torch, "
-    "torch-by-example, jax, kfac-jax, curvlinops.",
+    help="Libraries to compare with, in a checkout and if they are installed: torch, "
+    "torch-by-example, jax, kfac-jax, curvlinops. Separated by commas.",
 )
 @click.option(
-    "--threads", type=int, metavar="N", help="Of each contender; by default one a usable core."
+    "--threads",
+    type=int,
+    metavar="N",
+    help="Number of threads of each contender; by default the number of usable cores.",
 )
 @click.option(
     "--repeats",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Rounds of each job; 2 to 7 by default.",
+    help="Number of rounds of each job; by default as many as fit into eight seconds, 2 to 7.",
 )
-@click.option("--json", "json_path", type=file_path, metavar="FILE", help="Write JSON as well.")
-@click.option("--resume", is_flag=True, help="Keep the suites that the JSON file has already.")
-@click.option("--plot", type=file_path, metavar="DIR", help="Draw a chart of each suite.")
-@click.option("--profile", is_flag=True, help="Say where the time of a step goes.")
+@click.option(
+    "--json",
+    "json_path",
+    type=file_path,
+    metavar="FILE",
+    help="Write the measurements into this file, too, after each suite.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Skip the suites that the file of --json has without gaps; refuse a file of another "
+    "machine.",
+)
+@click.option(
+    "--plot",
+    type=file_path,
+    metavar="DIR",
+    help="Draw a chart of each suite into this folder; needs matplotlib.",
+)
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Show the time and the memory of each stage of a step, with the suite step.",
+)
 @debug_option
 def bench(suite: tuple[str, ...], json_path: Path | None, compare: str, **options: Any) -> None:
-    """Time each operation beside its definition, whole steps beside peers, and what they take."""
+    """Measure the time and the memory of each operation and of whole steps."""
     from kfac_engine.bench.run import Options, run_suites
 
     peers = [name.strip() for name in compare.split(",") if name.strip()]

@@ -25,7 +25,7 @@ TARGET_LOSS = 0.1
     type=click.IntRange(12, 1000),
     default=60,
     show_default=True,
-    help="Training steps of each run.",
+    help="Number of training steps of each run.",
 )
 @click.option(
     "--out",
@@ -39,7 +39,7 @@ TARGET_LOSS = 0.1
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Seed of batches and sampled targets.",
+    help="Seed of the batches and of the sampled targets.",
 )
 @debug_option
 def demo(steps: int, out: Path, seed: int) -> None:

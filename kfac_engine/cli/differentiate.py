@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.display import report_beside, say, working
+from kfac_engine.cli.engine_options import OBJECTIVE, EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
     keywords,
-    objective_options,
     one_or_all,
     sample_option,
 )
@@ -23,30 +23,32 @@ _OPTIONS = (
         "--loss",
         multiple=True,
         callback=one_or_all,
-        help="Loss, by name; repeated, one an output. Without one a cotangent becomes an input.",
+        help="Name of the loss; without a loss, the result has an input for the cotangent. May be "
+        "repeated: the result is the gradient of the sum.",
     ),
     click.option(
         "--output",
         multiple=True,
         callback=one_or_all,
-        help="Value to differentiate, one for each loss; the model's own.",
+        help="Value that is differentiated, one for each loss; by default the only output of the "
+        "model.",
     ),
     click.option(
         "--wrt",
         multiple=True,
         callback=one_or_all,
         metavar="PATTERN",
-        help="Parameters and inputs to differentiate with respect to; may be repeated.",
+        help="Name or pattern of parameters and inputs to differentiate with respect to; by "
+        "default the trainable parameters. May be repeated.",
     ),
-    *objective_options,
 )
 
 
-@click.command
+@click.command(cls=EngineCommand, names=OBJECTIVE)
 @click.argument("model", type=file_path)
-@keywords(_OPTIONS)
+@keywords(*_OPTIONS)
 @sample_option
-@click.option("-o", "target", type=file_path, required=True, help="File to write.")
+@click.option("-o", "target", type=file_path, required=True, help="File of the result (.onnx).")
 @debug_option
 def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as a plain ONNX model."""

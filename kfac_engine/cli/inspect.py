@@ -1,4 +1,4 @@
-"""``inspect``: what K-FAC would do with a model, and what it would cost, before anything runs."""
+"""``inspect``: the layers, blocks and costs of a model, before any step runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from kfac_engine.cli.display import print_json, print_table, say, show_bytes, show_shape, working
+from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
-    engine_options,
     file_path,
     json_option,
+    keywords,
     sample_option,
 )
 
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 _MOST_ALIKE = 3
 
 
-@click.command
+@click.command(cls=EngineCommand)
 @click.argument("model", type=file_path)
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="Number of examples in a batch; by default that of --inputs, or one.",
+    help="Number of examples in a batch, for the peak memory; by default that of --inputs, or 1.",
 )
 @sample_option
-@engine_options
+@keywords()
 @json_option
 @debug_option
 def inspect(
     model: Path, batch: int | None, inputs: Path | None, options: dict[str, Any], as_json: bool
 ) -> None:
-    """Show each parameter's layer, block, factors and costs."""
+    """Show the layer, block, factors and costs of each parameter."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 

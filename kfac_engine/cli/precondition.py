@@ -1,4 +1,4 @@
-"""``precondition``: a model and a batch in, gradients and natural gradients out."""
+"""``precondition``: write the gradients and natural gradients of a batch."""
 
 import warnings
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, show_shape, working
+from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
-    engine_options,
     file_path,
     gathered,
     json_option,
+    keywords,
 )
 from kfac_engine.errors import InputError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What is read and written."""
+    """Files that the command reads and writes."""
 
     inputs: Path
     targets: Path | None
@@ -36,7 +37,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one batch gave; ``loss`` is None where the user brought the gradients."""
+    """Results of one batch; ``loss`` is None if the user provided the gradients."""
 
     loss: float | None
     gradients: "dict[str, Array]"
@@ -47,29 +48,37 @@ _FILE_OPTIONS = (
     click.option(
         "--inputs", type=file_path, required=True, help="Batch: .npz by input name, or one .npy."
     ),
-    click.option("--targets", type=file_path, help="Targets: .npz or .npy."),
     click.option(
-        "--gradients", type=file_path, help="Precondition these gradients (.safetensors) instead."
+        "--targets", type=file_path, help="Targets, .npz or .npy; for --gradients optional."
     ),
     click.option(
-        "--state", type=file_path, help="Moving averages: resumed if the file exists, then saved."
+        "--gradients",
+        type=file_path,
+        help="Gradients to precondition in place of the model's own (.safetensors).",
     ),
-    click.option("-o", "--out", type=file_path, required=True, help="Result (.safetensors)."),
+    click.option(
+        "--state",
+        type=file_path,
+        help="Moving averages, loaded if the file exists, then saved.",
+    ),
+    click.option(
+        "-o", "--out", type=file_path, required=True, help="File of the result (.safetensors)."
+    ),
 )
 
 
-@click.command
+@click.command(cls=EngineCommand)
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILE_OPTIONS)
-@click.option("--exp", default=-1.0, show_default=True, help="Power of the Fisher to multiply by.")
+@click.option("--exp", default=-1.0, show_default=True, help="Power of the Fisher matrix.")
 @click.option(
     "--refresh-every",
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Batches, counted in --state, between two computations of inverses.",
+    help="Number of batches, counted in --state, between two refreshes of the inverses.",
 )
-@engine_options
+@keywords()
 @json_option
 @debug_option
 def precondition(
@@ -80,7 +89,7 @@ def precondition(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Write gradients of a batch, plain and preconditioned."""
+    """Write the gradients of a batch and the preconditioned gradients."""
     import kfac_engine as ke
     from kfac_engine.cli import files as reading
 
@@ -151,7 +160,7 @@ def _report(outcome: Outcome, path: Path, as_json: bool) -> None:
 def norm_rows(
     gradients: "dict[str, Array]", natural_gradients: "dict[str, Array]"
 ) -> list[tuple[str, tuple[int, ...], float, float]]:
-    """For each parameter its name, shape, and the norms of its gradient and natural gradient."""
+    """Return name, shape, gradient norm and natural gradient norm of each parameter."""
     import numpy as np
 
     # In half precision the squares would overflow.

@@ -37,36 +37,40 @@ class EngineOptions:
     """How a model is differentiated, measured and preconditioned: the options of an engine.
 
     Attributes:
-        loss: A name (``"categorical"``, ``"normal"``, ``"multi_bernoulli"``), a loss object, or a
-            list of them.
-        output: The output a loss by name is put on, or a list; needed where it is not clear.
-        class_axis: Axis of the classes in that output.
-        find_logits: Whether a loss by name on an output of probabilities reads the logits that the
-            model makes them of.
-        loss_weights: What each loss is multiplied by; ones by default.
-        reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
-        trainable: Patterns of parameter names, or a single one; by default what the graph uses
-            like parameters.
-        freeze: Patterns of names to exclude from training.
-        damping: λ > 0, added to the Fisher matrix.
+        loss: Name of the loss. A loss object is accepted too, and a list with a loss for each
+            output.
+        output: Output that a loss by name reads; by default the only output of the model. With
+            several losses, a list.
+        class_axis: Axis of the classes or features in that output.
+        find_logits: Let a loss on probabilities read the logits from which the model computes them.
+        loss_weights: Factor of each loss; by default 1.
+        reduction: Reduction of the loss over examples and positions. ``"mean"`` is the mean over
+            both, ``"batch_mean"`` the sum over positions and the mean over examples.
+        trainable: Pattern of the names of parameters to train; by default every constant that the
+            graph uses like a parameter. A list may have several patterns.
+        freeze: Pattern of the names of parameters to exclude from training. A list may have several
+            patterns.
+        damping: Damping λ > 0, added to the Fisher matrix.
         ema_decay: Decay of the moving averages, in [0, 1).
-        estimation_mode: ``"gradients"`` (targets sampled from the model), ``"empirical"``, ….
-        exps: Powers to precondition with; the first is used by ``step``.
-        approximations: Kind of layer to approximation, in place of the defaults.
-        schedule: When statistics and inverses move.
+        estimation_mode: Estimation mode of the Fisher matrix. ``"gradients"`` samples targets from
+            the model.
+        exps: Powers of the Fisher matrix to precondition with. ``step`` uses the first.
+        approximations: Approximation of a kind of layer, in place of the default.
+        schedule: Schedule of the updates of statistics and inverses.
         threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
-        scratch_bytes: Bound of the working memory of a statistic, or of gradients of kernels; by
-            default 64 MiB, 256 MiB on a GPU. Less is slower, once few images' patches fit.
-        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``; see ``docs/gpu.md`` for others.
+        scratch_bytes: Bound of the temporary memory of a statistic or of a gradient of convolution
+            weights; by default 64 MiB, on a GPU 256 MiB. A lower bound is slower once the patches
+            of few images fit.
+        backend: Array library.
         seed: Seed of sampled targets.
-        sample_inputs: A batch to find shapes with, where none can be made up.
-        gradient_dtype: Element type of gradients and parameters of a half-precision model, which
-            is computed in float32: ``"file"`` for the file's own, or ``"float32"``.
-        batch_axes: Input name to the axis that holds its examples; found by running the model when
-            left out. All inputs that have examples must be named.
-        tie_weights: Whether weights that are equal in the file (see ``ties``) stay equal: they are
-            then one parameter, and their gradients are its own.
-        graph_passes: Rewritings that make sessions quicker or smaller: names from the table in
+        sample_inputs: Batch from which shapes are inferred, for models whose inputs cannot be
+            generated.
+        gradient_dtype: Element type of the gradients and parameters of a half-precision model: that
+            of the file, or float32. The model is computed in float32 in both cases.
+        tie_weights: Train weights that are equal in the file as one parameter. See ``ties``.
+        batch_axes: Axis of an input that holds the examples; by default found by running the model.
+            All inputs with examples must be named.
+        graph_passes: Graph passes that make sessions faster or smaller. The table is in
             ``docs/performance.md``; all by default, none for an empty list.
     """
 

@@ -120,9 +120,10 @@ def test_letters_that_the_encoding_lacks_are_shown_as_escapes(tmp_path):
     assert "\\u2297" in done.stdout  # ⊗, of a Kronecker product
 
 
-def test_help_imports_nothing_slow():
+@pytest.mark.parametrize("words", [["--help"], ["demo", "--help"], ["bench", "--help"]])
+def test_help_without_options_of_the_engine_imports_nothing_slow(words):
     code = (
-        "import sys; from kfac_engine.__main__ import main; main(['precondition', '--help']);"
+        f"import sys; from kfac_engine.__main__ import main; main({words});"
         "print(*({'numpy', 'scipy', 'onnx', 'onnxruntime', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

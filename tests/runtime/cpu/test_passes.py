@@ -11,7 +11,8 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.autodiff.rules import kernels
-from kfac_engine.cli.options import engine_options
+from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.options import keywords
 from kfac_engine.graph.structure import Node
 from kfac_engine.runtime import backward_session
 from kfac_engine.runtime.cpu.graph_passes import channel_block
@@ -191,12 +192,12 @@ def test_the_page_lists_every_pass_and_no_other():
     ],
 )
 def test_the_command_line_names_passes(value, expected):
-    @engine_options
+    @click.command(cls=EngineCommand)
+    @keywords()
     def given(options):
         return options["graph_passes"]
 
-    command = click.command()(given)
-    found = command.main(["--graph-passes", value], standalone_mode=False)
+    found = given.main(["--graph-passes", value], standalone_mode=False)
     assert found == expected
 
 

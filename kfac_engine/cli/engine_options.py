@@ -1,0 +1,235 @@
+"""The options of an engine on the command line, derived from the fields of ``EngineOptions``.
+
+A field gives its option the name, the type, the default and the help text, which is the first
+sentence of the field's entry in the docstring of the record. ``SPELLINGS`` has a row only where the
+command line differs. The record is imported when a command runs or shows its help, not before.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from inspect import cleandoc
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from kfac_engine.cli.options import one_or_all
+
+HEADING = "Options of the engine"
+# Fields that a command has as an option of its own: --exp, --refresh-every, --inputs.
+_ELSEWHERE = frozenset({"exps", "schedule", "sample_inputs"})
+# Fields that the gradient of a model depends on, besides losses and outputs.
+OBJECTIVE = (
+    "class_axis", "find_logits", "loss_weights", "reduction", "freeze", "gradient_dtype",
+    "batch_axes",
+)  # fmt: skip
+
+# Field to a value, for messages.
+_EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1"}
+
+
+def _all_or_none(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> Any:
+    return values or None
+
+
+def _megabytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
+    return None if value is None else value * 1_000_000
+
+
+def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...] | None:
+    words: dict[str, tuple[str, ...] | None] = {"all": None, "none": ()}
+    return words[value] if value in words else tuple(value.split(","))
+
+
+def _pairs(
+    _: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str] | None:
+    pairs = [value.partition("=") for value in values]
+    for key, _equals, name in pairs:
+        if not key or not name:
+            raise _unlike(parameter, key)
+    return {key: name for key, _equals, name in pairs} or None
+
+
+def _axes(
+    _: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, int] | None:
+    pairs = [value.rpartition("=") for value in values]
+    for name, _equals, axis in pairs:
+        if not name or not axis.removeprefix("-").isdecimal():
+            raise _unlike(parameter, name or axis)
+    return {name: int(axis) for name, _equals, axis in pairs} or None
+
+
+def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
+    example = _EXAMPLES.get(parameter.name or "")
+    such = f", such as {example}" if example else ""
+    return click.BadParameter(f"expected {parameter.metavar or 'KEY=VALUE'}{such}; got '{text}'.")
+
+
+def _losses() -> Collection[str]:
+    from kfac_engine.losses import LOSSES
+
+    return LOSSES
+
+
+def _modes() -> Collection[str]:
+    from kfac_engine.curvature.estimation_modes import MODES
+
+    return MODES
+
+
+def _passes() -> Collection[str]:
+    from kfac_engine.runtime.cpu.passes import PASSES
+
+    return ("all", "none", *PASSES)
+
+
+def _backends() -> Collection[str]:
+    from kfac_engine.backend.select import BackendName
+
+    return get_args(BackendName)
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The differences between an option of the command line and its field.
+
+    Attributes:
+        flag: Name of the option; by default that of the field, with hyphens.
+        settings: Arguments of ``click.Option``, in place of those that follow from the type.
+        names: Return the values that the option accepts, for its help text.
+    """
+
+    flag: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    names: Callable[[], Collection[str]] = tuple
+
+
+SPELLINGS: Mapping[str, Spelling] = {
+    "loss": Spelling(settings={"metavar": "NAME", "default": ("categorical",)}, names=_losses),
+    "output": Spelling(settings={"metavar": "NAME"}),
+    "loss_weights": Spelling("--loss-weight"),
+    "trainable": Spelling(settings={"metavar": "PATTERN"}),
+    "freeze": Spelling(settings={"metavar": "PATTERN"}),
+    "estimation_mode": Spelling("--mode", {"metavar": "NAME"}, _modes),
+    "approximations": Spelling("--approx", {"metavar": "KIND=NAME"}),
+    "scratch_bytes": Spelling("--scratch", {"metavar": "MB", "callback": _megabytes}),
+    "backend": Spelling(settings={"metavar": "NAME"}, names=_backends),
+    "batch_axes": Spelling("--batch-axis", {"metavar": "INPUT=AXIS"}),
+    "graph_passes": Spelling(
+        "", {"metavar": "NAMES", "callback": _names, "multiple": False, "default": "all"}, _passes
+    ),
+}
+
+
+class EngineCommand(click.Command):
+    """A command with the options of an engine next to its own.
+
+    Args:
+        names: Fields of ``EngineOptions``; empty for all.
+        settings: Arguments of ``click.Command``.
+    """
+
+    def __init__(self, *args: Any, names: Sequence[str] = (), **settings: Any) -> None:
+        self._names = names
+        self._shared: list[click.Option] = []
+        super().__init__(*args, **settings)
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """All parameters, those of the engine last; click extends this list."""
+        if not self._shared:
+            from kfac_engine.engine.options import EngineOptions
+
+            self._shared = options_of(EngineOptions, self._names)
+            self._params += self._shared
+        return self._params
+
+    @params.setter
+    def params(self, params: list[click.Parameter]) -> None:
+        self._params = params
+        self._shared = []
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the command's own options, then those of the engine."""
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], HEADING: []}
+        for option in options:
+            if record := option.get_help_record(ctx):
+                sections[HEADING if option in self._shared else "Options"].append(record)
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def options_of(record: type[Any], names: Sequence[str] = ()) -> list[click.Option]:
+    """Return an option for each field of a record.
+
+    Args:
+        record: A dataclass whose docstring has an entry for each field under ``Attributes``.
+        names: The fields; empty for all but those that the commands have as their own.
+
+    Returns:
+        The options, in the order of the fields.
+    """
+    types, texts = get_type_hints(record), dict(_entries(record))
+    chosen = names or [f.name for f in fields(record) if f.name not in _ELSEWHERE]
+    return [
+        _option(f, types[f.name], texts.get(f.name, "")) for f in fields(record) if f.name in chosen
+    ]
+
+
+def _option(record_field: "Field[Any]", annotation: Any, text: str) -> click.Option:
+    name, default = record_field.name, record_field.default
+    spelling = SPELLINGS.get(name, Spelling())
+    settings = {**_settings(annotation), **spelling.settings}
+    if default is not MISSING and default is not None:
+        settings.setdefault("default", default)
+    flag = spelling.flag or f"--{name.replace('_', '-')}"
+    if settings.get("is_flag") and default is True:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    words = [text]
+    if settings.get("multiple"):
+        words.append("May be repeated.")
+    if names := spelling.names():
+        words.append(f"Names: {', '.join(names)}.")
+    return click.Option(
+        [flag, name], help=" ".join(words), show_default="default" in settings, **settings
+    )
+
+
+def _settings(annotation: Any) -> dict[str, Any]:
+    """Return the arguments of ``click.Option`` that follow from the type of a field."""
+    members = [member for member in _members(annotation) if member is not NoneType]
+    generics = {get_origin(member): get_args(member) for member in members}
+    if bool in members:
+        return {"is_flag": True}
+    if Literal in generics:
+        return {"type": click.Choice(generics[Literal])}
+    if Mapping in generics:
+        axes = generics[Mapping][1] is int
+        return {"multiple": True, "callback": _axes if axes else _pairs}
+    if Sequence in generics:
+        item = float if generics[Sequence][0] is float else str
+        single = str in members
+        return {
+            "multiple": True, "type": item, "callback": one_or_all if single else _all_or_none,
+        }  # fmt: skip
+    return {"type": next(kind for kind in (int, float, str) if kind in members)}
+
+
+def _members(annotation: Any) -> list[Any]:
+    if get_origin(annotation) not in {Union, UnionType}:
+        return [annotation]
+    return [inner for member in get_args(annotation) for inner in _members(member)]
+
+
+def _entries(record: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the fields that a record and its bases document, with the first sentence of each."""
+    for owner in reversed(record.__mro__[:-1]):
+        _, _, section = cleandoc(owner.__doc__ or "").partition("Attributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.*\n?(?:     +.*\n?)*)", section, re.M):
+            plain = re.sub(r'``"?|"?``', "", " ".join(text.split()))
+            yield name, re.match(r".*?\.(?= |$)|.*", plain)[0]  # type: ignore[index]

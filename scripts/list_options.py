@@ -1,0 +1,92 @@
+"""Writes the tables of options in docs/command_line.md from the options of the commands.
+
+Run from the repository root after a change of an option: ``python -m scripts.list_options``; a test
+compares the tables with the commands.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+
+from kfac_engine.cli.app import app
+from kfac_engine.cli.engine_options import HEADING, EngineCommand, options_of
+from kfac_engine.engine.options import EngineOptions
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "command_line.md"
+HEAD = "| option | default | meaning |\n|---|---|---|\n"
+# Field of an engine's options to the section that explains it.
+SECTIONS = {
+    "loss": "conventions.md#losses",
+    "find_logits": "conventions.md#losses",
+    "batch_axes": "conventions.md#losses",
+    "reduction": "conventions.md#gradients",
+    "gradient_dtype": "types.md",
+    "damping": "conventions.md#damping",
+    "estimation_mode": "conventions.md#estimation-modes",
+    "approximations": "approximations.md",
+    "backend": "gpu.md",
+    "scratch_bytes": "performance.md#memory-and-growth",
+    "graph_passes": "performance.md#graph-passes",
+}
+
+
+def page(text: str) -> str:
+    """Return the page with the tables that follow from the commands.
+
+    Args:
+        text: The page, with a table of options in the section of each command.
+
+    Returns:
+        The page; everything outside the tables is unchanged.
+    """
+    for heading, options in _sections():
+        pattern = rf"(^## {re.escape(heading)}\n(?:(?!## ).*\n)*?)\| option \|.*\n(?:\|.*\n)+"
+        text, count = re.subn(
+            pattern, lambda found, rows=options: found[1] + table(rows), text, flags=re.M
+        )
+        assert count == 1, f"the section '{heading}' needs one table of options"
+    return text
+
+
+def table(options: Iterable[click.Option]) -> str:
+    """Return the rows of options as a table in Markdown."""
+    return HEAD + "".join(map(_row, options))
+
+
+def _sections() -> Iterator[tuple[str, list[click.Option]]]:
+    """Yield the heading of each table and its options."""
+    shared = options_of(EngineOptions)
+    yield HEADING, shared
+    names = {option.name for option in shared}
+    for name, command in app.commands.items():
+        arguments = [p.name.upper() for p in command.params if isinstance(p, click.Argument)]
+        whole = isinstance(command, EngineCommand) and names <= {p.name for p in command.params}
+        options = [p for p in command.params if isinstance(p, click.Option)]
+        yield (
+            "`" + " ".join([name, *arguments]) + "`",
+            [option for option in options if not (whole and option.name in names)],
+        )
+
+
+def _row(option: click.Option) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+    meaning = (option.help or "").replace("|", "\\|")
+    if section := SECTIONS.get(option.name or ""):
+        meaning += f" See [{section.partition('.')[0]}]({section})."
+    return f"| {flags} | {_default(option)} | {meaning} |\n"
+
+
+def _default(option: click.Option) -> str:
+    if option.required:
+        return "required"
+    value = option.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    shown = ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
+    return f"`{shown}`" if option.show_default and shown is not None else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

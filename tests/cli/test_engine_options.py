@@ -1,0 +1,98 @@
+"""An option of the engine is written once: the command line and its page follow from the record."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import click
+import pytest
+
+from kfac_engine.cli.app import app
+from kfac_engine.cli.engine_options import SPELLINGS, EngineCommand, options_of
+from kfac_engine.cli.options import keywords
+from kfac_engine.engine.options import EngineOptions
+from scripts import list_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extended(EngineOptions):
+    """Options and one more of each type.
+
+    Attributes:
+        dummy: Weight of the ``"dummy"``; for
+            the test. The library alone reads this sentence.
+        colour: Colour.
+        quiet: Silence.
+        open: Openness.
+        sizes: Sizes.
+        sorts: Sort.
+        axes: Axis.
+    """
+
+    dummy: float = 0.25
+    colour: Literal["red", "blue"] = "red"
+    quiet: bool = False
+    open: bool = True
+    sizes: Sequence[float] | None = None
+    sorts: str | Sequence[str] | None = None
+    axes: Mapping[str, int] | None = None
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A command with the extended record; it returns what it was given."""
+    monkeypatch.setattr("kfac_engine.engine.options.EngineOptions", Extended)
+
+    @click.command(cls=EngineCommand)
+    @keywords()
+    def given(options):
+        return options
+
+    return given
+
+
+def test_a_new_field_is_an_option_with_its_help_and_a_row_of_the_page(command):
+    assert command.main(["--dummy", "0.5"], standalone_mode=False)["dummy"] == 0.5
+    assert command.main([], standalone_mode=False)["dummy"] == 0.25
+    page = command.get_help(click.Context(command))
+    assert "--dummy FLOAT" in page
+    assert "Weight of the dummy; for the test. [default: 0.25]" in " ".join(page.split())
+    assert "The library alone" not in page
+    row = "| `--dummy` | `0.25` | Weight of the dummy; for the test. |\n"
+    assert row in list_options.table(options_of(Extended))
+
+
+def test_the_type_of_a_field_decides_how_its_option_is_read(command):
+    words = ["--colour=blue", "--quiet", "--no-open", "--sizes=1", "--sizes=2.5"]
+    options = command.main([*words, "--sorts=a", "--axes=x=-1"], standalone_mode=False)
+    expected = {
+        "colour": "blue", "quiet": True, "open": False, "sizes": (1.0, 2.5), "sorts": "a",
+        "axes": {"x": -1},
+    }  # fmt: skip
+    assert {name: options[name] for name in expected} == expected
+    assert command.main([], standalone_mode=False)["sorts"] is None
+    with pytest.raises(click.BadParameter, match="'green' is not one of 'red', 'blue'"):
+        command.main(["--colour", "green"], standalone_mode=False)
+
+
+def test_defaults_of_the_command_line_are_those_of_the_record():
+    command = click.Command("none", callback=lambda **values: values)
+    command.params = options_of(EngineOptions)
+    values = command.main([], standalone_mode=False)
+    # An engine needs a loss; the command line has a default.
+    assert EngineOptions(**values) == EngineOptions(loss="categorical")
+
+
+def test_every_field_has_a_text_and_every_spelling_a_field():
+    names = {field.name for field in fields(EngineOptions)}
+    assert set(SPELLINGS) <= names
+    assert all(
+        option.help.startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+        for option in options_of(EngineOptions)
+    )
+
+
+def test_an_accepted_name_is_in_the_help():
+    page = app.commands["precondition"].get_help(click.Context(app.commands["precondition"]))
+    for name in ("multi_bernoulli", "curvature_prop_GGN", "cupy-tf32", "weight_gradients"):
+        assert name in page
