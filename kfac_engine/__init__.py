@@ -30,6 +30,12 @@ if TYPE_CHECKING:
         ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
     )
     from kfac_engine.compat.convolution_factors import ConvOutputMultiKF as ConvOutputMultiKF
+    from kfac_engine.compat.default_collection import (
+        get_default_layer_collection as get_default_layer_collection,
+    )
+    from kfac_engine.compat.default_collection import (
+        set_default_layer_collection as set_default_layer_collection,
+    )
     from kfac_engine.compat.factors import DiagonalKroneckerFactor as DiagonalKroneckerFactor
     from kfac_engine.compat.factors import DiagonalMultiKF as DiagonalMultiKF
     from kfac_engine.compat.factors import (
@@ -60,12 +66,6 @@ if TYPE_CHECKING:
     from kfac_engine.curvature.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.curvature.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.curvature.collection import LayerCollection as LayerCollection
-    from kfac_engine.curvature.collection import (
-        get_default_layer_collection as get_default_layer_collection,
-    )
-    from kfac_engine.curvature.collection import (
-        set_default_layer_collection as set_default_layer_collection,
-    )
     from kfac_engine.curvature.config import CollectionConfig as CollectionConfig
     from kfac_engine.curvature.estimator import FisherEstimator as FisherEstimator
     from kfac_engine.curvature.factors.base import FisherFactor as FisherFactor
@@ -162,8 +162,8 @@ _HOMES = {
     "load_model": "runtime.load",
     "Rows": "_types",
     "LayerCollection": "curvature.collection",
-    "get_default_layer_collection": "curvature.collection",
-    "set_default_layer_collection": "curvature.collection",
+    "get_default_layer_collection": "compat.default_collection",
+    "set_default_layer_collection": "compat.default_collection",
     "FisherEstimator": "curvature.estimator",
     "CurvatureMatrixVectorProductComputer": "curvature.products",
     "FisherBlock": "curvature.blocks.base",

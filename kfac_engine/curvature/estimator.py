@@ -8,10 +8,11 @@ import numpy as np
 
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.arguments import listed, number, texts, whole
+from kfac_engine.compat.default_collection import get_default_layer_collection
 from kfac_engine.curvature.blocks.base import FisherBlock, GradsList, uses
 from kfac_engine.curvature.blocks.batched_products import Pairs, Product, multiply_named
 from kfac_engine.curvature.blocks.single import NaiveFullFB
-from kfac_engine.curvature.collection import LayerCollection, get_default_layer_collection
+from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import refresh

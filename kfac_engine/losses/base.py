@@ -1,7 +1,4 @@
-"""What every predictive distribution offers, at two levels.
-
-``PredictiveDistribution`` computes on the arrays of a batch: the engine and the estimation modes
-use it. ``LossFunction`` adds the specification's methods, which return callables of the values.
+"""The base class of losses: a predictive distribution, its score and its Fisher matrix.
 
 Formats: ``values`` maps names to arrays. Inputs have the batch axis first; every other axis but
 ``class_axis`` counts positions, each an independent prediction. Vectors of the input space map
@@ -14,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, prod
 from numbers import Real
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import numpy as np
 
-from kfac_engine._types import Array, Thunk, Values
-from kfac_engine.backend.namespace import array_module
-from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
+from kfac_engine._types import Array, Values
+from kfac_engine.compat.mixins.losses import LossOperations
+from kfac_engine.errors import InputError, RegistrationError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
     read_input,
@@ -30,11 +27,8 @@ from kfac_engine.losses.checks import (
     require_shape,
 )
 
-# A vector of the input space as the specification writes it: an array, or one per input.
-Vector: TypeAlias = Array | tuple[Array, ...]
 
-
-class PredictiveDistribution(ABC):
+class LossFunction(LossOperations, ABC):
     """A distribution over targets given model outputs, its score and its Fisher matrix.
 
     The Fisher matrix ``F`` of an example is that of the inputs; ``B`` is a fixed factor with
@@ -227,123 +221,6 @@ class PredictiveDistribution(ABC):
         return self.class_axis % values[self.inputs[0]].ndim
 
 
-class LossFunction(PredictiveDistribution):
-    """A negative log-likelihood under the specification's method names.
-
-    Every method returns a callable of the values of a batch. A ``vector`` of the input space is an
-    array of the input's shape, or one such array per input; ``u`` is an array of the inner shape.
-    Results have the same form and the inputs' element type.
-    """
-
-    def evaluate(self) -> Thunk[float]:
-        """The loss of the data, summed over the batch, in nats."""
-        self.require_target_name()
-        return lambda values: self.value(self.read(values, targets=True))
-
-    def evaluate_on_sample(self, seed: int | None = None) -> Thunk[float]:
-        """The loss of sampled targets; the callable draws the same sample for the same values."""
-        seed = next((s for s in (seed, self.seed) if s is not None), 0)
-
-        def evaluate(values: Values) -> float:
-            values = self.read(values)
-            return self.value_of(values, self.sample(values, np.random.default_rng(seed)))
-
-        return evaluate
-
-    def multiply_fisher(self, vector: Vector) -> Thunk[Vector]:
-        """``F v``."""
-
-        def multiply(values: Values) -> Vector:
-            values = self.read(values)
-            return self._plain(self.fisher(values, self._vectors(values, vector)))
-
-        return multiply
-
-    def multiply_fisher_factor(self, u: Array) -> Thunk[Vector]:
-        """``B u``."""
-
-        def multiply(values: Values) -> Vector:
-            values = self.read(values)
-            inner = _as(values[self.inputs[0]], u, self.inner_shape(values))
-            return self._plain(self.fisher_factor(values, inner))
-
-        return multiply
-
-    def multiply_fisher_factor_transpose(self, vector: Vector) -> Thunk[Array]:
-        """``Bᵀ v``."""
-
-        def multiply(values: Values) -> Array:
-            values = self.read(values)
-            return self.fisher_factor_transpose(values, self._vectors(values, vector))
-
-        return multiply
-
-    def multiply_fisher_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
-        """``B e_index`` for every example; one number per inner axis after the batch axis."""
-
-        def multiply(values: Values) -> Vector:
-            values = self.read(values)
-            self._check_coordinate(values, index)
-            return self._plain(self.one_hot(values, tuple(index)))
-
-        return multiply
-
-    def multiply_ggn(self, vector: Vector) -> Thunk[Vector]:
-        """Product with the generalised Gauss–Newton matrix, where it is defined."""
-        self.require_ggn()
-        return self.multiply_fisher(vector)
-
-    def multiply_ggn_factor(self, u: Array) -> Thunk[Vector]:
-        """Product with a factor of the generalised Gauss–Newton matrix."""
-        self.require_ggn()
-        return self.multiply_fisher_factor(u)
-
-    def multiply_ggn_factor_transpose(self, vector: Vector) -> Thunk[Array]:
-        """Product with the transpose of that factor."""
-        self.require_ggn()
-        return self.multiply_fisher_factor_transpose(vector)
-
-    def multiply_ggn_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
-        """A column of that factor for every example."""
-        self.require_ggn()
-        return self.multiply_fisher_factor_replicated_one_hot(index)
-
-    def fisher_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
-        """Shape of the vectors that ``B`` multiplies, for a batch."""
-        return self.inner_shape(self.read(values))
-
-    def ggn_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
-        """The same for the factor of the generalised Gauss–Newton matrix."""
-        self.require_ggn()
-        return self.fisher_factor_inner_shape(values)
-
-    # -- forms of vectors -----------------------------------------------------------------------
-
-    def _vectors(self, values: Values, vector: Vector) -> dict[str, Array]:
-        parts = (vector,) if len(self.inputs) == 1 else tuple(vector)
-        if len(parts) != len(self.inputs):
-            raise ShapeError(
-                f"the loss has the inputs {self.inputs}, so a vector is a tuple of "
-                f"{len(self.inputs)} arrays; got {len(parts)}."
-            )
-        named = dict(zip(self.inputs, parts, strict=True))
-        return {name: _as(values[name], part, values[name].shape) for name, part in named.items()}
-
-    def _check_coordinate(self, values: Values, index: tuple[int, ...]) -> None:
-        sides = self.inner_shape(values)[1:]
-        if len(index) != len(sides) or not all(
-            0 <= i < side for i, side in zip(index, sides, strict=True)
-        ):
-            raise InputError(
-                f"index {index} is not a coordinate of the inner shape {sides} "
-                f"(without the batch axis) of the loss on '{self.inputs[0]}'."
-            )
-
-    def _plain(self, named: Mapping[str, Array]) -> Vector:
-        parts = tuple(named[name] for name in self.inputs)
-        return parts[0] if len(parts) == 1 else parts
-
-
 @dataclass(frozen=True, slots=True)
 class RegisteredLoss:
     """A loss under its name: one function per tower, and the weight it enters the total with.
@@ -368,10 +245,3 @@ class RegisteredLoss:
                 f"loss '{self.name}' has the coefficient {self.coefficient}; "
                 f"it must be finite and not negative, or the Fisher matrix is not one."
             )
-
-
-def _as(like: Array, vector: Array, shape: tuple[int, ...]) -> Array:
-    """``vector`` in the library and element type of ``like``, checked for its shape."""
-    converted: Array = array_module(like).asarray(vector, dtype=like.dtype)
-    require_shape("the vector", converted.shape, shape, "one entry per coordinate of the loss")
-    return converted

@@ -1,29 +1,13 @@
-"""The losses of one model under their names, tower by tower.
+"""The losses of one model under their names, tower by tower."""
 
-``LossCollection`` keeps the specification's names; ``LayerCollection`` adds layers to it.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Literal, TypeAlias
 
-from kfac_engine._types import Thunk, Values
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
-from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
-from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
-from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 
 # "VARIABLE_SCOPE": add a tower where the key is registered, else register it.
 Reuse: TypeAlias = bool | Literal["VARIABLE_SCOPE"]
-TargetMode: TypeAlias = Literal["data", "sample"]
-CoefficientMode: TypeAlias = Literal["regular", "sqrt", "off"]
-
-_COEFFICIENT: Mapping[str, Callable[[float], float]] = {
-    "regular": lambda k: k,
-    "sqrt": lambda k: k**0.5,
-    "off": lambda k: 1.0,
-}
 
 
 class LossCollection:
@@ -41,11 +25,6 @@ class LossCollection:
         return tuple(tower for loss in self._losses.values() for tower in loss.towers)
 
     @property
-    def towers_by_loss(self) -> tuple[tuple[LossFunction, ...], ...]:
-        """For each loss, its towers."""
-        return tuple(loss.towers for loss in self._losses.values())
-
-    @property
     def registered_losses(self) -> tuple[RegisteredLoss, ...]:
         """Losses with their names and coefficients; at least one.
 
@@ -54,11 +33,6 @@ class LossCollection:
         """
         self._require_losses()
         return tuple(self._losses.values())
-
-    @property
-    def loss_colocation_ops(self) -> dict[LossFunction, str | None]:
-        """For each loss of each tower, the value it was registered beside."""
-        return dict(self._colocation_ops)
 
     @property
     def batch_value(self) -> str | None:
@@ -138,136 +112,6 @@ class LossCollection:
         self._colocation_ops[loss] = colocation_op
         return name
 
-    def register_categorical_predictive_distribution(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a softmax output: logits ``(n, …, classes)``, integer targets ``(n, …)``."""
-        loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
-        base = "categorical_predictive_distribution"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def register_normal_predictive_distribution(
-        self,
-        mean: str,
-        var: float = 0.5,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a Gaussian output of fixed variance; ``var=0.5`` is the squared error."""
-        loss = NormalMeanNegativeLogProbLoss(mean, var, targets, seed)
-        base = "normal_predictive_distribution"
-        return self.register_loss_function(loss, mean, base, name, coeff, reuse)
-
-    def register_multi_bernoulli_predictive_distribution(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register independent binary outputs: logits and targets of one shape."""
-        loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
-        base = "multi_bernoulli_predictive_distribution"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def register_softmax_cross_entropy_loss(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """``register_categorical_predictive_distribution`` under its other name."""
-        loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
-        base = "sparse_softmax_cross_entropy_loss"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def register_squared_error_loss(
-        self,
-        prediction: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """``register_normal_predictive_distribution`` with variance ½, under its other name."""
-        loss = NormalMeanNegativeLogProbLoss(prediction, 0.5, targets, seed)
-        base = "squared_error_loss"
-        return self.register_loss_function(loss, prediction, base, name, coeff, reuse)
-
-    def register_sigmoid_cross_entropy_loss(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """``register_multi_bernoulli_predictive_distribution`` under its other name."""
-        loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
-        base = "sigmoid_cross_entropy_loss"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def eval_losses(
-        self, target_mode: TargetMode = "data", coeff_mode: CoefficientMode = "regular"
-    ) -> list[Thunk[float]]:
-        """One callable a loss and tower, summed over the batch and weighted.
-
-        Args:
-            target_mode: Observed or sampled targets.
-            coeff_mode: Weighted by the coefficient, its root, or one.
-
-        Returns:
-            Callables of the values of a batch.
-
-        Raises:
-            InputError: A mode is unknown.
-        """
-        if target_mode not in ("data", "sample") or coeff_mode not in _COEFFICIENT:
-            raise InputError(
-                f"target_mode is 'data' or 'sample', coeff_mode one of {', '.join(_COEFFICIENT)}; "
-                f"got '{target_mode}' and '{coeff_mode}'."
-            )
-        weighted: list[Thunk[float]] = []
-        for loss in self._losses.values():
-            k = _COEFFICIENT[coeff_mode](loss.coefficient)
-            for tower in loss.towers:
-                # Towers and losses that have no seed of their own draw independently.
-                seed = len(weighted) if tower.seed is None else tower.seed
-                sampled = target_mode == "sample"
-                thunk = tower.evaluate_on_sample(seed) if sampled else tower.evaluate()
-                weighted.append(_times(k, thunk))
-        return weighted
-
-    def eval_losses_on_samples(self) -> list[Thunk[float]]:
-        """``eval_losses`` on sampled targets."""
-        return self.eval_losses("sample")
-
-    def total_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """The sum of all losses on the data."""
-        self._require_losses()
-        return _sum(self.eval_losses("data", coeff_mode))
-
-    def total_sampled_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """The sum of all losses on sampled targets."""
-        self._require_losses()
-        return _sum(self.eval_losses("sample", coeff_mode))
-
     def _require_losses(self) -> None:
         if not self._losses:
             raise InputError("Must have at least one registered loss.")
@@ -302,14 +146,3 @@ def check_reuse(reuse: object) -> None:
 def _distribution(loss: LossFunction) -> tuple[object, ...]:
     """What the towers of one loss have in common: everything but the names of their values."""
     return type(loss), loss.class_axis, getattr(loss, "var", None)
-
-
-def _times(k: float, evaluate: Thunk[float]) -> Thunk[float]:
-    return lambda values: k * evaluate(values)
-
-
-def _sum(thunks: Sequence[Thunk[float]]) -> Thunk[float]:
-    def total(values: Values) -> float:
-        return sum(thunk(values) for thunk in thunks)
-
-    return total

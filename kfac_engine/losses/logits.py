@@ -16,7 +16,7 @@ from kfac_engine.errors import ShapeError
 from kfac_engine.graph.analysis.interval_bounds import bounds
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.structure import Fact, Graph, Node
-from kfac_engine.losses.base import PredictiveDistribution
+from kfac_engine.losses.base import LossFunction
 
 # Operators that leave examples and channels on the first two axes where these keep their length.
 _KEEP_CHANNELS = frozenset(
@@ -88,7 +88,7 @@ def logits_before(
 def logits_of_probabilities(
     graph: Graph,
     facts: Mapping[str, Fact],
-    loss: PredictiveDistribution,
+    loss: LossFunction,
     output: str,
     sample: Callable[[], Array],
 ) -> Logits | None:
@@ -114,7 +114,7 @@ def logits_of_probabilities(
     return None
 
 
-def possible_probabilities(loss: PredictiveDistribution, sample: Callable[[], Array]) -> str:
+def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> str:
     """The reason why an output taken for logits may hold probabilities; empty if there is none.
 
     Args:
@@ -136,7 +136,7 @@ def possible_probabilities(loss: PredictiveDistribution, sample: Callable[[], Ar
 
 
 def channels_elsewhere(
-    graph: Graph, facts: Mapping[str, Fact], loss: PredictiveDistribution, output: str
+    graph: Graph, facts: Mapping[str, Fact], loss: LossFunction, output: str
 ) -> str:
     """The reason why the classes may lie on another axis; empty if there is none.
 

@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.compat.mixins.blocks import InverseProducts
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
@@ -44,7 +45,7 @@ class FactorOwner(Protocol):
         """The factor ``cls(*args)``, made once and shared."""
 
 
-class FisherBlock(ABC):
+class FisherBlock(InverseProducts, ABC):
     """One block of a block-diagonal Fisher matrix.
 
     Args:
@@ -123,10 +124,6 @@ class FisherBlock(ABC):
     def register_matpower(self, exp: float) -> None:
         """Have the power computed at each refresh."""
 
-    def register_inverse(self) -> None:
-        """Have the inverse computed at each refresh."""
-        self.register_matpower(-1)
-
     @abstractmethod
     def register_cholesky(self) -> None:
         """Have the Cholesky factor computed at each refresh."""
@@ -153,14 +150,6 @@ class FisherBlock(ABC):
         Returns:
             In the form of ``vector``; new arrays.
         """
-
-    def multiply(self, vector: Vector) -> Vector:
-        """The damped block times a vector, from the current statistics."""
-        return self.multiply_matpower(vector, 1)
-
-    def multiply_inverse(self, vector: Vector) -> Vector:
-        """The inverse of the damped block, as of the last refresh, times a vector."""
-        return self.multiply_matpower(vector, -1)
 
     @abstractmethod
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:

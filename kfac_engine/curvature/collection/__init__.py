@@ -7,9 +7,7 @@ lie in a file for each topic: ``losses.collection``, ``coverage`` (uses beside t
 family of layers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 from kfac_engine.curvature.collection.dense import DenseLayers
 from kfac_engine.curvature.collection.embedding import EmbeddingLayers
@@ -17,14 +15,11 @@ from kfac_engine.curvature.collection.grouped import GroupedConvolutionLayers
 from kfac_engine.curvature.collection.multi_use import MultiUseLayers
 from kfac_engine.curvature.collection.scale_shift import ScaleAndShiftLayers
 from kfac_engine.curvature.collection.transposed import TransposedConvolutionLayers
-from kfac_engine.errors import RegistrationError
 from kfac_engine.registry import Registry
 
 __all__ = [
     "REGISTRATIONS",
     "LayerCollection",
-    "get_default_layer_collection",
-    "set_default_layer_collection",
 ]
 
 
@@ -48,50 +43,6 @@ class LayerCollection(
         fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
         fisher_factors: (class, arguments) to factor, in the order of creation.
     """
-
-    @contextmanager
-    def as_default(self) -> Iterator["LayerCollection"]:
-        """A context in which this is the collection of ``get_default_layer_collection``."""
-        set_default_layer_collection(self)
-        try:
-            yield self
-        finally:
-            set_default_layer_collection(None)
-
-
-# A context variable: threads and tasks do not see each other's choice.
-_default: ContextVar["LayerCollection | None"] = ContextVar("default collection", default=None)
-
-
-def get_default_layer_collection() -> "LayerCollection":
-    """The collection set as the default.
-
-    Returns:
-        The collection itself.
-
-    Raises:
-        RegistrationError: None is set.
-    """
-    collection = _default.get()
-    if collection is None:
-        raise RegistrationError(
-            "no default LayerCollection is set; pass one, or use `with collection.as_default():`."
-        )
-    return collection
-
-
-def set_default_layer_collection(layer_collection: "LayerCollection | None") -> None:
-    """Make a collection the default; None clears it.
-
-    Raises:
-        RegistrationError: Another default is set; clear it first.
-    """
-    if layer_collection is not None and _default.get() is not None:
-        raise RegistrationError(
-            "a default LayerCollection is set already; clear it with "
-            "set_default_layer_collection(None) first."
-        )
-    _default.set(layer_collection)
 
 
 # Kind of layer to what registers it with a collection: takes the collection, the parameters,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from kfac_engine._types import Params
+from kfac_engine.compat.mixins.collection import CollectionDefaults
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection.coverage import Coverage
@@ -10,7 +11,7 @@ from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.runtime.model import OnnxModel
 
 
-class ApproximationChoices(Coverage):
+class ApproximationChoices(CollectionDefaults, Coverage):
     """The part of ``LayerCollection`` that chooses approximations.
 
     Args:
@@ -89,78 +90,6 @@ class ApproximationChoices(Coverage):
                 f"{', '.join(accepted(kind))}."
             )
         self._defaults[kind] = value
-
-    @property
-    def default_generic_approximation(self) -> str:
-        """The default for parameters without a layer."""
-        return self.default_approximation("generic")
-
-    def set_default_generic_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("generic", value)
-
-    @property
-    def default_fully_connected_approximation(self) -> str:
-        """The default for dense layers."""
-        return self.default_approximation("fully_connected")
-
-    def set_default_fully_connected_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("fully_connected", value)
-
-    @property
-    def default_fully_connected_multi_approximation(self) -> str:
-        """The default for dense layers used several times."""
-        return self.default_approximation("fully_connected_multi")
-
-    def set_default_fully_connected_multi_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("fully_connected_multi", value)
-
-    @property
-    def default_conv2d_approximation(self) -> str:
-        """The default for convolutions over two axes."""
-        return self.default_approximation("conv2d")
-
-    def set_default_conv2d_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("conv2d", value)
-
-    @property
-    def default_conv2d_multi_approximation(self) -> str:
-        """The default for such convolutions used several times."""
-        return self.default_approximation("conv2d_multi")
-
-    def set_default_conv2d_multi_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("conv2d_multi", value)
-
-    @property
-    def default_embedding_approximation(self) -> str:
-        """The default for embeddings."""
-        return self.default_approximation("embedding")
-
-    def set_default_embedding_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("embedding", value)
-
-    @property
-    def default_embedding_multi_approximation(self) -> str:
-        """The default for embeddings used several times."""
-        return self.default_approximation("embedding_multi")
-
-    def set_default_embedding_multi_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("embedding_multi", value)
-
-    @property
-    def default_scale_and_shift_approximation(self) -> str:
-        """The default for scales and shifts."""
-        return self.default_approximation("scale_and_shift")
-
-    def set_default_scale_and_shift_approximation(self, value: str) -> None:
-        """Choose it; an InputError where the kind does not accept it."""
-        self.set_default_approximation("scale_and_shift", value)
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from math import inf
 
+from kfac_engine.compat.loss_registrations import LossRegistrations
 from kfac_engine.errors import RegistrationError
 from kfac_engine.graph.analysis.subgraph import SubGraph
-from kfac_engine.losses.collection import LossCollection
 from kfac_engine.runtime.model import OnnxModel
 
 
-class Coverage(LossCollection):
+class Coverage(LossRegistrations):
     """The part of ``LayerCollection`` that compares registrations with the graph.
 
     Args:

@@ -1,19 +1,18 @@
-"""What every factor is: a statistic with a moving average, and powers of it.
+"""The base class of factors: the moving average of a statistic, and powers of it.
 
-Life cycle, as the specification has it: construct → ``register_*`` → ``instantiate_cov_variables``
-→ ``make_covariance_update_op`` → ``instantiate_inv_variables`` → ``make_inverse_update_ops`` →
-read. The estimator drives the same steps through ``update`` and ``refresh``.
+Life cycle: construct, register powers, ``update`` by each batch, ``refresh`` the powers, multiply.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 import numpy as np
 
-from kfac_engine._types import Array, DType, Thunk, Values
+from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
+from kfac_engine.compat.mixins.factors import FactorOperations
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.damping import Damping
@@ -22,12 +21,12 @@ from kfac_engine.curvature.factors.refresh import refresh
 from kfac_engine.curvature.factors.requests import Refreshing
 from kfac_engine.curvature.factors.statistics import Statistic
 from kfac_engine.curvature.factors.values import TensorStats, check_examples, take, tensor_stats
-from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 _WIDE = np.dtype(np.float64)
 
 
-class FisherFactor(ABC):
+class FisherFactor(FactorOperations, ABC):
     """A statistic averaged over batches, multiplied as a matrix.
 
     Args:
@@ -41,7 +40,8 @@ class FisherFactor(ABC):
         repeats: Uses × positions for each example in the last batch; None before the first.
         narrowest: Least exact element type that the average may have.
         companions: Factors of the same collection, by any key.
-        known_traces: What ``traces`` gives while a refresh has read it for many factors at once.
+        known_traces: Result of ``traces`` during a refresh, which computes it for many factors.
+        registrations_closed: Whether the set of registered powers is fixed.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class FisherFactor(ABC):
         self.companions: Mapping[tuple[object, ...], FisherFactor] = {}
         self._finish: Callable[[], None] | None = None
         self.narrowest: DType = np.dtype(np.float32)
-        self._covariance_ready = False
-        self._inverse_ready = False
+        self.registrations_closed = False
 
     @property
     def name(self) -> str:
@@ -108,6 +107,22 @@ class FisherFactor(ABC):
             raise InputError(f"the batch for {self.name} holds no example.")
         for pair in self.statistic.products():
             self._check_product(pair, values, known)
+
+    def read(self, values: Values) -> dict[str, Array]:
+        """Return the checked values of a batch that the statistic reads, as arrays of the backend.
+
+        Args:
+            values: Value name to array, of any library.
+
+        Raises:
+            KfacError: As ``check``. Factors of one collection must read equal numbers of examples.
+        """
+        lengths = (name for name in self.statistic.lengths() if name in values)
+        arrays = take(values, (*self.statistic.names(), *lengths), self.backend)
+        self.check(arrays)
+        others = ((f.name, f.statistic) for f in self.companions.values() if f is not self)
+        check_examples((self.name, self.statistic), others, values, self.backend)
+        return arrays
 
     def measure(self, values: Values) -> Measurement:
         """Return the measurement of a batch; the average does not change.
@@ -222,64 +237,6 @@ class FisherFactor(ABC):
     @abstractmethod
     def _identity(self, like: Array) -> Array:
         """The identity in the factor's shape."""
-
-    # -- the specification's life cycle -----------------------------------------------------------
-
-    def instantiate_cov_variables(self) -> None:
-        """Make room for the average; once.
-
-        Raises:
-            InputError: It was done before.
-        """
-        if self._covariance_ready:
-            raise InputError(f"the covariance variables of {self.name} exist already.")
-        self._covariance_ready = True
-
-    def instantiate_inv_variables(self) -> None:
-        """Fix the set of registered powers; once.
-
-        Raises:
-            InputError: It was done before.
-        """
-        if self._inverse_ready:
-            raise InputError(f"the inverse variables of {self.name} exist already.")
-        self._inverse_ready = True
-
-    def make_covariance_update_op(self, ema_decay: float, ema_weight: float = 1.0) -> Thunk[Array]:
-        """A callable that averages a batch in and returns the new average.
-
-        Args:
-            ema_decay: Of the old average, in [0, 1].
-            ema_weight: Of the new measurement.
-
-        Returns:
-            Takes the batch's values by name. Values of factors of one collection must have the
-            same number of examples.
-
-        Raises:
-            NotReadyError: ``instantiate_cov_variables`` was not called.
-        """
-        if not self._covariance_ready:
-            raise NotReadyError(f"call instantiate_cov_variables of {self.name} first.")
-
-        def update(values: Values) -> Array:
-            lengths = (name for name in self.statistic.lengths() if name in values)
-            read = take(values, (*self.statistic.names(), *lengths), self.backend)
-            self.check(read)
-            others = ((f.name, f.statistic) for f in self.companions.values() if f is not self)
-            check_examples((self.name, self.statistic), others, values, self.backend)
-            self.update(read, ema_decay, ema_weight)
-            return self.cov
-
-        return update
-
-    def make_inverse_update_ops(self) -> Sequence[Callable[[], None]]:
-        """Callables that recompute everything registered; empty where nothing is stored."""
-        return [self.refresh] if self.has_inverses else []
-
-    def get_cov_var(self) -> Array:
-        """The average as it is stored; see ``get_cov`` for the dense matrix."""
-        return self.cov
 
     # -- powers -----------------------------------------------------------------------------------
 

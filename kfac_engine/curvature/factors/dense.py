@@ -158,7 +158,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         return eye
 
     def _register(self, operation: Hashable, damping_func: Damping) -> None:
-        if self._inverse_ready:
+        if self.registrations_closed:
             raise InputError(
                 f"register '{operation}' of {self.name} before instantiate_inv_variables."
             )

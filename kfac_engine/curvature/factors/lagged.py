@@ -160,7 +160,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         """
         if option not in _SIDES:
             raise InputError(f"option must be 1 or 2, got {option}.")
-        if self._inverse_ready:
+        if self.registrations_closed:
             raise InputError(f"register option {option} before instantiate_inv_variables.")
         self.register_cov_dt1()
         self._series[option, damping_id(damping_func)] = damping_func

@@ -200,7 +200,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         self._check_power(exp)
         if exp == 1:
             return
-        if self._inverse_ready:
+        if self.registrations_closed:
             raise InputError(f"register powers of {self.name} before instantiate_inv_variables.")
         self._registered[damping_id(damping_func)] = damping_func
 

@@ -21,7 +21,7 @@ def parameter(config=None):
 
 
 def observe(factor, *batches, decay=0.9):
-    if not factor._covariance_ready:
+    if not factor._averages_created:
         factor.instantiate_cov_variables()
     op = factor.make_covariance_update_op(decay)
     for values in batches:

@@ -265,7 +265,7 @@ def factor_of(statistic):
 
 def update(factor, values, decay=0.9):
     """The specification's way to average a batch in."""
-    if not factor._covariance_ready:
+    if not factor._averages_created:
         factor.instantiate_cov_variables()
     return factor.make_covariance_update_op(decay)(values)
 
