@@ -1,4 +1,4 @@
-"""Type aliases shared by every package, and the few rows of a matrix."""
+"""Type aliases shared by all packages, and ``Rows``, a sparse gradient of an embedding."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ import numpy.typing as npt
 
 from kfac_engine.errors import InputError, ShapeError
 
-# Either library's array. CuPy arrays have NumPy's interface but no common base class.
+# An array of NumPy or CuPy. CuPy arrays have NumPy's interface but no common base class.
 Array: TypeAlias = npt.NDArray[Any]
 DType: TypeAlias = np.dtype[Any]
 
-# What a batch brings: name of a value (an activation, a target, an output gradient) to its array.
+# The values of a batch: name of an activation, target or output gradient to its array.
 Values: TypeAlias = Mapping[str, Array]
 
 Result = TypeVar("Result")
-# What the specification calls an unevaluated tensor or an "Op": call it with the values of a batch.
+# An unevaluated tensor, or an "op" in TensorFlow: a function of the values of a batch.
 Thunk: TypeAlias = Callable[[Values], Result]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A matrix that is zero but for a few rows: what a batch's gradient of an embedding is.
+    """A matrix with few nonzero rows, such as the gradient of an embedding table.
 
     Attributes:
-        indices: Which rows, ``(k,)``, integers from zero; one that comes twice stands for the sum.
-        values: The rows, ``(k, d)``.
-        num_rows: Rows of the matrix.
+        indices: Row numbers, ``(k,)``, nonnegative integers; rows with equal numbers are added.
+        values: Entries of these rows, ``(k, d)``.
+        num_rows: Number of rows of the whole matrix.
     """
 
     indices: Array
@@ -36,11 +36,11 @@ class Rows:
     num_rows: int
 
     def __post_init__(self) -> None:
-        """Check that the parts fit.
+        """Check indices and values.
 
         Raises:
-            ShapeError: There is not one row for each index.
-            InputError: An index is not an integer of a row.
+            ShapeError: ``values`` does not have one row for each index.
+            InputError: The indices are not integers, or lie outside the matrix.
         """
         if self.values.ndim != 2 or self.indices.shape != self.values.shape[:1]:
             raise ShapeError(
@@ -58,8 +58,8 @@ class Rows:
             )
 
 
-# A vector over the parameters of one block: one array, or one for each parameter of a tuple; rows
-# for blocks of embeddings.
+# A vector over the parameters of one block: an array, a tuple with an array for each parameter, or
+# ``Rows`` for blocks of embeddings.
 Vector: TypeAlias = Array | tuple[Array, ...] | Rows
-# The parameters of one block: one name or a tuple of names.
+# The parameters of one block: a name or a tuple of names.
 Params: TypeAlias = str | tuple[str, ...]

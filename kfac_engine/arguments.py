@@ -1,4 +1,4 @@
-"""Checks of arguments: each refuses a wrong value with an InputError that names the argument."""
+"""Checks of arguments; each raises an InputError that names the argument."""
 
 from collections.abc import Collection, Sequence
 from math import inf, isfinite
@@ -8,13 +8,13 @@ from kfac_engine.errors import InputError
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> None:
-    """Refuse a value that is not an allowed name, with an InputError."""
+    """Raise an InputError unless a value is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
 def whole(name: str, value: object, *, least: int | None) -> None:
-    """Refuse a value that is not a whole number, or too small, with an InputError."""
+    """Raise an InputError unless a value is an integer, not below ``least``."""
     fits = isinstance(value, Integral) and not isinstance(value, bool)
     if not fits or (least is not None and value < least):  # type: ignore[operator] # a number
         bound = "" if least is None else f" of at least {least}"
@@ -22,33 +22,33 @@ def whole(name: str, value: object, *, least: int | None) -> None:
 
 
 def number(name: str, value: object) -> None:
-    """Refuse a value that is not a finite real number, with an InputError."""
+    """Raise an InputError unless a value is a finite real number."""
     fits = isinstance(value, Real) and not isinstance(value, bool)
     if not fits or not isfinite(value):  # type: ignore[arg-type] # a number
         raise InputError(f"{name} must be a finite number, got {value!r}.")
 
 
 def positive(name: str, value: object) -> None:
-    """Refuse a value that is no positive finite number, with an InputError."""
+    """Raise an InputError unless a value is a positive finite number."""
     fits = isinstance(value, Real) and not isinstance(value, bool)
     if not fits or not 0 < value < inf:  # type: ignore[operator] # a number
         raise InputError(f"{name} must be a positive number, got {value!r}.")
 
 
 def flag(name: str, value: object) -> None:
-    """Refuse a value that is neither True nor False, with an InputError."""
+    """Raise an InputError unless a value is True or False."""
     if value is not True and value is not False:
         raise InputError(f"{name} must be True or False, got {value!r}.")
 
 
 def listed(name: str, value: object, like: str) -> Sequence[object]:
-    """The entries of a list; an InputError with an example where the value is not a list."""
+    """Return a sequence unchanged; raise an InputError that shows an example for other values."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise InputError(f"{name} must be a list, such as {like}, got {value!r}.")
     return value
 
 
 def texts(name: str, value: object, like: str) -> None:
-    """Refuse a value that is not a list of strings, with an InputError that shows an example."""
+    """Raise an InputError that shows an example unless a value is a list of strings."""
     if not all(isinstance(entry, str) for entry in listed(name, value, like)):
         raise InputError(f"{name} must be a list of names, such as {like}, got {value!r}.")

@@ -1,41 +1,41 @@
-"""Every exception that crosses the public border.
+"""The exceptions that public functions raise.
 
-The tree (built-in parents in brackets: the types the specification names)::
+The tree of classes, with built-in parent classes in brackets::
 
     KfacError
     ├── InputError              [ValueError]           an argument, array or file is wrong
     │   ├── ModelError                                 not a usable ONNX model
-    │   ├── ShapeError                                 sides or ranks do not fit
+    │   ├── ShapeError                                 shapes or ranks do not fit
     │   ├── NonFiniteError                             NaN or infinity where numbers were expected
     │   └── RegistrationError                          a layer, loss or parameter registered wrongly
-    ├── UnknownNameError        [KeyError]             a name that nothing goes by
+    ├── UnknownNameError        [KeyError]             no object has this name
     │   └── UnknownAttributeError [AttributeError]     an attribute that cannot be set
     ├── UnsupportedError        [NotImplementedError]  well-formed, but not covered
     │   └── UnsupportedOpError                         an ONNX operator without derivative rule
     ├── NotReadyError           [RuntimeError]         read before it was computed
-    ├── MemoryLimitError        [MemoryError]          more memory announced than the machine has
-    └── BackendError            [RuntimeError]         the array library or the model runtime failed
+    ├── MemoryLimitError        [MemoryError]          a step needs more memory than is available
+    └── BackendError            [RuntimeError]         the array library or ONNX Runtime failed
         └── MissingKernelError                         ONNX Runtime has no kernel for an operator
 
-One warning stands beside them: ``DivergenceWarning``, for a loss that explodes.
+``DivergenceWarning`` is the only warning.
 
-Each message is one sentence or two: what was wrong, where, what to do. It is one line, whatever
-names it holds.
+Each message has one or two sentences: the error, its location and a remedy. A message is one
+printable line, even if names in it have line breaks or control characters.
 """
 
 from kfac_engine.printable import one_line
 
 
 class KfacError(Exception):
-    """Base of all errors a user can cause."""
+    """Base class of all errors of this package."""
 
     def __str__(self) -> str:
-        """Return the message, printable; ``KeyError`` would show its ``repr``."""
+        """Return the message as one printable line; ``KeyError`` would return its ``repr``."""
         return one_line(BaseException.__str__(self))
 
 
 class InputError(KfacError, ValueError):
-    """An argument, array or file given by the user is wrong."""
+    """An argument, an array or a file is wrong."""
 
 
 class ModelError(InputError):
@@ -43,11 +43,11 @@ class ModelError(InputError):
 
 
 class ShapeError(InputError):
-    """Ranks or sides of arrays do not fit together."""
+    """Shapes or ranks of arrays do not fit together."""
 
 
 class NonFiniteError(InputError):
-    """NaN or infinity reached a place where it would poison the state."""
+    """An array that must be finite contains NaN or infinity."""
 
 
 class RegistrationError(InputError):
@@ -55,19 +55,19 @@ class RegistrationError(InputError):
 
 
 class UnknownNameError(KfacError, KeyError):
-    """A name that no parameter, tensor, loss or option goes by."""
+    """No parameter, value, loss or option has this name."""
 
 
 class UnknownAttributeError(UnknownNameError, AttributeError):
-    """An attribute that an object does not have, or that cannot be set."""
+    """An object has no attribute of this name, or the attribute cannot be set."""
 
 
 class UnsupportedError(KfacError, NotImplementedError):
-    """The request is well-formed, but this engine does not cover it."""
+    """A valid request that the engine does not support."""
 
 
 class UnsupportedOpError(UnsupportedError):
-    """An ONNX operator on the differentiated path has no derivative rule."""
+    """An ONNX operator between the parameters and the loss has no derivative rule."""
 
 
 class NotReadyError(KfacError, RuntimeError):
@@ -75,15 +75,15 @@ class NotReadyError(KfacError, RuntimeError):
 
 
 class MemoryLimitError(KfacError, MemoryError):
-    """A step would need more memory than the machine has."""
+    """A step needs more memory than is available."""
 
 
 class BackendError(KfacError, RuntimeError):
-    """The array library or the model runtime cannot do what was asked."""
+    """The array library or ONNX Runtime failed."""
 
 
 class MissingKernelError(BackendError):
-    """ONNX Runtime has no kernel for an operator in the element types of its node."""
+    """ONNX Runtime has no kernel for an operator with the element types of its node."""
 
 
 class DivergenceWarning(UserWarning):

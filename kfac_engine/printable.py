@@ -1,15 +1,15 @@
-"""Printable forms of untrusted text, such as names in a model, which may have any content."""
+"""Printable forms of untrusted text, such as the names in a model file."""
 
 import re
 
-# Longer words are cut: names and paths of people and exporters have up to 200 characters.
+# Longer words are shortened. Names and paths in practice have up to 200 characters.
 _MOST_IN_WORD = 300
 _MOST_IN_LINE = 4000
 _LONG_WORD = re.compile(rf"\S{{{_MOST_IN_WORD + 1},}}")
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped and long words shortened in the middle."""
+    """Return the text with control characters escaped and long words shortened in the middle."""
     text = _LONG_WORD.sub(lambda word: _cut(word[0], _MOST_IN_WORD), text)
     if text.isprintable():
         return text
@@ -17,11 +17,11 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text in printable form, on one line of limited length."""
+    """Return the text in printable form, on one line of at most 4000 characters."""
     return _cut(printable(" ".join(text.split())), _MOST_IN_LINE)
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, shortened in the middle if it has more than ``most`` characters."""
-    kept = most // 2
-    return text if len(text) <= most else f"{text[:kept]}…{text[-kept:]}"
+    """Return the text, shortened in the middle if it has more than ``most`` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"

@@ -1,4 +1,4 @@
-"""A table from names to rows: where the system grows, it grows here."""
+"""Tables of named rows: derivative rules, approximations, losses, estimation modes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
@@ -9,11 +9,11 @@ Row = TypeVar("Row")
 
 
 class Registry(Mapping[str, Row], Generic[Row]):
-    """Named rows of one kind; asking for an unknown name lists the known ones.
+    """A mapping from names to rows, whose error for an unknown name lists the known names.
 
     Args:
-        kind: What the rows are, in the singular ("loss", "estimation mode"); used in messages.
-        rows: The first rows.
+        kind: Noun for a row, in the singular ("loss", "estimation mode"); used in messages.
+        rows: Rows to begin with.
     """
 
     def __init__(self, kind: str, rows: Mapping[str, Row] | None = None) -> None:
@@ -37,6 +37,6 @@ class Registry(Mapping[str, Row], Generic[Row]):
         return name in self._rows
 
     def add(self, name: str, row: Row) -> None:
-        """Add a row; a name can be taken once only."""
+        """Add a row under a new name."""
         assert name not in self._rows, f"{self.kind} '{name}' is defined twice"
         self._rows[name] = row

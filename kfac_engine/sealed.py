@@ -8,10 +8,10 @@ from kfac_engine.errors import UnknownAttributeError
 
 
 class Sealed:
-    """A base class whose objects take no new attributes once ``_sealed`` is set.
+    """A base class whose objects refuse new attributes once ``_sealed`` is True.
 
     Attributes:
-        _fixed: Names of options that are given when an object is made, for messages.
+        _fixed: Names of constructor arguments that cannot be set later; used in messages.
     """
 
     _fixed: ClassVar[Collection[str]] = ()
@@ -21,7 +21,7 @@ class Sealed:
         """Set an attribute.
 
         Raises:
-            UnknownAttributeError: There is none of that name that can be set.
+            UnknownAttributeError: The object has no attribute of this name that can be set.
         """
         if self._sealed and name not in vars(self) and name not in _settable(type(self)):
             raise UnknownAttributeError(f"{type(self).__name__} {self._reason(name)}")
@@ -31,7 +31,8 @@ class Sealed:
         settable = _settable(type(self))
         if name in self._fixed:
             return (
-                f"takes '{name}' when it is made; later only {' and '.join(settable)} can be set."
+                f"takes '{name}' in its constructor; only {' and '.join(settable)} can be set "
+                f"later."
             )
         if hasattr(type(self), name):
             return f"has '{name}', but only {' and '.join(settable)} can be set."
@@ -41,5 +42,5 @@ class Sealed:
 
 
 def _settable(cls: type) -> list[str]:
-    """Names of the properties of a class that can be set."""
+    """Return the names of the properties of a class that can be set."""
     return [name for name in dir(cls) if getattr(getattr(cls, name), "fset", None) is not None]

@@ -131,7 +131,7 @@ def test_inputs_and_gradients_are_taken_in_either_type(dtype: str) -> None:
 
 def test_input_of_another_type_is_refused_with_both_types_it_may_have() -> None:
     engine = ke.Engine.from_onnx(halved(models.mlp(), "float16"), loss="categorical")
-    with pytest.raises(InputError, match="float64, the model wants float16 or float32"):
+    with pytest.raises(InputError, match="float64, the model needs float16 or float32"):
         engine.observe({"input": np.zeros((2, 6))})
 
 

@@ -1,4 +1,4 @@
-"""The demo's data and models, shipped with the package; see README.md beside this file."""
+"""Data and models of the demo; README.md in this folder names their sources."""
 
 from importlib.resources import files
 
@@ -8,18 +8,18 @@ import numpy.typing as npt
 from kfac_engine.errors import UnknownNameError
 
 MODELS = ("mlp", "cnn")
-_WHITE = 16  # a pixel counts the inked dots, 0 to 16, of a 4×4 cell of the scanned bitmap
+_WHITE = 16  # a pixel is the number of inked dots in a 4×4 cell of the scanned bitmap
 
 
 def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """All digits: images ``(1797, 1, 8, 8)`` with values in [0, 1], and their classes 0 to 9."""
+    """Return images ``(1797, 1, 8, 8)`` of digits, in [0, 1], and their classes ``(1797,)``."""
     with (files(__name__) / "digits.npz").open("rb") as file, np.load(file) as stored:
         images, labels = stored["images"], stored["labels"]
     return (images[:, None] / np.float32(_WHITE)).astype(np.float32), labels.astype(np.int64)
 
 
 def demo_model(name: str) -> bytes:
-    """A small untrained classifier of the digits as a serialized ONNX model.
+    """Return an untrained classifier of the digits as a serialized ONNX model.
 
     Args:
         name: ``"mlp"`` (three dense layers) or ``"cnn"`` (three convolutions, two dense layers).
@@ -29,7 +29,7 @@ def demo_model(name: str) -> bytes:
         ``(batch, 10)``.
 
     Raises:
-        UnknownNameError: There is no such model.
+        UnknownNameError: ``name`` is neither.
     """
     if name not in MODELS:
         raise UnknownNameError(f"unknown demo model '{name}'; choose one of: {', '.join(MODELS)}.")

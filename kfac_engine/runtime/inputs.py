@@ -21,32 +21,32 @@ from kfac_engine.graph.structure import Graph, Input
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """The inputs as arrays that fit the model's declaration.
+    """Convert the inputs of a batch to arrays of the declared types and shapes.
 
     Args:
-        graph: The model.
+        graph: Graph of the model.
         inputs: Input name to array.
 
     Returns:
-        One array for each declared input.
+        Input name to array, for each declared input.
 
     Raises:
         InputError: An input is missing or of the wrong element type.
         UnknownNameError: A name is not an input of the model.
         ShapeError: An input does not fit its declared shape.
-        NonFiniteError: An input holds NaN or infinity.
+        NonFiniteError: An input contains NaN or infinity.
     """
     declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
     if not isinstance(inputs, Mapping):
         raise InputError(
-            f"inputs are given by name, as {{name: array}}, not as {type(inputs).__name__}; "
-            f"the model needs: {declared}."
+            f"inputs must be a mapping {{name: array}}, got {type(inputs).__name__}; the model "
+            f"needs: {declared}."
         )
     for name in inputs:
         if name in graph.constants:
             raise UnknownNameError(
-                f"'{name}' is a constant of the model, whether or not its file lists it among the "
-                f"inputs; a trainable one is changed with set_parameters. Inputs are: {declared}."
+                f"'{name}' is a constant of the model, not an input; change trainable constants "
+                f"with set_parameters. The inputs are: {declared}."
             )
         if name not in {entry.name for entry in graph.inputs}:
             raise UnknownNameError(f"the model has no input '{name}'; its inputs are: {declared}.")
@@ -59,16 +59,16 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
-    """Axes that the file calls by one symbol but that have several sizes, in words.
+    """Describe axes that share a symbol in the file but differ in size.
 
-    ONNX Runtime never compares them: some exporters give one name to axes that differ.
+    ONNX Runtime does not compare their sizes, because exporters may name different axes alike.
 
     Args:
-        graph: The model.
-        inputs: Input name to array, checked.
+        graph: Graph of the model.
+        inputs: Input name to checked array.
 
     Returns:
-        A sentence for each such symbol.
+        A clause for each such symbol.
     """
     sizes: dict[str, dict[int, str]] = {}
     for entry in graph.inputs:
@@ -77,19 +77,19 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
                 sizes.setdefault(symbol, {}).setdefault(size, entry.name)
     return tuple(
         f"axis '{symbol}' of the inputs has several sizes: "
-        + ", ".join(f"{size} in '{name}'" for size, name in found.items())
-        for symbol, found in sizes.items()
-        if len(found) > 1
+        + ", ".join(f"{size} in '{name}'" for size, name in names.items())
+        for symbol, names in sizes.items()
+        if len(names) > 1
     )
 
 
 @contextmanager
 def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Add axes that disagree in size to the error of a run that fails.
+    """Add axes that differ in size to the error of a failed run.
 
     Raises:
         BackendError: The run failed.
-        ShapeError: It did on inputs that disagree.
+        ShapeError: The run failed, and axes of one symbol differ in size.
     """
     try:
         yield
@@ -101,14 +101,14 @@ def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
 
 
 def fixed_inputs(graph: Graph, inputs: Mapping[str, Array] | None) -> dict[str, Array]:
-    """The inputs of one whole number each, as a given batch has them.
+    """Return the scalar integer inputs of a batch, such as a number of steps.
 
     Args:
-        graph: The model.
-        inputs: A batch, not checked yet; None where it would be made up.
+        graph: Graph of the model.
+        inputs: An unchecked batch, or None.
 
     Returns:
-        Name to value.
+        Input name to value; empty without a batch.
     """
     if not isinstance(inputs, Mapping):
         return {}
@@ -122,7 +122,7 @@ def check_parameters(
     values: Mapping[str, Array],
     memory_space: MemorySpace = HOST,
 ) -> dict[str, Array]:
-    """New values of parameters, as arrays that fit.
+    """Convert new values of parameters to the parameters' types and memory space.
 
     Args:
         model: Name of the model, for messages.
@@ -131,18 +131,18 @@ def check_parameters(
         memory_space: Memory space of the parameters.
 
     Returns:
-        Parameter name to new value: copies in the parameter's element type.
+        Parameter name to new value, a copy in the element type of the parameter.
 
     Raises:
         UnknownNameError: A name is not a trainable parameter.
         ShapeError: A value has another shape than the parameter.
-        NonFiniteError: A value holds NaN or infinity.
+        NonFiniteError: A value contains NaN or infinity.
     """
     checked = {}
     for name, value in values.items():
         if name not in parameters:
             raise UnknownNameError(
-                f"'{name}' is not a trainable parameter of model '{model}'; they are: "
+                f"'{name}' is not a trainable parameter of model '{model}'; its parameters are: "
                 f"{', '.join(parameters)}."
             )
         old = parameters[name]
@@ -157,8 +157,8 @@ def check_parameters(
 
 
 def spelled(shape: Sequence[int | str | None]) -> str:
-    """A declared shape as messages write it."""
-    return ", ".join("?" if side is None else str(side) for side in shape)
+    """Return a declared shape as text for messages, with ``?`` for unknown sizes."""
+    return ", ".join("?" if size is None else str(size) for size in shape)
 
 
 def _check_array(entry: Input, value: Array) -> Array:
@@ -170,22 +170,22 @@ def _check_array(entry: Input, value: Array) -> Array:
     if array.dtype != entry.dtype:
         wanted = f"{entry.stored} or {entry.dtype}" if entry.stored else f"{entry.dtype}"
         raise InputError(
-            f"input '{entry.name}' is {array.dtype}, the model wants {wanted}; convert it "
+            f"input '{entry.name}' has type {array.dtype}, the model needs {wanted}; convert it "
             f"with .astype('{entry.dtype}')."
         )
     if entry.shape is not None and (
         array.ndim != len(entry.shape)
         or any(
-            isinstance(want, int) and want != have
-            for want, have in zip(entry.shape, array.shape, strict=True)
+            isinstance(declared, int) and declared != size
+            for declared, size in zip(entry.shape, array.shape, strict=True)
         )
     ):
         raise ShapeError(
-            f"input '{entry.name}' has shape {array.shape}, the model wants "
+            f"input '{entry.name}' has shape {array.shape}, the model needs "
             f"({spelled(entry.shape)})."
         )
     if array.shape[:1] == (0,):
-        raise ShapeError(f"input '{entry.name}' has shape {array.shape}: an empty batch.")
+        raise ShapeError(f"input '{entry.name}' has shape {array.shape}: the batch is empty.")
     if np.issubdtype(array.dtype, np.floating) and not _finite(array):
         bad = tuple(int(i) for i in array_module(array).argwhere(~np.isfinite(array))[0])
         raise NonFiniteError(f"input '{entry.name}' holds NaN or infinity, first at index {bad}.")

@@ -1,1 +1,1 @@
-"""The operating system: files, free memory, time."""
+"""Access to the operating system: files and free memory."""

@@ -1,4 +1,4 @@
-"""The memory that this process may still allocate, by machine, container and process limits."""
+"""The memory that this process can still allocate: limits of machine, container and process."""
 
 import os
 import sys
@@ -10,16 +10,19 @@ if sys.platform != "win32":
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files of a control group: its limit and its use; and the prefix of its statistics, which include
-# the groups inside it.
+# Files of a control group: its limit and its use. Then the prefix of its statistics that include
+# nested groups.
 _VERSION_2 = ("memory.max", "memory.current", "")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-# Cached files, which the kernel drops where memory is short: ``MemAvailable`` counts both.
+# Cached files, which the kernel drops when memory is short; ``MemAvailable`` counts both.
 _RECLAIMABLE = ("inactive_file", "active_file")
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping; all physical memory where unknown."""
+    """Return the bytes that can be allocated without swapping.
+
+    Without ``/proc/meminfo`` this is the physical memory of the machine.
+    """
     return max(0, min(_of_the_machine(), *_of_control_groups(), *_of_the_process(), sys.maxsize))
 
 
@@ -33,7 +36,7 @@ def _of_the_machine() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    """Free bytes of the control group of this process and of its parents, as of a container."""
+    """Yield the free bytes of the control group of this process, and of its parent groups."""
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -42,7 +45,7 @@ def _of_control_groups() -> Iterator[int]:
             root, names = _CGROUPS / "memory", _VERSION_1
         else:
             continue
-        # A container may see its own group as the root, whatever path it is told.
+        # A container may see its own group as the root, although the path names it.
         group = root / path.strip("/")
         for folder in dict.fromkeys((group, *group.parents, root)):
             if folder.is_relative_to(root):
@@ -52,30 +55,30 @@ def _of_control_groups() -> Iterator[int]:
 def _left(group: Path, limit: str, use: str, prefix: str) -> Iterator[int]:
     most, used = _text(group / limit).strip(), _text(group / use).strip()
     if most.isdigit() and used.isdigit():  # "max" is no limit
-        held = _fields(group / "memory.stat")
-        reclaimable = sum(held.get(prefix + name, 0) for name in _RECLAIMABLE)
+        statistics = _fields(group / "memory.stat")
+        reclaimable = sum(statistics.get(prefix + name, 0) for name in _RECLAIMABLE)
         yield int(most) - int(used) + reclaimable
 
 
 def _of_the_process() -> Iterator[int]:
-    """Bytes that the limits of this process leave, such as that of ``ulimit -v``."""
+    """Yield the bytes below each limit of this process, such as ``ulimit -v``."""
     if sys.platform == "win32":
         return
-    held = _fields(_PROC / "self/status")
+    status = _fields(_PROC / "self/status")
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
-            yield most - held.get(field, 0) * 1024
+            yield most - status.get(field, 0) * 1024
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Numbers of a file of lines such as ``MemFree:  123 kB`` or ``inactive_file 123``."""
+    """Read the numbers of a file of lines such as ``MemFree:  123 kB`` or ``inactive_file 123``."""
     words = (line.replace(":", " ").split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
 
 
 def _text(path: Path) -> str:
-    """The text of a system file; empty where there is no such file."""
+    """Return the text of a system file; empty if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Reading of files that a user names: regular files that fit into the free memory."""
+"""Reading of files: regular files that are smaller than the free memory."""
 
 import stat
 from pathlib import Path
@@ -11,34 +11,34 @@ _CHUNK_BYTES = 1 << 20
 
 
 def check_file(path: Path, error: type[InputError] = InputError) -> None:
-    """Refuse a path that is not a regular file, and a file larger than the free memory.
+    """Check that a path names a regular file that is smaller than the free memory.
 
     Args:
-        path: The file.
-        error: Type of the error.
+        path: Path of the file.
+        error: Type of the error to raise.
 
     Raises:
-        InputError: There is no such file, it is a folder, a device or a pipe, or too large.
+        InputError: The file does not exist, is not a regular file, or is too large.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError as failure:
         raise error(f"cannot read '{path}': there is no such file.") from failure
     except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
         reason = (failure.strerror if isinstance(failure, OSError) else None) or failure
         raise error(f"cannot read '{path}': {reason}.") from failure
-    if not stat.S_ISREG(found.st_mode):
-        raise error(f"cannot read '{path}': it is {_kind(found.st_mode)}, no regular file.")
+    if not stat.S_ISREG(status.st_mode):
+        raise error(f"cannot read '{path}': it is {_kind(status.st_mode)}, not a regular file.")
     free = available_memory()
-    if found.st_size > free:
+    if status.st_size > free:
         raise error(
-            f"cannot read '{path}': it has {found.st_size} bytes, more than the {free} bytes of "
-            f"memory that are free."
+            f"cannot read '{path}': it has {status.st_size} bytes, but only {free} bytes "
+            f"of memory are free."
         )
 
 
 def is_pipe(path: Path) -> bool:
-    """Whether a path leads to a pipe or a socket, which can be read only once."""
+    """Return whether a path names a pipe or a socket, which can be read only once."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -47,23 +47,23 @@ def is_pipe(path: Path) -> bool:
 
 
 def read_bounded(file: IO[bytes], most: int) -> bytes:
-    """All bytes of a stream.
+    """Read a stream to its end.
 
     Args:
-        file: The stream.
-        most: Bytes that it may hold.
+        file: Stream of bytes.
+        most: Largest number of bytes.
 
     Returns:
-        The bytes.
+        Content of the stream.
 
     Raises:
-        InputError: There are more.
+        InputError: The stream has more than ``most`` bytes.
     """
     data = bytearray()
     while chunk := file.read(_CHUNK_BYTES):
         data += chunk
         if len(data) > most:
-            raise InputError(f"it holds more than the {most} bytes that may be read from a pipe.")
+            raise InputError(f"it has more than {most} bytes, the limit for a pipe.")
     return bytes(data)
 
 

@@ -1,8 +1,8 @@
-"""Writing of files that a user names; all other modules write through this one.
+"""Writing of files; all other modules write files with the functions of this one.
 
-A regular file is replaced whole: the new content goes into a temporary file in the same folder,
-which then takes its name, so that a failure at any time leaves the old content or the new one.
-Devices, pipes and the standard output are written to as they are.
+The new content of a regular file is written to a temporary file in the same folder, which is then
+renamed. A failure at any time leaves either the old content or the new content. Devices, pipes and
+the standard output are written in place.
 """
 
 import errno
@@ -26,8 +26,8 @@ if sys.platform != "win32":
 Chunks: TypeAlias = Iterable[bytes | memoryview]
 
 _PREFIX, _SUFFIX = ".kfac-engine-", ".tmp"
-# A temporary file that nobody holds is left over from a process that was killed. A file system may
-# not support locks, and a file is unlocked for a moment before it is renamed: hence the age.
+# An unlocked temporary file belongs to a killed process. The age is checked too, because a file
+# system may not support locks, and a file is unlocked for a moment before it is renamed.
 _STALE_SECONDS = 3600
 _STDOUT = 1
 
@@ -37,21 +37,21 @@ _CREATION = Lock()
 
 
 def checked_path(path: object) -> Path:
-    """The argument of a caller as a path; an InputError where it is not a path."""
+    """Convert an argument to a path; raise an InputError if it is not a path."""
     if not isinstance(path, str | os.PathLike) or not str(path):
-        raise InputError(f"{path!r} is no path of a file; give its name.")
+        raise InputError(f"{path!r} is not a path; give the name of a file.")
     return Path(path)
 
 
 def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
     """Write a file completely or not at all.
 
-    A symbolic link is followed. An existing file keeps its permissions and owner; a new one gets
-    those that the process gives to new files. What is no regular file is written to in place.
+    A symbolic link is followed. An existing file keeps its permissions and its owner. Devices,
+    pipes and the standard output are written in place.
 
     Args:
-        path: The file.
-        chunks: Its content.
+        path: Path of the file.
+        chunks: Content of the file, in pieces.
 
     Raises:
         InputError: The folder does not exist, or the file cannot be written.
@@ -59,7 +59,7 @@ def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
     try:
         old = _status(Path(path))
     except (TypeError, ValueError) as failure:  # the latter for a zero byte
-        raise InputError(f"cannot write {path!r}: it is no path ({failure}).") from failure
+        raise InputError(f"cannot write {path!r}: it is not a path ({failure}).") from failure
     except OSError as failure:
         raise InputError(f"cannot write '{path}': {failure.strerror}.") from failure
     try:
@@ -69,7 +69,7 @@ def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
 
 
 def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whose content a function writes into a stream; see ``write_file``."""
+    """Write a file with the content that ``render`` writes into a stream; see ``write_file``."""
     content = io.BytesIO()
     render(content)
     write_file(path, [content.getbuffer()])
@@ -78,16 +78,16 @@ def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], o
 def check_outputs(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Refuse outputs that are folders, lie in no folder, are inputs, or are the same file.
+    """Check that outputs are different files in existing folders, and not inputs.
 
     Args:
-        outputs: Name in messages to the path of each output; None for an output not requested.
-        inputs: The same for each input.
+        outputs: Name for messages to path of each output; None for an output not requested.
+        inputs: Name for messages to path of each input.
 
     Raises:
-        InputError: A file must not be written.
+        InputError: An output is a folder, an input or another output, or its folder is missing.
     """
-    taken = {_identity(path): name for name, path in (inputs or {}).items() if path is not None}
+    names = {_identity(path): name for name, path in (inputs or {}).items() if path is not None}
     for name, path in outputs.items():
         if path is None:
             continue
@@ -96,15 +96,15 @@ def check_outputs(
                 f"{name} '{path}' cannot be written: name a file in a folder that exists."
             )
         identity = _identity(path)
-        if identity is not None and identity in taken:
+        if identity is not None and identity in names:
             raise InputError(
-                f"{name} '{path}' would overwrite the file of {taken[identity]}; name another file."
+                f"{name} '{path}' would overwrite the file of {names[identity]}; name another file."
             )
-        taken[identity] = name
+        names[identity] = name
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether a path names the standard output of this process, such as ``/dev/stdout``."""
+    """Return whether a path names the standard output of this process, such as ``/dev/stdout``."""
     try:
         status = _status(path)
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def abandon_files() -> None:
-    """Remove all temporary files of this process and create no more; it is about to end."""
+    """Remove all temporary files of this process, and prevent new ones, before it ends."""
     _CREATION.acquire(timeout=0.5)
     for path in tuple(_TEMPORARY):
         with suppress(OSError):
@@ -153,7 +153,7 @@ def _replace(target: Path, chunks: Chunks, old: os.stat_result | None) -> None:
 
 
 def _create(temporary: Path, old: os.stat_result | None) -> IO[bytes]:
-    """A new file, locked as long as it is open, with the owner and permissions of the old one."""
+    """Create a file that is locked while it is open, with owner and permissions of the old one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     with _CREATION:
@@ -172,7 +172,7 @@ def _create(temporary: Path, old: os.stat_result | None) -> IO[bytes]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove temporary files of processes that were killed."""
+    """Remove temporary files of killed processes."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
@@ -187,7 +187,7 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file; False where another process holds it, or files cannot be locked."""
+    """Lock an open file; return False if another process has locked it or locks do not work."""
     if sys.platform == "win32":
         return True
     try:
@@ -205,7 +205,7 @@ def _write_to_stdout(chunks: Chunks) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """The file status of a path after links are followed; None if there is no file."""
+    """Return the status of the file that a path leads to; None if there is no file."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -214,26 +214,26 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _is_stdout(status: os.stat_result) -> bool:
     try:
-        own = os.fstat(_STDOUT)
+        stdout = os.fstat(_STDOUT)
     except OSError:  # the standard output is closed
         return False
-    # The null device is shared by all processes, and not the output of this one.
-    is_null = stat.S_ISCHR(own.st_mode) and not os.isatty(_STDOUT)
-    return os.path.samestat(status, own) and not is_null
+    # All processes share the null device: it does not identify the output of this process.
+    is_null = stat.S_ISCHR(stdout.st_mode) and not os.isatty(_STDOUT)
+    return os.path.samestat(status, stdout) and not is_null
 
 
 def _names(target: Path, status: os.stat_result) -> bool:
-    """Whether a resolved path leads to this file: links of ``/proc`` may be mere descriptions."""
-    found = _status(target)
-    return found is not None and os.path.samestat(found, status)
+    """Whether a resolved path leads to this file; links in ``/proc`` may lead nowhere."""
+    resolved = _status(target)
+    return resolved is not None and os.path.samestat(resolved, status)
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
-    """An identity that is equal for two names of one file; None for devices and pipes."""
+    """Return a value that is equal for two names of one file; None for devices and pipes."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return os.path.realpath(path)
     except ValueError:  # a zero byte
         return None
-    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None

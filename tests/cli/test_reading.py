@@ -139,7 +139,7 @@ def test_a_file_larger_than_the_free_memory_is_refused_without_reading(read, mon
     with Path("x").open("wb") as file:
         file.truncate(50 << 20)  # takes no room
     monkeypatch.setattr(reading, "available_memory", lambda: 40 << 20)
-    with pytest.raises(ke.InputError, match=r"'x': it has 52428800 bytes, more than the 41943040 "):
+    with pytest.raises(ke.InputError, match=r"'x': it has 52428800 bytes, but only 41943040 "):
         read(Path("x"))
 
 
@@ -155,5 +155,5 @@ def test_an_archive_that_unpacks_to_more_than_the_free_memory_is_refused(monkeyp
 def test_a_model_in_a_folder_of_its_name_is_explained():
     Path("m.onnx").mkdir()
     onnx.save(models.mlp(), "m.onnx/model.onnx")
-    with pytest.raises(ke.ModelError, match="it is a folder, no regular file"):
+    with pytest.raises(ke.ModelError, match="it is a folder, not a regular file"):
         read_model("m.onnx")

@@ -59,8 +59,8 @@ def dense(engine, exp=-1):
     ("name", "message"),
     [
         ("dampng", "did you mean 'damping'"),
-        ("exps", "takes 'exps' when it is made"),
-        ("reduction", "takes 'reduction' when it is made"),
+        ("exps", "takes 'exps' in its constructor"),
+        ("reduction", "takes 'reduction' in its constructor"),
         ("layers", "only damping and schedule can be set"),
         ("gradients", "only damping and schedule can be set"),
         ("anything", "no attribute 'anything'"),
