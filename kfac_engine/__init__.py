@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     from kfac_engine.compat.default_collection import (
         set_default_layer_collection as set_default_layer_collection,
     )
+    from kfac_engine.compat.depthwise import DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB
+    from kfac_engine.compat.depthwise import DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB
+    from kfac_engine.compat.embedding import (
+        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
+    )
+    from kfac_engine.compat.embedding import EmbeddingKFACFB as EmbeddingKFACFB
+    from kfac_engine.compat.embedding import EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB
     from kfac_engine.compat.factors import DiagonalKroneckerFactor as DiagonalKroneckerFactor
     from kfac_engine.compat.factors import DiagonalMultiKF as DiagonalMultiKF
     from kfac_engine.compat.factors import (
@@ -47,22 +54,14 @@ if TYPE_CHECKING:
     from kfac_engine.compat.factors import FullyConnectedMultiKF as FullyConnectedMultiKF
     from kfac_engine.compat.factors import NaiveDiagonalFactor as NaiveDiagonalFactor
     from kfac_engine.compat.factors import NaiveFullFactor as NaiveFullFactor
+    from kfac_engine.compat.scale_shift import (
+        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
+    )
+    from kfac_engine.compat.scale_shift import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
+    from kfac_engine.compat.scale_shift import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
+    from kfac_engine.compat.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
     from kfac_engine.curvature.blocks.base import FisherBlock as FisherBlock
-    from kfac_engine.curvature.blocks.embedding import EmbeddingKFACFB as EmbeddingKFACFB
-    from kfac_engine.curvature.blocks.embedding import (
-        EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB,
-    )
-    from kfac_engine.curvature.blocks.grouped import (
-        DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB,
-    )
-    from kfac_engine.curvature.blocks.grouped import (
-        DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB,
-    )
     from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
-    from kfac_engine.curvature.blocks.scale_shift import (
-        ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB,
-    )
-    from kfac_engine.curvature.blocks.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
     from kfac_engine.curvature.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.curvature.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.curvature.collection import LayerCollection as LayerCollection
@@ -73,15 +72,6 @@ if TYPE_CHECKING:
         DenseSquareMatrixFactor as DenseSquareMatrixFactor,
     )
     from kfac_engine.curvature.factors.diagonal import DiagonalFactor as DiagonalFactor
-    from kfac_engine.curvature.factors.embedding import (
-        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
-    )
-    from kfac_engine.curvature.factors.scale_shift import (
-        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
-    )
-    from kfac_engine.curvature.factors.scale_shift import (
-        ScaleAndShiftFullFactor as ScaleAndShiftFullFactor,
-    )
     from kfac_engine.curvature.products import (
         CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
     )
@@ -177,12 +167,12 @@ _HOMES = {
     "FullyConnectedMultiIndepFB": "compat.blocks",
     "FullyConnectedSeriesFB": "compat.blocks",
     "ConvKFCBasicMultiIndepFB": "compat.blocks",
-    "ScaleAndShiftFullFB": "curvature.blocks.scale_shift",
-    "ScaleAndShiftDiagonalFB": "curvature.blocks.scale_shift",
-    "EmbeddingKFACFB": "curvature.blocks.embedding",
-    "EmbeddingKFACMultiIndepFB": "curvature.blocks.embedding",
-    "DepthwiseConvKFCBasicFB": "curvature.blocks.grouped",
-    "DepthwiseConvDiagonalFB": "curvature.blocks.grouped",
+    "ScaleAndShiftFullFB": "compat.scale_shift",
+    "ScaleAndShiftDiagonalFB": "compat.scale_shift",
+    "EmbeddingKFACFB": "compat.embedding",
+    "EmbeddingKFACMultiIndepFB": "compat.embedding",
+    "DepthwiseConvKFCBasicFB": "compat.depthwise",
+    "DepthwiseConvDiagonalFB": "compat.depthwise",
     "FisherFactor": "curvature.factors.base",
     "DenseSquareMatrixFactor": "curvature.factors.dense",
     "DiagonalFactor": "curvature.factors.diagonal",
@@ -199,9 +189,9 @@ _HOMES = {
     "ConvInputSUAKroneckerFactor": "compat.convolution_factors",
     "ConvOutputKroneckerFactor": "compat.convolution_factors",
     "ConvOutputMultiKF": "compat.convolution_factors",
-    "ScaleAndShiftFullFactor": "curvature.factors.scale_shift",
-    "ScaleAndShiftDiagonalFactor": "curvature.factors.scale_shift",
-    "EmbeddingInputKroneckerFactor": "curvature.factors.embedding",
+    "ScaleAndShiftFullFactor": "compat.scale_shift",
+    "ScaleAndShiftDiagonalFactor": "compat.scale_shift",
+    "EmbeddingInputKroneckerFactor": "compat.embedding",
     "LossFunction": "losses",
     "CategoricalLogitsNegativeLogProbLoss": "losses",
     "OnehotCategoricalLogitsNegativeLogProbLoss": "losses",

@@ -10,7 +10,7 @@ from kfac_engine.curvature.blocks.base import FactorOwner
 from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, Side
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
-from kfac_engine.layers.layer_forms import LayerForm, embedding_form
+from kfac_engine.layers.layer_forms import LayerForm
 
 IDENTIFIERS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 
@@ -69,47 +69,3 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
     def _scaled(self, vector: Rows, values: Array, exp: float) -> Rows:
         scaled = float(self.repeats) ** exp * values
         return Rows(vector.indices, scaled.astype(vector.values.dtype), vector.num_rows)
-
-
-class EmbeddingKFACFB(EmbeddingKroneckerFB):
-    """``F ≈ diag(A) ⊗ G`` for an embedding.
-
-    Args:
-        layer_collection: Owner of the factors.
-        vocab_size: Rows of the table.
-        count_repeats: Whether an identifier that comes several times in a row counts as often.
-        positions: Whether each identifier of an example has an output of its own.
-    """
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        vocab_size: int,
-        count_repeats: bool = False,
-        positions: bool = False,
-    ) -> None:
-        form = embedding_form(vocab_size, count_repeats=count_repeats, positions=positions)
-        super().__init__(layer_collection, form)
-
-
-class EmbeddingKFACMultiIndepFB(EmbeddingKroneckerFB):
-    """``F ≈ u · diag(A) ⊗ G`` for an embedding used several times.
-
-    Args:
-        layer_collection: Owner of the factors.
-        vocab_size: Rows of the table.
-        num_uses: Uses; may be left out if a tower lists them.
-        count_repeats: As in ``EmbeddingKFACFB``.
-        positions: As in ``EmbeddingKFACFB``.
-    """
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        vocab_size: int,
-        num_uses: int | None = None,
-        count_repeats: bool = False,
-        positions: bool = False,
-    ) -> None:
-        form = embedding_form(vocab_size, count_repeats=count_repeats, positions=positions)
-        super().__init__(layer_collection, form, num_uses)

@@ -19,8 +19,7 @@ from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.stacked import GroupedMoment, GroupedSquare, StackedSquareFactor
 from kfac_engine.curvature.linalg.damping import pi_correction
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.layers.grouped import GroupedForm, depthwise_form
-from kfac_engine.layers.views import Padding
+from kfac_engine.layers.grouped import GroupedForm
 
 
 class GroupedKroneckerFB(KroneckerProductFB):
@@ -102,68 +101,6 @@ class GroupedDiagonalFB(LayerDiagonalFB):
             self._grouped.taps,
         )
         self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
-
-
-class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
-    """One Kronecker pair for each channel of a depthwise convolution.
-
-    Args:
-        layer_collection: Owner of the factors; must know the filter's shape.
-        params: The filter, ``(kh, kw, channels, multiplier)``.
-        strides: Four, one an axis of the data.
-        padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
-        rate: Two dilations; ones when left out.
-        data_format: ``"NHWC"`` (default) or ``"NCHW"``.
-    """
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        params: Params,
-        strides: Sequence[int],
-        padding: Padding,
-        rate: Sequence[int] | None = None,
-        data_format: str | None = None,
-    ) -> None:
-        form = depthwise_form(
-            layer_collection.require_shape(single_filter(params)),
-            padding=padding,
-            strides=strides,
-            rate=rate,
-            data_format=data_format,
-        )
-        super().__init__(layer_collection, form)
-
-
-class DepthwiseConvDiagonalFB(GroupedDiagonalFB):
-    """The diagonal of a depthwise convolution's block.
-
-    Args:
-        layer_collection: Owner of the factor; must know the filter's shape.
-        params: As in ``DepthwiseConvKFCBasicFB``.
-        strides: As in ``DepthwiseConvKFCBasicFB``.
-        padding: As in ``DepthwiseConvKFCBasicFB``.
-        rate: As in ``DepthwiseConvKFCBasicFB``.
-        data_format: As in ``DepthwiseConvKFCBasicFB``.
-    """
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        params: Params,
-        strides: Sequence[int],
-        padding: Padding,
-        rate: Sequence[int] | None = None,
-        data_format: str | None = None,
-    ) -> None:
-        form = depthwise_form(
-            layer_collection.require_shape(single_filter(params)),
-            padding=padding,
-            strides=strides,
-            rate=rate,
-            data_format=data_format,
-        )
-        super().__init__(layer_collection, form)
 
 
 def single_filter(params: Params) -> str:

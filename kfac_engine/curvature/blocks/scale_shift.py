@@ -11,8 +11,6 @@ from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.scale_shift import (
     ScaleShiftMoment,
-    ScaleShiftSquare,
-    summed_axes,
 )
 from kfac_engine.errors import RegistrationError
 from kfac_engine.layers.broadcast import Reduction
@@ -89,46 +87,3 @@ class ScaleShiftFB(SingleLayerFB):
             self.form.shift,
         )
         self._factor = self._collection.make_or_get_factor(self._factor_class, (statistic,))
-
-
-class ScaleAndShiftFullFB(ScaleShiftFB):
-    """The full second moment of per-example gradients of a scale and a shift.
-
-    Args:
-        layer_collection: Owner of the factor.
-        broadcast_dims_scale: Axes of the data (the batch is 0) along which the scale is broadcast.
-        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
-        has_shift: Whether there is a shift.
-    """
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        super().__init__(layer_collection, ScaleShiftForm(*sums))
-
-
-class ScaleAndShiftDiagonalFB(ScaleShiftFB):
-    """The mean squares of per-example gradients of a scale and a shift.
-
-    Args:
-        layer_collection: Owner of the factor.
-        broadcast_dims_scale: As in ``ScaleAndShiftFullFB``.
-        broadcast_dims_shift: As in ``ScaleAndShiftFullFB``.
-        has_shift: Whether there is a shift.
-    """
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        form = ScaleShiftForm(*sums)
-        super().__init__(layer_collection, form, statistic=ScaleShiftSquare, factor=DiagonalFactor)

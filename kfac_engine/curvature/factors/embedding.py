@@ -1,20 +1,18 @@
 """The input side of embeddings: a diagonal counted from identifiers."""
 
 from collections import ChainMap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
 from kfac_engine._types import Array, Rows, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.damping import Damping
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, one_use
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.curvature.factors.statistics import KroneckerDiagonal
+from kfac_engine.errors import ShapeError
 from kfac_engine.layers.token_ids import TokenIdView
 
 
@@ -106,39 +104,3 @@ class VocabularyFactor(DiagonalFactor):
         diagonal = self.average.read(self.name)[x.indices]
         damped = self._power(diagonal, exp, damping_func)[:, None]
         return Rows(x.indices, (damped * x.values).astype(x.values.dtype), x.num_rows)
-
-
-class EmbeddingInputKroneckerFactor(VocabularyFactor):
-    """``Cov = (1/n) Σ_i diag(n_hot(ids_i)²)``: how many rows have each identifier.
-
-    Args:
-        input_ids: Names of identifiers ``(n, ids)`` or ``(n,)``, one a tower.
-        vocab_size: Identifiers are below it.
-        dtype: Of the statistics, floating point; float32 when left out.
-        count_repeats: Whether an identifier that comes several times in a row counts as often.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
-
-    Raises:
-        InputError: The vocabulary is empty or the type is not floating point.
-    """
-
-    def __init__(
-        self,
-        input_ids: Sequence[str],
-        vocab_size: int,
-        dtype: npt.DTypeLike | None = None,
-        *,
-        count_repeats: bool = False,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        chosen = np.dtype(np.float32 if dtype is None else dtype)
-        if chosen.kind != "f" or vocab_size < 1:
-            raise InputError(
-                f"an embedding's factor needs a vocabulary of at least one entry and a floating "
-                f"point type, got {vocab_size} and {chosen}."
-            )
-        view = TokenIdView(int(vocab_size), count_repeats=count_repeats)
-        super().__init__(IdCounts((one_use(input_ids),), view), backend=backend, config=config)
-        self.narrowest = chosen

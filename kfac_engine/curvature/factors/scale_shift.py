@@ -5,17 +5,14 @@ broadcast and over the uses of the parameter. It is short, so its second moment 
 of its entries.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.statistics import LayerPairs, one_use, the_same
+from kfac_engine.curvature.factors.statistics import LayerPairs, the_same
 from kfac_engine.errors import ShapeError
-from kfac_engine.layers.broadcast import Reduction, SummedAxes, entries, per_example
+from kfac_engine.layers.broadcast import Reduction, entries, per_example
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,73 +124,3 @@ class ScaleShiftSquare(ScaleShiftMoment):
             squares = backend.xp.einsum("ni,ni->i", v, v)
             backend.add_scaled(out, squares, alpha / (len(v) * towers), beta)
             beta = 1.0
-
-
-class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
-    """The second moment of a scale's and a shift's per-example gradients.
-
-    Args:
-        inputs: Names of the data before scaling, one a tower.
-        outputs_grads: Names of output gradients, ``[source][tower]``.
-        broadcast_dims_scale: Axes along which the scale is broadcast; empty sums nothing.
-        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
-        has_shift: Whether there is a shift.
-        backend: Array library; NumPy when left out.
-        config: How averages and powers are taken; the defaults when left out.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[str],
-        outputs_grads: Sequence[Sequence[str]],
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        tensors = tuple(one_use(source) for source in outputs_grads)
-        statistic = ScaleShiftMoment(one_use(inputs), tensors, *sums)
-        super().__init__(statistic, backend=backend, config=config)
-
-
-class ScaleAndShiftDiagonalFactor(DiagonalFactor):
-    """The mean squares of a scale's and a shift's per-example gradients.
-
-    Args:
-        inputs: As in ``ScaleAndShiftFullFactor``.
-        outputs_grads: As in ``ScaleAndShiftFullFactor``.
-        broadcast_dims_scale: As in ``ScaleAndShiftFullFactor``.
-        broadcast_dims_shift: As in ``ScaleAndShiftFullFactor``.
-        has_shift: Whether there is a shift.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[str],
-        outputs_grads: Sequence[Sequence[str]],
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        tensors = tuple(one_use(source) for source in outputs_grads)
-        statistic = ScaleShiftSquare(one_use(inputs), tensors, *sums)
-        super().__init__(statistic, backend=backend, config=config)
-
-
-def summed_axes(
-    scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
-) -> tuple[SummedAxes, SummedAxes | None]:
-    """The sums for scale and shift, from axes named by the caller."""
-    own = SummedAxes(tuple(scale))
-    if not has_shift:
-        return own, None
-    return own, own if shift is None else SummedAxes(tuple(shift))

@@ -1,0 +1,126 @@
+"""Classes of TensorFlow's library for scales and shifts: names and constructors."""
+
+from collections.abc import Sequence
+
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.blocks.base import FactorOwner
+from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB, ScaleShiftForm
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.scale_shift import ScaleShiftMoment, ScaleShiftSquare
+from kfac_engine.curvature.factors.statistics import one_use
+from kfac_engine.layers.broadcast import SummedAxes
+
+
+class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
+    """The second moment of a scale's and a shift's per-example gradients.
+
+    Args:
+        inputs: Names of the data before scaling, one a tower.
+        outputs_grads: Names of output gradients, ``[source][tower]``.
+        broadcast_dims_scale: Axes along which the scale is broadcast; empty sums nothing.
+        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
+        has_shift: Whether there is a shift.
+        backend: Array library; NumPy when left out.
+        config: How averages and powers are taken; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        tensors = tuple(one_use(source) for source in outputs_grads)
+        statistic = ScaleShiftMoment(one_use(inputs), tensors, *sums)
+        super().__init__(statistic, backend=backend, config=config)
+
+
+class ScaleAndShiftDiagonalFactor(DiagonalFactor):
+    """The mean squares of a scale's and a shift's per-example gradients.
+
+    Args:
+        inputs: As in ``ScaleAndShiftFullFactor``.
+        outputs_grads: As in ``ScaleAndShiftFullFactor``.
+        broadcast_dims_scale: As in ``ScaleAndShiftFullFactor``.
+        broadcast_dims_shift: As in ``ScaleAndShiftFullFactor``.
+        has_shift: Whether there is a shift.
+        backend: Array library; NumPy when left out.
+        config: How averages are taken; the defaults when left out.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        tensors = tuple(one_use(source) for source in outputs_grads)
+        statistic = ScaleShiftSquare(one_use(inputs), tensors, *sums)
+        super().__init__(statistic, backend=backend, config=config)
+
+
+class ScaleAndShiftFullFB(ScaleShiftFB):
+    """The full second moment of per-example gradients of a scale and a shift.
+
+    Args:
+        layer_collection: Owner of the factor.
+        broadcast_dims_scale: Axes of the data (the batch is 0) along which the scale is broadcast.
+        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
+        has_shift: Whether there is a shift.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        super().__init__(layer_collection, ScaleShiftForm(*sums))
+
+
+class ScaleAndShiftDiagonalFB(ScaleShiftFB):
+    """The mean squares of per-example gradients of a scale and a shift.
+
+    Args:
+        layer_collection: Owner of the factor.
+        broadcast_dims_scale: As in ``ScaleAndShiftFullFB``.
+        broadcast_dims_shift: As in ``ScaleAndShiftFullFB``.
+        has_shift: Whether there is a shift.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        form = ScaleShiftForm(*sums)
+        super().__init__(layer_collection, form, statistic=ScaleShiftSquare, factor=DiagonalFactor)
+
+
+def summed_axes(
+    scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
+) -> tuple[SummedAxes, SummedAxes | None]:
+    """The sums for scale and shift, from axes named by the caller."""
+    own = SummedAxes(tuple(scale))
+    if not has_shift:
+        return own, None
+    return own, own if shift is None else SummedAxes(tuple(shift))
