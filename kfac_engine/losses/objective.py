@@ -10,6 +10,10 @@ mean           sum / (n·t)         mean over n, ÷ t
 batch_mean     sum / n             mean over n
 sum            sum                 mean over n, × n
 =============  ==================  ======================
+
+Where a batch is one shard of a larger batch, n is the number of examples of the larger batch, which
+the caller passes as ``examples``. The sum of the losses of all shards, and of their gradients, is
+then that of the larger batch. Shards must have the same number of positions t.
 """
 
 from collections.abc import Mapping
@@ -82,65 +86,102 @@ class Objective:
                 )
         return {names[name]: as_array(array) for name, array in targets.items()}
 
-    def value(self, values: Values) -> float:
-        """The reduced loss on the targets of the batch."""
+    def value(self, values: Values, *, examples: int | None = None) -> float:
+        """Return the reduced loss on the targets of a batch.
+
+        Args:
+            values: Loss inputs and targets by name.
+            examples: Number of examples n to divide by; None for that of the batch.
+
+        Returns:
+            The sum over the losses, each times its coefficient, in nats.
+        """
         parts = [
-            loss.coefficient * self._gradient_weight(tower, values) * tower.value(values)
+            loss.coefficient * self._gradient_weight(tower, values, examples) * tower.value(values)
             for loss in self.losses
             for tower in loss.towers
         ]
         total: float = sum(parts)
         return total
 
-    def cotangents(self, values: Values, times: float = 1.0) -> dict[str, Array]:
-        """Gradient of ``value`` with respect to each loss input, times a number."""
+    def cotangents(
+        self, values: Values, times: float = 1.0, *, examples: int | None = None
+    ) -> dict[str, Array]:
+        """Return the gradient of ``value`` with respect to each loss input, times a number.
+
+        Args:
+            values: Loss inputs and targets by name.
+            times: The number.
+            examples: As for ``value``.
+
+        Returns:
+            Loss input to gradient, in the input's shape.
+        """
         total: dict[str, Array] = {}
         for loss in self.losses:
             for tower in loss.towers:
-                weight = times * loss.coefficient * self._gradient_weight(tower, values)
+                share = self._gradient_weight(tower, values, examples)
+                weight = times * loss.coefficient * share
                 for name, gradient in tower.gradient(values).items():
                     part = weight * gradient
                     total[name] = total[name] + part if name in total else part
         return total
 
-    def fisher_scales(self, values: Values) -> dict[str, float]:
-        """Square roots of the Fisher weights, by loss input: what cotangents are multiplied by."""
+    def fisher_scales(self, values: Values, *, examples: int | None = None) -> dict[str, float]:
+        """Return the factor of the cotangents of each loss input: the root of its Fisher weight.
+
+        Args:
+            values: Loss inputs by name.
+            examples: As for ``value``.
+
+        Returns:
+            Loss input to factor.
+        """
         return {
-            name: sqrt(self._fisher_weight(tower, values))
+            name: sqrt(self._fisher_weight(tower, values, examples))
             for loss in self.losses
             for tower in loss.towers
             for name in tower.inputs
         }
 
-    def fisher_ratio(self, values: Values) -> float | None:
-        """What the gradient of ``value`` is multiplied by to be the source of mode ``empirical``.
+    def fisher_ratio(self, values: Values, *, examples: int | None = None) -> float | None:
+        """Return the ratio of the source of mode ``empirical`` to the gradient of ``value``.
 
         Args:
-            values: The loss inputs of the batch by name.
+            values: Loss inputs by name.
+            examples: As for ``value``.
 
         Returns:
-            The one number for all losses; None where losses differ in it.
+            The ratio; None where it differs between losses.
         """
         ratios = {
-            sqrt(self._fisher_weight(tower, values)) / self._gradient_weight(tower, values)
+            sqrt(self._fisher_weight(tower, values, examples))
+            / self._gradient_weight(tower, values, examples)
             for loss in self.losses
             for tower in loss.towers
         }
         return ratios.pop() if len(ratios) == 1 else None
 
-    def _gradient_weight(self, loss: LossFunction, values: Values) -> float:
-        n, predictions = self.examples(values), _predictions(loss, values)
-        weights = {"mean": 1 / predictions, "batch_mean": 1 / n, "sum": 1.0}
-        return weights[self.reduction]
-
-    def _fisher_weight(self, loss: LossFunction, values: Values) -> float:
-        n, predictions = self.examples(values), _predictions(loss, values)
-        weights = {"mean": n / predictions, "batch_mean": 1.0, "sum": float(n)}
-        return weights[self.reduction]
-
     def examples(self, values: Values) -> int:
-        """Examples in a batch."""
+        """Return the number of examples in a batch."""
         return len(values[self.batch or self.inputs[0]])
+
+    def _gradient_weight(
+        self, loss: LossFunction, values: Values, examples: int | None = None
+    ) -> float:
+        batch, predictions = self.examples(values), _predictions(loss, values)
+        n = batch if examples is None else examples
+        # predictions = batch · t. Integers are divided once, so that n = batch gives 1 / (n·t).
+        weights = {"mean": batch / (predictions * n), "batch_mean": 1 / n, "sum": 1.0}
+        return weights[self.reduction]
+
+    def _fisher_weight(
+        self, loss: LossFunction, values: Values, examples: int | None = None
+    ) -> float:
+        batch, predictions = self.examples(values), _predictions(loss, values)
+        n = batch if examples is None else examples
+        weights = {"mean": batch / predictions, "batch_mean": 1.0, "sum": float(n)}
+        return weights[self.reduction]
 
 
 def check_reduction(reduction: str) -> None:
