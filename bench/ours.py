@@ -20,14 +20,13 @@ from kfac_engine.bench.jobs import (
     square_window,
 )
 from kfac_engine.bench.step_networks import NETWORKS
+from kfac_engine.curvature.block_products import BlockProducts
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.refresh import refresh
 from kfac_engine.curvature.factors.stacked import GroupedMoment
 from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.curvature.schedule import Schedule
-from kfac_engine.engine.build import multiplied
 from kfac_engine.engine.engine import Engine
-from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.layers.views import patch_view
 
 
@@ -115,11 +114,11 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
     for factor in factors:
         factor.update(values, 0.0)
     refresh(factors, collection.backend)
-    whole = {name: (ParameterSlice(name),) for name in gradients}
+    products = BlockProducts(collection, (-1,))
 
     def run() -> list[Array]:
         with single_threaded_blas():
-            return list(multiplied(collection, whole, gradients, -1, 0.0).values())
+            return list(products.multiply(gradients, products.matpower(-1)).values())
 
     return run
 

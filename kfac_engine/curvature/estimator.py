@@ -1,7 +1,6 @@
 """The Fisher estimator: statistics of a trace into factors, products with the whole matrix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -9,16 +8,17 @@ import numpy as np
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.arguments import listed, number, texts, whole
 from kfac_engine.compat.default_collection import get_default_layer_collection
+from kfac_engine.curvature.block_products import BlockProducts
 from kfac_engine.curvature.blocks.base import FisherBlock, GradsList, uses
-from kfac_engine.curvature.blocks.batched_products import Pairs, Product, multiply_named
+from kfac_engine.curvature.blocks.batched_products import Pairs
 from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.refresh import refresh
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, Measured
-from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
-from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.curvature.refreshes import Refreshes
+from kfac_engine.curvature.sources import ExampleGradients, Sources, ThunkRound, Trace
+from kfac_engine.errors import InputError
 from kfac_engine.sealed import Sealed
 
 
@@ -49,6 +49,8 @@ class FisherEstimator(Sealed):
 
     Attributes:
         params_stats: Per variable, ``Σ_sources gradient / batch_size`` of the last update.
+        products: The same products for vectors that are given by parameter.
+        refreshes: Refreshes of single factors, by key, with their costs.
 
     Raises:
         InputError: No loss is registered, the mode is unknown, the decay is outside [0, 1], or the
@@ -101,9 +103,11 @@ class FisherEstimator(Sealed):
             self.variables if compute_params_stats else (),
         )
         self._batch_size = batch_size
-        self._exps = (1.0, *map(float, exps))
-        self._roots = {False: compute_cholesky, True: compute_cholesky_inverse}
-        self._round: _Round | None = None
+        self.products = BlockProducts(
+            layer_collection, exps, compute_cholesky, compute_cholesky_inverse, name
+        )
+        self.refreshes = Refreshes(layer_collection)
+        self._round: ThunkRound | None = None
         layer_collection.check_registration(self.variables)
         layer_collection.finalize()
         for block in self.blocks:
@@ -205,7 +209,12 @@ class FisherEstimator(Sealed):
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
-        refresh(self.factors, self._collection.backend)
+        self.refreshes.begin()()
+
+    def wait(self) -> None:
+        """Complete all refreshes that were begun."""
+        for factor in self.factors:
+            factor.wait()
 
     @property
     def cov_update_thunks(self) -> list[Callable[..., None]]:
@@ -245,11 +254,7 @@ class FisherEstimator(Sealed):
             InputError: A registered parameter is missing, or one is not registered.
             UnknownNameError: The power is none of ``exps``.
         """
-        if float(exp) not in self._exps:
-            raise UnknownNameError(
-                f"power {exp} was not registered with {self.name}; add it to exps={self._exps[1:]}."
-            )
-        return self._apply(vecs_and_vars, lambda block, v: block.multiply_matpower(v, exp))
+        return self.products.multiply_pairs(vecs_and_vars, self.products.matpower(exp))
 
     def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
         """The damped matrix, from the current averages, times a vector."""
@@ -263,16 +268,14 @@ class FisherEstimator(Sealed):
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """A factor ``B`` of the damped matrix, or its transpose, times a vector."""
-        self._require_root(inverse=False)
-        return self._apply(vecs_and_vars, lambda block, v: block.multiply_cholesky(v, transpose))
+        return self.products.multiply_pairs(vecs_and_vars, self.products.cholesky(transpose))
 
     def multiply_cholesky_inverse(
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """``B⁻¹``, or its transpose, times a vector."""
-        self._require_root(inverse=True)
-        return self._apply(
-            vecs_and_vars, lambda block, v: block.multiply_cholesky_inverse(v, transpose)
+        return self.products.multiply_pairs(
+            vecs_and_vars, self.products.cholesky_inverse(transpose)
         )
 
     # -- private ----------------------------------------------------------------------------------
@@ -294,17 +297,10 @@ class FisherEstimator(Sealed):
         if inverse:
             block.register_cholesky_inverse()
 
-    def _require_root(self, *, inverse: bool) -> None:
-        if not self._roots[inverse]:
-            option = "compute_cholesky_inverse" if inverse else "compute_cholesky"
-            raise UnknownNameError(
-                f"the product was not registered with {self.name}; make it with {option}=True."
-            )
-
     def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
         now = self.rng.bit_generator.state
         if self._round is None or not self._round.includes(trace, factor):
-            self._round = _Round(trace, now)
+            self._round = ThunkRound(trace, now)
         first = not self._round.done
         self.rng.bit_generator.state = self._round.generator
         stats: dict[str, Array] = {}
@@ -345,10 +341,6 @@ class FisherEstimator(Sealed):
             raise
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
 
-    def _apply(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
-        blocks, backend = self._collection.fisher_blocks, self._collection.backend
-        return multiply_named(blocks, vecs_and_vars, product, backend)
-
 
 def _check_options(
     variables: object, cov_ema_decay: float, exps: object, estimation_mode: object
@@ -364,22 +356,3 @@ def _check_options(
     number("cov_ema_decay", cov_ema_decay)
     if not 0 <= cov_ema_decay <= 1:
         raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
-
-
-@dataclass(slots=True)
-class _Round:
-    """One pass of the covariance thunks over a batch.
-
-    Attributes:
-        trace: The batch.
-        generator: State of the random generator that each thunk draws from.
-        done: Identities of the factors that have it; changed by their thunks.
-    """
-
-    trace: Trace
-    generator: Mapping[str, object]
-    done: set[int] = field(default_factory=set)
-
-    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
-        """Whether a factor's update belongs to this pass; a second one begins another."""
-        return trace is self.trace and id(factor) not in self.done

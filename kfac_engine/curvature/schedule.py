@@ -51,12 +51,14 @@ class Work:
     """A refresh that must be done once a period.
 
     Attributes:
-        key: What to refresh.
-        cost: Relative cost, for example flops.
+        key: Name of the refresh.
+        cost: Relative cost, for example the number of multiplications.
+        owner: Rank of the process that computes it.
     """
 
     key: str
     cost: float
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)

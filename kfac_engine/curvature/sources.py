@@ -167,3 +167,22 @@ class Sources:
         wanted = {name: value for name, value in self.gradients.items() if name in reads}
         left = (name for name in reads if name not in wanted)
         return take(trace, left, self.backend), wanted
+
+
+@dataclass(slots=True)
+class ThunkRound:
+    """One pass of the covariance thunks over a batch.
+
+    Attributes:
+        trace: The batch.
+        generator: State of the random generator that each thunk draws from.
+        done: Identities of the factors that have it; changed by their thunks.
+    """
+
+    trace: Trace
+    generator: Mapping[str, object]
+    done: set[int] = field(default_factory=set)
+
+    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
+        """Whether a factor's update belongs to this pass; a second one begins another."""
+        return trace is self.trace and id(factor) not in self.done

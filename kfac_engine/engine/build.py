@@ -1,33 +1,29 @@
-"""Puts the parts of an engine together: layers found and registered, refreshes priced."""
+"""Assembly of an engine: loads a model, finds and registers its layers and losses."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from kfac_engine._types import Array, Params, Vector
+from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.activity import ZERO, behind_jumps, no_slope, notes_of, nothing_to_train
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.select import memory_space_of, select
 from kfac_engine.backend.threads import default_count
 from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, row
-from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
-from kfac_engine.curvature.blocks.batched_products import batched_products
+from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.schedule import Work
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
 from kfac_engine.engine.options import EngineOptions
-from kfac_engine.engine.report import refresh_cost
 from kfac_engine.engine.validation import check_mode
-from kfac_engine.errors import InputError, ModelError, UnsupportedError
+from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.layers.parameter_slices import ParameterSlice, join, split
+from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.leading_examples import with_batch_axes
@@ -318,70 +314,3 @@ def _frugal(layer: LayerMatch, collection: LayerCollection) -> str | None:
     """The approximation of a large layer in place of the default; None for the default."""
     side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
     return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None
-
-
-def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
-    """Identity of each factor to the shape of its average, known before any batch."""
-    shapes: dict[int, tuple[int, ...]] = {}
-    for key, block in collection.fisher_blocks.items():
-        own = block.factor_shapes([collection.require_shape(name) for name in uses(key)])
-        shapes |= {id(f): shape for f, shape in zip(block.factors, own, strict=True)}
-    return shapes
-
-
-def refreshes(collection: LayerCollection) -> dict[str, tuple[FisherFactor, Work]]:
-    """Every factor that stores powers, with what its refresh costs: cubic in its side."""
-    shapes = factor_shapes(collection)
-    return {
-        str(index): (factor, Work(str(index), refresh_cost(shapes[id(factor)])))
-        for index, factor in enumerate(collection.get_factors())
-        if factor.has_inverses
-    }
-
-
-def multiplied(
-    collection: LayerCollection,
-    parts_of: Mapping[str, Sequence[ParameterSlice]],
-    given: Mapping[str, Array],
-    exp: float,
-    rest: float,
-) -> dict[str, Array]:
-    """Gradients times a power of the blocks of their parameters.
-
-    Args:
-        collection: The blocks.
-        parts_of: Parameter to the parts of it that blocks name.
-        given: Parameter to gradient; all parameters of each block that is to be used.
-        exp: The power.
-        rest: What entries are multiplied by that no layer reads.
-
-    Returns:
-        Parameter to product.
-
-    Raises:
-        InputError: A parameter of a block is missing.
-    """
-    split_up = split(parts_of, given)
-    names_of: list[tuple[str, ...]] = []
-    pairs: list[tuple[FisherBlock, Vector]] = []
-    for key, block in collection.fisher_blocks.items():
-        names = uses(key)
-        present = [name for name in names if name in split_up]
-        if not present:
-            continue
-        if len(present) < len(names):
-            raise InputError(
-                f"{', '.join(names)} form one block; give the gradients of all of them."
-            )
-        vector = split_up[key] if isinstance(key, str) else tuple(split_up[name] for name in key)
-        names_of.append(names)
-        pairs.append((block, vector))
-    found = batched_products(
-        pairs, lambda block, v: block.multiply_matpower(v, exp), collection.backend
-    )
-    products = {
-        name: array
-        for names, product in zip(names_of, found, strict=True)
-        for name, array in zip(names, parts(product), strict=True)
-    }
-    return {name: join(parts_of[name], products, array, rest) for name, array in given.items()}

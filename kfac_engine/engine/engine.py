@@ -4,45 +4,41 @@ Read ``Engine.step`` first; everything else sets up its parts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import number, whole
-from kfac_engine.backend.memory_space import HOST
-from kfac_engine.backend.namespace import in_library, on_host, read_only
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.curvature.factors.refresh import begin_refresh
+from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Plan, Schedule, plan
-from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
-from kfac_engine.engine.build import Assembly, build, factor_shapes, multiplied, refreshes
-from kfac_engine.engine.checkpoint import Expected, State, load_state, save_state, write_model
+from kfac_engine.engine.backward import reported_loss
+from kfac_engine.engine.build import Assembly, build
+from kfac_engine.engine.checkpoint import Expected, State, load_state, save_state
 from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.profiling import Recorder
 from kfac_engine.engine.report import LayerReport, LossReport, layer_reports, loss_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
+from kfac_engine.engine.stages import Stages
 from kfac_engine.engine.validation import (
     batch_size,
-    check_batch_size,
     check_finite,
-    check_products,
     checked_gradients,
 )
 from kfac_engine.errors import NotReadyError, UnsupportedError
-from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
-from kfac_engine.graph.export import export_files
+from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
 from kfac_engine.system.memory_limits import available_memory
-from kfac_engine.system.writing import checked_path
 
 
 class Engine(Sealed):
@@ -80,13 +76,14 @@ class Engine(Sealed):
         self.counter = 0
         self._assembly = assembly
         self._model = assembly.model
+        self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
         self._task = assembly.task
         self._found = assembly.found
         self._exps = tuple(exps)
-        self._refreshes = refreshes(assembly.collection)
         hints = (layer.hint for layer in self.layers if layer.hint)
         self._standing_notes = (*assembly.notes, *hints)
         self._history = LossHistory()
+        self._stages = Stages(assembly, estimator, self._arrays, self._history)
         self._sealed = True
 
     @classmethod
@@ -165,11 +162,12 @@ class Engine(Sealed):
         with single_threaded_blas():
             self._require_memory(inputs)
             with record("forward"):
-                trace = self._run(inputs, targets)
+                trace = self.trace(inputs, targets)
             due = self._plan()
             along = due.update_covariances and self.estimator.reads_gradients
             with record("backward"):
-                found = self._differentiate(trace, self.estimator.differentiated if along else None)
+                read = self.estimator.differentiated if along else None
+                found = self._stages.differentiate(trace, read)
             moved = self._model.buffers_after(trace) if update_buffers else {}
             check_finite(moved, self._model.memory_space, "the running statistic")
             handed = self._model.to_file_layout(found.gradients)
@@ -182,11 +180,56 @@ class Engine(Sealed):
             self._model.buffers.update(moved)
             return Result(found.loss, handed, natural, self._notes(trace), record.stages)
 
+    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
+        """Evaluate the model on a batch; no gradient, no statistics.
+
+        Statistics of a part of a batch, gradients of other functions of the outputs and Jacobian
+        products start from a trace: ``trace.vjp``, ``trace.jvp``, and
+        ``estimator.update_covariances(trace, scales=objective.fisher_scales(trace))``. Parameters
+        that are replaced later do not change it.
+
+        Args:
+            inputs: Input name to array, in the shapes that the model declares.
+            targets: The targets of the loss; for several losses, by output. Loss values and the
+                mode ``"empirical"`` read them.
+
+        Returns:
+            The evaluation. ``trace[name]`` is any value of the graph, in its own shape.
+
+        Raises:
+            InputError: An input is missing or of the wrong element type.
+            UnknownNameError: A name is not an input, or not an output with a loss.
+            ShapeError: An input does not fit its declared shape, or the model runs with another
+                number of examples only.
+            NonFiniteError: An input holds NaN or infinity.
+        """
+        return self._stages.trace(inputs, targets)
+
+    def loss(self, inputs: Mapping[str, Array], targets: Targets) -> float:
+        """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
+
+        The value has the same bits as that of ``gradients``: normalizations in training form use
+        the statistics of the batch. ``evaluate`` uses their running statistics instead.
+
+        Args:
+            inputs: Input name to array.
+            targets: The targets of the loss; for several losses, by output.
+
+        Returns:
+            The loss, finite.
+
+        Raises:
+            InputError: Inputs or targets are wrong; see ``trace`` for other errors.
+            NonFiniteError: The loss is NaN or infinite.
+        """
+        with single_threaded_blas(), quiet(), self._history.explain():
+            return reported_loss(self.trace(inputs, targets), self.objective)
+
     def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
         """Loss and gradients of a batch; no statistics."""
         with single_threaded_blas():
-            trace = self._run(inputs, targets)
-            found = self._differentiate(trace)
+            trace = self.trace(inputs, targets)
+            found = self._stages.differentiate(trace)
             handed = self._model.to_file_layout(found.gradients)
             return Result(found.loss, handed, {}, self._notes(trace))
 
@@ -200,7 +243,7 @@ class Engine(Sealed):
         """
         with single_threaded_blas():
             self._require_memory(inputs)
-            trace = self._run(inputs, targets)
+            trace = self.trace(inputs, targets)
             with quiet():
                 if targets is not None:
                     with self._history.explain():
@@ -238,17 +281,17 @@ class Engine(Sealed):
     @property
     def parameters(self) -> dict[str, Array]:
         """Parameter name to current value, read-only; ``set_parameters`` changes them."""
-        return self._shown(self._model.parameters)
+        return self._arrays.for_caller(self._model.parameters)
 
     @property
     def buffers(self) -> dict[str, Array]:
         """Running statistics of normalizations in training form, read-only; no parameters."""
-        return self._shown(self._model.buffers)
+        return self._arrays.for_caller(self._model.buffers)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
         """Replace parameter values, by arrays of any library; the next call uses them."""
         with self._history.explain():
-            self._model.set_parameters(self._readable(values))
+            self._model.set_parameters(self._arrays.for_model(values))
         self._history.parameters_moved()
 
     def export(self, path: str | Path) -> None:
@@ -256,16 +299,13 @@ class Engine(Sealed):
 
         Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
         """
-        values = {**spread(self._model.ties, self._held[0]), **self._held[1]}
-        location = f"{checked_path(path).name}.data"
-        write_model(path, export_files(self._model.loaded, values, location))
+        self._arrays.export(path)
 
     def save(self, path: str | Path) -> None:
         """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
-        for factor in self.estimator.factors:
-            factor.wait()
+        self.estimator.wait()
         generator = self.estimator.rng.bit_generator.state
-        state = State(self.counter, generator, *self._held, self.damping)
+        state = State(self.counter, generator, *self._arrays.on_host(), self.damping)
         save_state(path, self.estimator.factors, state)
 
     def load(self, path: str | Path, *, parameters: bool = True) -> None:
@@ -279,15 +319,12 @@ class Engine(Sealed):
             InputError: The file does not fit this engine.
         """
         expected = Expected(self.estimator.rng, factor_shapes(self.collection), self.damping)
-        state = load_state(path, self.estimator.factors, *self._held, expected)
+        state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
         if parameters:
             self._model.set_parameters(state.parameters)
-            memory_space = self._model.memory_space
-            self._model.buffers.update(
-                {n: memory_space.as_feed(a) for n, a in state.buffers.items()}
-            )
+            self._arrays.set_buffers(state.buffers)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``: sessions of ONNX Runtime can be neither."""
@@ -306,7 +343,7 @@ class Engine(Sealed):
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Weights that equal another one of the file, whether or not they are trained as one."""
-        return self._model.ties or find_ties(self._held[0], self._model.parameters)
+        return self._arrays.ties()
 
     @property
     def losses(self) -> tuple[LossReport, ...]:
@@ -320,12 +357,6 @@ class Engine(Sealed):
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _run(self, inputs: Mapping[str, Array], targets: Targets) -> Trace:
-        check_batch_size(self._task.batch, inputs)
-        if isinstance(inputs, Mapping):
-            inputs = self._readable(inputs)
-        return self._model.run(inputs, self.objective.named_targets(targets))
-
     def _require_memory(self, inputs: Mapping[str, Array]) -> None:
         """Refuse the first step where it cannot fit, before anything runs."""
         if self.counter == 0:
@@ -336,61 +367,24 @@ class Engine(Sealed):
         """Notes on a batch that was run, for the caller."""
         return (*self._standing_notes, *disagreements(self._model.graph, trace))
 
-    def _readable(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays of any library, for the model: where it runs, or on the host."""
-        read = on_host if self._model.memory_space is HOST else in_library
-        return read(values, self.collection.backend)
-
-    @property
-    def _held(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Parameters and buffers, on the host."""
-        backend, model = self.collection.backend, self._model
-        return on_host(model.parameters, backend), on_host(model.buffers, backend)
-
-    def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> BackwardResult:
-        with quiet(), self._history.explain():
-            found = run_backward(trace, self.objective, tuple(self._model.parameters), outputs)
-            check_finite(found.gradients, self._model.memory_space)
-        self._history.add(found.loss)
-        return replace(found, gradients=self._on_device(found.gradients))
-
-    def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
-        # Entries that nothing reads have no curvature: damping alone.
-        rest = self.damping**exp
-        with quiet():
-            products = multiplied(self.collection, self._found.parts, gradients, exp, rest)
-        check_products(products, self.collection.backend, exp)
-        return self._model.to_file_layout(products)
-
-    def _shown(self, held: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays of the model for the caller: read-only, or copied where that is impossible."""
-        shown = self._on_device(self._model.to_file_layout(held))
-        return {name: read_only(array) for name, array in shown.items()}
-
-    def _on_device(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays of the engine's library; a GPU is sent each once."""
-        asarray = self.collection.backend.asarray
-        return {name: asarray(array) for name, array in arrays.items()}
-
     def _plan(self) -> Plan:
-        return plan(self.counter, [work for _, work in self._refreshes.values()], self.schedule)
+        return plan(self.counter, self.estimator.refreshes.works, self.schedule)
 
     def _observe(
-        self, trace: Trace, record: Recorder, due: Plan, propagated: dict[str, Array] | None = None
+        self, trace: Trace, record: Recorder, due: Plan, gradients: dict[str, Array] | None = None
     ) -> None:
-        for factor in self.estimator.factors:
-            factor.wait()
+        self.estimator.wait()
         if due.update_covariances:
-            scales = self.objective.fisher_scales(trace)
-            with record("statistics"), self._history.explain():
-                self.estimator.update_covariances(
-                    trace, scales=scales, release=trace.release, propagated=propagated
-                )
-        factors = [self._refreshes[key][0] for key in due.refresh]
+            with record("statistics"):
+                self._stages.observe(trace, gradients)
         with record("inverses"):
-            finish = begin_refresh(factors, self.collection.backend)
+            finish = self.estimator.refreshes.begin(due.refresh)
             if not self.schedule.overlap or self.counter == 0:
                 finish()
+
+    def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
+        product = self.estimator.products.matpower(exp)
+        return self._stages.multiply(gradients, product, self.damping**exp, exp)
 
     @property
     def _footprint(self) -> Footprint:

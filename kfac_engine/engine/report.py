@@ -8,6 +8,7 @@ from operator import and_
 from kfac_engine._types import Array, Params
 from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.refreshes import refresh_cost
 from kfac_engine.engine.loss_bindings import LossBinding
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch, Tensors
@@ -134,11 +135,6 @@ def loss_reports(
         )
         for head in heads
     )
-
-
-def refresh_cost(shape: tuple[int, ...]) -> float:
-    """Multiplications of the refresh of a factor: cubic in the side, for each matrix of a stack."""
-    return float(prod(shape)) * (shape[-1] if shape else 1)
 
 
 def _report(

@@ -27,7 +27,7 @@ def test_a_step_that_cannot_fit_is_refused_before_anything_runs(monkeypatch):
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
     inputs = models.random_inputs(models.mlp(), batch=4)
     monkeypatch.setattr(engine_module, "available_memory", lambda: 10_000_000)
-    monkeypatch.setattr(engine_module.Engine, "_run", None)
+    monkeypatch.setattr(engine_module.Engine, "trace", None)
     for call in (engine.observe, engine.step):
         with pytest.raises(ke.MemoryLimitError):
             call(inputs, np.zeros(4, np.int64))

@@ -40,40 +40,47 @@ def batched_products(
     return [found[index] for index in range(len(pairs))]
 
 
-def multiply_named(
+def multiply_blocks(
     blocks: Mapping[Params, FisherBlock],
-    vecs_and_vars: Pairs,
+    vectors: Mapping[str, Any],
     product: Product,
     backend: Backend,
-) -> list[tuple[Vector, Params]]:
-    """The products of all blocks of a collection with vectors over all their parameters.
+) -> dict[str, Any]:
+    """Return the products of blocks with the vectors of their parameters.
+
+    Blocks whose parameters have no vector are left out.
 
     Args:
         blocks: Parameters to block.
-        vecs_and_vars: Pairs of an array and its parameter, or of several of each.
+        vectors: Parameter to array in the parameter's shape, or to rows of an embedding.
         product: As for ``batched_products``.
-        backend: Of the blocks.
+        backend: Array library of the blocks.
 
     Returns:
-        Pairs in the order given.
+        Parameter to product, in the shape of its vector.
 
     Raises:
-        ShapeError: A pair has another number of arrays than parameters.
-        InputError: A parameter is missing, comes twice or is not registered.
+        InputError: A block has vectors for some of its parameters only.
     """
-    given = by_parameter(vecs_and_vars, [name for key in blocks for name in uses(key)])
-    pairs = [
-        (block, given[key] if isinstance(key, str) else tuple(given[name] for name in key))
-        for key, block in blocks.items()
-    ]
-    results: dict[str, Any] = {}
-    for key, result in zip(blocks, batched_products(pairs, product, backend), strict=True):
+    chosen: list[tuple[str, ...]] = []
+    pairs: list[tuple[FisherBlock, Vector]] = []
+    for key, block in blocks.items():
+        names = uses(key)
+        present = [name for name in names if name in vectors]
+        if not present:
+            continue
+        if len(present) < len(names):
+            raise InputError(
+                f"{', '.join(names)} form one block; give the gradients of all of them."
+            )
+        vector = vectors[key] if isinstance(key, str) else tuple(vectors[name] for name in key)
+        chosen.append(names)
+        pairs.append((block, vector))
+    products: dict[str, Any] = {}
+    for names, result in zip(chosen, batched_products(pairs, product, backend), strict=True):
         arrays = (result,) if isinstance(result, Rows) else parts(result)
-        results.update(zip(uses(key), arrays, strict=True))
-    return [
-        (results[key] if isinstance(key, str) else tuple(results[name] for name in key), key)
-        for _, key in vecs_and_vars
-    ]
+        products.update(zip(names, arrays, strict=True))
+    return products
 
 
 def by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:

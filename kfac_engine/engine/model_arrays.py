@@ -1,0 +1,68 @@
+"""Conversion of a model's parameters and buffers between the model, the caller and files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kfac_engine._types import Array
+from kfac_engine.backend.memory_space import HOST
+from kfac_engine.backend.namespace import in_library, on_host, read_only
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.engine.checkpoint import write_model
+from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
+from kfac_engine.graph.export import export_files
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.system.writing import checked_path
+
+
+class ModelArrays:
+    """Converts arrays of a model to those of a caller or a file, and back.
+
+    Args:
+        model: The model. It may run in another memory space than the backend.
+        backend: Array library of the caller.
+    """
+
+    def __init__(self, model: OnnxModel, backend: Backend) -> None:
+        self._model, self._backend = model, backend
+
+    def for_model(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Convert arrays of any library to arrays of the memory space that the model runs in."""
+        read = on_host if self._model.memory_space is HOST else in_library
+        return read(values, self._backend)
+
+    def for_backend(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Convert arrays of the model to arrays of the backend; each is copied once at most."""
+        return {name: self._backend.asarray(array) for name, array in arrays.items()}
+
+    def for_caller(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return parameters or buffers as the file stores them, read-only.
+
+        Args:
+            arrays: Name to array of the model.
+
+        Returns:
+            Name to array of the backend; a copy where a library has no read-only arrays.
+        """
+        stored = self.for_backend(self._model.to_file_layout(arrays))
+        return {name: read_only(array) for name, array in stored.items()}
+
+    def on_host(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return the parameters and the buffers as arrays of the host, by name."""
+        model = self._model
+        return on_host(model.parameters, self._backend), on_host(model.buffers, self._backend)
+
+    def set_buffers(self, values: Mapping[str, Array]) -> None:
+        """Replace buffers by arrays of the host."""
+        as_feed = self._model.memory_space.as_feed
+        self._model.buffers.update({name: as_feed(array) for name, array in values.items()})
+
+    def ties(self) -> tuple[Tie, ...]:
+        """Return the weights that equal another weight of the file."""
+        return self._model.ties or find_ties(self.on_host()[0], self._model.parameters)
+
+    def export(self, path: str | Path) -> None:
+        """Write the model with its current parameters and buffers; see ``Engine.export``."""
+        parameters, buffers = self.on_host()
+        values = {**spread(self._model.ties, parameters), **buffers}
+        location = f"{checked_path(path).name}.data"
+        write_model(path, export_files(self._model.loaded, values, location))
