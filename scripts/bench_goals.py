@@ -1,6 +1,7 @@
-"""What the package is meant to reach on a CPU, beside what was measured.
+"""The goals of the package on a CPU, next to the measurements.
 
-``bench_tables`` puts the table into ``docs/performance.md``.
+``bench_tables`` writes all goals into ``bench/results/goals.md`` and the missed goals into
+``docs/performance.md``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from kfac_engine.bench.contenders import ALWAYS, DEFINITION, OURS, OURS_PLAIN
 from kfac_engine.bench.jobs import SELDOM
 from kfac_engine.bench.scaling_fit import MARGIN
 
-# Not a contender's name: the quickest of all peers that do as their libraries do.
+# Not the name of a contender: the fastest peer that is a library.
 BEST = "the best library"
 _NO_LIBRARY = "torch-by-example"
 _MEGABYTE = 1e6
@@ -23,13 +24,13 @@ Suites: TypeAlias = Mapping[str, Rows]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on the time of ours divided by that of another.
+    """A bound on the time of the package divided by the time of another contender.
 
     Attributes:
-        suite: Name.
-        case: Part of the names of its cases.
-        other: Contender, or ``BEST``.
-        bound: The largest quotient that is good enough.
+        suite: Name of the suite.
+        case: Part of the names of the cases.
+        other: Name of the contender, or ``BEST``.
+        bound: Largest ratio that meets the goal.
     """
 
     suite: str
@@ -56,7 +57,7 @@ GOALS = (
     Goal("step", "mlp, batch 512, factors 1,", BEST, 0.80),
     Goal("step", "resnet20, batch 128, factors 1,", BEST, 0.35),
     Goal("step", "transformer, batch 32, factors 1,", BEST, 0.70),
-    # The same engine without curvature, beside it in the same rounds.
+    # The same engine without curvature, timed in the same rounds.
     Goal("step", SELDOM, OURS_PLAIN, 1.30),
 )
 # Scratch memory of the patches in ``_SHORTEST``.
@@ -64,82 +65,95 @@ SCRATCH_BOUND = 32 * _MEGABYTE
 
 
 class Finding(NamedTuple):
-    """A goal and what was found."""
+    """A goal and the measured value."""
 
     case: str
     beside: str
     bound: float
-    found: float
+    value: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the value is within the bound."""
+        return self.value <= self.bound
 
 
-def table(suites: Suites, older: Suites | None = None) -> Iterator[str]:
-    """Lines of Markdown: how many goals are reached, and each that was measured.
+def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) -> Iterator[str]:
+    """Yield a table of goals in Markdown.
 
     Args:
-        suites: Of a report of ``bench --json``.
-        older: Of one with an older kernel of BLAS, for a column of its own.
+        suites: Suites of a report of ``bench --json``.
+        older: Suites of a report with an older kernel of BLAS, for a column of its own.
+        missed: Whether the table has only the goals that the newest report misses.
 
     Yields:
-        A sentence, head, rule and rows; a goal that is missed is bold.
+        A sentence, head, rule and rows; the value of a missed goal is bold.
     """
     findings = list(measured(suites))
     others = {finding[:2]: finding for finding in measured(older or {})}
-    reached = sum(finding.found <= finding.bound for finding in findings)
-    yield f"{reached} of {len(findings)} are reached."
+    yield f"{sum(f.met for f in findings)} of {len(findings)} goals are met."
     yield ""
-    columns = ("case", "beside", "at most", "found", *(("older kernel",) if older else ()))
+    columns = (
+        "case",
+        "compared with",
+        "at most",
+        "measured",
+        *(("older kernel",) if older else ()),
+    )
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     for finding in findings:
+        if missed and finding.met:
+            continue
         beside = others.get(finding[:2])
         cells = (
-            finding.case, finding.beside, f"{finding.bound:.2f}", _told(finding),
-            *([_told(beside) if beside else ""] if older else []),
+            finding.case, finding.beside, f"{finding.bound:.2f}", _shown(finding),
+            *([_shown(beside) if beside else ""] if older else []),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
 
 
 def measured(suites: Suites) -> Iterator[Finding]:
-    """All goals about what was measured.
+    """Yield every goal whose case was measured.
 
     Args:
-        suites: Of a report.
+        suites: Suites of a report.
 
     Yields:
-        Those of contests in the order of ``GOALS``, then those of memory and growth.
+        Goals of comparisons in the order of ``GOALS``, then goals of memory and scaling.
     """
     for goal in GOALS:
         for case, seconds in _times(suites.get(goal.suite, ()), goal.case).items():
             peers = [t for who, t in seconds.items() if who not in {*ALWAYS, _NO_LIBRARY}]
-            found = {**seconds, **({BEST: min(peers)} if peers else {})}
-            if OURS in found and goal.other in found:
-                quotient = found[OURS] / found[goal.other]
-                yield Finding(f"{goal.suite}: {case}", goal.other, goal.bound, quotient)
+            times = {**seconds, **({BEST: min(peers)} if peers else {})}
+            if OURS in times and goal.other in times:
+                ratio = times[OURS] / times[goal.other]
+                yield Finding(f"{goal.suite}: {case}", goal.other, goal.bound, ratio)
     for suite, findings in _OTHERS.items():
-        # Points of one axis say the same.
+        # The points of one axis have the same exponents.
         yield from dict.fromkeys(found for row in suites.get(suite, ()) for found in findings(row))
 
 
 def _scratch(row: Mapping[str, Any]) -> Iterator[Finding]:
     if row["contender"] == OURS and any(case in row["case"] for case in _SHORTEST):
         bound, found = SCRATCH_BOUND / _MEGABYTE, row["peak_bytes"] / _MEGABYTE
-        yield Finding(f"conv: {row['case']}", "MB of scratch", bound, found)
+        yield Finding(f"conv: {row['case']}", "temporary memory, MB", bound, found)
 
 
 def _peak(row: Mapping[str, Any]) -> Iterator[Finding]:
     found = row["measured"] / row["announced"]
-    yield Finding(f"memory: {row['case']}", "what was announced", 1.0, found)
+    yield Finding(f"memory: {row['case']}", "announced memory", 1.0, found)
 
 
 def _growth(row: Mapping[str, Any]) -> Iterator[Finding]:
-    for what, of in (("time", ""), ("memory", "memory_")):
+    for quantity, prefix in (("time", ""), ("memory", "memory_")):
         yield Finding(
-            f"scaling: {row['axis']}", f"exponent of {what}", row[f"{of}expected"] + MARGIN,
-            row[f"{of}exponent"],
+            f"scaling: {row['axis']}", f"exponent of {quantity}", row[f"{prefix}expected"] + MARGIN,
+            row[f"{prefix}exponent"],
         )  # fmt: skip
 
 
-# Suite to what its rows say of goals that are no quotients of times.
+# Suite to the goals of its rows that are not ratios of times.
 _OTHERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
     "conv": _scratch,
     "memory": _peak,
@@ -147,15 +161,15 @@ _OTHERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
 }
 
 
-def _told(finding: Finding) -> str:
-    found = f"{finding.found:.2f}"
-    return found if finding.found <= finding.bound else f"**{found}**"
+def _shown(finding: Finding) -> str:
+    value = f"{finding.value:.2f}"
+    return value if finding.met else f"**{value}**"
 
 
 def _times(rows: Rows, part: str) -> dict[str, dict[str, float]]:
-    """Case to contender to seconds."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the seconds of each contender for each case."""
+    times: dict[str, dict[str, float]] = {}
     for row in rows:
         if part in row["case"]:
-            found.setdefault(row["case"], {})[row["contender"]] = row["seconds"]["median"]
-    return found
+            times.setdefault(row["case"], {})[row["contender"]] = row["seconds"]["median"]
+    return times

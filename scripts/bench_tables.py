@@ -1,9 +1,9 @@
-"""Writes the tables of measurements: beside each JSON file, into the README and into the docs.
+"""Writes the tables of measurements: next to each JSON file, into the README and into the docs.
 
     python -m scripts.bench_tables
 
-Reads ``bench/results/*.json``; README and ``docs/performance.md`` show the newest ``*-cpu.json``,
-the latter beside the newest ``*-cpu-haswell.json``.
+Reads ``bench/results/*.json``. The README and ``docs/performance.md`` show the newest
+``*-cpu.json``; ``bench/results/goals.md`` compares it with the newest ``*-cpu-haswell.json``.
 """
 
 import json
@@ -24,10 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+GOALS = RESULTS / "goals.md"
 BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
 NEWEST, OLDER_KERNEL = "*-cpu.json", "*-cpu-haswell.json"
 
-# The README's choice: a line's words, the suite, and a part of the name of its case.
+# Rows of the README: label, suite, and a part of the name of the case.
 SHOWN = (
     ("step: MLP 784-1024-512-256-10, batch 512", "step", "mlp, batch 512, factors 1,"),
     ("step: ResNet-20, batch 128", "step", "resnet20, batch 128, factors 1,"),
@@ -40,7 +41,7 @@ SHOWN = (
     ("damped inverse, 1024 × 1024", "inverse", "1024 × 1024"),
     ("preconditioning of 54 layers of a ResNet-50", "precondition", "ResNet-50"),
 )
-# Its columns: the quickest of some contenders.
+# Columns of the README: the fastest of several contenders.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "NumPy": (DEFINITION,),
     "PyTorch": ("torch", "torch-by-example", "curvlinops"),
@@ -52,19 +53,20 @@ def main() -> None:
     """Write all tables."""
     for path in sorted(RESULTS.glob("*.json")):
         path.with_suffix(".md").write_text(page(load(path)), encoding="utf-8")
+    GOALS.write_text(goals(), encoding="utf-8")
     for page_with_table, renewed in ((README, readme), (PERFORMANCE, performance)):
         text = page_with_table.read_text(encoding="utf-8")
         page_with_table.write_text(renewed(text), encoding="utf-8")
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """A report of ``bench --json``."""
+    """Return a report of ``bench --json``."""
     report: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
 
 
 def readme(text: str) -> str:
-    """The README with the newest measurements between its marks."""
+    """Return the README with the newest measurements between its marks."""
     newest = _newest(NEWEST)
     assert newest is not None, "no measurements"
     report = load(newest)
@@ -81,8 +83,8 @@ def readme(text: str) -> str:
         f"|---|{'---|' * (1 + len(COLUMNS))}",
         *told,
         "",
-        "How many times as long the quickest way in each library takes; below 1 it is ahead. "
-        + _extremes(suites),
+        "Columns of libraries: time of the fastest implementation in the library divided by ours; "
+        "below 1 × the library is faster. " + _extremes(suites),
         "",
         f"{_machine_line(report)} All of it: "
         f"[bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
@@ -91,15 +93,59 @@ def readme(text: str) -> str:
 
 
 def performance(text: str) -> str:
-    """``docs/performance.md`` with the newest measurements beside the goals between its marks."""
+    """Return ``docs/performance.md`` with the newest measurements between its marks.
+
+    Args:
+        text: The page.
+
+    Returns:
+        The page: the times of steps, the goals that are missed, and their source.
+    """
+    newest = _newest(NEWEST)
+    assert newest is not None, "no measurements"
+    report = load(newest)
+    steps = [
+        f"| {case} | {' | '.join(list(_beside_columns(times))[:1] + _beside_libraries(times))} |"
+        for case, times in _cases(report["suites"]["step"])
+    ]
+    lines = [
+        "| step | ms | PyTorch | kfac-jax | curvlinops |",
+        "|---|---|---|---|---|",
+        *steps,
+        "",
+        *bench_goals.table(report["suites"], missed=True),
+        "",
+        f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_machine_line(report)}",
+    ]
+    return _between_marks(text, lines)
+
+
+def _beside_libraries(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the times of libraries divided by the time of the package."""
+    own = times[OURS]["seconds"]["median"]
+    rows = (times.get(name) for name in ("torch", "kfac-jax", "curvlinops"))
+    return [f"{row['seconds']['median'] / own:.1f} ×" if row else "" for row in rows]
+
+
+def goals() -> str:
+    """Return a page with all goals, measured with two kernels of BLAS."""
     newest, older = _newest(NEWEST), _newest(OLDER_KERNEL)
     assert newest is not None, "no measurements"
     report = load(newest)
-    source = f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_machine_line(report)}"
+    lines = [
+        "# Goals of the package on a CPU",
+        "",
+        "Each row divides the time of the package by the time of another contender, or names the "
+        "measured quantity. Values above the bound are bold. Written by "
+        "`python -m scripts.bench_tables`.",
+        "",
+        *bench_goals.table(report["suites"], load(older)["suites"] if older else None),
+        "",
+        f"From [{newest.stem}]({newest.stem}.md): {_machine_line(report)}",
+    ]
     if older is not None:
-        source += f" Older kernel: [{older.stem}](../bench/results/{older.stem}.md)."
-    other = load(older)["suites"] if older else None
-    return _between_marks(text, [*bench_goals.table(report["suites"], other), "", source])
+        lines[-1] += f" Older kernel: [{older.stem}]({older.stem}.md)."
+    return "\n".join(lines) + "\n"
 
 
 def _newest(pattern: str) -> Path | None:
@@ -112,7 +158,7 @@ def _between_marks(text: str, lines: Sequence[str]) -> str:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """Every row of a report as Markdown."""
+    """Return every row of a report as Markdown."""
     machine = report["machine"]
     facts = [f"- {name}: {_told(value)}" for name, value in machine.items() if value]
     courses = report.get("course", {})
@@ -125,7 +171,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _course(course: Mapping[str, Any] | None) -> Iterator[str]:
-    """A sentence about how a suite went."""
+    """Yield a sentence about the run of a suite."""
     if course is not None:
         found = _restored(course)
         gaps = f" Not measured: {'; '.join(found.missing)}." if found.missing else ""
@@ -141,7 +187,7 @@ def _restored(course: Mapping[str, Any]) -> Course:
 
 
 def _beside_columns(times: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Time of ours, and by what the quickest of each column exceeds it."""
+    """Yield the time of the package, and the ratio of the fastest contender of each column."""
     disturbed = any(row["others"] > DISTURBING_SHARE for row in times.values())
     seconds = {who: row["seconds"]["median"] for who, row in times.items()}
     own = seconds[OURS]
@@ -152,7 +198,7 @@ def _beside_columns(times: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]]]) -> str:
-    """A sentence about all cases, the best and the worst of them."""
+    """Return a sentence about all cases, the best and the worst."""
     found = []
     for suite, cases in suites.items():
         for case, times in cases:
@@ -166,8 +212,8 @@ def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str,
     (worst, where), (best, there) = min(found), max(found)
     ahead = sum(quotient > 1 for quotient, _ in found)
     return (
-        f"Ahead of the quickest of all others: {ahead} of {len(found)} cases, from {worst:.2f} × "
-        f"({where}) to {best:.1f} × ({there})."
+        f"Faster than all others: {ahead} of {len(found)} cases; the ratios range from "
+        f"{worst:.2f} × ({where}) to {best:.1f} × ({there})."
     )
 
 
@@ -187,13 +233,13 @@ def _mark(row: Mapping[str, Any]) -> str:
     return next((mark for mark in FORMS if mark in row), "")
 
 
-CONTEST = [
+COMPARISON = [
     "case", "contender", "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s",
     "of ceiling", "peak MB", "error", "others",
 ]  # fmt: skip
 
 
-def _contest(row: Mapping[str, Any]) -> list[str]:
+def _comparison(row: Mapping[str, Any]) -> list[str]:
     times = row["seconds"]
     rate = row["rate"]
     return [
@@ -255,9 +301,9 @@ def _times(seconds: Mapping[str, float]) -> tuple[str, str]:
     return median, f"{low} – {high}"
 
 
-# A field that only rows of one kind have: their heads and cells.
+# A field that only rows of one kind have, to the heads and cells of its table.
 FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] = {
-    "cpu_seconds": (CONTEST, _contest),
+    "cpu_seconds": (COMPARISON, _comparison),
     "floor": (GPU, _gpu),
     "announced": (MEMORY, _memory),
     "exponent": (GROWTH, _growth),
@@ -270,7 +316,7 @@ def _any(row: Mapping[str, Any]) -> list[str]:
 
 
 def _told(value: Any) -> str:
-    """A value of JSON for people."""
+    """Return a value of JSON as text."""
     told: dict[type, Callable[[], str]] = {
         dict: lambda: ", ".join(f"{key} {_told(item)}" for key, item in value.items()),
         list: lambda: "; ".join(map(_told, value)),
@@ -282,9 +328,9 @@ def _told(value: Any) -> str:
 def _cases(
     rows: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, dict[str, Mapping[str, Any]]]]:
-    """Case to contender to row, of a contest."""
-    contest = [row for row in rows if "contender" in row]
-    for case, found in groupby(contest, key=lambda row: row["case"]):
+    """Yield each case with its rows by contender."""
+    compared = [row for row in rows if "contender" in row]
+    for case, found in groupby(compared, key=lambda row: row["case"]):
         yield case, {row["contender"]: row for row in found}
 
 
@@ -297,7 +343,7 @@ def _machine_line(report: Mapping[str, Any]) -> str:
         for rows in report["suites"].values()
         for row in rows
     )
-    mark = " `!`: other processes ran, and the times are too long." if disturbed else ""
+    mark = " `!`: other processes ran; the times are too long." if disturbed else ""
     courses = report.get("course", {})
     slow = [name for name, course in courses.items() if _restored(course).slowed]
     if slow:
