@@ -94,7 +94,7 @@ def test_a_name_in_the_rank_table_is_a_package_or_module(name):
     assert any((root / path).is_dir() or (root / f"{path}.py").is_file() for root in roots)
 
 
-FOLDERS = {"Beside the folders": PACKAGE} | {
+FOLDERS = {"Next to the folders": PACKAGE} | {
     heading: PACKAGE / heading.split("`")[1]
     for heading in sections()
     if heading.startswith("Inside `")
