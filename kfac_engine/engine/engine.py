@@ -168,8 +168,7 @@ class Engine(Sealed):
             with record("backward"):
                 read = self.estimator.differentiated if along else None
                 found = self._stages.differentiate(trace, read)
-            moved = self._model.buffers_after(trace) if update_buffers else {}
-            check_finite(moved, self._model.memory_space, "the running statistic")
+            moved = self._moved_buffers(trace) if update_buffers else {}
             handed = self._model.to_file_layout(found.gradients)
             types = self._model.handed_out_types
             with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
@@ -225,12 +224,16 @@ class Engine(Sealed):
         with single_threaded_blas(), quiet(), self._history.explain():
             return reported_loss(self.trace(inputs, targets), self.objective)
 
-    def gradients(self, inputs: Mapping[str, Array], targets: Targets) -> Result:
-        """Loss and gradients of a batch; no statistics."""
+    def gradients(
+        self, inputs: Mapping[str, Array], targets: Targets, *, update_buffers: bool = False
+    ) -> Result:
+        """Loss and gradients of a batch; no statistics. ``update_buffers`` is that of ``step``."""
         with single_threaded_blas():
             trace = self.trace(inputs, targets)
             found = self._stages.differentiate(trace)
+            moved = self._moved_buffers(trace) if update_buffers else {}
             handed = self._model.to_file_layout(found.gradients)
+            self._model.buffers.update(moved)
             return Result(found.loss, handed, {}, self._notes(trace))
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
@@ -356,6 +359,11 @@ class Engine(Sealed):
         return self._footprint.peak(batch_size)
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _moved_buffers(self, trace: Trace) -> dict[str, Array]:
+        moved = self._model.buffers_after(trace)
+        check_finite(moved, self._model.memory_space, "the running statistic")
+        return moved
 
     def _require_memory(self, inputs: Mapping[str, Array]) -> None:
         """Refuse the first step where it cannot fit, before anything runs."""

@@ -66,6 +66,7 @@ class LossReport:
         reads: The value that it reads.
         how: Why that is another value than the output; empty where it is the output.
         batch_axis: Axis of the output that holds the examples.
+        input_axes: Input name to the axis that holds the examples; inputs without are absent.
         positions: Positions of each example that are folded into this axis; 1 for none.
         fixed_batch: Why the model runs with one batch size only; empty where any will do.
         coupling: The node that makes results of one example depend on the others; empty if none
@@ -79,6 +80,7 @@ class LossReport:
     reads: str
     how: str
     batch_axis: int
+    input_axes: Mapping[str, int]
     positions: int
     fixed_batch: str
     coupling: str
@@ -127,6 +129,7 @@ def loss_reports(
             reads=head.logits.value if head.logits else head.output,
             how=head.logits.how if head.logits else "",
             batch_axis=batch.places[head.output].axis,
+            input_axes=dict(batch.inputs),
             positions=batch.places[head.output].repeats,
             fixed_batch=batch.fixed,
             coupling=coupling,

@@ -161,3 +161,13 @@ def test_state_of_another_form_of_the_model_is_refused(data, tmp_path):
 def test_examples_that_share_statistics_are_reported():
     engine = ke.Engine.from_onnx(normalised(), loss="categorical")
     assert engine.losses[0].coupling == "BatchNormalization node 'node_norm0'"
+
+
+def test_gradients_update_the_statistics_on_request_as_step_does(data):
+    stepped, other = (ke.Engine.from_onnx(normalised(), loss="categorical") for _ in range(2))
+    stepped.step(*data)
+    other.gradients(*data)
+    assert not np.array_equal(other.buffers["norm.mean"], stepped.buffers["norm.mean"])
+    other.gradients(*data, update_buffers=True)
+    for name, value in stepped.buffers.items():
+        assert np.array_equal(other.buffers[name], value)
