@@ -115,10 +115,12 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.trace import Trace as Trace
+    from kfac_engine.training.damping_adaptation import DampingAdaptation as DampingAdaptation
     from kfac_engine.training.first_order import SGD as SGD
     from kfac_engine.training.first_order import Adam as Adam
     from kfac_engine.training.first_order import AdamW as AdamW
     from kfac_engine.training.first_order import Muon as Muon
+    from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
     from kfac_engine.training.report import StepReport as StepReport
 
 # Public name to the module that defines it.
@@ -202,6 +204,8 @@ _HOMES = {
     "Adam": "training.first_order",
     "AdamW": "training.first_order",
     "Muon": "training.first_order",
+    "KfacOptimizer": "training.kfac",
+    "DampingAdaptation": "training.damping_adaptation",
     "StepReport": "training.report",
 }
 

@@ -90,6 +90,8 @@ PUBLIC = (
     "Adam",
     "AdamW",
     "Muon",
+    "KfacOptimizer",
+    "DampingAdaptation",
     "StepReport",
 )
 

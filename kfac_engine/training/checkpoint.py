@@ -112,11 +112,22 @@ def read_training(path: str | Path, engine: Engine, expected: Saved) -> Saved:
     state = tensors.pop(_ENGINE)
     if tensors or header["numbers"].keys() != expected.numbers.keys():
         raise InputError(_OTHER.format(path, "the states have different entries"))
+    _load_engine(engine, state.tobytes(), header["numbers"].get("engine_damping", engine.damping))
+    return Saved(expected.optimizer, header["numbers"], slots, header["run"])
+
+
+def _load_engine(engine: Engine, state: bytes, damping: float) -> None:
+    """Load a state of an engine that was saved with a damping, which becomes the engine's."""
+    present = engine.damping
     with TemporaryDirectory() as folder:
         file = Path(folder) / "engine.safetensors"
-        file.write_bytes(state.tobytes())
-        engine.load(file)
-    return Saved(expected.optimizer, header["numbers"], slots, header["run"])
+        file.write_bytes(state)
+        engine.damping = damping
+        try:
+            engine.load(file)
+        except InputError:
+            engine.damping = present
+            raise
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Array]]:

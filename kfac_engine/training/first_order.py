@@ -64,7 +64,7 @@ class _FirstOrder(Optimizer):
     ) -> Proposal:
         rate = evaluated_rate(self._learning_rate, self.steps)
         with clock("gradients"):
-            result = self.engine.gradients(inputs, targets)
+            result = self.engine.gradients(inputs, targets, update_buffers=True)
         decay, decoupled = self._weight_decay, self._setting.decoupled
         slots: SlotArrays = {slot: {} for slot in self._slots}
         values = self.engine.parameters

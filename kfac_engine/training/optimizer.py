@@ -38,11 +38,13 @@ class Proposal:
         parameters: Parameter name to new value.
         slots: New state arrays.
         report: The report of the step.
+        predicted: Change of the loss that a quadratic model predicts; None where it is not needed.
     """
 
     parameters: Mapping[str, Array]
     slots: SlotArrays
     report: StepReport
+    predicted: float | None = None
 
 
 class Optimizer(Sealed, ABC):
@@ -105,7 +107,7 @@ class Optimizer(Sealed, ABC):
 
         Raises:
             InputError: An argument is wrong.
-            NonFiniteError: The batch yields NaN or infinity; no state has changed.
+            NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
         at_least_zero("scale", scale)
         clock = StageClock()
@@ -123,7 +125,7 @@ class Optimizer(Sealed, ABC):
             return StepReport(nan, rate, skipped=True, seconds=clock.seconds)
         self._slots = proposal.slots
         self.steps += 1
-        report = self._adapt(proposal.report, inputs, targets, clock)
+        report = self._adapt(proposal, inputs, targets, clock)
         return replace(report, seconds=clock.seconds)
 
     def save(self, path: str | Path) -> None:
@@ -151,11 +153,11 @@ class Optimizer(Sealed, ABC):
         """Compute the new parameters and state without changing either."""
 
     def _adapt(
-        self, report: StepReport, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
+        self, proposal: Proposal, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
     ) -> StepReport:
-        """Adapt the optimizer to the batch after the parameters have changed."""
+        """Adapt the optimizer after the parameters have changed; return the final report."""
         del inputs, targets, clock
-        return report
+        return proposal.report
 
     def _numbers(self) -> dict[str, float]:
         """Return the numbers of the state by name."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.engine.test_buffers import normalised
 from tests.training import softmax_net as net
 
 # Float64 sums of some ten products of size one; Newton–Schulz iterations multiply rounding errors.
@@ -331,3 +332,14 @@ def test_an_unknown_attribute_is_refused():
     optimizer = ke.SGD(net.engine(), 0.1)
     with pytest.raises(ke.UnknownAttributeError, match="did you mean 'learning_rate'"):
         optimizer.lerning_rate = 1.0
+
+
+@pytest.mark.parametrize("make", [lambda e: ke.SGD(e, 0.1), ke.KfacOptimizer])
+def test_a_step_updates_the_running_statistics_of_normalizations(make):
+    data = {"input": np.random.default_rng(0).standard_normal((7, 4)).astype(np.float32)}
+    targets = np.arange(7) % 3
+    stepped, other = (ke.Engine.from_onnx(normalised(), loss="categorical") for _ in range(2))
+    stepped.step(data, targets)
+    make(other).step(data, targets)
+    for name, value in stepped.buffers.items():
+        assert np.array_equal(other.buffers[name], value)

@@ -1,0 +1,134 @@
+"""When an optimizer updates statistics and inverses, and on which part of the batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import positive, whole
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError
+from kfac_engine.losses.objective import Targets
+from kfac_engine.training.examples import ExampleAxes
+from kfac_engine.training.report import StageClock
+
+_NEVER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Periods:
+    """How often statistics and inverses are updated.
+
+    Both periods grow: an update is due as soon as ``min(period, max(1, step // 2))`` steps have
+    passed, because the curvature changes quickly at the beginning of a run.
+
+    Attributes:
+        statistics_every: Largest number of steps between two updates of the statistics.
+        statistics_part: Part of the batch whose statistics are computed, in (0, 1].
+        refresh_every: Largest number of steps between two refreshes of the inverses.
+    """
+
+    statistics_every: int
+    statistics_part: float
+    refresh_every: int
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: A value lies outside its range.
+        """
+        whole("statistics_every", self.statistics_every, least=1)
+        whole("refresh_every", self.refresh_every, least=1)
+        positive("statistics_part", self.statistics_part)
+        if self.statistics_part > 1:
+            raise InputError(f"statistics_part must lie in (0, 1], got {self.statistics_part!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class LastUpdates:
+    """The steps of the latest updates; −1 before the first one.
+
+    Attributes:
+        statistics: Step of the latest statistics.
+        inverses: Step of the latest refresh.
+    """
+
+    statistics: int = _NEVER
+    inverses: int = _NEVER
+
+
+class CurvatureUpdates:
+    """Updates the statistics and the inverses of an engine as its optimizer needs them.
+
+    Args:
+        engine: The engine.
+        periods: How often.
+    """
+
+    def __init__(self, engine: Engine, periods: Periods) -> None:
+        self._engine = engine
+        self._periods = periods
+        self._axes = ExampleAxes(engine)
+
+    def update(
+        self,
+        step: int,
+        last: LastUpdates,
+        batch: tuple[Mapping[str, Array], Targets],
+        clock: StageClock,
+    ) -> LastUpdates:
+        """Update statistics and inverses where they are due.
+
+        Args:
+            step: Number of the step, from 0.
+            last: The latest updates.
+            batch: Inputs and targets.
+            clock: Measures the stages ``"statistics"`` and ``"inverses"``.
+
+        Returns:
+            The latest updates after this step.
+        """
+        periods = self._periods
+        statistics, inverses = last.statistics, last.inverses
+        if is_due(step, statistics, periods.statistics_every):
+            with clock("statistics"):
+                self._observe(step, *batch)
+            statistics = step
+        if is_due(step, inverses, periods.refresh_every):
+            with clock("inverses"):
+                self._engine.estimator.update_inverses()
+            inverses = step
+        return LastUpdates(statistics, inverses)
+
+    def _observe(self, step: int, inputs: Mapping[str, Array], targets: Targets) -> None:
+        engine, part = self._engine, self._periods.statistics_part
+        if part < 1 and not self._axes.obstacle:
+            selection = rotating_part(step, self._axes.check(inputs, targets), part)
+            inputs, targets = self._axes.part(inputs, targets, selection)
+        trace = engine.trace(inputs, targets)
+        scales = engine.objective.fisher_scales(trace)
+        engine.estimator.update_covariances(trace, scales=scales)
+
+
+def is_due(step: int, last: int, period: int) -> bool:
+    """Return whether an update is due: at first in each step, later once in a period.
+
+    Args:
+        step: Number of the step, from 0.
+        last: Step of the latest update; −1 before the first one.
+        period: Largest number of steps between two updates.
+    """
+    return last == _NEVER or step - last >= min(period, max(1, step // 2))
+
+
+def rotating_part(step: int, count: int, part: float) -> slice:
+    """Return the range of examples of a step: another part of the batch in each step.
+
+    Args:
+        step: Number of the step.
+        count: Number of examples in the batch.
+        part: Part of the examples, in (0, 1].
+    """
+    size = max(1, round(count * part))
+    start = min(step * size % count, count - size)
+    return slice(start, start + size)

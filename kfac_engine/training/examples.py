@@ -1,0 +1,144 @@
+"""Parts of a batch: the examples of inputs and targets along their axes."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.losses.objective import Targets
+
+# Examples of a batch: a range, or an array of their numbers.
+Selection: TypeAlias = slice | Array
+Batch: TypeAlias = tuple[Mapping[str, Array], Targets]
+
+
+class ExampleAxes:
+    """The axes of a model's inputs and targets that hold the examples.
+
+    Args:
+        engine: The engine of the model.
+
+    Attributes:
+        inputs: Input name to axis.
+        obstacle: Why the model does not run on a part of a batch; empty where it does.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        losses = engine.losses
+        self.inputs = losses[0].input_axes
+        self._targets = {loss.output: loss.batch_axis for loss in losses}
+        fixed = (loss.fixed_batch for loss in losses if loss.fixed_batch)
+        folded = (
+            f"one axis of '{loss.output}' holds examples and positions"
+            for loss in losses
+            if loss.positions > 1
+        )
+        self.obstacle = next(fixed, "") or next(folded, "")
+
+    def count(self, inputs: Mapping[str, Array]) -> int:
+        """Return the number of examples of a batch.
+
+        Args:
+            inputs: Input name to array.
+
+        Returns:
+            The number.
+
+        Raises:
+            ShapeError: The inputs differ in their number of examples, or have none.
+        """
+        shapes = {name: np.shape(inputs[name]) for name in self.inputs if name in inputs}
+        counts = {
+            name: shape[self.inputs[name]]
+            for name, shape in shapes.items()
+            if self.inputs[name] < len(shape)
+        }
+        if len(set(counts.values())) != 1:
+            listed = ", ".join(f"'{name}' {count}" for name, count in counts.items()) or "none"
+            raise ShapeError(f"all inputs need the same number of examples; found: {listed}.")
+        return int(next(iter(counts.values())))
+
+    def check(self, inputs: Mapping[str, Array], targets: Targets) -> int:
+        """Return the number of examples; refuse targets with another number.
+
+        Args:
+            inputs: Input name to array.
+            targets: The targets; for several losses, by output.
+
+        Returns:
+            The number of examples.
+
+        Raises:
+            ShapeError: An array has another number of examples.
+        """
+        count = self.count(inputs)
+        for name, array in self._named(targets).items():
+            axis, shape = self._target_axis(name), np.shape(array)
+            if axis >= len(shape) or shape[axis] != count:
+                raise ShapeError(
+                    f"the targets have shape {shape}, but the inputs have {count} examples; axis "
+                    f"{axis} of the targets must hold the examples."
+                )
+        return count
+
+    def part(self, inputs: Mapping[str, Array], targets: Targets, selection: Selection) -> Batch:
+        """Return some examples of a batch.
+
+        Args:
+            inputs: Input name to array; inputs without an axis of examples are kept whole.
+            targets: The targets; for several losses, by output.
+            selection: A range of examples, or an array of their numbers.
+
+        Returns:
+            Inputs and targets of the examples.
+        """
+        some = {
+            name: _take(array, self.inputs[name], selection) if name in self.inputs else array
+            for name, array in inputs.items()
+        }
+        if targets is None:
+            return some, None
+        taken = {
+            name: _take(array, self._target_axis(name), selection)
+            for name, array in self._named(targets).items()
+        }
+        return some, taken if isinstance(targets, Mapping) else taken[""]
+
+    def named(self, inputs: object) -> Mapping[str, Array]:
+        """Return inputs by name: a lone array belongs to the only input.
+
+        Args:
+            inputs: Input name to array, or the array of the only input.
+
+        Returns:
+            Input name to array.
+
+        Raises:
+            InputError: A lone array is given to a model of several inputs.
+        """
+        if isinstance(inputs, Mapping):
+            return inputs
+        if len(self.inputs) != 1:
+            raise InputError(
+                f"the model has several inputs; give a dictionary with arrays for "
+                f"{', '.join(self.inputs)}."
+            )
+        return dict.fromkeys(self.inputs, inputs)  # type: ignore[arg-type] # the engine checks it
+
+    def _named(self, targets: Targets) -> Mapping[str, Array]:
+        if targets is None:
+            return {}
+        return targets if isinstance(targets, Mapping) else {"": targets}
+
+    def _target_axis(self, name: str) -> int:
+        """Return the axis of examples in targets; loss objects may have names of their own."""
+        return self._targets.get(name, next(iter(self._targets.values())))
+
+
+def _take(array: Array, axis: int, selection: Selection) -> Array:
+    index: tuple[slice | Array, ...] = (*(slice(None),) * axis, selection)
+    part: Array = array[index]
+    return part

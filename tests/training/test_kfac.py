@@ -1,0 +1,275 @@
+"""The K-FAC optimizer against a re-implementation in float64."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.training.curvature_updates import is_due, rotating_part
+from tests import models
+from tests.training import softmax_net as net
+from tests.training.kfac_reference import Reference
+
+# Float64; inverses of matrices with condition numbers up to 1e5 multiply rounding errors.
+CLOSE = 1e-9
+STEPS = 40
+
+LM = ke.DampingAdaptation(interval=3)
+# Options of the optimizer, and the same of the reference.
+CASES = {
+    "auto": ({}, {}),
+    "auto, decay": ({"weight_decay": 0.3}, {"decay": 0.3}),
+    "auto, other constants": (
+        {"damping": 0.3, "momentum": 0.5, "update_length": 0.1, "adam_rate": 0.05},
+        {"damping": 0.3, "momentum": 0.5, "length": 0.1, "adam_rate": 0.05},
+    ),
+    "auto, adapted damping": ({"adapt_damping": LM}, {"interval": 3}),
+    "rate": ({"learning_rate": 0.02}, {"rate": 0.02}),
+    "rate, decay": (
+        {"learning_rate": 0.02, "weight_decay": 0.5},
+        {"rate": 0.02, "decay": 0.5},
+    ),
+    "rate, constraint": (
+        {"learning_rate": 0.1, "norm_constraint": 1e-4},
+        {"rate": 0.1, "constraint": 1e-4},
+    ),
+    "rate, regular": (
+        {"learning_rate": 0.02, "momentum_type": "regular"},
+        {"rate": 0.02, "regular": True},
+    ),
+    "rate, regular, constraint": (
+        {"learning_rate": 0.1, "momentum_type": "regular", "norm_constraint": 1e-4},
+        {"rate": 0.1, "regular": True, "constraint": 1e-4},
+    ),
+    "rate, adapted damping": (
+        {"learning_rate": 0.02, "adapt_damping": True},
+        {"rate": 0.02, "interval": 5},
+    ),
+    "rate, damping adapted both ways": (
+        {"learning_rate": 0.05, "adapt_damping": LM},
+        {"rate": 0.05, "interval": 3},
+    ),
+    "rate, regular, adapted damping": (
+        {"learning_rate": 0.02, "momentum_type": "regular", "adapt_damping": LM},
+        {"rate": 0.02, "regular": True, "interval": 3},
+    ),
+    "rate, other periods": (
+        {"learning_rate": 0.02, "statistics_every": 3, "statistics_part": 1, "refresh_every": 7},
+        {"rate": 0.02, "every": (3, 7), "part": 1.0},
+    ),
+}
+
+
+def engine(**options):
+    return net.engine(estimation_mode="exact", **options)
+
+
+def scale_of(step):
+    return 1.0 if step < STEPS // 2 else 0.5
+
+
+def run(optimizer, steps=range(STEPS)):
+    reports = []
+    for step in steps:
+        x, y = net.batch(step)
+        reports.append(optimizer.step({"x": x}, y, scale_of(step)))
+    return reports
+
+
+def distance(left, right):
+    return max(np.abs(value - right[name]).max() for name, value in left.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_optimizer_follows_the_reference(case):
+    options, same = CASES[case]
+    optimizer, reference = ke.KfacOptimizer(engine(), **options), Reference(**same)
+    for step in range(STEPS):
+        x, y = net.batch(step)
+        loss = net.loss(reference.theta, x, y)
+        report = optimizer.step({"x": x}, y, scale_of(step))
+        reference.step(x, y, scale_of(step))
+        damping, ratio, refreshed = reference.log[-1]
+        assert report.loss == pytest.approx(loss, rel=CLOSE)
+        assert report.damping == pytest.approx(damping, rel=1e-7)
+        assert (report.reduction_ratio is None) == (ratio is None)
+        if ratio is not None:
+            assert report.reduction_ratio == pytest.approx(ratio, rel=1e-5)
+        assert report.refreshed == refreshed
+        assert distance(optimizer.engine.parameters, reference.theta) < CLOSE
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("auto", "rate")])
+def test_each_option_changes_the_run(case):
+    _, same = CASES[case]
+    plain = Reference(rate=same.get("rate"))
+    other = Reference(**same)
+    for step in range(STEPS):
+        plain.step(*net.batch(step), scale_of(step))
+        other.step(*net.batch(step), scale_of(step))
+    assert distance(plain.theta, other.theta) > 1e-5
+
+
+def test_the_damping_of_an_adapted_run_moves_both_ways():
+    reference = Reference(**CASES["rate, damping adapted both ways"][1])
+    for step in range(STEPS):
+        reference.step(*net.batch(step), scale_of(step))
+    dampings = np.array([damping for damping, _, _ in reference.log])
+    assert (np.diff(dampings) < 0).any()
+    assert (np.diff(dampings) > 0).any()
+
+
+def test_updates_are_due_often_at_first():
+    steps, last = [], -1
+    for step in range(60):
+        if is_due(step, last, 10):
+            steps.append(step)
+            last = step
+    assert steps == [0, 1, 2, 3, 5, 9, 17, 27, 37, 47, 57]
+
+
+def test_parts_of_a_batch_visit_all_examples():
+    for count, part in ((12, 0.25), (13, 0.25), (7, 0.3), (5, 1.0), (3, 0.01)):
+        seen = set()
+        for step in range(2 * count):
+            chosen = rotating_part(step, count, part)
+            assert chosen.stop - chosen.start == max(1, round(count * part))
+            seen |= set(range(count)[chosen])
+        assert seen == set(range(count))
+
+
+@pytest.mark.parametrize(
+    ("change", "predicted", "factor"),
+    [
+        (-0.8, -1.0, 0.95**5),
+        (-0.76, -1.0, 0.95**5),
+        (-0.74, -1.0, 1.0),
+        (-0.26, -1.0, 1.0),
+        (-0.24, -1.0, 0.95**-5),
+        (0.5, -1.0, 0.95**-5),
+        (-0.1, 1.0, 0.95**5),
+        (0.1, 1.0, 0.95**-5),
+        (0.8, 1.0, 0.95**5),
+        (np.inf, -1.0, 0.95**-5),
+        (np.inf, 1.0, 0.95**-5),
+        (0.5, 0.0, 1.0),
+    ],
+)
+def test_the_damping_follows_the_reduction_ratio(change, predicted, factor):
+    damping, ratio = ke.DampingAdaptation().adapted(0.1, change, predicted)
+    assert damping == pytest.approx(0.1 * factor)
+    assert np.isnan(ratio) if predicted == 0 else ratio == change / predicted
+
+
+def test_an_adapted_damping_has_a_lower_bound():
+    assert ke.DampingAdaptation(min_damping=0.099).adapted(0.1, -1, -1)[0] == 0.099
+
+
+@pytest.mark.parametrize("case", ["auto", "auto, adapted damping", "rate, regular"])
+@pytest.mark.parametrize("mode", ["exact", "gradients"])
+def test_a_run_resumes_with_equal_bits(case, mode, tmp_path):
+    def make():
+        return ke.KfacOptimizer(net.engine(estimation_mode=mode), **CASES[case][0])
+
+    whole, first, second = make(), make(), make()
+    run(whole)
+    run(first, range(17))
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    reports = run(second, range(17, STEPS))
+    assert any(report.refreshed for report in reports)
+    assert distance(whole.engine.parameters, second.engine.parameters) == 0
+    whole.save(tmp_path / "whole")
+    second.save(tmp_path / "second")
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_a_failed_load_leaves_the_damping(tmp_path):
+    ke.KfacOptimizer(engine(), damping=0.5).save(tmp_path / "state")
+    other = ke.Engine.from_onnx(
+        net.model(), loss="categorical", approximations={"fully_connected": "diagonal"}
+    )
+    optimizer = ke.KfacOptimizer(other, damping=0.25)
+    with pytest.raises(ke.InputError, match="another model or options"):
+        optimizer.load(tmp_path / "state")
+    assert (optimizer.damping, other.damping) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("case", ["auto", "rate"])
+def test_a_batch_with_nan_changes_nothing(case, tmp_path):
+    optimizer = ke.KfacOptimizer(net.engine(), **CASES[case][0])
+    run(optimizer, range(3))
+    optimizer.save(tmp_path / "before")
+    x, y = net.batch(4)
+    x[3, 2] = np.nan
+    with pytest.raises(ke.NonFiniteError):
+        optimizer.step({"x": x}, y)
+    optimizer.save(tmp_path / "after")
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
+
+
+def test_a_batch_with_nan_is_skipped_and_counted():
+    clean, skipping = (ke.KfacOptimizer(engine(), non_finite="skip") for _ in range(2))
+    x, y = net.batch(4)
+    x[3, 2] = np.nan
+    for step in range(5):
+        run(clean, [step])
+        assert skipping.step({"x": x}, y).skipped
+        run(skipping, [step])
+    assert skipping.skipped == 5
+    assert distance(clean.engine.parameters, skipping.engine.parameters) == 0
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet_block", "layer_norm", "tied", "embedding"])
+def test_a_loss_falls_for_other_kinds_of_layers(name):
+    model = getattr(models, name)()
+    inputs = models.random_inputs(model, batch=8)
+    loss = "categorical" if name in ("cnn", "resnet_block", "embedding") else "normal"
+    built = ke.Engine.from_onnx(model, loss=loss, backend="numpy")
+    output = built.trace(inputs)["output"]
+    rng = np.random.default_rng(0)
+    if loss == "categorical":
+        targets = rng.integers(0, output.shape[-1], output.shape[:-1])
+    else:
+        targets = rng.standard_normal(output.shape).astype(output.dtype)
+    optimizer = ke.KfacOptimizer(built)
+    first = optimizer.step(inputs, targets).loss
+    for _ in range(30):
+        last = optimizer.step(inputs, targets).loss
+    assert last < 0.9 * first
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": "fast"}, "learning_rate must be a finite number"),
+        ({"damping": 0}, "damping must be a positive number"),
+        ({"momentum": 1}, r"momentum must lie in \[0, 1\)"),
+        ({"momentum_type": "nesterov"}, "momentum_type must be one of adam, regular"),
+        ({"momentum_type": "regular"}, "momentum_type 'regular' needs a learning rate"),
+        ({"norm_constraint": 1e-3}, "norm_constraint needs a learning rate"),
+        ({"learning_rate": 1, "norm_constraint": 0}, "norm_constraint must be a positive number"),
+        ({"adapt_damping": "yes"}, "adapt_damping must be True, False or a DampingAdaptation"),
+        ({"statistics_part": 1.5}, r"statistics_part must lie in \(0, 1\]"),
+        ({"statistics_every": 0}, "statistics_every must be a whole number of at least 1"),
+        ({"refresh_every": 2.5}, "refresh_every must be a whole number"),
+        ({"update_length": 0}, "update_length must be a positive number"),
+        ({"adam_rate": -1}, "adam_rate must be at least 0"),
+        ({"weight_decay": -1}, "weight_decay must be at least 0"),
+    ],
+)
+def test_a_wrong_option_is_refused(options, message):
+    with pytest.raises(ke.InputError, match=message):
+        ke.KfacOptimizer(engine(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 0}, "interval must be a whole number"),
+        ({"decay": 1.0}, r"decay must lie in \(0, 1\)"),
+        ({"min_damping": 0}, "min_damping must be a positive number"),
+    ],
+)
+def test_a_wrong_constant_of_the_adaptation_is_refused(options, message):
+    with pytest.raises(ke.InputError, match=message):
+        ke.DampingAdaptation(**options)
