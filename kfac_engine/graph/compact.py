@@ -1,8 +1,8 @@
-"""Models for a runtime in the same process, which is handed large constants beside the message.
+"""Builds models for a session in the same process, with large constants outside the message.
 
-Written into the message they would be copied twice, and a message ends at 2 GB. Here they are
-declared as external data, which ONNX Runtime copies once, into the form its kernels like; or as
-inputs, which it reads where they lie.
+Constants inside a message are copied twice, and a message is limited to 2 GB. Large constants are
+therefore declared as external data, which ONNX Runtime copies once into the layout of its kernels,
+or as inputs, which it reads in place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,25 +15,25 @@ from kfac_engine._types import Array
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.write import build_model, serialize
 
-# Smaller ones are shapes, axes and scales, which optimisations of the runtime look into.
+# Smaller constants are shapes, axes and scales, which optimizations of the runtime read.
 _SMALL_BYTES = 4096
 
-# The runtime takes arrays of NumPy's own types; packed and half types stay in the message.
+# The runtime accepts arrays of NumPy's types; packed and half types stay in the message.
 _SHARED_KINDS = "biuf"
 
-# With more constants than this, a copy is worth more than quicker kernels.
+# For more constants than this, memory matters more than faster kernels: no copy.
 _MOST_COPIED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class CompactModel:
-    """A model in parts.
+    """A serialized model and its large constants.
 
     Attributes:
         proto: The serialized message.
-        copied: Constants that it declares as external data; contiguous.
-        fed: Constants that it declares as inputs.
-        nodes: Number of its nodes.
+        copied: Constants that the message declares as external data; contiguous.
+        fed: Constants that the message declares as inputs.
+        nodes: Number of nodes.
     """
 
     proto: bytes
@@ -42,7 +42,7 @@ class CompactModel:
     nodes: int = 0
 
 
-def compact_model(  # noqa: PLR0913 (those of build_model, and one)
+def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
     nodes: Sequence[Node],
     inputs: Sequence[Input],
     outputs: Sequence[Input | str],
@@ -53,17 +53,17 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and one)
     domains: Mapping[str, int] | None = None,
     once: bool = False,
 ) -> CompactModel:
-    """A model made of ``nodes``; the first arguments are those of ``build_model``.
+    """Build a model from nodes; the arguments but ``once`` are those of ``build_model``.
 
     Args:
-        nodes: In topological order.
-        inputs: What is fed.
-        outputs: What can be fetched.
-        constants: Small ones become initializers.
+        nodes: Nodes, in topological order.
+        inputs: Declared inputs.
+        outputs: Declared outputs.
+        constants: Values of constants, by name; small ones become initializers.
         opset: Version of the standard operator set.
         name: Name of the graph, for messages.
         domains: Versions of other operator domains in use.
-        once: Whether the model is run but once, so that no constant is worth a copy.
+        once: True for a model that is run only once: no constant is copied.
 
     Returns:
         The message, and the large constants.
@@ -75,8 +75,8 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and one)
     small = {key: array for key, array in constants.items() if key not in large}
     size = sum(array.nbytes for array in large.values())
     copied, fed = ({}, large) if once or size > _MOST_COPIED_BYTES else (large, {})
-    given = [*inputs, *(Input(key, array.dtype, array.shape) for key, array in fed.items())]
-    model = build_model(nodes, given, outputs, small, opset, name=name, domains=domains)
+    declared = [*inputs, *(Input(key, array.dtype, array.shape) for key, array in fed.items())]
+    model = build_model(nodes, declared, outputs, small, opset, name=name, domains=domains)
     model.graph.initializer.extend(_declaration(key, array) for key, array in copied.items())
     contiguous = {key: np.ascontiguousarray(array) for key, array in copied.items()}
     return CompactModel(serialize(model), contiguous, fed, len(nodes))

@@ -1,4 +1,4 @@
-"""Operators that ONNX itself defines by other operators: their definitions, as protobuf."""
+"""Reads the definitions of operators that ONNX defines by other operators, as protobuf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,31 +6,31 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, defs
 
-# Calls of a definition go by a domain of our own: one that no operator has.
+# Domain of the calls of definitions; no operator has it.
 DOMAIN = "definition"
-# Files hold longer integers than onnx takes for versions.
+# Versions in files may exceed the integers that onnx accepts.
 _NO_VERSION = 2**31
 
 
 def schema_of(op: str, domain: str, versions: Mapping[str, int]) -> Any:
-    """The row of onnx's table for an operator; None if it has none."""
-    # Typed as anything: the stub of OpSchema lacks half of it.
+    """Return the schema of an operator; None if onnx has none."""
+    # The type is Any because the stub of OpSchema is incomplete.
     version = versions.get(domain, 0)
-    # Protobuf gives bytes where a name is not UTF-8.
+    # Protobuf returns bytes if a name is not UTF-8.
     named = isinstance(op, str) and 0 < version < _NO_VERSION
     return defs.get_schema(op, version, domain) if named and defs.has(op, version, domain) else None
 
 
 def is_defined(op: str, domain: str, versions: Mapping[str, int]) -> bool:
-    """Whether ONNX defines an operator by other operators.
+    """Check whether ONNX defines an operator by other operators.
 
     Args:
-        op: Its name.
-        domain: Its domain; ``""`` is the standard one.
+        op: Name of the operator.
+        domain: Domain of the operator; ``""`` is the standard one.
         versions: Versions of the operator domains in use.
 
     Returns:
-        False for primitive operators, and for those that the installed onnx does not know.
+        False for primitive operators, and for operators that the installed onnx does not know.
     """
     schema = schema_of(op, domain, versions)
     return schema is not None and bool(schema.has_function or schema.has_context_dependent_function)
@@ -39,17 +39,17 @@ def is_defined(op: str, domain: str, versions: Mapping[str, int]) -> bool:
 def as_call(
     node: onnx.NodeProto, types: Sequence[onnx.TypeProto], versions: Mapping[str, int], name: str
 ) -> tuple[onnx.NodeProto, onnx.FunctionProto]:
-    """A node as the call of a function, and the function: its operator's definition.
+    """Convert a node to the call of a function that is the definition of its operator.
 
     Args:
-        node: Its operator is defined by others.
-        types: Of its operands; empty for those that are left out.
+        node: Node whose operator has a definition.
+        types: Types of the operands; empty for omitted operands.
         versions: Versions of the operator domains in use; the standard one is ``""``.
-        name: For the function.
+        name: Name of the function.
 
     Returns:
-        The call, attributes with defaults spelled out, and the newest form of the definition that
-        the operator set in use knows.
+        The call, with explicit default attributes, and the function: the newest definition for
+        the operator set in use.
     """
     schema = schema_of(node.op_type, node.domain, versions)
     version = versions[node.domain]
@@ -67,13 +67,13 @@ def as_call(
     call = onnx.NodeProto()
     call.CopyFrom(node)
     call.domain, call.op_type = DOMAIN, name
-    given = {entry.name for entry in call.attribute}
+    explicit = {entry.name for entry in call.attribute}
     for key, attribute in schema.attributes.items():
-        if key not in given and attribute.default_value.type != AttributeProto.UNDEFINED:
+        if key not in explicit and attribute.default_value.type != AttributeProto.UNDEFINED:
             call.attribute.append(attribute.default_value)
     return call, function
 
 
 def _newest(known: Sequence[int], version: int) -> int:
-    """Definitions go by the operator set that they are written in."""
+    """Return the newest definition whose operator set is at most ``version``."""
     return max((entry for entry in known if entry <= version), default=min(known))

@@ -1,4 +1,4 @@
-"""New weights back into the user's own model: same nodes, same names, same element types."""
+"""Writes new weights into the model of the user; nodes, names and element types stay."""
 
 from collections.abc import Mapping
 
@@ -17,23 +17,23 @@ from kfac_engine.graph.write import tensor
 
 
 def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
-    """Files of the model as its own file spells it, with other values for some of its constants.
+    """Return the files of a model in its original form, with new values of constants.
 
     Args:
-        model: From ``load_model``.
-        values: Names of constants to their new values, which are cast to the file's element types.
-        location: Name of a second file, for weights that one message cannot hold.
+        model: Result of ``load_model``.
+        values: New values of constants, by name; cast to the element types of the file.
+        location: Name of a second file, for weights that exceed the limit of one message.
 
     Returns:
-        What to write; other constants keep their values. A weight that the file makes with
+        The files; other constants are unchanged. A weight that the file writes as
         ``ConstantOfShape`` becomes a ``Constant`` node.
 
     Raises:
         UnknownNameError: The model has no such constant.
-        ShapeError: A value does not have the shape of the constant.
+        ShapeError: The shape of a value differs from that of the constant.
         NonFiniteError: A value does not fit the file's element type.
-        UnsupportedError: The constant sits inside a function of the file, or has a name that
-            several constants have.
+        UnsupportedError: The constant is inside a function of the file, or several constants
+            have its name.
     """
     return model_files(*_with_nodes(model, values), location)
 
@@ -41,7 +41,7 @@ def export_files(model: LoadedModel, values: Mapping[str, Array], location: str)
 def _with_nodes(
     model: LoadedModel, values: Mapping[str, Array]
 ) -> tuple[onnx.ModelProto, dict[str, Array]]:
-    """The file's message with new values where nodes hold them, and what its initializers hold."""
+    """Return the message with new values in its nodes, and the values of its initializers."""
     constants = in_types({**model.graph.constants, **_checked(model, values)}, model.stored)
     result = onnx.ModelProto()
     result.CopyFrom(model.template)
@@ -51,10 +51,10 @@ def _with_nodes(
         if names:
             _become_constant(node, constants[names[0]])
             written.update(names)
-    for held in nested_initializers(result.graph.node):
-        if held.name in values:
-            held.CopyFrom(tensor(constants[held.name], held.name))
-            written.add(held.name)
+    for entry in nested_initializers(result.graph.node):
+        if entry.name in values:
+            entry.CopyFrom(tensor(constants[entry.name], entry.name))
+            written.add(entry.name)
     inner = [name for name in values if name not in written]
     if inner:
         raise UnsupportedError(
@@ -65,7 +65,7 @@ def _with_nodes(
 
 
 def _checked(model: LoadedModel, values: Mapping[str, Array]) -> dict[str, Array]:
-    """``values`` in the element types of the model."""
+    """Check names and shapes; return ``values`` in the element types of the model."""
     constants = model.graph.constants
     for name, value in values.items():
         if name not in constants:
@@ -79,7 +79,7 @@ def _checked(model: LoadedModel, values: Mapping[str, Array]) -> dict[str, Array
 
 
 def _become_constant(node: onnx.NodeProto, value: Array) -> None:
-    # A node rather than an initializer: old format versions want those among the graph's inputs.
+    # Not an initializer: old format versions require those among the inputs of the graph.
     node.op_type = "Constant"
     del node.input[:], node.attribute[:]
     node.attribute.append(helper.make_attribute("value", tensor(value)))

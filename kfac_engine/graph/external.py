@@ -1,7 +1,7 @@
-"""Weights that lie in files beside the model.
+"""Reads weights from external data files.
 
-They are mapped, not read: a weight costs memory only once something looks at it. The model file is
-untrusted, so its paths stay inside the model's own folder and its offsets inside the files.
+Files are memory-mapped: a weight takes memory when its values are read. The model file is
+untrusted: paths must stay inside the folder of the model, and offsets inside the files.
 """
 
 import math
@@ -13,24 +13,23 @@ from onnx import TensorProto
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
 
-# Element types of which several share a byte: NumPy cannot map them.
+# Packed element types, with several elements in a byte: NumPy cannot map them.
 _PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
 
-
-# Of a position in a file; Python itself refuses to read numbers of thousands of digits.
+# Digits of an offset; Python refuses to convert numbers of thousands of digits.
 _MOST_DIGITS = 20
 
 
 def is_packed(dtype: DType) -> bool:
-    """Whether several elements of this type share a byte."""
+    """Check whether a byte contains several elements of a type."""
     return dtype.name.startswith(_PACKED)
 
 
 class ExternalData:
-    """The files beside one model, each mapped once however many tensors it holds.
+    """External data files of a model; each file is mapped once.
 
     Args:
-        model_path: The model file.
+        model_path: Path of the model file.
     """
 
     def __init__(self, model_path: Path) -> None:
@@ -38,19 +37,19 @@ class ExternalData:
         self._mapped: dict[Path, Array] = {}
 
     def array(self, tensor: TensorProto, dtype: DType, what: str) -> Array:
-        """The values of an external tensor.
+        """Return the values of an external tensor.
 
         Args:
-            tensor: Names a file, and a range of bytes in it.
-            dtype: Its element type.
-            what: What it is, for messages.
+            tensor: Tensor with the name of a file and a range of bytes.
+            dtype: Element type.
+            what: Description of the tensor, for messages.
 
         Returns:
-            A view of the file; a copy where the file holds it unaligned.
+            A view of the file, or a copy if the data are unaligned.
 
         Raises:
             ModelError: The file is missing, out of bounds or too short.
-            UnsupportedError: Several elements share a byte.
+            UnsupportedError: The element type is packed.
         """
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
@@ -58,8 +57,8 @@ class ExternalData:
         offset = _position(entries.get("offset", ""), "offset", what)
         length = _position(entries.get("length", ""), "length", what)
         shape = tuple(tensor.dims)
-        if any(side < 0 for side in shape):
-            raise ModelError(f"{what} has a negative side in its shape {list(shape)}.")
+        if any(size < 0 for size in shape):
+            raise ModelError(f"{what} has a negative size in its shape {list(shape)}.")
         if is_packed(dtype):
             raise UnsupportedError(f"{what} holds packed {dtype.name} values in external data.")
         needed = math.prod(shape) * dtype.itemsize
@@ -73,7 +72,7 @@ class ExternalData:
         return np.require(values, requirements="A")
 
     def _bytes(self, location: str, what: str) -> Array:
-        """All bytes of the file meant by ``location``."""
+        """Return all bytes of the file at ``location``."""
         try:
             path = self._path(location, what)
             if path not in self._mapped:
@@ -89,9 +88,9 @@ class ExternalData:
         return self._mapped[path]
 
     def _path(self, location: str, what: str) -> Path:
-        """The file meant by ``location``, inside the folder even after links are followed."""
+        """Return the path of ``location``; resolved links must stay inside the folder."""
         home = self._model_path.parent
-        # A model that is itself a link may have its data beside the link's target.
+        # If the model file is a link, its data may be in the folder of the target.
         folders = (home.resolve(), self._model_path.resolve().parent)
         path = (home / location).resolve() if location and "\0" not in location else None
         if path is None or not any(path.is_relative_to(folder) for folder in folders):

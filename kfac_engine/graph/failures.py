@@ -8,7 +8,7 @@ from onnx import checker, shape_inference, version_converter
 
 from kfac_engine.errors import KfacError, ModelError
 
-# Its passes are C++, whose exceptions arrive as whatever Python has for them.
+# The passes of onnx are C++ code, whose exceptions become various Python types.
 _RAISED = (
     ArithmeticError,
     AttributeError,
@@ -25,15 +25,15 @@ _RAISED = (
 
 @contextmanager
 def model_errors(what: str, cure: str = "") -> Iterator[None]:
-    """While it is entered, an exception of the onnx package becomes a ModelError.
+    """Convert exceptions of the onnx package to ModelError inside a ``with`` block.
 
     Args:
         what: The failure, such as "the functions cannot be inlined".
         cure: The remedy, if there is one.
 
     Raises:
-        KfacError: As it was raised.
-        ModelError: Something was raised that is no error of this package.
+        KfacError: The block raised it.
+        ModelError: The block raised an exception that is no KfacError.
     """
     try:
         yield
@@ -45,6 +45,6 @@ def model_errors(what: str, cure: str = "") -> Iterator[None]:
 
 
 def _first_line(failure: Exception) -> str:
-    """The message of the C++ code of onnx, without the path of its source file."""
+    """Return the first line of the message of an exception, without the final period."""
     text = next((line for line in str(failure).splitlines() if line.strip()), "no reason given")
     return text.strip().rstrip(".")

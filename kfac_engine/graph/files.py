@@ -1,6 +1,6 @@
-"""Models as files: one message, and beside it the weights that would not fit into it.
+"""Splits a model into one or two files: the message, and weights that exceed its limit.
 
-The second file follows ONNX's convention for external data, so that every runtime finds it.
+The second file follows the ONNX convention for external data, which every runtime reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,23 +15,23 @@ from kfac_engine.errors import ModelError
 from kfac_engine.graph.external import is_packed
 from kfac_engine.graph.write import MAX_BYTES, serialize, tensor
 
-# A message ends at MAX_BYTES; what is no weight needs some room in it.
+# A message is limited to MAX_BYTES; 64 MiB are reserved for everything but the weights.
 _MOST_INLINE = MAX_BYTES - (1 << 26)
-# Smaller tensors stay in the message: shapes and axes that tools want to read.
+# Smaller tensors, such as shapes and axes, stay in the message, where tools read them.
 _SMALL_BYTES = 1024
-# Wide enough for any element type, so that readers can map each tensor where it lies.
+# A multiple of every element size, so that readers can map each tensor in place.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What to write.
+    """Contents of the files of a model.
 
     Attributes:
-        message: The model file.
-        location: Name of the file beside it.
-        tensors: What goes into that file, in order, each on the next aligned place; none if
-            everything is in the message.
+        message: Contents of the model file.
+        location: Name of the second file, in the same folder.
+        tensors: Contents of the second file, in order, each at the next aligned offset; empty if
+            the message contains all weights.
     """
 
     message: bytes
@@ -39,24 +39,24 @@ class ModelFiles:
     tensors: tuple[Array, ...]
 
     def data(self) -> Iterator[memoryview]:
-        """The bytes of the second file, a tensor at a time."""
+        """Yield the bytes of the second file, tensor by tensor."""
         for array in self.tensors:
             yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             yield memoryview(bytes(-array.nbytes % _ALIGNMENT))
 
 
 def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> onnx.ModelProto:
-    """``model`` with initializers of these values, which lie in the message.
+    """Add initializers with their values to ``model``.
 
     Args:
-        model: Has none of them yet; changed in place.
-        constants: Name to value.
+        model: A model without these initializers; changed in place.
+        constants: Values by name.
 
     Returns:
         The model.
 
     Raises:
-        ModelError: One message cannot hold them.
+        ModelError: The values exceed the limit of one message.
     """
     size = sum(array.nbytes for array in constants.values())
     if size > _MOST_INLINE:
@@ -69,7 +69,7 @@ def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> on
 
 
 def declare(model: onnx.ModelProto, constants: Iterable[str]) -> onnx.ModelProto:
-    """``model`` with initializers of these names, which lack their data; changed in place."""
+    """Add initializers without data to ``model``, in place; return it."""
     model.graph.initializer.extend(TensorProto(name=name) for name in constants)
     return model
 
@@ -77,18 +77,18 @@ def declare(model: onnx.ModelProto, constants: Iterable[str]) -> onnx.ModelProto
 def model_files(
     model: onnx.ModelProto, constants: Mapping[str, Array], location: str
 ) -> ModelFiles:
-    """A model with its constants in one file, or in two if one message cannot hold them.
+    """Write a model with its constants to one file, or to two if a message is too small.
 
     Args:
-        model: Its initializers may lack data; they get it here.
-        constants: Values of all initializers by name.
+        model: The model; its initializers may lack their data.
+        constants: Values of all initializers, by name.
         location: Name of the second file.
 
     Returns:
-        The contents of both.
+        The contents of the files.
 
     Raises:
-        ModelError: What is no weight is larger than a message already.
+        ModelError: The message exceeds its limit even without the weights.
     """
     entries = list(model.graph.initializer)
     beside = sum(constants[entry.name].nbytes for entry in entries) > _MOST_INLINE

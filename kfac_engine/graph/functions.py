@@ -1,4 +1,4 @@
-"""What an operator is by definition, as a graph of other operators."""
+"""Converts the definition of an operator to a graph of other operators."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from kfac_engine.graph.write import node_proto, tensor
 
 
 def has_definition(node: Node, versions: Mapping[str, int]) -> bool:
-    """Whether ONNX defines the operator of ``node`` by other operators."""
+    """Check whether ONNX defines the operator of ``node`` by other operators."""
     return is_defined(node.op, node.domain, versions)
 
 
@@ -26,22 +26,22 @@ def definition(
     versions: Mapping[str, int],
     prefix: str,
 ) -> Graph:
-    """What ``node`` does in other operators, in canonical form.
+    """Return the definition of the operator of ``node`` as a canonical graph.
 
     Args:
-        node: Its operator has a definition.
-        facts: Element type and shape of its operands. Of shapes only the rank is used: the batch
-            stays open.
-        known: Values that are fixed, such as sizes and axes: branches that they decide are folded.
+        node: Node whose operator has a definition.
+        facts: Element type and shape of the operands. Only the rank of a shape is used: the batch
+            size stays dynamic.
+        known: Values of constant operands, such as sizes and axes; they decide branches.
         versions: Versions of the operator domains; the standard one is ``""``.
-        prefix: Starts the names of all new values and nodes.
+        prefix: Start of the names of all new values and nodes.
 
     Returns:
-        A graph with the operands of ``node`` as inputs and constants, and its results as outputs,
-        under the names they have there.
+        A graph whose inputs and constants have the names of the operands of ``node``, and whose
+        outputs have the names of its results.
 
     Raises:
-        ModelError: The definition cannot be brought to the operator set of the graph.
+        ModelError: The definition cannot be converted to a supported operator set.
     """
     operands = [name for name in dict.fromkeys(node.inputs) if name]
     declared = {name: _declaration(name, facts[name]) for name in operands}
@@ -57,7 +57,7 @@ def definition(
         [onnx.ValueInfoProto(name=name) for name in node.outputs if name],
         [tensor(known[name], name) for name in operands if name in known],
     )
-    # In the operator set of the definition: what is older than ours is upgraded like any model.
+    # The model has the operator set of the definition; ``load_graph`` upgrades an older one.
     model = helper.make_model(
         graph,
         functions=[function],

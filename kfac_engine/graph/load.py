@@ -1,8 +1,9 @@
-"""ONNX models in, canonical graphs out.
+"""Reads ONNX models and converts them to canonical graphs.
 
-The road, for a model as read: take the data of its initializers out; inline its functions; order
-and check its nodes; make constants of what is spelled as nodes; bring its operators to sets 18 to
-26; compute half precision in single; leave protobuf behind; spell out what nothing executes.
+The steps: separate the data of the initializers; inline functions; sort and check the nodes; lift
+constants that are written as nodes; convert the operators to sets 18 to 26; compute half precision
+in single precision; convert protobuf to plain values; decompose operators that ONNX Runtime cannot
+execute.
 """
 
 import os
@@ -30,12 +31,12 @@ from kfac_engine.graph.passes.canonicalize import (
     upgrade,
 )
 from kfac_engine.graph.passes.constants import lift_constants
-from kfac_engine.graph.passes.decompose import spell_out
+from kfac_engine.graph.passes.decompose import decompose
 from kfac_engine.graph.passes.expansions import check_sizes
 from kfac_engine.graph.passes.newer_opsets import executable
 from kfac_engine.graph.passes.order import all_nodes, refuse_repeated, sort_nodes
 from kfac_engine.graph.passes.shared_constants import separate_statistics
-from kfac_engine.graph.passes.upcast import declared_halves, widen
+from kfac_engine.graph.passes.upcast import declared_halves, upcast
 from kfac_engine.graph.read import read_model
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
@@ -46,8 +47,8 @@ from kfac_engine.graph.tensors import (
 )
 from kfac_engine.graph.write import tensor, value_info
 
-# Larger constants are weights or tables, never shapes, axes or scales: the upgrade need not see
-# their values, only their types.
+# Larger constants are weights or tables, not shapes, axes or scales. The upgrade reads only their
+# types.
 _LARGE_BYTES = 4096
 
 _FLOATS = frozenset(
@@ -55,23 +56,23 @@ _FLOATS = frozenset(
     | {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 )
 
-# Words that exporters write for an unknown size; they are not symbols.
+# Strings that exporters write for an unknown size; they are not symbols.
 _NO_SYMBOLS = frozenset({"", "?", "-1", "None"})
 
-# Where a model may come from: a path, the bytes of a file, or a message.
+# A model as a path, the bytes of a file, or a protobuf message.
 ModelSource: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model as the engine computes with it, and as its file spells it.
+    """A canonical graph with the message that it was read from.
 
     Attributes:
-        graph: The canonical form.
-        template: The model as read, its initializers without data: that is in
-            ``graph.passes.constants``.
-        stored: The file's element type of every constant, input and output that is float16 or
-            bfloat16 there and float32 in the graph.
+        graph: The canonical graph.
+        template: The message as read, without the data of its initializers; the data are in
+            ``graph.constants``.
+        stored: Element types in the file, for constants, inputs and outputs that are float16 or
+            bfloat16 in the file and float32 in the graph.
     """
 
     graph: Graph
@@ -80,43 +81,43 @@ class LoadedModel:
 
     @property
     def float_outputs(self) -> tuple[str, ...]:
-        """Outputs that the file declares as floating-point numbers."""
+        """Names of outputs that the file declares as floating-point tensors."""
         entries = self.template.graph.output
         return tuple(e.name for e in entries if e.type.tensor_type.elem_type in _FLOATS)
 
     @property
     def output_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
-        """Shapes of outputs as the file declares them, where it does."""
+        """Declared shapes of outputs, by name; undeclared ones are absent."""
         return {
-            entry.name: tuple(_side(side) for side in entry.type.tensor_type.shape.dim)
+            entry.name: tuple(_size(dim) for dim in entry.type.tensor_type.shape.dim)
             for entry in self.template.graph.output
             if entry.type.tensor_type.HasField("shape")
         }
 
 
 def load_graph(source: ModelSource) -> Graph:
-    """The canonical graph of a model; see ``load_model``."""
+    """Read a model and return its canonical graph; see ``load_model``."""
     return load_model(source).graph
 
 
 def load_model(source: ModelSource) -> LoadedModel:
-    """The canonical graph of a model, and what is needed to write the model back.
+    """Read a model and return its canonical graph with the message.
 
     Args:
-        source: A path, the bytes of a file, or a model, which stays unchanged.
+        source: A path, the bytes of a file, or a message. A message is not changed.
 
     Returns:
-        Both forms.
+        The graph and the message.
 
     Raises:
-        ModelError: The file cannot be read, or does not hold a valid model.
-        UnsupportedError: The model has inputs, constants or attributes that are no dense tensors.
+        ModelError: The file cannot be read, or does not contain a valid model.
+        UnsupportedError: An input, constant or attribute of the model is not a dense tensor.
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
     try:
         return _load(read_model(source), path)
     except UnicodeDecodeError as failure:
-        # Protobuf passes any bytes for text until someone reads them.
+        # Protobuf accepts any bytes as text; the error comes when the text is read.
         raise ModelError(
             f"{path or 'the model'} holds a name or text that is not UTF-8 "
             f"({failure.object[:40]!r}); the file is damaged."
@@ -124,13 +125,13 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 
 def external_files(path: Path) -> Iterator[Path]:
-    """The files of the external data of a model."""
+    """Yield the paths of the external data files of a model."""
     model = read_model(path)
     functions = (node for function in model.functions for node in function.node)
     nested = nested_tensors((*functions, *model.graph.node))
-    for held in (*model.graph.initializer, *nested):
-        if is_external(held):
-            yield from (path.parent / e.value for e in held.external_data if e.key == "location")
+    for entry in (*model.graph.initializer, *nested):
+        if is_external(entry):
+            yield from (path.parent / e.value for e in entry.external_data if e.key == "location")
 
 
 def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
@@ -146,10 +147,10 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     working, filled, inner = _canonical(template, constants)
     _decode_all(working.graph, template)
     stored = declared_halves((*template.graph.input, *template.graph.output))
-    stored |= widen(working.graph, constants)
+    stored |= upcast(working.graph, constants)
     return LoadedModel(
         graph=Graph(
-            nodes=spell_out(canonical_nodes(working.graph.node), constants),
+            nodes=decompose(canonical_nodes(working.graph.node), constants),
             inputs=tuple(_inputs(working.graph.input, constants, stored)),
             outputs=tuple(entry.name for entry in working.graph.output),
             constants=constants,
@@ -165,14 +166,14 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
 
 
 def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.ModelProto:
-    """``model``, which is used up, without the data of its initializers; the rest is complete."""
+    """Return ``model`` without the data of its initializers; ``model`` itself is consumed."""
     stubs = [
         onnx.TensorProto(name=entry.name, data_type=entry.data_type, dims=entry.dims)
         for entry in model.graph.initializer
     ]
     del model.graph.initializer[:]
     model.graph.initializer.extend(stubs)
-    # A message keeps the memory of deleted fields: only a new one is small.
+    # Protobuf does not free the memory of deleted fields; a new message is small.
     template = onnx.ModelProto()
     template.ParseFromString(model.SerializeToString())
     functions = (node for function in template.functions for node in function.node)
@@ -185,17 +186,16 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
 def _canonical(
     template: onnx.ModelProto, constants: dict[str, Array]
 ) -> tuple[onnx.ModelProto, frozenset[str], frozenset[str]]:
-    """``template`` in the canonical form.
+    """Apply all passes to a copy of ``template``.
 
     Args:
-        template: Unchanged.
-        constants: Grows by what was written as nodes.
+        template: The message; not changed.
+        constants: Receives constants that the file writes as nodes.
 
     Returns:
-        A copy in the canonical spelling; the names of constants that are filled, and of those that
-        bodies hold.
+        The canonical message, the names of filled constants, and the names of constants in bodies.
     """
-    # Inputs of its graph are the data and the large constants.
+    # The inputs of its graph are the data and the large constants.
     working = onnx.ModelProto()
     working.CopyFrom(template)
     _declare_constants(working.graph, constants)
@@ -221,7 +221,7 @@ def _canonical(
 
 
 def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
-    """Make small constants initializers of ``graph`` and large ones inputs."""
+    """Declare small constants as initializers of ``graph`` and large constants as inputs."""
     data = [entry for entry in graph.input if entry.name not in constants]
     large = {name: a for name, a in constants.items() if a.nbytes > _LARGE_BYTES}
     declared = [value_info(Input(name, a.dtype, a.shape)) for name, a in large.items()]
@@ -246,25 +246,25 @@ def _inputs(
             )
         form = entry.type.tensor_type
         dtype = element_type(form.elem_type, f"input '{entry.name}'")
-        shape = tuple(_side(side) for side in form.shape.dim) if form.HasField("shape") else None
+        shape = tuple(_size(dim) for dim in form.shape.dim) if form.HasField("shape") else None
         yield Input(entry.name, dtype, shape, stored.get(entry.name))
 
 
-def _side(side: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    """A size or a symbol; old exporters write -1 for a size they do not know, others a word."""
-    if side.HasField("dim_value"):
-        return side.dim_value if side.dim_value >= 0 else None
-    unknown = side.dim_param in _NO_SYMBOLS or side.dim_param.startswith("unk__")
-    return None if unknown else side.dim_param
+def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    """Return a size or a symbol; None for an unknown size, written as -1 or as a word."""
+    if dim.HasField("dim_value"):
+        return dim.dim_value if dim.dim_value >= 0 else None
+    unknown = dim.dim_param in _NO_SYMBOLS or dim.dim_param.startswith("unk__")
+    return None if unknown else dim.dim_param
 
 
 def _decode_all(working: onnx.GraphProto, template: onnx.ModelProto) -> None:
-    """Read all names once, so that a damaged one is found here."""
+    """Decode all names once, so that a damaged name is an error here."""
     for imported in template.opset_import:
         _text(imported.domain)
     for entry in (*template.graph.input, *template.graph.output):
-        for side in entry.type.tensor_type.shape.dim:
-            _text(side.dim_param)
+        for dim in entry.type.tensor_type.shape.dim:
+            _text(dim.dim_param)
     for node in all_nodes(working.node):
         keys = (entry.name for entry in node.attribute)
         for value in (node.name, node.op_type, node.domain, *node.input, *node.output, *keys):
@@ -272,5 +272,5 @@ def _decode_all(working: onnx.GraphProto, template: onnx.ModelProto) -> None:
 
 
 def _text(value: str | bytes) -> str:
-    """Text of a message, which protobuf hands out as bytes where it is not UTF-8."""
+    """Decode a string of a message; protobuf returns bytes if it is not UTF-8."""
     return value.decode() if isinstance(value, bytes) else value

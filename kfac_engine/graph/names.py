@@ -1,4 +1,4 @@
-"""Names for new values."""
+"""Finds free names for new values."""
 
 from collections.abc import Iterable
 
@@ -8,13 +8,13 @@ from kfac_engine.graph.passes.order import all_nodes
 
 
 def taken_names(graph: onnx.GraphProto, others: Iterable[str] = ()) -> set[str]:
-    """Names that a graph has given to values, in its bodies as well, and some others."""
+    """Return the names of all values of a graph and of its bodies, with those of ``others``."""
     names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
     return names.union((entry.name for entry in graph.input), others)
 
 
 def claim(name: str, taken: set[str]) -> str:
-    """``name``, or with lines behind it until it is free; it is taken from then on."""
+    """Append underscores to ``name`` until it is free; add it to ``taken`` and return it."""
     while name in taken:
         name += "_"
     taken.add(name)

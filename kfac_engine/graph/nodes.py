@@ -1,4 +1,4 @@
-"""Nodes in, as plain Python values: the step that leaves protobuf behind."""
+"""Converts protobuf nodes to ``Node`` values with plain Python attributes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -12,16 +12,16 @@ from kfac_engine.graph.tensors import to_array
 
 
 def canonical_nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
-    """The nodes without protobuf, each with a name of its own: ONNX Runtime insists on that.
+    """Convert nodes; give each a unique name, which ONNX Runtime requires.
 
     Args:
-        protos: In topological order.
+        protos: Nodes, in topological order.
 
     Yields:
-        Their counterparts.
+        The converted nodes, in the same order.
 
     Raises:
-        UnsupportedError: An attribute is of a kind that no operator of ours has.
+        UnsupportedError: An attribute has a type that no supported operator uses.
     """
     taken: set[str] = set()
     for index, proto in enumerate(protos):

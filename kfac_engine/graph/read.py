@@ -1,6 +1,6 @@
-"""Model files in, as protobuf: the one place that opens what a user names.
+"""Reads model files as protobuf.
 
-The bytes are untrusted: whatever they hold, the outcome is a ``ModelProto`` or one ``ModelError``.
+The bytes are untrusted: the result is a ``ModelProto``, or a ``ModelError`` is raised.
 """
 
 import os
@@ -13,7 +13,7 @@ from kfac_engine.errors import InputError, ModelError
 from kfac_engine.graph.write import MAX_BYTES
 from kfac_engine.system.reading import check_file
 
-# What people give by mistake, by its first bytes.
+# Formats that users pass by mistake, by their first bytes.
 _OTHER_FORMATS = {
     b"\x89PNG": "a PNG picture",
     b"\xff\xd8\xff": "a JPEG picture",
@@ -28,16 +28,16 @@ _OTHER_FORMATS = {
 
 
 def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> onnx.ModelProto:
-    """The model in ``source``, parsed but not checked; external data stays where it is.
+    """Parse a model without checks; external data are not read.
 
     Args:
-        source: A path, the bytes of a file, or a model.
+        source: A path, the bytes of a file, or a message.
 
     Returns:
-        The model, the caller's to change.
+        A new message, which the caller may change.
 
     Raises:
-        InputError: ``source`` is something else.
+        InputError: ``source`` has another type.
         ModelError: The file cannot be read or is not an ONNX model.
     """
     if isinstance(source, onnx.ModelProto):

@@ -1,6 +1,6 @@
-"""The canonical graph: a frozen picture of an ONNX model that the rest of the engine reads.
+"""Immutable types for a canonical graph: ``Graph``, ``Node``, ``Input`` and ``Fact``.
 
-Produced by ``graph.load``; consumed by ``autodiff`` and ``layers``. It knows no protobuf: its
+``graph.load`` builds a graph; ``autodiff`` and ``layers`` read it. No type refers to protobuf:
 attributes are plain Python values and tensors are NumPy arrays.
 """
 
@@ -15,7 +15,7 @@ from kfac_engine.graph.analysis.computed_tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """The body of an If, Loop or Scan: opaque here, kept as serialized ONNX ``GraphProto`` bytes.
+    """Body of an If, Loop or Scan, stored as the bytes of an ONNX ``GraphProto``.
 
     Attributes:
         proto: The serialized body.
@@ -37,10 +37,10 @@ class Node:
 
     Attributes:
         op: Operator name, as in ONNX (``"Conv"``).
-        inputs: Names of the operands; ``""`` where an optional one is left out.
-        outputs: Names of the results; ``""`` where one is not produced.
+        inputs: Names of the operands; ``""`` for an omitted optional operand.
+        outputs: Names of the results; ``""`` for an omitted result.
         attributes: Attributes that are set, by name.
-        name: Unique in its graph.
+        name: Name, unique in the graph.
         domain: Operator domain; ``""`` is the standard one.
     """
 
@@ -54,13 +54,13 @@ class Node:
     @property
     def captures(self) -> tuple[str, ...]:
         """Outer values that subgraph attributes of this node read."""
-        # Asked of every node again and again, and nearly none has a body.
+        # Read very often; few nodes have a body.
         bodies = [value for value in self.attributes.values() if type(value) is Subgraph]
         return tuple(name for body in bodies for name in body.captures) if bodies else ()
 
     @property
     def qualified_op(self) -> str:
-        """``op``, prefixed where the domain is not the standard one: ``com.microsoft::Gelu``."""
+        """Operator with a non-standard domain as prefix, such as ``com.microsoft::Gelu``."""
         return f"{self.domain}::{self.op}" if self.domain else self.op
 
 
@@ -69,11 +69,11 @@ class Input:
     """A data input of the model.
 
     Attributes:
-        name: Its name in the file.
+        name: Name in the file.
         dtype: Element type.
-        shape: One entry per axis: a size, a symbol (``"batch"``), or None where the file says
-            nothing; None altogether where even the rank is open.
-        stored: Element type in the file where that is narrower; accepted as well.
+        shape: One entry for each axis: a size, a symbol such as ``"batch"``, or None if unknown.
+            None in place of the tuple if the rank is unknown.
+        stored: Element type in the file if it is narrower; arrays of this type are accepted too.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Input:
 
     @property
     def is_setting(self) -> bool:
-        """Whether it is declared as a single integer or truth value, which is not data."""
+        """True for an input of one integer or one truth value: a setting, not data."""
         return self.dtype.kind in "iub" and self.shape is not None and set(self.shape) <= {1}
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What one evaluation showed of a value: its element type and shape."""
+    """Element type and shape of a value in the sample run."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -100,17 +100,17 @@ class Graph:
     """A model in canonical form.
 
     Attributes:
-        nodes: In topological order.
-        inputs: Data inputs, without the constants some files list among them.
+        nodes: Nodes, in topological order.
+        inputs: Data inputs. Constants that a file lists among its inputs are not included.
         outputs: Names of the outputs, in the file's order.
         constants: Initializers and lifted ``Constant`` nodes by name: weights, tables, axes,
             shapes. Arrays are read-only.
         opset: Version of the standard operator set, 18 or newer.
         name: Name of the model, for messages.
-        domains: Versions of other operator domains in use.
-        filled: Constants that the file does not store, but fills with one number.
-        inner: Constants that the file holds in the bodies of nodes.
-        fixed: Inputs of one whole number each, as a sample has them: what they decide is decided.
+        domains: Versions of the other operator domains in use.
+        filled: Constants that the file writes as a shape and one number.
+        inner: Constants that the file stores in the bodies of nodes.
+        fixed: Values of integer inputs in the sample; the graph is specialized to them.
     """
 
     nodes: tuple[Node, ...]
@@ -126,22 +126,22 @@ class Graph:
 
     @cached_property
     def results(self) -> frozenset[str]:
-        """``outputs`` without their order."""
+        """The outputs as a set."""
         return frozenset(self.outputs)
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
-        """Node name to its index in ``nodes``."""
+        """Index of each node in ``nodes``, by node name."""
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:
-        """Value name to the node that makes it (inputs and constants have none)."""
+        """The node that computes each value, by value name; inputs and constants have none."""
         return {name: node for node in self.nodes for name in node.outputs if name}
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[Node, int], ...]]:
-        """Value name to every ``(node, operand index)`` that reads it; a capture has index -1."""
+        """All readers of each value, as ``(node, operand index)``; a capture has index -1."""
         uses: dict[str, list[tuple[Node, int]]] = {}
         for node in self.nodes:
             for index, name in enumerate(node.inputs):
@@ -153,11 +153,11 @@ class Graph:
 
     @cached_property
     def tables(self) -> Tables:
-        """Which constants were computed, not trained."""
+        """The test whether a constant was computed by a formula, not trained."""
         return Tables(self.constants)
 
     def values(self) -> Iterator[str]:
-        """All value names: inputs, constants, then results in topological order."""
+        """Yield all value names: inputs, constants, then results in topological order."""
         yield from (entry.name for entry in self.inputs)
         yield from self.constants
         for node in self.nodes:

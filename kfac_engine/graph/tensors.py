@@ -1,4 +1,4 @@
-"""Protobuf tensors as read-only NumPy arrays, wherever their bytes lie."""
+"""Converts protobuf tensors, inline or external, to read-only NumPy arrays."""
 
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -18,17 +18,17 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def element_type(code: int, what: str) -> DType:
-    """The NumPy type of ``TensorProto.DataType`` number ``code``.
+    """Return the NumPy type of a ``TensorProto.DataType`` code.
 
     Args:
-        code: As the file has it.
-        what: The value it belongs to, for the message.
+        code: Code in the file.
+        what: Description of the value, for messages.
 
     Returns:
-        The type; bfloat16 and its like are those of ``ml_dtypes``.
+        The type; types such as bfloat16 come from ``ml_dtypes``.
 
     Raises:
-        ModelError: ONNX has no such type.
+        ModelError: ONNX does not define the code.
     """
     try:
         return np.dtype(helper.tensor_dtype_to_np_dtype(code))
@@ -39,22 +39,22 @@ def element_type(code: int, what: str) -> DType:
 
 
 def is_external(tensor: TensorProto) -> bool:
-    """Whether the bytes of ``tensor`` lie in another file."""
+    """Check whether the bytes of ``tensor`` are in another file."""
     return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
 def to_array(tensor: TensorProto, external: ExternalData | None = None) -> Array:
-    """The values of a tensor.
+    """Return the values of a tensor.
 
     Args:
-        tensor: From a model file.
-        external: The files beside the model; None if the model did not come from a file.
+        tensor: Tensor of a model.
+        external: External data files; None if the model was not read from a file.
 
     Returns:
         A read-only array, mapped from disk if the data is external.
 
     Raises:
-        ModelError: Shape, type and bytes do not agree, or the external data cannot be had.
+        ModelError: Shape, type and bytes do not agree, or the external data cannot be read.
     """
     what = f"tensor '{tensor.name}'"
     dtype = element_type(tensor.data_type, what)
@@ -72,18 +72,18 @@ def to_array(tensor: TensorProto, external: ExternalData | None = None) -> Array
 
 
 def filled(shape: Array, value: Array | None, what: str) -> Array:
-    """The result of ``ConstantOfShape``: a read-only array without memory of its own.
+    """Return the result of ``ConstantOfShape`` as a view of one number.
 
     Args:
-        shape: The sides.
+        shape: Shape of the result.
         value: One number; None means zero in float32.
-        what: The value it makes, for the message.
+        what: Description of the result, for messages.
 
     Returns:
-        A view that repeats the number.
+        A read-only view that repeats the number.
 
     Raises:
-        ModelError: The sides are negative, or no machine could hold them.
+        ModelError: A size is negative, or the result has too many entries.
     """
     number = np.zeros((), np.float32) if value is None else np.asarray(value)
     sizes = np.ravel(shape).tolist()
@@ -99,7 +99,7 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
 
 
 def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
-    """All tensors inside ``nodes``: in their attributes, and in the bodies of If, Loop and Scan."""
+    """Yield all tensors in attributes of ``nodes`` and in the bodies of If, Loop and Scan."""
     nodes = tuple(nodes)
     for node in all_nodes(nodes):
         for attribute in node.attribute:
@@ -110,7 +110,7 @@ def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
 
 
 def nested_initializers(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
-    """The initializers of the bodies of If, Loop and Scan."""
+    """Yield the initializers of the bodies of If, Loop and Scan."""
     for node in all_nodes(nodes):
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):

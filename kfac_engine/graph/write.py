@@ -1,6 +1,6 @@
-"""Node lists out, as protobuf: what ONNX Runtime compiles and what the user is handed.
+"""Converts nodes, inputs and arrays to a ``ModelProto``: the inverse of ``graph.load``.
 
-The inverse of ``graph.load``: ``Node``, ``Input`` and NumPy arrays become a ``ModelProto``.
+ONNX Runtime compiles the result, or a user receives it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
 
-# A model as protobuf: what other packages may pass on, but not look into.
+# A model as protobuf. Other packages pass it on, but do not read it.
 ModelProto: TypeAlias = onnx.ModelProto
 
 # Protobuf cannot serialize a larger message.
 MAX_BYTES = 2**31 - 1
 
-# The oldest format version we write; newer operator sets ask for more.
+# The oldest format version that is written; newer operator sets require newer ones.
 _MIN_IR_VERSION = 10
 
 
@@ -35,19 +35,19 @@ def build_model(
     name: str = "model",
     domains: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """A model made of ``nodes``.
+    """Build a model from nodes.
 
     Args:
-        nodes: In topological order.
-        inputs: What is fed; a shape of None leaves even the rank open.
-        outputs: What can be fetched, in the same form; a bare name leaves the type to the runtime.
-        constants: Become initializers.
+        nodes: Nodes, in topological order.
+        inputs: Declared inputs; with a shape of None the rank is unknown.
+        outputs: Declared outputs; for a bare name the runtime infers the type.
+        constants: Values of the initializers, by name.
         opset: Version of the standard operator set.
         name: Name of the graph, for messages.
         domains: Versions of other operator domains in use.
 
     Returns:
-        The model, with the lowest format version that its operator set asks for (at least 10).
+        The model, with the oldest format version that its operator set requires (at least 10).
 
     Raises:
         ModelError: The constants alone are larger than a serialized model can be.
@@ -55,7 +55,7 @@ def build_model(
     total = sum(array.nbytes for array in constants.values())
     if total > MAX_BYTES:
         raise ModelError(_too_large(name, f"holds {total / 1e9:.1f} GB of constants"))
-    # Domains that only nodes name were written by rules: of ONNX Runtime's own, at version one.
+    # Rules write operators of ONNX Runtime's domains, whose version is 1.
     named = dict.fromkeys((node.domain for node in nodes), 1)
     versions = {**named, "": opset, **(domains or {})}
     graph = helper.make_graph(
@@ -79,16 +79,16 @@ def build_model(
 
 
 def serialize(model: onnx.ModelProto) -> bytes:
-    """The bytes of an ``.onnx`` file.
+    """Serialize a model to the bytes of an ``.onnx`` file.
 
     Args:
-        model: Any model.
+        model: The model.
 
     Returns:
         The serialized model.
 
     Raises:
-        ModelError: It is larger than protobuf's limit of 2 GB.
+        ModelError: The model is larger than protobuf's limit of 2 GB.
     """
     try:
         return bytes(model.SerializeToString())
@@ -97,18 +97,18 @@ def serialize(model: onnx.ModelProto) -> bytes:
 
 
 def tensor(array: Array, name: str = "") -> onnx.TensorProto:
-    """``array`` as a protobuf tensor, bytes in ``raw_data``."""
+    """Convert an array to a protobuf tensor, with its bytes in ``raw_data``."""
     return numpy_helper.from_array(np.asarray(array), name)
 
 
 def value_info(entry: Input) -> onnx.ValueInfoProto:
-    """The declaration of a value at the border of a graph."""
+    """Return the declaration of an input or output of a graph."""
     code = helper.np_dtype_to_tensor_dtype(entry.dtype)
     return helper.make_tensor_value_info(entry.name, code, entry.shape)
 
 
 def node_proto(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
-    """``node`` as protobuf, where ``versions`` tells what types its attributes have."""
+    """Convert a node to protobuf; ``versions`` determines the types of its attributes."""
     declared = _declared_types(node, versions.get(node.domain, 0))
     proto = helper.make_node(
         node.op, node.inputs, node.outputs, name=node.name, domain=node.domain or None
@@ -120,7 +120,7 @@ def node_proto(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
 
 
 def _declared_types(node: Node, version: int) -> Mapping[str, int]:
-    """Attribute types that the operator's schema states; empty for operators ONNX does not know."""
+    """Return the attribute types in the schema of an operator; empty if onnx has no schema."""
     if not version or not defs.has(node.op, version, node.domain):
         return {}
     schema = defs.get_schema(node.op, version, node.domain)
@@ -132,7 +132,7 @@ def _declared_types(node: Node, version: int) -> Mapping[str, int]:
 
 
 def _attribute(name: str, value: AttributeValue, declared: int | None) -> AttributeProto:
-    """The declared type wins: Python alone cannot tell ``()`` of floats from ``()`` of integers."""
+    """Convert an attribute to its declared type: an empty tuple has no type of its own."""
     if isinstance(value, Subgraph):
         return helper.make_attribute(name, onnx.GraphProto.FromString(value.proto))
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Recurrent operators with the batch first, which ONNX Runtime does not execute: steps go first."""
+"""Rewrites batch-first recurrent operators, which ONNX Runtime cannot execute, steps first."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,8 +10,8 @@ from kfac_engine.graph.passes.order import all_nodes
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
-# Operands and results with a batch axis, and the permutation that takes an operand from batch-first
-# to steps-first form, or a result the other way.
+# Permutations of operands from batch-first to steps-first order, and of results from steps-first to
+# batch-first order.
 _OPERANDS: Mapping[int, tuple[int, ...]] = {0: (1, 0, 2), 5: (1, 0, 2), 6: (1, 0, 2)}
 _RESULTS: Mapping[int, tuple[int, ...]] = {0: (2, 0, 1, 3), 1: (1, 0, 2), 2: (1, 0, 2)}
 
@@ -20,7 +20,7 @@ def put_steps_first(graph: onnx.GraphProto) -> None:
     """Rewrite recurrent nodes of layout 1 as nodes of layout 0 between transpositions, in place.
 
     Args:
-        graph: Nodes in its bodies are rewritten as well.
+        graph: Graph; nodes in its bodies are rewritten, too.
     """
     if any(_is_batchwise(node) for node in all_nodes(graph.node)):
         _rewrite(graph, taken_names(graph))

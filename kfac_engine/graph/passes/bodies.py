@@ -1,4 +1,4 @@
-"""The bodies of If, Loop and Scan: what they hold, in the form of the graph around them."""
+"""Reads and rewrites the bodies of If, Loop and Scan."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +23,8 @@ class Body:
     """A body in canonical form.
 
     Attributes:
-        graph: Its nodes, constants and the names of its outputs; it reads outer values as well.
-        inputs: Names of what it is given, in order.
+        graph: Nodes, constants and output names of the body; nodes may read outer values.
+        inputs: Names of the inputs of the body, in order.
     """
 
     graph: Graph
@@ -32,22 +32,22 @@ class Body:
 
 
 def body_of(node: Node, attribute: str, opset: int) -> Body:
-    """The body that ``node`` has as an attribute.
+    """Parse the body in an attribute of a node.
 
     Args:
-        node: If, Loop or Scan.
+        node: An If, Loop or Scan node.
         attribute: Name of the attribute.
-        opset: Version of the standard operator set in the graph around it.
+        opset: Version of the standard operator set in the outer graph.
 
     Returns:
-        The body; its constants are those it holds itself.
+        The body, with its own constants.
     """
     subgraph = node.attributes[attribute]
     assert isinstance(subgraph, Subgraph), attribute
     return _parsed(subgraph.proto, opset)
 
 
-# Whoever follows the constants of a graph asks for one body as often as it reads constants.
+# A body is parsed once for each constant that it reads: hence the cache.
 @lru_cache(maxsize=8)
 def _parsed(data: bytes, opset: int) -> Body:
     proto = onnx.GraphProto.FromString(data)
@@ -68,13 +68,13 @@ def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
     """Refuse bodies whose numbers of operands and results do not match those of their node.
 
     Args:
-        node: Any; its operator exists.
+        node: Any node whose operator exists.
 
     Raises:
         ModelError: A body does not fit.
     """
     operands, results = len(node.input), len(node.output)
-    # Operands of a body, and the fewest results.
+    # Number of operands of a body, and its least number of results.
     fits = {
         ("If", "then_branch"): (0, results),
         ("If", "else_branch"): (0, results),
@@ -97,7 +97,7 @@ def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
 
 
 def operators_inside(node: Node) -> frozenset[str]:
-    """The operators of all nodes in the bodies of ``node``, those of other domains qualified."""
+    """Return the operators in the bodies of ``node``; those of other domains are qualified."""
     bodies = (value for value in node.attributes.values() if isinstance(value, Subgraph))
     nodes = (inner for body in bodies for inner in onnx.GraphProto.FromString(body.proto).node)
     return frozenset(
@@ -107,7 +107,7 @@ def operators_inside(node: Node) -> frozenset[str]:
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """``node`` where values have other names, those that its bodies read included."""
+    """Return ``node`` with new names of values, also of the values that its bodies read."""
     return replace(
         node,
         inputs=tuple(names.get(name, name) for name in node.inputs),
@@ -120,7 +120,7 @@ def renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:
-    """``subgraph`` where what it reads of outer values has other names; the rest keep theirs."""
+    """Return ``subgraph`` with new names of the outer values that it reads."""
     if not set(names).intersection(subgraph.captures):
         return subgraph
     proto = onnx.GraphProto.FromString(subgraph.proto)
@@ -132,16 +132,16 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
     """Move the constants of bodies into ``constants``, so that their weights can be trained.
 
     Args:
-        graph: Its bodies lose their initializers and the nodes that hold floating-point numbers,
-            and read outer values instead.
-        constants: Value names to arrays; grows. A name that the file gives twice gets the name of
-            the node's first result and a dot in front.
+        graph: Graph, changed in place: initializers and floating-point Constant nodes of its
+            bodies are removed, and the bodies read outer values instead.
+        constants: Values by name; receives the moved constants. The name of the first result of
+            the node and a dot precede a name that occurs twice in the file.
 
     Returns:
-        The names of what was moved.
+        The names of the moved constants.
     """
     definitions = Counter((*constants, *(entry.name for entry in graph.input)))
-    definitions.update(_made(graph.node))
+    definitions.update(_defined(graph.node))
     hoist = _Hoist(
         {name for name, count in definitions.items() if count == 1}, set(definitions), constants
     )
@@ -152,18 +152,25 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
     return frozenset(hoist.moved)
 
 
-def _made(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Names of the values that nodes and their bodies compute, with repetitions."""
+def _defined(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Yield the names of values that nodes and their bodies define, with repetitions."""
     for node in nodes:
         yield from filter(None, node.output)
         for body in _bodies(node):
             yield from (entry.name for entry in (*body.input, *body.initializer))
-            yield from _made(body.node)
+            yield from _defined(body.node)
 
 
 @dataclass(frozen=True)
 class _Hoist:
-    """Names that the file gives once, all that are taken, what grows, and what it grew by."""
+    """State of ``hoist_weights``.
+
+    Attributes:
+        unique: Names that occur once in the file.
+        taken: All names in use.
+        constants: Values of constants, by name.
+        moved: New names of the moved constants.
+    """
 
     unique: set[str]
     taken: set[str]
@@ -172,8 +179,8 @@ class _Hoist:
 
     def out_of(self, body: onnx.GraphProto, prefix: str) -> None:
         names, results = {}, {entry.name for entry in body.output}
-        for inner, array in _held(body):
-            # A body must compute its results itself, under their own names.
+        for inner, array in _pop_constants(body):
+            # A body must compute its results itself, and they keep their names.
             unchanged = inner in self.unique and inner not in results
             name = inner if unchanged else claim(prefix + inner, self.taken)
             self.constants[name] = array
@@ -187,8 +194,8 @@ class _Hoist:
                 self.out_of(nested, prefix + _prefix(node))
 
 
-def _held(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
-    """Remove the initializers and floating-point constants of a body, and return them."""
+def _pop_constants(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
+    """Remove the initializers and floating-point constants of a body, and yield them."""
     yield from ((entry.name, to_array(entry)) for entry in body.initializer)
     del body.initializer[:]
     for index in reversed(range(len(body.node))):
@@ -200,7 +207,7 @@ def _held(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
 
 
 def _prefix(node: onnx.NodeProto) -> str:
-    # Not checked yet: a node may lack results.
+    # The node is not checked yet and may have no results.
     return f"{next(iter(node.output), node.name)}."
 
 

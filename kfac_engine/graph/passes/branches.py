@@ -1,4 +1,4 @@
-"""``If`` nodes whose condition the file fixes: the branch taken moves into the graph."""
+"""Replaces ``If`` nodes with a constant condition by the nodes of one branch."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,18 +12,18 @@ from kfac_engine.graph.passes.order import describe
 
 
 def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
-    """Replace each ``If`` on a constant by the nodes of the branch it takes, in place.
+    """Replace each ``If`` with a constant condition by the nodes of a branch, in place.
 
     Args:
-        graph: Its nodes are in topological order, and stay so. Values of the branch get the name of
-            the ``If``'s first result in front of their own.
-        constants: Value names to arrays, the initializers of branches among them.
+        graph: Graph with nodes in topological order. The name of the first result of the ``If``
+            precedes the names of values of the branch.
+        constants: Values of constants, by name, with the initializers of branches.
 
     Returns:
-        Whether there was one; its branch may hold further ones.
+        True if an ``If`` was replaced; the branch may contain further ones.
 
     Raises:
-        ModelError: A branch does not make as many results as its ``If`` has.
+        ModelError: A branch and its ``If`` differ in the number of results.
     """
     if not any(_taken_branch(node, constants) for node in graph.node):
         return False
@@ -51,7 +51,7 @@ def _folded(
 
 
 def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.GraphProto | None:
-    """A copy of the branch that an ``If`` on a constant takes; None for all other nodes."""
+    """Return a copy of the selected branch of an ``If``; None if the node is not a constant If."""
     if node.op_type != "If" or node.domain or node.input[0] not in constants:
         return None
     wanted = "then_branch" if constants[node.input[0]].all() else "else_branch"
@@ -66,13 +66,13 @@ def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.
 
 
 def _outer_names(branch: onnx.GraphProto, prefix: str, taken: set[str]) -> dict[str, str]:
-    """Names for the branch's own values that are free in the graph; adds them to ``taken``."""
+    """Return free names for the values of a branch, and add them to ``taken``."""
     results = [name for node in branch.node for name in node.output if name]
     return {name: claim(prefix + name, taken) for name in results}
 
 
 def rename(graph: onnx.GraphProto | onnx.FunctionProto, names: Mapping[str, str]) -> None:
-    """Apply ``names`` to every operand and result in ``graph``, bodies inside it included."""
+    """Rename operands and results in ``graph`` and in its bodies, in place."""
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]

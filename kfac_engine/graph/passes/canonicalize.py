@@ -1,7 +1,7 @@
-"""Rewrites of a model in protobuf form until one spelling is left.
+"""Converts a protobuf model to one operator set, without functions, and checks its nodes.
 
-Each step takes a model whose large tensors were taken out, so that protobuf stays small and the C++
-passes of onnx are quick.
+Each step receives a model without large tensors: messages stay small and the C++ passes of onnx
+fast.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,24 +17,24 @@ from kfac_engine.graph.passes.expansions import check_functions
 from kfac_engine.graph.passes.order import all_nodes, describe
 from kfac_engine.graph.tensors import to_array
 
-# Derivative rules read the forms of operator set 18; newer models keep theirs.
+# Derivative rules are written for operator set 18 and newer ones.
 OLDEST_OPSET = 18
-# Before this set, the first operand of Scan was no operand of its body.
-_BODIES_OF_TODAY = 9
+# Before this set, the body of Scan did not receive the first operand of Scan.
+_CURRENT_BODIES = 9
 # From this set on, operators broadcast like NumPy.
 _NUMPY_BROADCAST = 7
 # ONNX Runtime 1.31 executes operator sets up to 26.
 NEWEST_OPSET = min(26, defs.onnx_opset_version())
-# What sets 27 and 28 added is defined in operators of older sets.
+# Operators that sets 27 and 28 added have definitions in older operators.
 _NEWEST_KNOWN = min(28, defs.onnx_opset_version())
 
-# What ONNX Runtime has in the standard domain while onnx does not know it, or knows it no more: up
-# to which operator set.
+# Operators of the standard domain that ONNX Runtime has and onnx lacks, with the newest operator
+# set of which that is true.
 _RUNTIME_OPERATORS = {"SimplifiedLayerNormalization": _NEWEST_KNOWN, "GroupNormalization": 20}
 
-# Two spellings of one domain.
+# Names of the standard domain.
 _STANDARD_DOMAINS = ("", "ai.onnx")
-# A format version of our own choice: old ones want initializers among the inputs.
+# Format version of intermediate models: old versions require initializers among the inputs.
 _IR_VERSION = 10
 
 
@@ -42,7 +42,7 @@ def check_versions(model: onnx.ModelProto) -> None:
     """Refuse formats and operator sets that the installed libraries do not know.
 
     Args:
-        model: As read.
+        model: The model as read.
 
     Raises:
         ModelError: A version is too new.
@@ -60,19 +60,19 @@ def check_versions(model: onnx.ModelProto) -> None:
 
 
 def opset(model: onnx.ModelProto) -> int:
-    """Version of the standard operator set; 1 for the oldest files, which do not state it."""
+    """Return the version of the standard operator set; 1 if the file does not state it."""
     versions = (entry.version for entry in model.opset_import if entry.domain in _STANDARD_DOMAINS)
     return next(versions, 1)
 
 
 def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with calls of its own functions replaced by their bodies.
+    """Replace the calls of functions by their bodies.
 
     Args:
-        model: Unchanged.
+        model: The model; not changed.
 
     Returns:
-        A model without functions; the given one if it has none.
+        A model without functions; ``model`` itself if it has no function.
 
     Raises:
         ModelError: A function is malformed.
@@ -82,23 +82,23 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     check_functions(model)
     called = onnx.ModelProto()
     called.CopyFrom(model)
-    _spell_out_defaults(called)
+    _add_default_attributes(called)
     with model_errors("the model's functions cannot be inlined"):
         return inliner.inline_local_functions(called, convert_version=True)
 
 
-def _spell_out_defaults(model: onnx.ModelProto) -> None:
-    """Give calls of functions the attributes that they leave to the default, in place.
+def _add_default_attributes(model: onnx.ModelProto) -> None:
+    """Add default attributes to the calls of functions, in place.
 
-    The inliner of onnx 1.23 takes those for left out.
+    The inliner of onnx 1.23 ignores default values.
     """
     functions = {(f.domain, f.name, f.overload): f for f in model.functions}
     bodies = (model.graph.node, *(function.node for function in model.functions))
     for call in (node for body in bodies for node in all_nodes(body)):
         function = functions.get((call.domain, call.op_type, call.overload))
         if function is not None:
-            given = {entry.name for entry in call.attribute}
-            defaults = (entry for entry in function.attribute_proto if entry.name not in given)
+            explicit = {entry.name for entry in call.attribute}
+            defaults = (entry for entry in function.attribute_proto if entry.name not in explicit)
             call.attribute.extend(defaults)
 
 
@@ -115,16 +115,16 @@ def unify_standard_domain(model: onnx.ModelProto) -> None:
 
 
 def check_nodes(model: onnx.ModelProto) -> None:
-    """Compare each node with the definition of its operator; other domains are let through.
+    """Check each node against the schema of its operator; other domains are not checked.
 
     Args:
-        model: Without functions, names and order checked.
+        model: A model without functions; its names and order are checked.
 
     Raises:
         ModelError: An operator does not exist, or its operands or attributes do not fit.
     """
-    # The checker wants types and shapes at the border that runtimes do not ask for: hand it a model
-    # with the same nodes and a border of numbers.
+    # The checker requires types and shapes of inputs and outputs, which runtimes do not. The probe
+    # has the same nodes, and scalars as inputs and outputs.
     version = opset(model)
     others = [
         node for node in model.graph.node if version <= _RUNTIME_OPERATORS.get(node.op_type, 0)
@@ -146,12 +146,12 @@ def check_nodes(model: onnx.ModelProto) -> None:
         checker.check_model(probe)
     for node in all_nodes(model.graph.node):
         _refuse_missing_operands(node, opset(model))
-        if opset(model) >= _BODIES_OF_TODAY:
+        if opset(model) >= _CURRENT_BODIES:
             refuse_unfit_bodies(node)
 
 
 def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
-    """The checker lets operands without a name pass anywhere; ONNX Runtime may crash on them."""
+    """Refuse missing required operands: the checker accepts them, ONNX Runtime may crash."""
     missing = [index for index, name in enumerate(node.input) if not name]
     if not missing or node.domain or not defs.has(node.op_type, max_inclusive_version=version):
         return
@@ -165,17 +165,17 @@ def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
 
 
 def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` in operator set 18 if its own is older.
+    """Convert a model with an older operator set to set 18.
 
     Args:
-        model: Unchanged.
+        model: The model; not changed.
 
     Returns:
-        The same function in the newer operators; the given model if it is new enough.
+        The converted model; ``model`` itself if its operator set is 18 or newer.
 
     Raises:
         ModelError: An operator has no newer form.
-        UnsupportedError: The newer form would compute something else.
+        UnsupportedError: The newer form would compute other values.
     """
     old = opset(model)
     if old >= OLDEST_OPSET:
@@ -191,8 +191,8 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
         newer.graph.input.extend(model.graph.input)
         newer.graph.output.extend(model.graph.output)
     if old < 11:
-        # Upsample and the first Resize had one way to place samples. The converter leaves the
-        # attributes out, and what those default to is another way.
+        # Upsample and the first Resize sampled in one way. The converter omits the attributes,
+        # whose defaults mean another way.
         for node in all_nodes(newer.graph.node):
             if node.op_type == "Resize":
                 _set(node, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
@@ -200,17 +200,17 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
-    """``model`` with a number for every open axis of its inputs, if it is of operator set 6."""
-    # The converter of onnx 1.23 asks for numbers where operators broadcast by attribute; it takes
-    # from them only which axes are aligned.
+    """Return a model of operator set 6 or older with a number for every unknown input size."""
+    # The converter of onnx 1.23 requires sizes where operators broadcast by attribute; it uses
+    # them only to align axes.
     if version >= _NUMPY_BROADCAST:
         return model
     closed = onnx.ModelProto()
     closed.CopyFrom(model)
     for entry in closed.graph.input:
-        for side in entry.type.tensor_type.shape.dim:
-            if side.dim_value <= 0:
-                side.dim_value = 2
+        for dim in entry.type.tensor_type.shape.dim:
+            if dim.dim_value <= 0:
+                dim.dim_value = 2
     for result in closed.graph.output:
         result.type.tensor_type.ClearField("shape")
     _align(closed)
@@ -218,8 +218,8 @@ def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
 
 
 def _align(model: onnx.ModelProto) -> None:
-    """Give operands that broadcast from an ``axis`` on the axes that follow, in place."""
-    # The converter of onnx 1.23 puts those at other places.
+    """Add the trailing axes to operands that broadcast from an ``axis`` on, in place."""
+    # The converter of onnx 1.23 adds them at wrong positions.
     inferred = shape_inference.infer_shapes(model).graph
     ranks = {
         entry.name: len(entry.type.tensor_type.shape.dim)
@@ -260,19 +260,19 @@ def _refuse_misread(model: onnx.ModelProto, version: int) -> None:
 
 
 def _shrinks_to_nearest(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
-    """Whether a first-form Resize may round positions up, as it did where scales were below 1."""
+    """Check whether a Resize of set 10 may round positions up: scales below 1 did."""
     modes = (entry.s for entry in node.attribute if entry.name == "mode")
     scales = known.get(node.input[1])
     return next(modes, b"nearest") == b"nearest" and (scales is None or bool((scales < 1).any()))
 
 
 def _has_channel_slopes(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
-    """Whether a first-form PRelu has slopes along axis 1; they broadcast from the last axis now."""
+    """Check whether a PRelu of set 6 has slopes along axis 1; newer sets align the last axis."""
     return node.input[1] not in known or known[node.input[1]].size != 1
 
 
-# Operators that the converter passes on as they are, though they came to mean something else: the
-# version since when they do, and which nodes that concerns.
+# Operators that the converter does not change, although their meaning changed: the operator set of
+# the change, and a test for the nodes that it affects.
 _MISREAD: Mapping[str, tuple[int, Callable[[onnx.NodeProto, Mapping[str, Array]], bool]]] = {
     "Hardmax": (13, lambda node, known: True),  # flattened its operand to a matrix
     "PRelu": (7, _has_channel_slopes),

@@ -1,4 +1,4 @@
-"""A graph that computes in float32 between borders in half precision, as its file had them."""
+"""Adds casts between the half-precision boundary of a graph and its float32 nodes."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,15 +13,15 @@ from kfac_engine.graph.structure import Node
 def with_borders(
     nodes: Iterable[Node], operands: Mapping[str, DType], results: Mapping[str, DType]
 ) -> list[Node]:
-    """Nodes between casts.
+    """Add casts before and after the nodes of a graph.
 
     Args:
-        nodes: In topological order; they compute in float32.
-        operands: Inputs and constants that are to be of another type, and that type.
-        results: Likewise for results.
+        nodes: Nodes in topological order; they compute in float32.
+        operands: Element types of inputs and constants with another type, by name.
+        results: Element types of results with another type, by name.
 
     Returns:
-        The nodes, which now read and make values of other names, and the casts around them.
+        The casts, and the nodes with new names for the float32 values.
     """
     nodes = tuple(nodes)
     taken = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}

@@ -1,4 +1,4 @@
-"""Constants that a file writes as nodes."""
+"""Lifts constants that a file writes as nodes into the table of constants."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +11,7 @@ from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.passes.order import describe
 from kfac_engine.graph.tensors import filled, to_array
 
-# The forms of a Constant node, by the attribute that holds the value.
+# Readers of the value of a Constant node, by the name of its attribute.
 _FORMS: Mapping[str, Callable[[AttributeProto], Array]] = {
     "value": lambda entry: to_array(entry.t),
     "value_float": lambda entry: np.asarray(entry.f, np.float32),
@@ -27,11 +27,11 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
     """Move ``Constant`` nodes, and ``ConstantOfShape`` nodes of known shape, into ``constants``.
 
     Args:
-        graph: Its nodes are in topological order; loses those that became constants.
-        constants: Value names to arrays; grows.
+        graph: Graph with nodes in topological order; lifted nodes are removed.
+        constants: Values by name; receives the lifted constants.
 
     Returns:
-        Names of those that are filled with one number: the file does not store them.
+        Names of constants that are filled with one number, which the file does not store in full.
 
     Raises:
         UnsupportedError: A constant is not a dense tensor.
@@ -46,7 +46,7 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
             constants[node.output[0]] = array
             if node.op_type == "ConstantOfShape":
                 filled_ones.add(node.output[0])
-    # Nodes deleted one by one would each move those behind them.
+    # Deletion of single nodes would take quadratic time.
     if len(nodes) < len(graph.node):
         del graph.node[:]
         graph.node.extend(nodes)
@@ -54,11 +54,11 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
 
 
 def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Array | None:
-    """What ``node`` makes if it is a constant spelled as a node.
+    """Return the value of a node that is a constant.
 
     Args:
-        node: Any node, well-formed or not.
-        constants: Value names to arrays, for the shape operand of ``ConstantOfShape``.
+        node: Any node; it need not be valid.
+        constants: Values by name, for the shape operand of ``ConstantOfShape``.
 
     Returns:
         The array; None for all other nodes.

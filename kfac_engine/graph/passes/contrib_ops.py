@@ -1,4 +1,4 @@
-"""Fused operators for which ONNX Runtime has kernels on accelerators only, in standard ones."""
+"""Decomposes fused operators that ONNX Runtime executes on accelerators only."""
 
 from collections.abc import Callable, Mapping
 from math import pi, sqrt
@@ -9,13 +9,13 @@ from kfac_engine.graph.passes.decomposition import DecompositionBuilder
 
 
 def _bias_add(b: DecompositionBuilder) -> None:
-    """``x + bias + skip``."""
+    """Write ``x + bias + skip``."""
     x, bias, skip = b.operands(3, 3)
     b.op("Add", b.op("Add", x, bias), skip, result=b.node.outputs[0])
 
 
 def _bias_split_gelu(b: DecompositionBuilder) -> None:
-    """The first half of the features of ``x + bias`` times Gelu of the second."""
+    """Write the first half of the features of ``x + bias`` times Gelu of the second half."""
     x, bias = b.operands(2, 2)
     value, gate = b.halves(b.op("Add", x, bias))
     bell = b.op("Erf", b.op("Mul", gate, _like(b, gate, 1 / sqrt(2))))
@@ -25,7 +25,7 @@ def _bias_split_gelu(b: DecompositionBuilder) -> None:
 
 
 def _gemm_fast_gelu(b: DecompositionBuilder) -> None:
-    """Gelu, in its approximation by tanh, of ``x W + bias``."""
+    """Write Gelu of ``x W + bias``, in its approximation by tanh."""
     x, weights, bias = b.operands(2, 3)
     y = b.op("MatMul", x, weights)
     y = b.op("Add", y, bias) if bias else y
@@ -37,13 +37,13 @@ def _gemm_fast_gelu(b: DecompositionBuilder) -> None:
 
 
 def _group_norm(b: DecompositionBuilder) -> None:
-    """GroupNormalization with channels last, unless told otherwise, and perhaps a Swish."""
+    """Write GroupNormalization, by default with channels last, and an optional Swish."""
     x, scale, shift = b.operands(3, 3)
     _normalized(b, x, scale, shift)
 
 
 def _skip_group_norm(b: DecompositionBuilder) -> None:
-    """``GroupNorm`` of a sum, which may be a result too."""
+    """Write ``GroupNorm`` of a sum; the sum may be a second result."""
     x, scale, shift, skip, bias = b.operands(4, 5)
     summed = b.op("Add", x, b.op("Add", skip, bias) if bias else skip)
     if len(b.node.outputs) > 1 and b.node.outputs[1]:
@@ -71,12 +71,12 @@ def _normalized(b: DecompositionBuilder, x: str, scale: str, shift: str) -> None
 
 
 def _like(b: DecompositionBuilder, value: str, number: float, shape: tuple[int, ...] = ()) -> str:
-    """A constant in the element type of ``value``, which is not known yet."""
+    """Add a constant and convert it to the element type of ``value``, known only at run time."""
     label = f"number_{len(b.constants)}"
     return b.op("CastLike", b.constant(np.full(shape, number), label=label), value)
 
 
-SPELLINGS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
+DECOMPOSITIONS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
     "com.microsoft::BiasAdd": _bias_add,
     "com.microsoft::BiasSplitGelu": _bias_split_gelu,
     "com.microsoft::GemmFastGelu": _gemm_fast_gelu,

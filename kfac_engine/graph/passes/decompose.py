@@ -1,4 +1,4 @@
-"""Operators that are spelled out when a model is read: before anything of it is run."""
+"""Decomposes operators while a model is read, before it is executed."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,29 +10,30 @@ from kfac_engine.graph.structure import Node
 
 
 def _normalization(b: DecompositionBuilder) -> None:
-    """With all three results in training form: ONNX Runtime 1.31 ends the process without."""
+    """Name all three results in training form: ONNX Runtime 1.31 crashes without them."""
     node = b.node
     if b.number("training_mode", 0):
         spare = (f"{node.outputs[0]}.{what}" for what in ("result", "mean", "variance"))
-        given = (*node.outputs, "", "")
-        named = tuple(name or other for name, other in zip(given, spare, strict=False))
+        outputs = (*node.outputs, "", "")
+        named = tuple(name or other for name, other in zip(outputs, spare, strict=False))
         node = replace(node, outputs=named)
     b.nodes.append(node)
 
 
-SPELLINGS = {
-    **linear_models.SPELLINGS,
-    **contrib_ops.SPELLINGS,
+DECOMPOSITIONS = {
+    **linear_models.DECOMPOSITIONS,
+    **contrib_ops.DECOMPOSITIONS,
     "BatchNormalization": _normalization,
 }
 
 
-def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
-    """``nodes`` with some in standard operators.
+def decompose(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
+    """Replace operators that ONNX Runtime cannot execute, or whose weights are attributes.
 
     Args:
-        nodes: In topological order.
-        constants: Grows by weights that were attributes, called ``<node>.coefficients`` and so on.
+        nodes: Nodes, in topological order.
+        constants: Values by name; receives weights that were attributes, with names such as
+            ``<node>.coefficients``.
 
     Returns:
         The nodes, in topological order.
@@ -42,12 +43,14 @@ def spell_out(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node,
     """
     result: list[Node] = []
     for node in nodes:
-        spell = SPELLINGS.get(node.qualified_op)
-        if spell is None:
+        write = DECOMPOSITIONS.get(node.qualified_op)
+        if write is None:
             result.append(node)
             continue
-        spelled = DecompositionBuilder(node)
-        spell(spelled)
-        result += spelled.nodes
-        constants |= spelled.constants
+        builder = DecompositionBuilder(node)
+        write(builder)
+        result += builder.nodes
+        for array in builder.constants.values():
+            array.flags.writeable = False
+        constants |= builder.constants
     return tuple(result)

@@ -1,7 +1,7 @@
-"""Refuses models that expand beyond bounds, before anything runs.
+"""Refuses models that expand beyond the limits, before a session runs.
 
-A function that calls another twice doubles the number of nodes, and a trip count or a size is one
-number. So a damaged or hostile file of a few bytes could use all memory, or run for years.
+A function that calls another one twice doubles the number of nodes, and a trip count or a size is
+one number. A damaged or hostile file of a few bytes could use all memory, or run for years.
 """
 
 from collections import ChainMap
@@ -20,21 +20,21 @@ from kfac_engine.graph.passes.constants import constant_value
 from kfac_engine.graph.passes.order import all_nodes, describe
 from kfac_engine.graph.tensors import to_array
 
-# Axes of a value.
-_MOST_SIDES = 16
+# The largest number of axes of a value.
+_MOST_AXES = 16
 
 # A function: its domain, name and overload.
 _Key: TypeAlias = tuple[str, str, str]
 
 
 def check_functions(model: onnx.ModelProto) -> None:
-    """Refuse functions that call themselves, or that make too many nodes.
+    """Refuse functions that call themselves, or that expand to too many nodes.
 
     Args:
-        model: As read.
+        model: The model as read.
 
     Raises:
-        ModelError: A function does so; the message names it.
+        ModelError: A function is refused; the message names it.
     """
     nodes = {(f.domain, f.name, f.overload): list(all_nodes(f.node)) for f in model.functions}
     calls = {key: {_key(node) for node in inside} for key, inside in nodes.items()}
@@ -70,11 +70,11 @@ def check_sizes(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
     """Refuse loops and values that constants make too long or too large.
 
     Args:
-        graph: Its constants are lifted; bodies are looked into.
-        constants: Value names to arrays.
+        graph: Graph with lifted constants; its bodies are checked, too.
+        constants: Values by name.
 
     Raises:
-        ModelError: The number is above its bound; the message names the node.
+        ModelError: A number exceeds its limit; the message names the node.
     """
     _check_nodes(graph.node, dict(constants), 1)
 
@@ -106,7 +106,7 @@ def _is_loop(node: onnx.NodeProto) -> bool:
 
 
 def _trips(node: onnx.NodeProto, constants: Mapping[str, Array]) -> float:
-    """The trip count of a Loop if it is constant; 1 where a condition may end the loop earlier."""
+    """Return the constant trip count of a Loop; 1 if a condition may end the loop earlier."""
     body = next((entry.g for entry in node.attribute if entry.name == "body"), onnx.GraphProto())
     if not _goes_on(body, constants):
         return 1
@@ -118,7 +118,7 @@ def _trips(node: onnx.NodeProto, constants: Mapping[str, Array]) -> float:
 
 
 def _goes_on(body: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
-    """Whether the condition of a Loop stays what it is at its beginning, or is constant."""
+    """Check whether the condition of a Loop never changes, or is constant."""
     if len(body.input) < 2 or not body.output:
         return False
     makers = {name: node for node in body.node for name in node.output}
@@ -133,24 +133,24 @@ def _goes_on(body: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
 
 
 def _own_numbers(body: onnx.GraphProto) -> dict[str, Array]:
-    """The few numbers that a body holds itself: trip counts and sizes."""
-    small = (entry for entry in body.initializer if prod(entry.dims) <= _MOST_SIDES)
+    """Return the small constants of a body: trip counts and sizes."""
+    small = (entry for entry in body.initializer if prod(entry.dims) <= _MOST_AXES)
     constants = {entry.name: to_array(entry) for entry in small}
     nodes = (node for node in body.node if node.op_type == "Constant" and len(node.output) == 1)
     values = ((node.output[0], constant_value(node, {})) for node in nodes)
     return constants | {name: array for name, array in values if array is not None}
 
 
-# What is known of the operands of a node; None for those that are computed.
+# Values of the operands of a node; None for computed operands.
 _Known: TypeAlias = Sequence[Array | None]
 
 
 def _product(index: int) -> Callable[[_Known], float]:
-    """The product of an operand, whose factors count as one at least."""
+    """Return a function for the product of an operand; factors below one count as one."""
 
     def count(known: _Known) -> float:
         shape = known[index] if len(known) > index else None
-        return 1.0 if shape is None else prod(max(1.0, float(side)) for side in shape.flat)
+        return 1.0 if shape is None else prod(max(1.0, float(size)) for size in shape.flat)
 
     return count
 
@@ -170,7 +170,7 @@ def _padded(known: _Known) -> float:
     return float(np.maximum(sizes, 1).prod())
 
 
-# Operator to the least number of entries that it makes.
+# Functions for the least number of entries of the result, by operator.
 _ENTRIES: Mapping[str, Callable[[_Known], float]] = {
     "ConstantOfShape": _product(0),
     "Expand": _product(1),

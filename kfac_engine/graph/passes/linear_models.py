@@ -1,6 +1,6 @@
-"""Linear models of ``ai.onnx.ml``, whose weights are attributes: in operators with operands.
+"""Decomposes linear models of ``ai.onnx.ml``, whose weights are attributes.
 
-scikit-learn's models come in these. Their weights become constants, and so parameters.
+Exports of scikit-learn use these operators. Their weights become constants and can be trained.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,39 +16,39 @@ _FLOAT = 1  # TensorProto.FLOAT
 
 
 def _scaler(b: DecompositionBuilder) -> None:
-    """``(x − offset) · scale``."""
+    """Write ``(x − offset) · scale``."""
     offset = b.constant(b.numbers("offset"), label="offset")
     scale = b.constant(b.numbers("scale"), label="scale")
     b.op("Mul", b.op("Sub", _floats(b), offset), scale, result=b.node.outputs[0])
 
 
 def _linear_regressor(b: DecompositionBuilder) -> None:
-    """``x Wᵀ + b``."""
+    """Write ``x Wᵀ + b``."""
     targets = b.node.attributes.get("targets", 1)
     _transformed(b, _product(b, int(str(targets))), b.node.outputs[0])
 
 
 def _linear_classifier(b: DecompositionBuilder) -> None:
-    """Scores ``x Wᵀ + b``, of each class one, and an output function."""
+    """Write one score ``x Wᵀ + b`` for each class, and an output function."""
     labels, scores = b.node.outputs
     if not _has_score_for_each_class(b.node):
         b.nodes.append(b.node)
         return
-    # What finds the labels stays; its scores are read by nobody.
+    # The original node still computes the labels; its scores have no reader.
     b.nodes.append(replace(b.node, outputs=(labels, f"{scores}.unread")))
     _transformed(b, _product(b, b.numbers("intercepts").size), scores)
 
 
 def _has_score_for_each_class(node: Node) -> bool:
-    """Where there is one score for two classes, the output function makes the other."""
-    given = (node.attributes.get(f"classlabels_{kind}", ()) for kind in ("ints", "strings"))
-    classes = sum(len(labels) for labels in given if isinstance(labels, tuple))
+    """Check for one score per class: for two classes a file may have a single score."""
+    lists = (node.attributes.get(f"classlabels_{kind}", ()) for kind in ("ints", "strings"))
+    classes = sum(len(labels) for labels in lists if isinstance(labels, tuple))
     intercepts = node.attributes.get("intercepts", ())
     return isinstance(intercepts, tuple) and len(intercepts) == classes
 
 
 def _normalizer(b: DecompositionBuilder) -> None:
-    """Rows over their largest entry, their sum of sizes or their length; rows of zeros stay."""
+    """Divide rows by their max, L1 or L2 norm; rows of zeros stay zero."""
     x = _floats(b)
     axis = b.constant(np.array([1]), label="axis")
     norm = str(b.node.attributes.get("norm", "MAX"))
@@ -64,7 +64,7 @@ _NORMS = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}
 
 
 def _array_feature_extractor(b: DecompositionBuilder) -> None:
-    """Columns, chosen by number."""
+    """Select columns by index."""
     x, places = b.node.inputs
     flat = b.op("Reshape", places, b.constant(np.array([-1]), label="flat"))
     b.op("Gather", x, flat, result=b.node.outputs[0], axis=-1)
@@ -101,7 +101,7 @@ def _floats(b: DecompositionBuilder) -> str:
     return b.op("Cast", b.node.inputs[0], to=_FLOAT)
 
 
-SPELLINGS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
+DECOMPOSITIONS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
     "ai.onnx.ml::ArrayFeatureExtractor": _array_feature_extractor,
     "ai.onnx.ml::LinearClassifier": _linear_classifier,
     "ai.onnx.ml::LinearRegressor": _linear_regressor,

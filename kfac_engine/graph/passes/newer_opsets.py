@@ -1,4 +1,4 @@
-"""Models of operator sets that are newer than what ONNX Runtime executes."""
+"""Converts models with operator sets that ONNX Runtime cannot execute yet."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,14 +11,14 @@ from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.passes.canonicalize import NEWEST_OPSET, opset
 from kfac_engine.graph.passes.order import describe
 
-# Forms that ONNX Runtime 1.31 has no kernel for, though it knows their operator set: since when.
+# Operators without a kernel in ONNX Runtime 1.31, from this version on.
 _WITHOUT_KERNEL: Mapping[tuple[str, str], int] = {
     ("", "Attention"): 25,
     ("", "Swish"): 24,
     ("ai.onnx.preview", "FlexAttention"): 1,
 }
-# Operators that sets 27 and 28 only opened to more element types or, with an attribute that the
-# older form has not, to more modes.
+# Operators that sets 27 and 28 extended to more element types, or by an attribute that the older
+# form lacks to more modes.
 _WIDENED = frozenset(
     """
     BitShift Cast Celu Compress DepthToSpace DequantizeLinear Einsum Mod OneHot Optional
@@ -29,14 +29,14 @@ _WIDENED = frozenset(
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` in an operator set that is executed, if its own is newer.
+    """Convert a model to an operator set that ONNX Runtime can execute.
 
     Args:
-        model: Its functions are inlined, and its standard domain is ``""``.
+        model: A model without functions, whose standard domain is ``""``.
 
     Returns:
-        The same function: operators that are new are replaced by their definition. The given model
-        if there is none.
+        The model with its new operators replaced by their definitions; ``model`` itself if it has
+        no new operator.
 
     Raises:
         ModelError: A new operator has no definition in older ones.
@@ -69,7 +69,7 @@ def _is_new(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
 
 
 def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.ModelProto:
-    """``model`` with its new operators replaced by their definitions, which may have new ones."""
+    """Replace new operators by their definitions, which may contain new operators."""
     types = dict(_types(model))
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -84,7 +84,7 @@ def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.Model
         operands = [types.get(name, onnx.TypeProto()) for name in node.input]
         call, function = as_call(node, operands, versions, f"{node.op_type}_{index}")
         node.CopyFrom(call)
-        # Forms of newer sets stand for older ones here, as in the whole model.
+        # The definition is read in the operator set of the model.
         del function.opset_import[:]
         function.opset_import.extend(model.opset_import)
         result.functions.append(function)

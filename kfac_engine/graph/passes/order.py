@@ -1,4 +1,4 @@
-"""Who makes and who reads which value: names checked, nodes brought into topological order."""
+"""Checks the names of values and sorts nodes in topological order."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from kfac_engine.errors import ModelError
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """``nodes``, each followed by those in its bodies."""
+    """Yield ``nodes``; the nodes in the bodies of a node follow it."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -19,7 +19,7 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Names of the values that ``node`` needs, those that its bodies capture included."""
+    """Yield the names of values that ``node`` or its bodies read."""
     yield from (name for name in node.input if name)
     for attribute in node.attribute:
         for body in (attribute.g, *attribute.graphs):
@@ -27,7 +27,7 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def captures(body: onnx.GraphProto) -> tuple[str, ...]:
-    """Names of outer values that the body of an If, Loop or Scan reads, each once."""
+    """Return the names of outer values that the body of an If, Loop or Scan reads, each once."""
     inner = {entry.name for entry in (*body.input, *body.initializer)}
     inner.update(name for node in body.node for name in node.output)
     wanted = (name for node in body.node for name in reads(node))
@@ -36,7 +36,7 @@ def captures(body: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def describe(node: onnx.NodeProto) -> str:
-    """``node`` for messages: its operator and its name, or what it makes if it has none."""
+    """Describe a node for messages: by its operator and its name or first result."""
     result = next(iter(node.output), "nothing")
     return (
         f"{node.op_type} node '{node.name}'"
@@ -49,11 +49,11 @@ def refuse_repeated(names: Iterable[str], kind: str) -> None:
     """Check that names are unique.
 
     Args:
-        names: To compare.
-        kind: What goes by them, in the plural.
+        names: The names.
+        kind: Noun for the named things, in the plural.
 
     Raises:
-        ModelError: Two are equal.
+        ModelError: Two names are equal.
     """
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -61,14 +61,13 @@ def refuse_repeated(names: Iterable[str], kind: str) -> None:
 
 
 def sort_nodes(graph: onnx.GraphProto) -> None:
-    """Bring the nodes of ``graph`` into topological order, in place.
+    """Sort the nodes of ``graph`` in topological order, in place.
 
     Args:
-        graph: Its inputs and initializers are what nodes can start from.
+        graph: Graph with its inputs and initializers.
 
     Raises:
-        ModelError: Two things have one name, a value is read that nothing makes, or values depend
-            on themselves.
+        ModelError: A name is defined twice, a value has no producer, or a value depends on itself.
     """
     inputs = [entry.name for entry in graph.input]
     outputs = [entry.name for entry in graph.output]
@@ -88,7 +87,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
         if name not in known:
             raise ModelError(f"nothing produces the output '{name}' of the model.")
     before = _dependencies(graph.node)
-    # Most files are in order: leave those alone.
+    # Most files are sorted already.
     if any(index <= max(earlier, default=-1) for index, earlier in before.items()):
         ordered = [graph.node[index] for index in _order(before, graph.node)]
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
@@ -97,7 +96,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _dependencies(nodes: Iterable[onnx.NodeProto]) -> dict[int, set[int]]:
-    """Index of each node to the indices of those it reads from."""
+    """Return the indices of the nodes that each node depends on."""
     nodes = tuple(nodes)
     makers = {name: index for index, node in enumerate(nodes) for name in node.output}
     return {

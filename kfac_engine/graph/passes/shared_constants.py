@@ -1,8 +1,8 @@
-"""Constants that a file holds once for two purposes, taken apart.
+"""Separates constants that are both a weight and a running statistic.
 
 Exporters write equal constants once. Scale and running variance of an untrained normalization are
-both ones, shift and running mean both zeros: one array then is weight and statistic at a time.
-Statistics are not trained, so they get an array of their own.
+ones, shift and running mean are zeros: one array is then a weight and a statistic. Weights are
+trained and statistics are not, so the statistic becomes a second constant.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ _STATISTICS = {3: "running_mean", 4: "running_variance"}
 
 
 def separate_statistics(template: onnx.ModelProto, constants: dict[str, Array]) -> None:
-    """Give running statistics that are also weights names of their own, in place.
+    """Copy each constant that is both a weight and a running statistic, in place.
 
     Args:
-        template: The model without the data of its initializers; gets an initializer for each.
-        constants: Name to array; the new names share the arrays of the old ones.
+        template: The model without the data of its initializers; receives an initializer for each
+            copy.
+        constants: Values by name; receives the copies, which share memory with the originals.
     """
     graph = template.graph
     weights = {
@@ -54,7 +55,7 @@ def _statistics(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
 
 
 def _declare(graph: onnx.GraphProto, old: str, new: str) -> None:
-    """A second initializer like the first, among the inputs too where that is."""
+    """Declare ``new`` with the type of ``old``, as initializer and as input where ``old`` is."""
     for entries in (graph.initializer, graph.input):
         entry = next((entry for entry in entries if entry.name == old), None)
         if entry is not None:

@@ -1,7 +1,7 @@
-"""Half precision made single: float16 and bfloat16 values of a model become float32.
+"""Converts float16 and bfloat16 values of a model to float32.
 
-A machine without kernels for half types can then run any model, and sums keep their digits. What
-the file's own types were is remembered beside the graph.
+A machine without kernels for half types can then execute any model, and sums are more accurate. The
+types in the file are returned, so that results can be converted back.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from kfac_engine.graph.passes.order import describe
 from kfac_engine.graph.tensors import element_type, to_array
 from kfac_engine.graph.write import tensor
 
-# What the user is handed for half-precision values: their type in the file, or what is computed.
+# Element type of gradients of half-precision values: that of the file, or float32 as computed.
 GradientDType: TypeAlias = Literal["file", "float32"]
 GRADIENT_DTYPES: tuple[GradientDType, ...] = ("file", "float32")
 
@@ -33,19 +33,19 @@ _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 
 
 def in_single(array: Array) -> Array:
-    """``array`` itself, or in float32 where it has half precision."""
+    """Convert a half-precision array to float32; return any other array unchanged."""
     return array.astype(np.float32) if array.dtype.name in _HALVES else array
 
 
-def widen(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DType]:
-    """Make all half-precision values of a graph float32, in place.
+def upcast(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DType]:
+    """Convert all half-precision values of a graph to float32, in place.
 
     Args:
-        graph: Nodes, bodies and declarations are changed.
-        constants: Half-precision ones are replaced by float32 copies.
+        graph: Graph whose nodes, bodies and declarations are changed.
+        constants: Values of constants; half-precision ones are replaced by float32 copies.
 
     Returns:
-        The former type of every constant that was changed.
+        The former types of the converted constants, by name.
 
     Raises:
         UnsupportedError: A node reads the bits of a half-precision value.
@@ -53,12 +53,12 @@ def widen(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DTyp
     narrow = {name: array.dtype for name, array in constants.items() if array.dtype.name in _HALVES}
     for name in narrow:
         constants[name] = widened(constants[name])
-    _widen_body(graph)
+    _upcast_body(graph)
     return narrow
 
 
 def widened(array: Array) -> Array:
-    """``array`` in float32, read-only; a view that repeats one number stays such a view."""
+    """Convert an array to float32, read-only; a broadcast view stays a broadcast view."""
     distinct = array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
     wide = np.broadcast_to(distinct.astype(np.float32), array.shape)
     wide.flags.writeable = False
@@ -66,17 +66,17 @@ def widened(array: Array) -> Array:
 
 
 def in_types(values: Mapping[str, Array], types: Mapping[str, DType]) -> dict[str, Array]:
-    """Arrays in other element types.
+    """Convert arrays to other element types.
 
     Args:
-        values: Name to array.
-        types: Name to element type, where that is to change.
+        values: Arrays by name.
+        types: New element types by name; absent for arrays that keep their type.
 
     Returns:
-        The arrays; those whose type stays are the given ones.
+        The arrays by name; arrays that keep their type are not copied.
 
     Raises:
-        NonFiniteError: A number is too large for the type it is to have.
+        NonFiniteError: A number is too large for its new type.
     """
     return {name: _in_type(name, array, types.get(name)) for name, array in values.items()}
 
@@ -97,17 +97,17 @@ def _in_type(name: str, array: Array, dtype: DType | None) -> Array:
 
 
 def handed_out_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType]:
-    """Element types of what the user is handed, where they are not those of the graph.
+    """Return the element types of results that differ from those of the graph.
 
     Args:
-        stored: Types of the file, where they are narrower.
+        stored: Element types of the file, where they are narrower than those of the graph.
         choice: ``"file"`` or ``"float32"``.
 
     Returns:
-        ``stored``, or nothing.
+        ``stored`` for ``"file"``, an empty mapping for ``"float32"``.
 
     Raises:
-        InputError: The choice is another.
+        InputError: ``choice`` is neither.
     """
     if choice not in GRADIENT_DTYPES:
         raise InputError(
@@ -117,7 +117,7 @@ def handed_out_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, D
 
 
 def declared_halves(entries: Iterable[onnx.ValueInfoProto]) -> dict[str, DType]:
-    """Element types of those inputs or outputs that are declared in half precision."""
+    """Return the element types of half-precision inputs or outputs, by name."""
     return {
         entry.name: element_type(entry.type.tensor_type.elem_type, f"'{entry.name}'")
         for entry in entries
@@ -125,16 +125,16 @@ def declared_halves(entries: Iterable[onnx.ValueInfoProto]) -> dict[str, DType]:
     }
 
 
-def _widen_body(graph: onnx.GraphProto) -> None:
+def _upcast_body(graph: onnx.GraphProto) -> None:
     for entry in (*graph.input, *graph.output, *graph.value_info):
-        _widen_type(entry.type)
+        _upcast_type(entry.type)
     for initializer in graph.initializer:
-        _widen_tensor(initializer)
+        _upcast_tensor(initializer)
     for node in graph.node:
-        _widen_node(node)
+        _upcast_node(node)
 
 
-def _widen_node(node: onnx.NodeProto) -> None:
+def _upcast_node(node: onnx.NodeProto) -> None:
     for attribute in node.attribute:
         names_type = attribute.name in _TYPE_ATTRIBUTES and node.domain in _DOMAINS
         if names_type and attribute.type == AttributeProto.INT and attribute.i in _CODES:
@@ -145,22 +145,22 @@ def _widen_node(node: onnx.NodeProto) -> None:
                 )
             attribute.i = TensorProto.FLOAT
         if attribute.HasField("t"):
-            _widen_tensor(attribute.t)
+            _upcast_tensor(attribute.t)
         for values in attribute.tensors:
-            _widen_tensor(values)
+            _upcast_tensor(values)
         for body in (attribute.g, *attribute.graphs):
-            _widen_body(body)
+            _upcast_body(body)
 
 
-def _widen_tensor(values: TensorProto) -> None:
+def _upcast_tensor(values: TensorProto) -> None:
     if values.data_type in _CODES:
         values.CopyFrom(tensor(widened(to_array(values)), values.name))
 
 
-def _widen_type(form: onnx.TypeProto) -> None:
+def _upcast_type(form: onnx.TypeProto) -> None:
     kind = form.WhichOneof("value")
     if kind in {"tensor_type", "sparse_tensor_type"}:
         inner = getattr(form, kind)
         inner.elem_type = TensorProto.FLOAT if inner.elem_type in _CODES else inner.elem_type
     elif kind in {"sequence_type", "optional_type"}:
-        _widen_type(getattr(form, kind).elem_type)
+        _upcast_type(getattr(form, kind).elem_type)
