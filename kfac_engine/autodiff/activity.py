@@ -1,4 +1,4 @@
-"""Which values depend on others, and where rounding takes the derivative away."""
+"""Determines which values have a derivative, and which rounding nodes remove it."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,29 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 ZERO = "without a nonzero gradient"
 
 _CASTS = frozenset({"Cast", "CastLike"})
-# Numbers of so few bits stand for rounded ones; longer ones are indices and counts.
+# Integers of eight bits are rounded values; longer integers are indices and counts.
 _COARSE = frozenset({"int8", "uint8"})
 
 
 @dataclass(frozen=True)
 class Activity:
-    """The values that depend on given values by way of no jump.
+    """Values that depend on given values without an operator of derivative zero.
 
     Attributes:
-        active: Floating-point values, those computed from rounded ones included.
-        rounded: Values of a coarse type that stand for active ones, each with the node that
-            rounded.
+        active: Floating-point values, with values that are computed from rounded ones.
+        rounded: Rounded values of a coarse type, each with the rounding node.
     """
 
     active: frozenset[str]
     rounded: Mapping[str, Node]
 
     def members(self, names: Iterable[str]) -> list[str]:
-        """The names of dependent values among ``names``."""
+        """Select the dependent values among ``names``."""
         return [name for name in names if name in self.active or name in self.rounded]
 
 
 def activity(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Activity:
-    """The values that depend on ``wrt``, found in one pass.
+    """Return the values that depend on ``wrt`` and have a derivative.
 
     Args:
         graph: Forward graph.
@@ -44,7 +43,7 @@ def activity(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Act
         wrt: Names of values.
 
     Returns:
-        Their names.
+        Names of the dependent values.
     """
     active, rounded = set(wrt), dict[str, Node]()
     for node in graph.nodes:
@@ -70,14 +69,14 @@ def behind_quantizers(
     wrt: Sequence[str],
     stops: Container[str] = frozenset(),
 ) -> dict[str, Node]:
-    """The values of ``wrt`` from which at least one path to an output goes through rounding.
+    """Return the values of ``wrt`` with at least one path to an output through rounding.
 
     Args:
         graph: Forward graph.
         facts: Element type and shape of its values.
         outputs: Names of the values that are differentiated.
         wrt: Names of the values that they are differentiated with respect to.
-        stops: Values that count as independent of what they are computed from.
+        stops: Values that count as independent variables.
 
     Returns:
         Each value with the last rounding node on that path.
@@ -93,21 +92,21 @@ def _smooth(
     wrt: Sequence[str],
     stops: Container[str] = frozenset(),
 ) -> dict[str, Node | None]:
-    """Values between ``wrt`` and the outputs by way of no jump, each with its last quantizer."""
+    """Return values between ``wrt`` and the outputs, each with its last quantizer."""
     reached = activity(graph, facts, wrt)
 
-    def hands_on(node: Node, results: Sequence[str]) -> bool:
+    def passes_on(node: Node, results: Sequence[str]) -> bool:
         depends = reached.members(name for name in results if name not in stops)
         return node.qualified_op not in ZERO_DERIVATIVE and bool(depends)
 
-    last = _last_marked(graph, outputs, hands_on, lambda node: rounds(node, facts))
+    last = _last_marked(graph, outputs, passes_on, lambda node: rounds(node, facts))
     return {name: last[name] for name in reached.members(last)}
 
 
 def behind_jumps(
     graph: Graph, facts: Mapping[str, Fact], outputs: Iterable[str], wrt: Iterable[str]
 ) -> dict[str, Node]:
-    """The values of ``wrt`` that an output depends on through operators with derivative zero.
+    """Return the values of ``wrt`` that reach an output through operators of derivative zero.
 
     Args:
         graph: Forward graph.
@@ -116,32 +115,32 @@ def behind_jumps(
         wrt: Names of values without a gradient.
 
     Returns:
-        Each with the last node on the way whose derivative is zero; values that the output does
-        not depend on, or by its shape only, are absent.
+        Each value with the last node of derivative zero on its path. Values that do not affect
+        the outputs, or only their shapes, are absent.
     """
 
     def marks(node: Node) -> bool:
         whole = node.outputs[0] in facts and facts[node.outputs[0]].dtype.kind in "iub"
         return node.qualified_op in ZERO_DERIVATIVE or (node.qualified_op in _CASTS and whole)
 
-    def hands_on(node: Node, _: Sequence[str]) -> bool:
+    def passes_on(node: Node, _: Sequence[str]) -> bool:
         return node.qualified_op not in ONLY_SHAPES
 
-    last = _last_marked(graph, outputs, hands_on, marks)
+    last = _last_marked(graph, outputs, passes_on, marks)
     return {name: node for name in wrt if (node := last.get(name))}
 
 
 def _last_marked(
     graph: Graph,
     outputs: Iterable[str],
-    hands_on: Callable[[Node, Sequence[str]], bool],
+    passes_on: Callable[[Node, Sequence[str]], bool],
     marks: Callable[[Node], bool],
 ) -> dict[str, Node | None]:
-    """Values that outputs depend on, each with the last marked node in between, if there is any."""
+    """Return the ancestors of outputs, each with the last marked node on the path, or None."""
     last: dict[str, Node | None] = dict.fromkeys(outputs)
     for node in reversed(graph.nodes):
         results = [name for name in node.outputs if name in last]
-        if results and hands_on(node, results):
+        if results and passes_on(node, results):
             marked = next((last[name] for name in results if last[name]), None)
             marked = marked or (node if marks(node) else None)
             for name in filter(None, (*node.inputs, *node.captures)):
@@ -155,16 +154,16 @@ def left_out(
     outputs: Iterable[str],
     parameters: Sequence[str],
 ) -> dict[str, str]:
-    """Parameters whose derivative is zero or does not exist because of rounding.
+    """Return parameters whose derivative is zero or does not exist because of rounding.
 
     Args:
         graph: Forward graph.
         facts: Element type and shape of its values.
         outputs: Names of the values that are differentiated.
-        parameters: Names of the parameters that the graph shows.
+        parameters: Names of the parameters of the graph.
 
     Returns:
-        Parameters that are not trained, each with a reason that can follow the words "it is".
+        Parameters that are not trained, each with a reason that can follow "it is".
     """
     smooth = _smooth(graph, facts, outputs, parameters)
     zero = [name for name in parameters if name not in smooth]
@@ -179,17 +178,17 @@ def left_out(
 
 
 def no_slope(jump: Node) -> str:
-    """The reason for a parameter that reaches the outputs through jumps alone."""
+    """Return the reason for a parameter that reaches outputs through derivative zero only."""
     return f"{ZERO}, behind an operator with derivative zero ({_described(jump)})"
 
 
 def zero_notes(jumps: Mapping[str, Node]) -> tuple[str, ...]:
-    """One sentence for each trained parameter that ``behind_jumps`` returned."""
+    """Return one sentence for each parameter in the result of ``behind_jumps``."""
     return tuple(f"'{name}' is {no_slope(node)}" for name, node in jumps.items())
 
 
 def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
-    """One sentence for each reason of ``left_out``, with the node of its first parameter."""
+    """Return one sentence for each reason of ``left_out``, with the node of its first parameter."""
     alike: dict[str, list[str]] = {}
     for name, reason in left.items():
         alike.setdefault(reason.partition(" (")[0], []).append(name)
@@ -200,11 +199,11 @@ def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]) -> str:
-    """The error message for values that depend on no trained parameter.
+    """Return the error message for outputs that depend on no trained parameter.
 
     Args:
-        model: Its name.
-        outputs: The values.
+        model: Name of the model.
+        outputs: Names of the outputs.
         left: The result of ``left_out``.
 
     Returns:
@@ -223,10 +222,10 @@ def refuse_rounding(blocked: Mapping[str, Node]) -> None:
     """Refuse to differentiate through rounding.
 
     Args:
-        blocked: As ``behind_quantizers`` returns it.
+        blocked: Result of ``behind_quantizers``.
 
     Raises:
-        UnsupportedOpError: It is not empty.
+        UnsupportedOpError: ``blocked`` is not empty.
     """
     for node in blocked.values():
         alike = [name for name, rounding in blocked.items() if rounding is node]
@@ -238,7 +237,7 @@ def refuse_rounding(blocked: Mapping[str, Node]) -> None:
 
 
 def way_out(names: Sequence[str]) -> str:
-    """The remedy for values on the path to a node, as the end of a message."""
+    """Return the remedy for values on the path to a node, as the end of a message."""
     return (
         f"The node is on the path from {_several(names)} to the output: exclude "
         f"{'it' if len(names) == 1 else 'these'} with freeze=… or --freeze."
@@ -254,17 +253,17 @@ def _described(node: Node) -> str:
 
 
 def rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
-    """Whether a node quantizes.
+    """Check whether a node quantizes.
 
-    Quantizers do, casts to types of eight bits or fewer that NumPy lacks, nodes with a body that
-    holds a quantizer, and nodes without a derivative rule that make whole numbers of eight bits.
+    Quantizing nodes are: quantizers; casts to types of at most eight bits that NumPy lacks; nodes
+    with a quantizer in a body; nodes without a derivative rule that compute 8-bit integers.
 
     Args:
-        node: Depends on what is differentiated.
+        node: Node on a differentiated path.
         facts: Element type and shape of values.
 
     Returns:
-        Whether its derivative is refused for that.
+        True if the derivative of the node is refused because of rounding.
     """
     known = [facts[name].dtype for name in node.outputs if name in facts]
     if node.qualified_op in QUANTIZERS:

@@ -1,4 +1,4 @@
-"""Running statistics of normalizations in training form: constants that each batch moves."""
+"""Adds the updates of running statistics of normalizations in training form to a graph."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,16 +14,16 @@ _DEFAULT_MOMENTUM = 0.9
 
 
 def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
-    """The graph with all new running statistics among its values.
+    """Add the updated running statistics to the values of a graph.
 
-    Where normalizations share statistics, each moves what the one before it left.
+    Normalizations that share statistics update them one after the other.
 
     Args:
         graph: The canonical graph.
 
     Returns:
-        The graph, the given one if it has no such normalization; and for each constant that is a
-        running statistic the value that it becomes.
+        The graph, which is the given one without such a normalization; and the name of the updated
+        value of each running statistic.
     """
     newest: dict[str, str] = {}
     constants: dict[str, Array] = {}
@@ -36,14 +36,14 @@ def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
 def _written(
     node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
 ) -> Iterator[Node]:
-    """The node, and nodes that make its new statistics, which are entered into ``newest``."""
+    """Yield the node and the nodes that update its statistics; record these in ``newest``."""
     training = node.op == "BatchNormalization" and node.attributes.get("training_mode", 0)
     if node.domain or not training:
         yield node
         return
-    # ONNX Runtime 1.31 writes the new statistics over the old ones, even where those are fed from
-    # memory that is not its own. It gets zeros, which no other node reads, and so yields
-    # (1 − momentum) · that of the batch.
+    # ONNX Runtime 1.31 overwrites the old statistics, even in memory of the caller. The node
+    # therefore reads zeros, which have no other reader, and its result is (1 − momentum) times the
+    # statistic of the batch.
     momentum = float(str(node.attributes.get("momentum", _DEFAULT_MOMENTUM)))
     inputs, outputs, later = list(node.inputs), [*node.outputs, "", ""][:3], []
     for operand, result in _STATISTICS.items():

@@ -1,9 +1,9 @@
-"""Reverse mode twice: products with the Jacobian itself, and second derivatives.
+"""Applies reverse mode twice: products with the Jacobian, and second derivatives.
 
-The backward graph takes a cotangent c to Jᵀ c. Being linear in c, it has ``v ↦ J v`` as its own
-vector–Jacobian product with respect to c, at any c; and its vector–Jacobian product with respect to
-the values that J belongs to is the second derivative of ``⟨c, outputs⟩``, times v. So one table of
-derivative rules serves all three products.
+The backward graph maps a cotangent c to ``Jᵀ c``, linearly. Its vector–Jacobian product with
+respect to c is ``v ↦ J v``, for any c. Its vector–Jacobian product with respect to the variables is
+the second derivative of ``⟨c, outputs⟩`` times v. One table of derivative rules serves all three
+products.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from kfac_engine.graph.structure import Fact, Graph, Input, Node
 
 
 def joint_graph(graph: Graph, backward: Backward) -> Graph:
-    """Forward and backward graph in one: data inputs and cotangents in, gradients out.
+    """Join forward and backward graph: inputs are data and cotangents, outputs are gradients.
 
     Args:
         graph: The forward graph.
         backward: A backward graph of it.
 
     Returns:
-        A graph whose outputs are the gradients, each once: values may share one.
+        A graph whose outputs are the gradients; several values may share a gradient.
     """
     cotangents = (Input(name, dtype, None) for name, dtype in backward.dtypes.items())
     return Graph(
@@ -41,20 +41,20 @@ def joint_graph(graph: Graph, backward: Backward) -> Graph:
 def differentiate_twice(
     graph: Graph, backward: Backward, facts: Mapping[str, Fact], wrt: Sequence[str] = ()
 ) -> Backward:
-    """The graph that maps tangents to changes of outputs, and to changes of gradients.
+    """Return the graph that maps tangents to changes of outputs and of gradients.
 
     Args:
         graph: The forward graph.
-        backward: Its backward graph, from some outputs to some values.
+        backward: Its backward graph.
         facts: Element type and shape of every value of ``joint_graph``, from a run on a batch. The
-            result serves batches of this shape: kernels that are cotangents have sides that
-            depend on the batch.
-        wrt: Values of which the second derivative is asked for as well, independent variables.
+            result is valid for batches of this shape only: the kernels of convolutions with
+            cotangents depend on the batch.
+        wrt: Independent variables of the second derivative.
 
     Returns:
-        A backward graph of its own. It takes the cotangents of ``backward`` and, as cotangents of
-        the *gradients*, tangents. Its gradients with respect to the cotangents are ``J v`` by the
-        name of the cotangent; with respect to ``wrt``, the second derivative times v.
+        A backward graph. Its inputs are the cotangents of ``backward`` and, as cotangents of the
+        *gradients*, tangents. Its gradients with respect to the cotangents are ``J v``; those with
+        respect to ``wrt`` are the second derivative times v.
 
     Raises:
         UnsupportedOpError: An operator in ``backward`` has no derivative rule.
@@ -63,8 +63,8 @@ def differentiate_twice(
     variables = (*backward.cotangents.values(), *wrt)
     second = differentiate(joint, facts, joint.outputs, variables, independent=True)
     shapes = _shapes((*backward.nodes, *second.forward_nodes), facts)
-    outer, inner = _parted(
-        second.forward_nodes, {*_made(backward.nodes), *backward.dtypes, *shapes}
+    outer, inner = _divide(
+        second.forward_nodes, {*_results(backward.nodes), *backward.dtypes, *shapes}
     )
     every = (*backward.nodes, *inner, *second.nodes)
     rest = [node for node in every if shapes.keys().isdisjoint(node.outputs)]
@@ -82,7 +82,7 @@ def differentiate_twice(
 
 
 def _shapes(nodes: Sequence[Node], facts: Mapping[str, Fact]) -> dict[str, Array]:
-    """What the Shape nodes among ``nodes`` give: without them no value is computed for its size."""
+    """Evaluate the Shape nodes among ``nodes``, so that no value is computed for its size only."""
     known = (node for node in nodes if node.op == "Shape" and node.inputs[0] in facts)
     return {node.outputs[0]: _shape_result(node, facts[node.inputs[0]].shape) for node in known}
 
@@ -92,8 +92,8 @@ def _shape_result(node: Node, shape: tuple[int, ...]) -> Array:
     return np.array(shape[start:end], np.int64)
 
 
-def _parted(nodes: Sequence[Node], behind: set[str]) -> tuple[list[Node], list[Node]]:
-    """Nodes that read forward values alone, and those that read ``behind`` or each other."""
+def _divide(nodes: Sequence[Node], behind: set[str]) -> tuple[list[Node], list[Node]]:
+    """Separate nodes that read forward values only from nodes that depend on ``behind``."""
     outer: list[Node] = []
     inner: list[Node] = []
     for node in nodes:
@@ -105,11 +105,11 @@ def _parted(nodes: Sequence[Node], behind: set[str]) -> tuple[list[Node], list[N
     return outer, inner
 
 
-def _made(nodes: Sequence[Node]) -> set[str]:
+def _results(nodes: Sequence[Node]) -> set[str]:
     return {name for node in nodes for name in node.outputs}
 
 
 def _read_from_outside(nodes: Sequence[Node], given: set[str]) -> tuple[str, ...]:
-    results = _made(nodes)
+    results = _results(nodes)
     reads = dict.fromkeys(name for node in nodes for name in node.inputs if name)
     return tuple(name for name in reads if name not in results and name not in given)

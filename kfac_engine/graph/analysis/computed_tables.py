@@ -1,7 +1,7 @@
-"""Constants that were computed, not trained: told from their values.
+"""Recognizes constants that were computed, not trained, by their values.
 
-Exporters store what a model computes once: sines and cosines of positions, their frequencies,
-masks. Training leaves no weight in such a form.
+Exporters store values that a model computes once: sines and cosines of positions, frequencies,
+masks. Trained weights do not have such values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,19 @@ import numpy as np
 
 from kfac_engine._types import Array
 
-# Fewer numbers may lie so by chance.
+# Fewer numbers may match by chance.
 _FEWEST = 4
-# Tables are rounded to float16 or bfloat16 before they are stored, at worst.
+# Files may store tables in float16 or bfloat16.
 _ROUNDING = 1e-2
 # Sines and cosines of the first position.
 _TRIVIAL = (-1, 0, 1)
 
-# Squares of a few entries, rounded: arrays with sums of squares of one have matching cells.
+# Rounded squares of a few entries: if the squares of two arrays sum to one, their cells match.
 _Cells: TypeAlias = tuple[float, ...]
 
 
 class Tables:
-    """Tells tables among constants.
+    """Recognizes tables among constants.
 
     Args:
         constants: All constants of a graph, by name.
@@ -35,13 +35,13 @@ class Tables:
         self._constants = constants
 
     def reason(self, name: str) -> str | None:
-        """The kind of table that a float constant is; None if it may be a weight.
+        """Return the kind of table of a float constant; None if it may be a weight.
 
         Args:
-            name: Of one of the constants.
+            name: Name of a constant.
 
         Returns:
-            Words that can follow "it is".
+            A phrase that can follow "it is".
         """
         array = self._constants[name]
         if array.size < _FEWEST:
@@ -58,10 +58,10 @@ class Tables:
         return None
 
     def _candidates(self, array: Array) -> Iterable[str]:
-        """Constants whose squares may complete those of ``array`` to one, in their order."""
+        """Return constants whose squares may sum to one with those of ``array``, in order."""
         if not _may_be_circular(array):
             return ()
-        rest = 1 - _some_squares(array)
+        rest = 1 - _sample_squares(array)
         ends = zip(_cells(rest - _ROUNDING), _cells(rest + _ROUNDING), strict=True)
         cells = product(*(dict.fromkeys(pair) for pair in ends))
         matches = (entry for cell in cells for entry in self._alike.get((array.shape, cell), ()))
@@ -69,23 +69,23 @@ class Tables:
 
     @cached_property
     def _alike(self) -> Mapping[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]]:
-        """Names and their places by shape and cells: comparing all pairs would be quadratic."""
+        """Names and positions by shape and cells; comparing all pairs would take quadratic time."""
         alike: dict[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]] = {}
         for place, (name, array) in enumerate(self._constants.items()):
             if _may_be_circular(array):
-                key = array.shape, _cells(_some_squares(array))
+                key = array.shape, _cells(_sample_squares(array))
                 alike.setdefault(key, []).append((place, name))
         return alike
 
 
 def is_mask(array: Array) -> bool:
-    """Whether an array with two axes or more holds zeros and ones, both, and nothing else."""
+    """Check whether an array of at least two axes consists of zeros and ones, with both."""
     several = array.ndim >= 2 and array.size >= _FEWEST
     return several and _is_binary(array) and bool(array.any()) and not bool(array.all())
 
 
 def is_count(array: Array) -> bool:
-    """Whether an array holds positive whole numbers, and more than ones."""
+    """Check whether an array consists of positive integers, not all one."""
     return bool((array >= 1).all() and (array == np.round(array)).all() and (array > 1).any())
 
 
@@ -95,7 +95,7 @@ def _is_binary(array: Array) -> bool:
 
 
 def _is_geometric(array: Array) -> bool:
-    """Whether the numbers lie along one axis, are positive and have one ratio, which is not 1."""
+    """Check for a geometric series along one axis: positive, with a ratio other than 1."""
     if max(array.shape) != array.size:
         return False
     values = array.reshape(-1).astype(np.float64)
@@ -115,34 +115,34 @@ def _halves(array: Array) -> tuple[Array, Array]:
 
 
 def _may_be_circular(array: Array) -> bool:
-    """Whether an array of floats has other entries than zeros and ones."""
+    """Check whether a float array has entries other than -1, 0 and 1."""
     if array.dtype.kind != "f" or array.ndim < 2 or array.size < _FEWEST:
         return False
-    return not (np.isin(_some(array), _TRIVIAL).all() and np.isin(array, _TRIVIAL).all())
+    return not (np.isin(_sample(array), _TRIVIAL).all() and np.isin(array, _TRIVIAL).all())
 
 
-def _some(array: Array) -> Array:
+def _sample(array: Array) -> Array:
     return array.flat[np.linspace(0, array.size - 1, _FEWEST, dtype=np.intp)].astype(np.float64)
 
 
-def _some_squares(array: Array) -> Array:
+def _sample_squares(array: Array) -> Array:
     with np.errstate(over="ignore"):
-        return _some(array) ** 2
+        return _sample(array) ** 2
 
 
 def _cells(squares: Array) -> _Cells:
-    """Cells as wide as the tolerance of partners, so that a range meets two cells at most."""
+    """Round to cells as wide as the tolerance: a range then meets at most two cells."""
     with np.errstate(invalid="ignore"):  # infinities have no partners
         return tuple((squares // (2 * _ROUNDING)).tolist())
 
 
 def _is_circular(a: Array, b: Array) -> bool:
-    """Whether ``a² + b² = 1`` everywhere, other than by zeros and ones."""
+    """Check whether ``a² + b² = 1`` everywhere, with entries other than -1, 0 and 1."""
     if a.shape != b.shape or a.dtype.kind != "f" or b.dtype.kind != "f" or a.size < _FEWEST:
         return False
     last = (-1,) * (a.ndim - 1)  # the last row: that of position 0 is zeros and ones
     for part in (last, ...):
-        x, y = (side[part].astype(np.float64) for side in (a, b))
+        x, y = (array[part].astype(np.float64) for array in (a, b))
         if not (np.abs(x**2 + y**2 - 1) < _ROUNDING).all():
             return False
     return not bool(np.isin(x, _TRIVIAL).all())

@@ -1,4 +1,4 @@
-"""Bounds of the entries of a value for all inputs, by interval arithmetic on the operators."""
+"""Computes bounds of the entries of a value for all inputs, by interval arithmetic."""
 
 from collections.abc import Callable, Mapping
 from math import erf, exp, inf, isnan, tanh
@@ -8,7 +8,7 @@ from kfac_engine.graph.analysis.rearrangements import MOVES
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.graph.structure import Graph, Node
 
-# The least and the largest entry.
+# Lower and upper bound.
 Interval: TypeAlias = tuple[float, float]
 _Known: TypeAlias = Callable[[str], Interval]
 _Rule: TypeAlias = Callable[[Node, _Known], Interval]
@@ -17,14 +17,14 @@ _ANY: Interval = (-inf, inf)
 
 
 def bounds(graph: Graph, value: str) -> Interval:
-    """Bounds of the entries of a value, infinite where the operators imply none.
+    """Return bounds of the entries of a value; infinite where the operators imply no bound.
 
     Args:
         graph: The model.
         value: A floating-point result.
 
     Returns:
-        The least and the largest entry that are possible.
+        Lower and upper bound.
     """
     known: dict[str, Interval] = {}
 
@@ -48,18 +48,18 @@ def bounds(graph: Graph, value: str) -> Interval:
 
 
 def _operand(node: Node, known: _Known) -> Interval:
-    """Results are entries of the first operand, or means of them."""
+    """Return the interval of the first operand: results are its entries, or means of them."""
     return known(node.inputs[0])
 
 
 def _hull(node: Node, known: _Known) -> Interval:
-    """Results are entries of the operands, or means of them."""
+    """Return the union of intervals: results are entries of the operands, or means of them."""
     operands = [known(name) for name in node.inputs]
     return min(low for low, _ in operands), max(high for _, high in operands)
 
 
 def _padded(node: Node, known: _Known) -> Interval:
-    """Results are means of entries and zeros."""
+    """Return the interval of the operand with zero: results are means of entries and zeros."""
     low, high = known(node.inputs[0])
     return min(low, 0), max(high, 0)
 
@@ -70,7 +70,7 @@ def _chosen(node: Node, known: _Known) -> Interval:
 
 
 def _rising(function: Callable[[float], float]) -> _Rule:
-    """A function that never falls."""
+    """Return the rule of a nondecreasing function."""
 
     def rule(node: Node, known: _Known) -> Interval:
         low, high = known(node.inputs[0])

@@ -1,4 +1,4 @@
-"""What a normalization makes before it scales and shifts it: wanted by whoever learns the scale."""
+"""Builds a normalization without scale and shift: the derivative of the scale needs its result."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,19 +12,19 @@ from kfac_engine.graph.structure import Node
 def before_scale(
     node: Node, dtype: DType, scale: tuple[int, ...], shift: tuple[int, ...]
 ) -> tuple[Node, Mapping[str, Array]]:
-    """The same normalization with scale one and shift zero.
+    """Return a normalization with scale one and shift zero.
 
-    Whoever asks gets the same names, so that a graph computes it once.
+    Names follow from those of ``node``, so that a graph computes the result once.
 
     Args:
-        node: A normalization with operands x, scale and perhaps a shift.
+        node: A normalization with operands x, scale and, optionally, shift.
         dtype: Element type of the scale.
         scale: Shape of the scale.
-        shift: Shape of the shift, empty where there is none.
+        shift: Shape of the shift; empty without a shift.
 
     Returns:
-        The node, and its constants by name. A LayerNormalization gives mean and inverse deviation
-        as well.
+        The node, and its constants by name. Further results of a LayerNormalization are mean and
+        inverse deviation.
     """
     name = f"{node.outputs[0]} before its scale"
     one, zero = f"{name}: one", f"{name}: zero"
@@ -38,8 +38,8 @@ def before_scale(
     if node.op == "LayerNormalization":
         others = [f"{name}: mean", f"{name}: inverse deviation"]
     elif node.op == "BatchNormalization":
-        # ONNX Runtime 1.31 writes new running statistics over the old ones, in the memory that the
-        # node shares with the original: with momentum one they stay what they are.
+        # ONNX Runtime 1.31 overwrites running statistics in memory that the node shares with the
+        # original node; with momentum one they do not change.
         attributes["momentum"] = 1.0
     core = replace(
         node,

@@ -1,12 +1,12 @@
-"""Operators that move the entries of an array about and change none."""
+"""Lists operators that rearrange the entries of an array and do not change them."""
 
-# All of the first operand's entries, each once.
+# The result has every entry of the first operand once.
 RELAYS = frozenset(
     {"Cast", "CastLike", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
 
-# Some of them.
+# The result has entries of the first operand.
 MOVES = RELAYS | {"Gather", "Slice", "Split"}
 
-# Their result tells of the operand's shape, not of its entries.
+# The result depends on the shape of the operand, not on its entries.
 ONLY_SHAPES = frozenset({"Shape", "Size"})

@@ -1,4 +1,4 @@
-"""Parts of a graph: what some values are computed from, and what is computed from them."""
+"""Determines ancestors and descendants of values of a graph."""
 
 from collections.abc import Container, Iterable, Mapping
 
@@ -6,22 +6,22 @@ from kfac_engine._types import Array
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES, RELAYS
 from kfac_engine.graph.structure import Graph, Node
 
-# A slice counts as all of its operand: so it is where it is the weight of a layer by itself.
-_HAND_ON = RELAYS | {"Slice"}
+# Operators whose result counts as their operand; a slice of a weight may be the weight of a layer.
+_PASS_ON = RELAYS | {"Slice"}
 
 
 def dependents(
     graph: Graph, sources: Iterable[str], stops: Container[str] = frozenset()
 ) -> frozenset[str]:
-    """All values that are computed from some, these included.
+    """Return the names of all values that depend on ``sources``, with ``sources``.
 
     Args:
-        graph: The whole.
-        sources: Names of the values.
-        stops: Operators whose results do not count.
+        graph: The graph.
+        sources: Names of values.
+        stops: Operators whose results do not count as dependent.
 
     Returns:
-        Their names.
+        Names of the dependent values.
     """
     values = set(sources)
     for node in graph.nodes:
@@ -31,12 +31,12 @@ def dependents(
 
 
 def of_data(graph: Graph, stops: Container[str] = frozenset()) -> frozenset[str]:
-    """The inputs, and all values that are computed from them; ``stops`` as in ``dependents``."""
+    """Return the inputs and all values that depend on them; ``stops`` as in ``dependents``."""
     return dependents(graph, (entry.name for entry in graph.inputs), stops)
 
 
 def of_constants(graph: Graph) -> frozenset[str]:
-    """The constants, and all values that are computed from them and from shapes alone."""
+    """Return the constants and all values that depend on constants and shapes only."""
     known = set(graph.constants)
     for node in graph.nodes:
         operands = node.inputs[:1] if node.op == "CastLike" else node.inputs
@@ -48,29 +48,29 @@ def of_constants(graph: Graph) -> frozenset[str]:
 def read_by(
     nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
 ) -> dict[str, Array]:
-    """Those constants that the nodes read (bodies included), but the excluded."""
+    """Select the constants that nodes and their bodies read, without the excluded ones."""
     reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
     return {n: array for n, array in constants.items() if n in reads and n not in excluded}
 
 
 def handed_on(graph: Graph, value: str) -> str:
-    """The first value on the way to ``value`` along nodes that only hand it on."""
+    """Return the origin of a value: follow nodes such as Reshape and Slice back."""
     maker = graph.producers.get(value)
-    while maker is not None and maker.qualified_op in _HAND_ON:
+    while maker is not None and maker.qualified_op in _PASS_ON:
         value = maker.inputs[0]
         maker = graph.producers.get(value)
     return value
 
 
 class SubGraph:
-    """All ancestors of some values, these included.
+    """The part of a graph that given values depend on.
 
     Args:
-        graph: The whole.
+        graph: The graph.
         ends: Names of the values.
 
     Attributes:
-        nodes: The nodes it is made of, in topological order.
+        nodes: Nodes that the values depend on, in topological order.
     """
 
     def __init__(self, graph: Graph, ends: Iterable[str]) -> None:
@@ -88,19 +88,19 @@ class SubGraph:
                 self._readers.setdefault(name, []).append(node)
 
     def is_member(self, name: str) -> bool:
-        """Whether a value is an ancestor, or one of the values themselves."""
+        """Check whether a value is one of the given values or an ancestor of one."""
         return name in self._members
 
     def filter_list(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``names`` that are members, in their order."""
+        """Select the members among ``names``, in their order."""
         return tuple(name for name in names if self.is_member(name))
 
     def variable_uses(self, name: str) -> int:
-        """Number of nodes that read a value; a node that only hands it on counts as its readers."""
+        """Count the nodes that read a value; the readers of a Reshape or Slice count for it."""
         count, waiting = 0, [name]
         while waiting:
             for node in self._readers.get(waiting.pop(), ()):
-                if node.qualified_op in _HAND_ON:
+                if node.qualified_op in _PASS_ON:
                     waiting.append(node.outputs[0])
                 elif node.qualified_op not in ONLY_SHAPES:
                     count += 1

@@ -21,7 +21,7 @@ class Tie:
     Attributes:
         first: The weight that comes first in the file.
         copy: The other one.
-        transposed: Whether the copy is turned around.
+        transposed: Whether the copy is the transpose of the weight.
     """
 
     first: str
@@ -29,7 +29,7 @@ class Tie:
     transposed: bool = False
 
     def as_copy(self, array: Array) -> Array:
-        """An array in the layout of one, in that of the other."""
+        """Convert an array between the layouts of the weight and of the copy."""
         return array.T if self.transposed else array
 
 
@@ -38,11 +38,11 @@ def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie
 
     Args:
         constants: Arrays by name.
-        names: Of the weights.
+        names: Names of the weights.
 
     Returns:
-        One tie for each copy. What holds one number only is no copy of anything: ones and zeros
-        are how different weights begin.
+        One tie for each copy. Arrays of one repeated number are not tied: different weights are
+        initialized with ones or zeros.
     """
     alike: dict[object, list[str]] = {}
     ties: list[Tie] = []
@@ -50,7 +50,7 @@ def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie
         array = constants[name]
         if array.ndim < 2 or _is_one_number(array):
             continue
-        # Both ends and the sides tell nearly all arrays apart before their entries are compared.
+        # First and last entry and shape distinguish nearly all arrays, without a full comparison.
         ends = array[(0,) * array.ndim].tobytes(), array[(-1,) * array.ndim].tobytes()
         firsts = alike.setdefault((array.dtype, tuple(sorted(array.shape)), ends), [])
         candidates = (tie for first in firsts for tie in _ties_of(constants, first, name))
@@ -62,7 +62,7 @@ def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie
 
 
 def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
-    """The graph with every copy computed from the weight it is a copy of."""
+    """Return the graph with every copy computed from its original weight."""
     copies = {tie.copy for tie in ties}
     views = tuple(
         Node(
@@ -78,23 +78,23 @@ def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
 
 
 def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
-    """Arrays by weight, those of copies added in their own layout."""
+    """Add the arrays of copies, in the layout of the copies."""
     copies = {tie.copy: tie.as_copy(values[tie.first]) for tie in ties if tie.first in values}
     return {**values, **copies}
 
 
 def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
-    """Arrays by weight, those of copies taken for the weights they are copies of.
+    """Replace the arrays of copies by arrays of their original weights.
 
     Args:
-        ties: The copies.
-        values: Arrays; of a weight and its copies one is enough.
+        ties: Ties of weights and copies.
+        values: Arrays by name. An array for a weight or for one of its copies suffices.
 
     Returns:
-        Arrays of weights that are no copies.
+        Arrays of the original weights, by name.
 
     Raises:
-        InputError: They are not given by name, or a weight and its copy have different arrays.
+        InputError: ``values`` is no mapping, or a weight and its copy have different arrays.
     """
     if not isinstance(values, Mapping):
         raise InputError(

@@ -1,9 +1,9 @@
-"""Which constants of a graph are parameters.
+"""Determines which constants of a graph are parameters.
 
-A file does not say: weights, running statistics, masks, epsilons and interpolation factors are all
-float initializers. What tells them apart is the operand they are. A constant is left out if every
-use of it, followed through views such as ``Transpose``, is one of those below, or if its values
-show that it is a table (see ``tables``).
+A file does not tell: weights, running statistics, masks, epsilons and interpolation factors are all
+float initializers. The operand that a constant is used for distinguishes them. A constant is no
+parameter if every use, followed through views such as ``Transpose``, is in a table below, or if its
+values are those of a computed table (see ``computed_tables``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from kfac_engine.graph.passes.bodies import Body, body_of
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS
 
-# Operands that are settings, not weights: (operator, operand index) to what they are.
+# Operands that are settings, not weights, with a description: by operator and operand index.
 _SETTINGS: Mapping[tuple[str, int], str] = {
     ("BatchNormalization", 3): "a running mean, which is estimated from data, not trained",
     ("BatchNormalization", 4): "a running variance, which is estimated from data, not trained",
@@ -53,33 +53,32 @@ _SETTINGS: Mapping[tuple[str, int], str] = {
     },
 }
 
-# Operators with these in their names compute with whole numbers; floats among their operands are
-# scales.
+# Operators whose names contain one of these compute with integers; their float operands are scales.
 _QUANTIZED = (
     "BlockQuantized", "DequantizeLinear", "IntegerToFloat", "MatMulBnb4", "MatMulFpQ4",
     "MatMulNBits", "QAttention", "QLinear", "QMoE", "QuantizeLSTM", "QuantizeLinear",
     "QuantizeMatMul",
 )  # fmt: skip
-_WHOLE = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
+_INTEGERS = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
 
-# Where operators for classical models keep their weights.
+# Attributes in which operators of classical models store weights.
 _WEIGHT_ATTRIBUTES = frozenset(
     {"coefficients", "nodes_values", "nodes_splits", "prob_a", "support_vectors", "target_weights"}
 )
 
-# One number in these is an epsilon, a temperature, the half of a Gelu.
+# A scalar operand of these is an epsilon, a temperature or a factor such as 0.5 in Gelu.
 _ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
-# ...unless it is the bias of a layer with one output.
+# Exception: the bias of a layer with one output.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
 
-# Masks hold -inf, the lowest float or -1e9 where attention is barred; trained offsets stay small.
+# Attention masks contain -inf, the lowest float or -1e9; trained offsets stay small.
 _MASKED = -3e4
 
-# Operators that run a body several times: their first operand that an iteration hands to the next,
-# and how much its index is larger than that of the body's result which replaces it.
+# Operators that execute a body repeatedly: the index of their first state operand, and the index
+# of a state minus that of the result of the body that replaces it.
 _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
-# The values of these are their operand's, elsewhere or in another form.
+# Operators whose results consist of entries of their operand.
 _ROWS = RELAYS | {"Gather"}
 _VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
 
@@ -89,21 +88,21 @@ def trainable_parameters(
     patterns: Sequence[str] | None = None,
     freeze: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
-    """Names of the constants to train, in the graph's order.
+    """Return the names of the constants to train, in the order of the graph.
 
     Args:
         graph: Canonical graph.
-        patterns: Names or ``fnmatch`` patterns (``"*.weight"``), or a single one, which then
-            decide alone; None takes all float constants that look like parameters.
-        freeze: Names or patterns, or a single one, of constants to leave out of these.
+        patterns: A name or ``fnmatch`` pattern such as ``"*.weight"``, or several; only matching
+            constants are trained. None selects all constants without an ``excluded_reason``.
+        freeze: A name or pattern, or several, of constants that are not trained.
 
     Returns:
-        At least one name.
+        The names; at least one.
 
     Raises:
-        UnknownNameError: A pattern fits no float constant.
-        ModelError: Nothing can be trained.
-        NonFiniteError: A parameter holds NaN or infinity.
+        UnknownNameError: A pattern matches no float constant.
+        ModelError: No parameter is left to train.
+        NonFiniteError: A parameter contains NaN or infinity.
     """
     floats = [name for name, array in graph.constants.items() if _is_float(array)]
     if patterns is None:
@@ -127,20 +126,20 @@ def trainable_parameters(
 def matching(
     patterns: Sequence[str], names: Sequence[str], what: str = "float constant"
 ) -> list[str]:
-    """The names that match at least one of the patterns.
+    """Select the names that match at least one pattern.
 
     Args:
-        patterns: Names or ``fnmatch`` patterns, or a single one.
-        names: To choose from.
-        what: What goes by them, for the message.
+        patterns: A name or ``fnmatch`` pattern, or several.
+        names: All names.
+        what: Noun for the named things, for the message.
 
     Returns:
-        In the order of ``names``.
+        The matching names, in the order of ``names``.
 
     Raises:
-        UnknownNameError: A pattern fits none.
+        UnknownNameError: A pattern matches no name.
     """
-    fits: set[str] = set()
+    selected: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         # A name may contain brackets, which a pattern reads as a set of characters.
         matches = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
@@ -150,29 +149,29 @@ def matching(
                 f"no {what} goes by '{pattern}'; the model has {len(names)}: {examples}"
                 f"{', …' if len(names) > 8 else ''}."
             )
-        fits.update(matches)
-    return [name for name in names if name in fits]
+        selected.update(matches)
+    return [name for name in names if name in selected]
 
 
 def excluded_reason(graph: Graph, name: str) -> str | None:
-    """Why a constant is not a parameter by default.
+    """Return the reason why a constant is not a parameter by default.
 
     Args:
         graph: Canonical graph.
-        name: Of a constant.
+        name: Name of a constant.
 
     Returns:
-        What it is instead, in words that can follow "it is"; None for a parameter.
+        A phrase that can follow "it is"; None for a parameter.
 
     Raises:
-        UnknownNameError: The graph has no such constant.
+        UnknownNameError: The graph has no constant of this name.
     """
     if name not in graph.constants:
         raise UnknownNameError(f"'{name}' is not a constant of model '{graph.name}'.")
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
-    # Files without their weights fill them with numbers other than zero and one.
+    # A file without its weights fills them with numbers other than zero and one.
     if name in graph.filled and array.flat[0] in (0, 1):
         return f"filled with {array.flat[0]:g} by ConstantOfShape, not stored in the file"
     table = graph.tables.reason(name)
@@ -184,15 +183,17 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
         return "read by nothing"
     if None not in reasons:
         return reasons[0]
-    # Masks and fill values are added or chosen; the weight of a layer is damaged, and refused.
+    # Non-finite masks and fill values are no parameters. A non-finite weight of a layer is damaged
+    # and refused later.
     of_layer = any(node.op in _LAYERS for _, node, _ in uses)
     return None if of_layer or not _non_finite(array) else "an array with NaN or infinity"
 
 
 def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
-    """Who reads ``name`` in the end, and in which graph: bodies count as graphs of their own.
+    """Yield the uses of a constant as ``(graph, node, operand index)``.
 
-    Those are its consumers, but for views, whose readers count, and for what is read in a body.
+    The readers of a view count in place of the view. For a node with bodies, the readers inside the
+    bodies count; their graph is the body.
     """
     seen = {name}
     waiting = [name]
@@ -210,10 +211,9 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
 
 
 def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[tuple[Graph, str]]:
-    """The bodies of ``node`` that read its operand ``index``, and what that is called there.
+    """Yield the bodies of ``node`` that read its operand ``index``, with its name in the body.
 
-    An operand that changes from one iteration to the next is an initial value: it is not the
-    operand that the body reads.
+    A state that changes between iterations is only an initial value: it does not count as read.
     """
     if index < 0:
         for key, value in node.attributes.items():
@@ -225,12 +225,12 @@ def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[t
         sequences = node.attributes.get("num_scan_inputs", 0)
         assert isinstance(sequences, int)
         is_state = first <= index < len(node.inputs) - sequences
-        if not is_state or _handed_on(body, body.graph.outputs[index - shift], index):
+        if not is_state or _is_unchanged(body, body.graph.outputs[index - shift], index):
             yield body.graph, body.inputs[index]
 
 
-def _handed_on(body: Body, result: str, index: int) -> bool:
-    """Whether a result of a body is its operand ``index``, unchanged."""
+def _is_unchanged(body: Body, result: str, index: int) -> bool:
+    """Check whether a result of a body is its operand ``index``, unchanged."""
     while result in body.graph.producers and body.graph.producers[result].op == "Identity":
         result = body.graph.producers[result].inputs[0]
     return result == body.inputs[index]
@@ -240,14 +240,14 @@ def _why_none(graph: Graph) -> str:
     whole = {
         name
         for name, array in graph.constants.items()
-        if array.dtype.name.startswith(_WHOLE) and array.size > 1
+        if array.dtype.name.startswith(_INTEGERS) and array.size > 1
     }
     for node in graph.nodes:
-        held = [key for key in node.attributes if key in _WEIGHT_ATTRIBUTES]
-        if node.domain == "ai.onnx.ml" and held:
+        weights = [key for key in node.attributes if key in _WEIGHT_ATTRIBUTES]
+        if node.domain == "ai.onnx.ml" and weights:
             return (
                 f"the {node.op} node '{node.name}' keeps what it learned in its attribute "
-                f"'{held[0]}', where no gradient reaches it"
+                f"'{weights[0]}', where no gradient reaches it"
             )
         quantized = [name for name in node.inputs if name in whole]
         if quantized and any(part in node.op for part in (*_QUANTIZED, "Integer")):
@@ -287,9 +287,9 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
 
 
 def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
-    """Whether an operand fills a place of an InstanceNormalization that normalises groups."""
+    """Check for the neutral scale or shift of a group normalization in three nodes."""
     # Exporters write group normalization as Reshape to groups, InstanceNormalization with ones and
-    # zeros, Reshape back; its own scale and shift come after that.
+    # zeros, and Reshape back. The real scale and shift follow these nodes.
     neutral = {1: 1, 2: 0}.get(index)
     if node.qualified_op != "InstanceNormalization" or neutral is None:
         return False
@@ -300,7 +300,7 @@ def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
 
 
 def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
-    """Whether an operand scales or shifts stored whole numbers, as a dequantization does."""
+    """Check whether an operand scales or shifts stored integers, as a dequantization does."""
     if node.op in _ROWS and index == 0:
         users = graph.consumers.get(node.outputs[0], ())
         return bool(users) and all(_scales_whole(graph, *use) for use in users)
@@ -309,11 +309,11 @@ def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
 
 
 def _is_whole(graph: Graph, name: str) -> bool:
-    """Whether a value is a view, cast or shift of a constant that is stored in a few bits."""
+    """Check whether a value is a view, cast or shift of an integer constant of few bits."""
     while name in graph.producers and graph.producers[name].op in {*_ROWS, "Sub"}:
         name = graph.producers[name].inputs[0]
     array = graph.constants.get(name)
-    if array is None or array.dtype.name not in _WHOLE:
+    if array is None or array.dtype.name not in _INTEGERS:
         return False
     return bool((np.abs(array.astype(np.int64)) > 1).any())  # zeros and ones are a mask
 
@@ -328,7 +328,7 @@ def _is_float(array: Array) -> bool:
 
 
 def _distinct(array: Array) -> Array:
-    """``array`` without the repetitions of a broadcast view."""
+    """Return an array without the repetitions of a broadcast view."""
     return array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
 
 
@@ -342,9 +342,9 @@ def _refuse_non_finite(name: str, array: Array) -> None:
 
 
 def _non_finite(array: Array) -> int:
-    """How many numbers are NaN or infinite."""
+    """Count the NaN and infinite numbers of an array."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without temporary arrays: a sum with a term that is not finite is not finite.
+        # One pass without temporary arrays: a sum with a non-finite term is not finite.
         if np.isfinite(_distinct(array).sum()):
             return 0
     return int(np.count_nonzero(~np.isfinite(_distinct(array))))
