@@ -21,7 +21,7 @@ class EigenbasisFB(LayerDiagonalFB):
     def factors(self) -> tuple[FisherFactor, ...]:
         factor = self.factor
         assert isinstance(factor, EigenbasisFactor)  # by _make_factors
-        return (*factor.sides, factor)
+        return (*factor.kronecker_factors, factor)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.form.packing.matrix_shape(shapes[0])

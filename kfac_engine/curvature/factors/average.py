@@ -1,4 +1,4 @@
-"""Moving averages of statistics, kept in place."""
+"""Moving averages of statistics, updated in place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from kfac_engine.errors import InputError, NotReadyError
 
 @dataclass(slots=True)
 class MovingAverage:
-    """An average over batches and the total weight behind it.
+    """An average over batches with the total weight of the batches.
 
-    A debiased average is ``Σ decayᵏ·wₖ·xₖ / Σ decayᵏ·wₖ``. Instead of the sum, its quotient is
-    stored, so that reading costs nothing: with ``W' = decay·W + w`` the update is
-    ``value ← (decay·W/W')·value + (w/W')·x``, which a rank-k BLAS update does in one pass.
-    After the first update ``value == x`` exactly, whatever the decay.
+    A debiased average is ``Σ decayᵏ·wₖ·xₖ / Σ decayᵏ·wₖ``. The quotient is stored, not
+    the sum, so that a read computes nothing. With ``W' = decay·W + w`` the update is
+    ``value ← (decay·W/W')·value + (w/W')·x``, one rank-k update of BLAS. After the first update
+    ``value == x`` exactly, for every decay.
 
     Attributes:
-        value: The average; None before anything was averaged. Changed by ``blend`` and by whoever
-            adds ``alpha·x`` after it.
-        weight: Total weight, zero before the first update.
-        rest: Writes what updates have left out of the value, a symmetric matrix's upper triangle;
-            None where nothing is missing. Set after each update, called by the first ``read``.
+        value: The average; None before the first batch. Updates change it in place.
+        weight: Total weight; zero before the first update.
+        rest: Function that writes the entries that updates leave out, such as the upper triangle
+            of a symmetric matrix; None if the value is complete. Updates set it, and the next
+            ``read`` calls it.
     """
 
     value: Array | None = None
@@ -33,12 +33,12 @@ class MovingAverage:
     def coefficients(
         self, decay: float, weight: float, config: CollectionConfig
     ) -> tuple[float, float]:
-        """What the next update multiplies the old value and the new one by; counts the weight.
+        """Return the coefficients of the next update, and add its weight to the total.
 
         Args:
             decay: In [0, 1]; 1 is a plain mean.
-            weight: Of the new value.
-            config: Says whether the average is debiased or classical.
+            weight: Weight of the new value.
+            config: Decides whether the average is debiased or classical.
 
         Returns:
             ``(beta, alpha)`` in ``value ← beta·value + alpha·x``.
@@ -57,35 +57,35 @@ class MovingAverage:
         return decay * old / self.weight, weight / self.weight
 
     def read(self, what: str) -> Array:
-        """The average, complete.
+        """Return the complete average.
 
         Args:
-            what: Was averaged, for the message.
+            what: Name of the statistic, for the message.
 
         Returns:
             The array itself, not a copy.
 
         Raises:
-            NotReadyError: Nothing was averaged yet.
+            NotReadyError: No batch was averaged yet.
         """
         value = self.lower(what)
-        rest = self.rest  # another thread that reads may write the same in the meantime
+        rest = self.rest  # another reading thread may complete the value meanwhile
         if rest is not None:
             rest(value)
             self.rest = None
         return value
 
     def lower(self, what: str) -> Array:
-        """The average as updates leave it: above the diagonal a symmetric one may hold anything.
+        """Return the average, of which only the lower triangle is defined if it is symmetric.
 
         Args:
-            what: Was averaged, for the message.
+            what: Name of the statistic, for the message.
 
         Returns:
             The array itself, not a copy.
 
         Raises:
-            NotReadyError: Nothing was averaged yet.
+            NotReadyError: No batch was averaged yet.
         """
         if self.value is None:
             raise NotReadyError(f"{what} has no statistics yet: update its covariance first.")

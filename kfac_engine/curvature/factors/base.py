@@ -27,16 +27,16 @@ _WIDE = np.dtype(np.float64)
 
 
 class FisherFactor(FactorOperations, ABC):
-    """A statistic averaged over batches, multiplied as a matrix.
+    """The moving average of a statistic over batches, multiplied as a matrix.
 
     Args:
-        statistic: What is measured on a batch.
-        backend: Array library; NumPy when left out.
-        config: How averages and powers are taken; the defaults when left out.
+        statistic: Formula that is measured on each batch.
+        backend: Array library; NumPy by default.
+        config: Options of averages and powers; the defaults if omitted.
 
     Attributes:
-        statistic: As given.
-        average: The moving average; changed by ``update`` and ``commit``.
+        statistic: The statistic.
+        average: The moving average; ``update`` and ``commit`` change it.
         repeats: Uses × positions for each example in the last batch; None before the first.
         narrowest: Least exact element type that the average may have.
         companions: Factors of the same collection, by any key.
@@ -64,37 +64,37 @@ class FisherFactor(FactorOperations, ABC):
 
     @property
     def name(self) -> str:
-        """What the factor is a statistic of, for messages and tables."""
-        reads = ", ".join(dict.fromkeys(self.statistic.names()))
-        return f"{type(self.statistic).__name__}({reads})"
+        """Name of the statistic and of the tensors that it reads, for messages and tables."""
+        names = ", ".join(dict.fromkeys(self.statistic.names()))
+        return f"{type(self.statistic).__name__}({names})"
 
     # -- statistics -----------------------------------------------------------------------------
 
     @property
     def cov(self) -> Array:
-        """The current average, in the statistic's own shape; a copy.
+        """A copy of the current average, in the shape of the statistic.
 
         Raises:
-            NotReadyError: Nothing was averaged yet.
+            NotReadyError: No batch was averaged yet.
         """
         return self.average.read(self.name).copy()
 
     def check(self, values: Values, known: TensorStats | None = None) -> None:
-        """Refuse a batch that would poison the average or does not fit it.
+        """Check that a batch fits the average and is finite.
 
-        What passes can be measured: an update after it does not stop half way. Numbers whose
-        squares overflow float32 are taken: from this batch on the average is float64.
+        An update by a checked batch raises no error. Numbers whose squares overflow float32 are
+        accepted: the average is float64 from this batch on.
 
         Args:
-            values: As made by ``take``; holds every tensor of the statistic.
-            known: What was measured of them for several factors at once.
+            values: Result of ``take``; holds every tensor of the statistic.
+            known: Norms of the values; computed here if omitted.
 
         Raises:
             NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares, or the squares
                 of whose products, overflow float64.
-            ShapeError: The tensors do not fit each other, or the measurement has another shape than
-                the average.
-            InputError: The towers differ in size, or there is no example.
+            ShapeError: The shapes of the tensors do not fit each other, or the shape of the
+                measurement differs from that of the average.
+            InputError: The towers differ in size, or the batch has no example.
         """
         known = known or tensor_stats([self.statistic], values, self.backend)
         for name in self.statistic.names():
@@ -168,7 +168,7 @@ class FisherFactor(FactorOperations, ABC):
         self.commit(measurement, decay, weight)
 
     def complete(self, value: Array) -> None:
-        """Write what measurements leave out of an average, in place: here nothing."""
+        """Complete an average in place, such as its upper triangle. Default: do nothing."""
         del value
 
     def _advance(self, measurement: Measurement) -> None:
@@ -177,7 +177,7 @@ class FisherFactor(FactorOperations, ABC):
         self.average.rest = self.complete
 
     def _check_large(self, name: str, x: Array) -> None:
-        """Tell numbers with a large square, which float64 can hold, from those that are none."""
+        """Accept numbers whose squares need float64; refuse NaN and infinity."""
         if not self.backend.download([self.backend.are_finite([x])])[0].all():
             raise NonFiniteError(
                 f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
@@ -191,12 +191,12 @@ class FisherFactor(FactorOperations, ABC):
         self.narrowest = _WIDE
 
     def _check_product(self, pair: tuple[str, str], values: Values, known: TensorStats) -> None:
-        """Numbers in range may have products whose squares are not: widen, or refuse."""
-        # An example's sum of products is at most the product of its norms (Cauchy-Schwarz), and the
-        # squares of these add up to no more than the product over all examples.
+        """Widen the average, or raise, if squares of products of two tensors overflow."""
+        # The sum of products of an example is at most the product of its norms (Cauchy-Schwarz),
+        # and the sum of their squares at most the product of the norms of all examples.
         bound = prod(known.norm_bound(name, values[name]) for name in pair)
-        kept = np.result_type(self.narrowest, *(values[n].dtype for n in pair if _real(values[n])))
-        if bound < float(np.finfo(kept).max) ** 0.5:
+        dtype = np.result_type(self.narrowest, *(values[n].dtype for n in pair if _real(values[n])))
+        if bound < float(np.finfo(dtype).max) ** 0.5:
             return
         if bound >= float(np.finfo(_WIDE).max) ** 0.5:
             raise NonFiniteError(
@@ -217,17 +217,17 @@ class FisherFactor(FactorOperations, ABC):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """What each refresh computes, in the order that ``arrays`` numbers it."""
+        """Names of the results of a refresh, in the order in which ``arrays`` numbers them."""
         return ()
 
     def arrays(self) -> dict[str, Array]:
-        """Everything a checkpoint must hold, by name, as host arrays."""
+        """Return the state for a checkpoint: host arrays by name."""
         if self.average.value is None:
             return {}
         return {"average": self.backend.to_numpy(self.average.read(self.name))}
 
     def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
-        """Take back what ``arrays`` gave."""
+        """Restore the state that ``arrays`` returned."""
         self.wait()
         average = arrays.get("average")
         value = None if average is None else self.backend.asarray(average).copy()
@@ -236,42 +236,42 @@ class FisherFactor(FactorOperations, ABC):
 
     @abstractmethod
     def _identity(self, like: Array) -> Array:
-        """The identity in the factor's shape."""
+        """Return the identity in the shape of the average."""
 
     # -- powers -----------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def has_inverses(self) -> bool:
-        """Whether ``refresh`` has anything to do."""
+        """Whether ``refresh`` computes anything."""
 
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
-        """Numbers that refreshes keep beside an average of this shape."""
+        """Return how many numbers a refresh stores next to an average of this shape."""
         del shape
         return 0
 
     @property
     @abstractmethod
     def side(self) -> int:
-        """Rows of the matrix the factor stands for."""
+        """Number of rows of the matrix that the factor represents."""
 
     def trace(self) -> float:
-        """Trace of that matrix, undamped."""
+        """Return the trace of the undamped matrix."""
         return float(self.traces().sum())
 
     def traces(self) -> Array:
-        """Trace of each matrix of a stack, of a single one without axes; float64, on the host."""
+        """Return the trace of each matrix of a stack, or of a single matrix, as a host array."""
         if self.known_traces is not None:
             return self.known_traces
         return self.backend.download([self.measured_traces()])[0]
 
     @abstractmethod
     def measured_traces(self) -> Array:
-        """What ``traces`` gives, as an array of the backend."""
+        """Compute ``traces`` as an array of the backend."""
 
     @abstractmethod
     def get_cov(self) -> Array:
-        """That matrix, dense ``(side, side)``, undamped."""
+        """Return the undamped matrix as a dense array ``(side, side)``."""
 
     @abstractmethod
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
@@ -290,49 +290,52 @@ class FisherFactor(FactorOperations, ABC):
         refresh((self,), self.backend)
 
     def wait(self) -> None:
-        """Finish a refresh that was begun: store its results."""
+        """Complete a pending refresh: wait for its results and store them."""
         if self._finish is not None:
             self._finish()
 
     def set_pending(self, finish: Callable[[], None] | None) -> None:
-        """Have ``wait`` call this; None where nothing was begun."""
+        """Set the function that completes a pending refresh; None if no refresh is pending."""
         self._finish = finish
 
     def averages(self) -> Mapping[str, MovingAverage]:
-        """What a refresh starts from, by name."""
+        """Return the averages that a refresh reads, by name."""
         return {self.name: self.average}
 
     def dampings(self) -> Iterable[Damping]:
-        """The dampings of everything registered."""
+        """Return the dampings of all registered powers."""
         return ()
 
     @abstractmethod
     def refreshing(self) -> Refreshing:
-        """Ask for what a refresh computes, and store the results when they are sent."""
+        """Yield the requests of a refresh, and store the results that are sent back."""
 
     def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
-        """``(C + damping·I)**exp`` as a matrix, where it is kept as one; else None."""
+        """Return ``(C + damping·I)**exp`` if it is stored as a matrix, else None."""
         return None
 
     @abstractmethod
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        """``(C + damping·I)**exp · x``; stored powers as of the last refresh, power 1 fresh."""
+        """Return ``(C + damping·I)**exp · x``.
+
+        Power 1 is that of the current average, other powers are those of the last refresh.
+        """
 
     @abstractmethod
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        """``x · (C + damping·I)**exp``; see ``left_multiply_matpower``."""
+        """Return ``x · (C + damping·I)**exp``; see ``left_multiply_matpower``."""
 
     @abstractmethod
     def left_multiply_cholesky(
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
-        """``L·x``, ``Lᵀ·x``, ``L⁻¹·x`` or ``L⁻ᵀ·x`` with ``L Lᵀ = C + damping·I``."""
+        """Return ``L·x``, ``Lᵀ·x``, ``L⁻¹·x`` or ``L⁻ᵀ·x`` with ``L Lᵀ = C + damping·I``."""
 
     @abstractmethod
     def right_multiply_cholesky(
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
-        """``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
+        """Return ``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
 
 
 def _real(array: Array) -> bool:

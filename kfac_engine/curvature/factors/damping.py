@@ -1,18 +1,18 @@
-"""The damping of a registered power, as factors take it."""
+"""The type of the damping of a registered power."""
 
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 from kfac_engine._types import Array
 
-# A callable giving the current damping; read at refresh time. A hashable attribute ``func_id``
-# lets two callables mean the same registration.
+# Returns the current damping; called at each refresh. Two callables with equal hashable attributes
+# ``func_id`` are the same registration.
 Damping: TypeAlias = Callable[[], "Level"]
-# One number, or one for each matrix of a stack.
+# A number, or a number for each matrix of a stack.
 Level: TypeAlias = float | Array
 
 
 def damping_id(damping_func: Damping) -> Hashable:
-    """What identifies a registration: ``func_id`` where the callable has one, else the callable."""
+    """Return the key of a registration: the callable's ``func_id``, or the callable itself."""
     identity: Hashable = getattr(damping_func, "func_id", damping_func)
     return identity

@@ -1,4 +1,4 @@
-"""Factors that are a symmetric matrix: inverses, powers and Cholesky factors of it."""
+"""Factors that are symmetric matrices, with their inverses, powers and Cholesky factors."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
@@ -22,7 +22,7 @@ _INVERSE: Hashable = -1.0
 CHOLESKY: Hashable = "cholesky"
 CHOLESKY_INVERSE: Hashable = "cholesky_inverse"
 
-# An operation and its damping: one number, or one for each matrix of a stack.
+# An operation and its damping: a number, or a number for each matrix of a stack.
 Wanted: TypeAlias = tuple[Hashable, float | tuple[float, ...]]
 
 
@@ -30,8 +30,8 @@ class DenseSquareMatrixFactor(FisherFactor):
     """A factor whose average is a symmetric positive semi-definite matrix ``(d, d)``.
 
     Attributes:
-        stored: What each refresh computes, by ``(operation, damping id)``; an operation is an
-            exponent, ``"cholesky"`` or ``"cholesky_inverse"``. Stale between refreshes by design.
+        stored: Results of the last refresh, by ``(operation, damping id)``. An operation is an
+            exponent, ``"cholesky"`` or ``"cholesky_inverse"``.
     """
 
     def __init__(
@@ -81,11 +81,13 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     def refreshing(self) -> Refreshing:
         dampings = {key: self._level(damping) for key, damping in self._registered.items()}
-        # Blocks whose dampings are equal now share one result.
-        asked = self._asked(dict.fromkeys((key[0], damping) for key, damping in dampings.items()))
-        results = yield list(asked)
+        # Blocks with equal dampings share a result.
+        requests = self._requests(
+            dict.fromkeys((key[0], damping) for key, damping in dampings.items())
+        )
+        results = yield list(requests)
         computed: dict[Wanted, Array] = {}
-        for wanted, arrays in zip(asked.values(), results, strict=True):
+        for wanted, arrays in zip(requests.values(), results, strict=True):
             computed |= zip(wanted, arrays, strict=True)
         self.stored = {key: computed[key[0], damping] for key, damping in dampings.items()}
 
@@ -142,15 +144,15 @@ class DenseSquareMatrixFactor(FisherFactor):
         }
 
     def _matrix(self) -> Array:
-        """The matrix, or the stack of them, both triangles."""
+        """Return the matrix, or the stack of matrices, with both triangles."""
         return self._within(self.average.read(self.name))
 
     def _lower(self) -> Array:
-        """The same for who needs no more than its shape and lower triangle."""
+        """Return the matrix or the stack, of which only the lower triangle is defined."""
         return self._within(self.average.lower(self.name))
 
     def _within(self, average: Array) -> Array:
-        """What of the average is the matrix, a view."""
+        """Return the view of the average that is the matrix."""
         return average
 
     def _identity(self, like: Array) -> Array:
@@ -164,28 +166,28 @@ class DenseSquareMatrixFactor(FisherFactor):
             )
         self._registered[operation, damping_id(damping_func)] = damping_func
 
-    def _asked(self, wanted: Iterable[Wanted]) -> dict[Request, Sequence[Wanted]]:
-        """Requests, with what their results are."""
+    def _requests(self, wanted: Iterable[Wanted]) -> dict[Request, Sequence[Wanted]]:
+        """Return the requests, with the operations that each of them computes."""
         powers = [(op, damping) for op, damping in wanted if isinstance(op, float)]
-        asked: dict[Request, Sequence[Wanted]] = {}
+        requests: dict[Request, Sequence[Wanted]] = {}
         takes_eigenvectors = self._takes_eigenvectors(powers)
         cov = self._matrix() if takes_eigenvectors else self._lower()
         if takes_eigenvectors:
             clip = self.config.eigenvalue_clipping_threshold
-            asked[Request("powers", cov, powers=tuple(powers), clip=clip)] = powers
+            requests[Request("powers", cov, powers=tuple(powers), clip=clip)] = powers
         else:
-            asked |= {Request("inverse", cov, pair[1]): [pair] for pair in powers}
+            requests |= {Request("inverse", cov, pair[1]): [pair] for pair in powers}
         for damping in dict.fromkeys(d for op, d in wanted if not isinstance(op, float)):
             both = (CHOLESKY, damping), (CHOLESKY_INVERSE, damping)
-            asked[Request("cholesky", cov, damping)] = both
-        return asked
+            requests[Request("cholesky", cov, damping)] = both
+        return requests
 
     def _level(self, damping_func: Damping) -> float | tuple[float, ...]:
-        """A damping as it is now, hashable."""
+        """Return the current value of a damping, hashable."""
         return float(damping_func())
 
     def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
-        """Whether eigenvectors are needed, or cheaper than so many inverses."""
+        """Whether eigenvectors are needed, or cheaper than the inverses."""
         many = len(powers) >= self.config.eigendecomposition_threshold
         return many or any(op != _INVERSE for op, _ in powers)
 
@@ -194,7 +196,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         if key not in self._registered:
             raise UnknownNameError(
                 f"'{operation}' of {self.name} was not registered with this damping; register it "
-                f"before the inverses are made."
+                f"before the inverses are computed."
             )
         if key not in self.stored:
             raise NotReadyError(

@@ -1,4 +1,4 @@
-"""Factors that are a diagonal matrix, kept as one number for each parameter."""
+"""Factors that are diagonal matrices, stored as a number for each parameter."""
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -8,10 +8,10 @@ from kfac_engine.errors import InputError, ShapeError
 
 
 class DiagonalFactor(FisherFactor):
-    """A factor whose average, of any shape, is the diagonal of the matrix it stands for.
+    """A factor whose average, of any shape, is the diagonal of a matrix.
 
-    Powers are elementwise and always taken of the current average: nothing is stored, registering
-    does nothing, and no eigenvalue is clipped. The Cholesky factor is the square root.
+    Powers are elementwise powers of the current average. A refresh stores nothing, registration
+    has no effect, and no eigenvalue is clipped. The Cholesky factor is the square root.
     """
 
     @property
@@ -40,7 +40,7 @@ class DiagonalFactor(FisherFactor):
         del damping_func
 
     def refreshing(self) -> Refreshing:
-        """Nothing is stored, so nothing is stale."""
+        """Yield no request: products read the current average."""
         yield ()
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:

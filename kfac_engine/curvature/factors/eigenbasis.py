@@ -1,9 +1,9 @@
 """Diagonals in the eigenbasis of a Kronecker product: the factor of EKFAC.
 
-With ``A = U_A Λ_A U_Aᵀ`` and ``G`` likewise, ``A ⊗ G`` has the eigenvectors ``U_A ⊗ U_G``. EKFAC
-keeps them and replaces the eigenvalues, products of those of A and G, by the mean of squared
-per-example gradients in that basis: of all matrices with these eigenvectors the one nearest to the
-second moment of the gradients, in Frobenius norm.
+With ``A = U_A Λ_A U_Aᵀ`` and ``G = U_G Λ_G U_Gᵀ``, ``A ⊗ G`` has the eigenvectors ``U_A ⊗ U_G``.
+EKFAC uses these eigenvectors, and replaces the eigenvalues by the mean of squared per-example
+gradients in their basis. Among all matrices with these eigenvectors, the result is nearest to the
+second moment of the gradients in Frobenius norm.
 
 Source: George et al. 2018, arXiv:1806.03884, section 3.
 """
@@ -38,11 +38,11 @@ class Bases:
     output: Array
 
     def into(self, V: Array, backend: Backend) -> Array:
-        """``U_Aᵀ V U_G``: packed gradients ``(…, d_in, d_out)`` in the basis."""
+        """Return ``U_Aᵀ V U_G``: packed gradients ``(…, d_in, d_out)`` in the basis."""
         return backend.matmul(backend.matmul(self.input.T, V), self.output)
 
     def back(self, V: Array, backend: Backend) -> Array:
-        """``U_A V U_Gᵀ``: the inverse of ``into``."""
+        """Return ``U_A V U_Gᵀ``: the inverse of ``into``."""
         return backend.matmul(backend.matmul(self.input, V), self.output.T)
 
 
@@ -51,21 +51,21 @@ class RotatedSquare(LayerSquare):
     """Mean over examples of the squared per-example gradient in a basis, ``(d_in, d_out)``.
 
     Attributes:
-        bases: The basis, set by the factor.
+        bases: The basis; the factor sets it.
     """
 
     bases: Bases | None = field(default=None, compare=False, repr=False)
 
     def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
-        assert self.bases is not None  # the factor has one before it measures
+        assert self.bases is not None  # the factor sets it before it measures
         u_in, u_out = self.bases.input, self.bases.output
         positions = self.input_view.count(a.shape) // len(a)
-        # Some examples at a time: rows and gradients of one example are as large as the layer.
+        # Examples in chunks: the rows and the gradient of one example are as large as the layer.
         numbers = max(out.size, positions * sum(out.shape))
         step = max(1, backend.scratch_bytes // (numbers * out.itemsize))
         for start in range(0, len(ds), step):
             rows = self.input_view.rows(a[start : start + step], backend)
-            weights = rows.shape[2]  # without the one that a bias adds
+            weights = rows.shape[2]  # without the homogeneous coordinate
             x = backend.matmul(rows, u_in[:weights])
             if self.homogeneous:
                 x += u_in[-1]
@@ -78,9 +78,9 @@ class RotatedSquare(LayerSquare):
 class EigenbasisFactor(DiagonalFactor):
     """A matrix that is diagonal in the eigenbasis of ``A ⊗ G``.
 
-    Each refresh takes the basis anew from the averages of ``A`` and ``G``; the average moves along,
-    as the diagonal it has in the new basis. Before the first batch is averaged there is no basis:
-    that of the batch itself (of its first source) is taken.
+    Each refresh computes the basis from the averages of ``A`` and ``G``. The average is then
+    transformed to its diagonal in the new basis. The first basis is that of the first source of the
+    first batch.
 
     Args:
         statistic: Squares of per-example gradients.
@@ -90,8 +90,8 @@ class EigenbasisFactor(DiagonalFactor):
         config: How averages are taken; the defaults when left out.
 
     Attributes:
-        sides: ``A`` and ``G``.
-        bases: The current basis; changed by ``refresh`` and by the first batch.
+        kronecker_factors: ``A`` and ``G``.
+        bases: The current basis; ``refresh`` and the first batch set it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class EigenbasisFactor(DiagonalFactor):
     ) -> None:
         super().__init__(statistic, backend=backend, config=config)
         self._square = statistic
-        self.sides = input_factor, output_factor
+        self.kronecker_factors = input_factor, output_factor
         self.bases: Bases | None = None
 
     @property
@@ -113,7 +113,7 @@ class EigenbasisFactor(DiagonalFactor):
         return True
 
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
-        return sum(side * side for side in shape)
+        return sum(size * size for size in shape)
 
     def get_cov(self) -> Array:
         bases = self._basis()
@@ -127,13 +127,13 @@ class EigenbasisFactor(DiagonalFactor):
         return super().measure(values)
 
     def averages(self) -> Mapping[str, MovingAverage]:
-        return {side.name: side.average for side in self.sides}
+        return {factor.name: factor.average for factor in self.kronecker_factors}
 
     def refreshing(self) -> Refreshing:
-        averages = [side.average.read(side.name) for side in self.sides]
+        averages = [f.average.read(f.name) for f in self.kronecker_factors]
         pairs = yield [Request("eigh", average) for average in averages]
         old, value = self.bases, self.average.value
-        new = self._turned(averages, pairs)
+        new = self._set_eigenvectors(averages, pairs)
         if old is not None and value is not None:
             # diag(Uᵀ (W diag(s) Wᵀ) U) = (Uᵀ W)² s, and U, W are Kronecker products themselves.
             matmul = self.backend.matmul
@@ -145,8 +145,8 @@ class EigenbasisFactor(DiagonalFactor):
         shape = self.average.read(self.name).shape
         if x.shape != shape:
             columns = self._matrices(x, axis=0)
-            turned = self._multiplied(columns.T.reshape(-1, *shape), exp, damping_func)
-            return turned.reshape(columns.T.shape).T.reshape(x.shape)
+            product = self._multiplied(columns.T.reshape(-1, *shape), exp, damping_func)
+            return product.reshape(columns.T.shape).T.reshape(x.shape)
         return self._multiplied(x, exp, damping_func)
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
@@ -165,20 +165,22 @@ class EigenbasisFactor(DiagonalFactor):
         super().restore(arrays, weight, repeats)
         self.bases = None
         if "basis/input" in arrays:
-            found = (arrays["basis/input"], arrays["basis/output"])
-            self._set(Bases(*(self.backend.asarray(basis).copy() for basis in found)))
+            bases = (arrays["basis/input"], arrays["basis/output"])
+            self._set(Bases(*(self.backend.asarray(basis).copy() for basis in bases)))
 
     def _start(self, values: Values) -> None:
-        """Take the basis of the batch while there is no average."""
+        """Set the basis to that of the batch if there is no average."""
         if self.average.value is None:
-            moments = [side.measure(values).array for side in self.sides]
-            for side, moment in zip(self.sides, moments, strict=True):
-                side.complete(moment)
-            self._turned(moments, self.backend.linalg.eighs(moments))
+            moments = [factor.measure(values).array for factor in self.kronecker_factors]
+            for factor, moment in zip(self.kronecker_factors, moments, strict=True):
+                factor.complete(moment)
+            self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
 
-    def _turned(self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]) -> Bases:
-        """Take the eigenvectors of these moments, the second of each pair, as the basis."""
-        # In rows, as a checkpoint brings them back: products then have the same bits.
+    def _set_eigenvectors(
+        self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]
+    ) -> Bases:
+        """Set the basis to the eigenvectors of two moments, the second array of each pair."""
+        # Row-major, as a checkpoint restores them: products then have the same bits.
         vectors = (
             pair[1].astype(moment.dtype, order="C")
             for moment, pair in zip(moments, pairs, strict=True)
@@ -202,7 +204,7 @@ class EigenbasisFactor(DiagonalFactor):
         return bases.back(power * bases.into(V, self.backend), self.backend)
 
     def _matrices(self, x: Array, axis: int) -> Array:
-        """Vectors as the columns or rows of a matrix."""
+        """Return vectors as the columns or rows of a matrix."""
         matrix = x.reshape(-1, 1) if x.ndim == 1 and axis == 0 else x
         if matrix.ndim != 2 or matrix.shape[axis] != self.side:
             raise ShapeError(

@@ -1,4 +1,4 @@
-"""The input side of embeddings: a diagonal counted from identifiers."""
+"""The input factor of embeddings: a diagonal of the frequencies of token ids."""
 
 from collections import ChainMap
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class IdCounts(KroneckerDiagonal):
         return self.view
 
     def _in_rows(self, values: Values) -> Values:
-        """The values, with single identifiers as rows of one: ``(n,)`` becomes ``(n, 1)``."""
+        """Return the values, with token ids ``(n,)`` as rows ``(n, 1)``."""
         if self._ids.rank == 1:
             return values
         single = {n: values[n][:, None] for n in self.names() if values[n].ndim == 1}
@@ -56,12 +56,12 @@ class IdCounts(KroneckerDiagonal):
 
 
 class VocabularyFactor(DiagonalFactor):
-    """A diagonal over a vocabulary: multiplies dense matrices, and a few rows of one.
+    """A diagonal over a vocabulary, which multiplies dense matrices and selected rows.
 
     Args:
-        statistic: Counts identifiers.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
+        statistic: Frequencies of token ids.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class VocabularyFactor(DiagonalFactor):
         config: CollectionConfig | None = None,
     ) -> None:
         super().__init__(statistic, backend=backend, config=config)
-        # Identifiers do not tell how exact the network is: exact enough for any.
+        # Token ids do not determine the precision of the network: use the highest.
         self.narrowest = np.dtype(np.float64)
 
     @overload
@@ -84,18 +84,18 @@ class VocabularyFactor(DiagonalFactor):
     def left_multiply_matpower(
         self, x: Array | Rows, exp: float, damping_func: Damping
     ) -> Array | Rows:
-        """``(C + damping·I)**exp · x``.
+        """Return ``(C + damping·I)**exp · x``.
 
         Args:
-            x: ``(vocabulary, d)``, or a few of its rows.
+            x: ``(vocabulary, d)``, or selected rows of such a matrix.
             exp: Any exponent.
             damping_func: The damping.
 
         Returns:
-            In the form and type of ``x``.
+            The product, in the form and type of ``x``.
 
         Raises:
-            ShapeError: ``x`` has another number of rows than the vocabulary.
+            ShapeError: The number of rows of ``x`` is not the size of the vocabulary.
         """
         if not isinstance(x, Rows):
             return super().left_multiply_matpower(x, exp, damping_func).astype(x.dtype)

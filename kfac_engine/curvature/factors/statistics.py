@@ -1,8 +1,8 @@
-"""What a factor measures on one batch: pure formulas on named values, without memory.
+"""Statistics: formulas that factors measure on the named values of a batch.
 
-A statistic knows the names of the tensors it reads as ``tensors[source][tower]``, each a tuple over
-uses, and adds its measurement to a matrix in place. Sources are summed, towers are averaged. It is
-a frozen value: two layers that measure the same thing get equal statistics, hence one factor.
+A statistic stores the names of the tensors that it reads as ``tensors[source][tower]``, each a
+tuple over uses. It adds its measurement to an array in place, the sum over sources of the mean over
+towers. Statistics are frozen: layers with equal statistics share a factor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,13 @@ from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
 from kfac_engine.layers.views import View
 
-# Names over uses of one layer; one name for a layer used once, or for uses folded into one tensor.
+# Names over the uses of a layer; a single name if there is one use, or one tensor of all uses.
 Uses: TypeAlias = tuple[str, ...]
 # [source][tower] of names over uses.
 Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
 
 
-# A moment of so few bytes takes less time than its call, a tenth of a millisecond: 400 uses of 16
-# examples and 32 features were 243 ms a step.
+# Below this size, the call of a primitive (0.1 ms) takes longer than its computation.
 _SMALL_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 22
 
@@ -32,48 +31,50 @@ Measure = TypeVar("Measure", int, tuple[int, ...])
 
 
 class Statistic(Protocol):
-    """One measurement of a batch."""
+    """A formula that is measured on a batch."""
 
     @property
     def tensors(self) -> Tensors:
         """Names of the tensors that change from source to source."""
 
     def names(self) -> tuple[str, ...]:
-        """Every value the measurement reads."""
+        """Return the names of all values that the measurement reads."""
 
     def lengths(self) -> tuple[str, ...]:
-        """Values of which only the length of the first axis is read."""
+        """Return the names of values of which only the length of the first axis is read."""
 
     def products(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of tensors that are multiplied with each other before they are squared."""
+        """Return the pairs of tensors that are multiplied before they are squared."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        """Shape of the measurement; a ShapeError where the tensors do not fit each other."""
+        """Return the shape of the measurement; a ShapeError if the tensors do not fit."""
 
     def batch_size(self, values: Values) -> int:
-        """Examples behind it, over all towers; an InputError where the towers differ in size."""
+        """Return the number of examples of all towers; an InputError if towers differ in size."""
 
     def repeats(self, values: Values) -> int:
-        """Rows for each example: uses × positions."""
+        """Return the number of rows for each example: uses × positions."""
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        """``out ← beta·out + alpha·measurement``."""
+        """Compute ``out ← beta·out + alpha·measurement`` in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class KroneckerMoment:
-    """Mean of ``x xᵀ`` over uses, examples and positions: one side of a Kronecker block.
+    """Mean of ``x xᵀ`` over uses, examples and positions: a factor of a Kronecker block.
 
     Attributes:
-        tensors: Names, as the module says.
-        view: How a tensor becomes rows.
+        tensors: Names ``[source][tower]`` over uses.
+        view: Reads a tensor as rows.
         homogeneous: Whether rows end with a one.
-        num_uses: Uses of the layer; a tower with a single name has them all in that tensor.
-        batch: Name of a value whose first axis is the batch (a loss's input). With it, layers whose
-            first axis also holds positions or uses are told apart from plain ones.
-        exact: Whether that axis is known to hold examples alone; else it may hold positions, too.
+        num_uses: Number of uses of the layer. A tower with a single name has all uses in that
+            tensor.
+        batch: Name of a value whose first axis is the batch, such as the input of a loss. It
+            separates examples from positions and uses where the first axis of a tensor holds both.
+        exact: Whether the first axis of that value holds examples only; otherwise it may hold
+            positions as well.
     """
 
     tensors: Tensors
@@ -97,7 +98,7 @@ class KroneckerMoment:
         return d, d
 
     def features(self, values: Values) -> int:
-        """Features of a row, without the one."""
+        """Return the number of features of a row, without the one."""
         widths = {}
         for _, tower in self._towers():
             folded = self.num_uses if len(tower) == 1 else 1
@@ -107,11 +108,11 @@ class KroneckerMoment:
         return the_same("features", widths)
 
     def batch_size(self, values: Values) -> int:
-        own = {
+        sizes = {
             tower[0]: examples([values[name].shape for name in tower], self.view, self.num_uses)
             for _, tower in self._towers()
         }
-        the_same("examples", own)
+        the_same("examples", sizes)
         batch = self._batch(values)
         return sum(
             examples(
@@ -138,8 +139,8 @@ class KroneckerMoment:
     ) -> None:
         for tower, uses in self._towers():
             arrays = self._arrays(uses, values, backend)
-            # ÷ rows: a mean over examples and positions, the same on both sides of a block. The
-            # block multiplies by the number of positions once. ÷ towers: their mean.
+            # ÷ rows: the mean over examples and positions, in both factors of a block. The block
+            # multiplies by the number of positions once. ÷ towers: the mean over towers.
             scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * tower)
             for x in side_by_side(arrays, backend):
                 self.view.second_moment(
@@ -153,13 +154,13 @@ class KroneckerMoment:
                 beta = 1.0
 
     def _arrays(self, uses: Uses, values: Values, backend: Backend) -> list[Array]:
-        """The tensors of one tower; all uses of a single one along its first axis."""
+        """Return the tensors of a tower, a single tensor with all uses along its first axis."""
         folded = self.num_uses if len(uses) == 1 else 1
         arrays = (backend.asarray(values[name]) for name in uses)
         return [x.reshape(folded_shape(x.shape, self.view, folded)) for x in arrays]
 
     def _towers(self) -> Iterator[tuple[int, Uses]]:
-        """Every tower of every source, with the number of towers."""
+        """Yield every tower of every source, with the number of towers."""
         for source in self.tensors:
             for uses in source:
                 yield len(source), uses
@@ -167,7 +168,7 @@ class KroneckerMoment:
 
 @dataclass(frozen=True, slots=True)
 class KroneckerDiagonal(KroneckerMoment):
-    """Mean of ``x²``: a Kronecker side taken as diagonal, ``(d,)``."""
+    """Mean of ``x²``, ``(d,)``: a diagonal factor of a Kronecker block."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
         return (self.features(values) + self.homogeneous,)
@@ -190,10 +191,10 @@ class KroneckerDiagonal(KroneckerMoment):
 
 @dataclass(frozen=True, slots=True)
 class LayerPairs:
-    """What statistics of a layer's input and output gradient together have in common.
+    """Base of statistics that read the input and the output gradient of a layer.
 
     Attributes:
-        inputs: Names of the layer's input, ``[tower]``.
+        inputs: Names of the input of the layer, ``[tower]``.
         tensors: Names of output gradients, ``[source][tower]``.
     """
 
@@ -211,11 +212,11 @@ class LayerPairs:
         return tuple((a, ds) for _, a, ds in self.pairs())
 
     def batch_size(self, values: Values) -> int:
-        own = {name: len(values[name]) for _, *pair in self.pairs() for name in pair}
-        return the_same("examples", own) * len(self.inputs)
+        sizes = {name: len(values[name]) for _, *pair in self.pairs() for name in pair}
+        return the_same("examples", sizes) * len(self.inputs)
 
     def pairs(self) -> Iterator[tuple[int, str, str]]:
-        """Input and gradient of every tower of every source, with the number of towers."""
+        """Yield the number of towers, the input and the gradient of every tower and source."""
         for source in self.tensors:
             for (a, *_), (ds, *_) in zip(self.inputs, source, strict=True):
                 yield len(source), a, ds
@@ -228,7 +229,7 @@ class LayerSquare(LayerPairs):
     An example's gradient is the sum over positions of ``a dsᵀ``.
 
     Attributes:
-        inputs: Names of the layer's input, ``[tower]``.
+        inputs: Names of the input of the layer, ``[tower]``.
         tensors: Names of output gradients, ``[source][tower]``.
         input_view: Reads the inputs.
         output_view: Reads the output gradients.
@@ -257,7 +258,7 @@ class LayerSquare(LayerPairs):
     ) -> None:
         scale(out, beta)
         for towers, *names in self.pairs():
-            # Products are taken in the average's type: half precision would overflow in them.
+            # Products in half precision would overflow.
             a, ds = (backend.asarray(values[n]).astype(out.dtype, copy=False) for n in names)
             self._add_tower(out, a, ds, backend, alpha / (len(ds) * towers))
 
@@ -271,14 +272,14 @@ class LayerSquare(LayerPairs):
 
 @dataclass(frozen=True, slots=True)
 class GradientSquare:
-    """Square of the batch-summed gradient over the batch size: the naive diagonal.
+    """Square of the gradient summed over the batch, divided by the batch size.
 
-    A square of a sum, not a sum of squares: unbiased for independent examples with mean-zero
-    gradients, and noisy.
+    It is the square of a sum, not a sum of squares: unbiased for independent examples whose
+    gradients have mean zero, with a large variance.
 
     Attributes:
         tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
-        batch: Examples, or names of values whose first axis is the batch, ``[tower]``.
+        batch: Number of examples, or name of a value whose first axis is the batch, ``[tower]``.
     """
 
     tensors: Tensors
@@ -296,7 +297,7 @@ class GradientSquare:
     def shape(self, values: Values) -> tuple[int, ...]:
         if len(self.tensors[0][0]) != 1:
             raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
-        return the_same("sides", {name: values[name].shape for name in self.names()})
+        return the_same("shapes", {name: values[name].shape for name in self.names()})
 
     def batch_size(self, values: Values) -> int:
         missing = [name for name in self.lengths() if name not in values]
@@ -319,7 +320,7 @@ class GradientSquare:
 
 @dataclass(frozen=True, slots=True)
 class GradientOuter(GradientSquare):
-    """Outer product of the batch-summed gradient over the batch size: the naive full block."""
+    """Outer product of the gradient summed over the batch, divided by the batch size."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
         sizes = {
@@ -341,44 +342,44 @@ class GradientOuter(GradientSquare):
 
 
 def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
-    """What all tensors agree on; a ShapeError where they do not."""
-    found = list(measured.values())
-    if any(measure != found[0] for measure in found):
+    """Return the common value of all tensors; a ShapeError if they differ."""
+    measures = list(measured.values())
+    if any(measure != measures[0] for measure in measures):
         listed = ", ".join(f"{measure} in {name!r}" for name, measure in measured.items())
         raise ShapeError(f"tensors of one statistic differ in their {what}: {listed}.")
-    return found[0]
+    return measures[0]
 
 
 def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
-    """Names of the towers of a layer used once."""
+    """Return the names of towers over one use."""
     return tuple((name,) for name in names)
 
 
 def side_by_side(arrays: Sequence[Array], backend: Backend) -> Iterator[Array]:
-    """Tensors joined along the axis of the examples, where each alone is too little for a call.
+    """Join small tensors along the axis of the examples.
 
     Args:
         arrays: Uses of a layer.
-        backend: Their array library.
+        backend: Array library.
 
     Yields:
-        The same examples in fewer tensors; a large tensor as it is.
+        Tensors with the same examples; a large tensor unchanged.
     """
-    alike = len({(x.shape[1:], x.dtype) for x in arrays}) == 1
+    equal = len({(x.shape[1:], x.dtype) for x in arrays}) == 1
     largest = max(x.nbytes for x in arrays)
-    step = max(1, _JOINED_BYTES // max(largest, 1)) if alike and largest < _SMALL_BYTES else 1
+    step = max(1, _JOINED_BYTES // max(largest, 1)) if equal and largest < _SMALL_BYTES else 1
     for start in range(0, len(arrays), step):
-        few = arrays[start : start + step]
-        yield few[0] if len(few) == 1 else backend.xp.concatenate(few)
+        group = arrays[start : start + step]
+        yield group[0] if len(group) == 1 else backend.xp.concatenate(group)
 
 
 def at_least(dtype: DType, x: Array) -> Array:
-    """``x`` in float64 where the average is; the backend widens narrower types itself."""
+    """Return ``x`` in float64 if the average is float64; the backend widens narrower types."""
     return x.astype(dtype) if dtype.itemsize > max(x.dtype.itemsize, 4) else x
 
 
 def scale(out: Array, beta: float) -> None:
-    """``out ← beta·out``; zero overwrites, NaN included."""
+    """Compute ``out ← beta·out`` in place; ``beta = 0`` overwrites NaN as well."""
     if beta == 0.0:
         out[...] = 0.0
     else:

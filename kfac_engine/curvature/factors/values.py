@@ -1,4 +1,4 @@
-"""What statistics read of a batch, as arrays of a backend."""
+"""The values of a batch that statistics read, as arrays of a backend."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ from kfac_engine.losses.checks import Named
 
 
 def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
-    """Some values of a batch, as arrays of the backend.
+    """Return values of a batch as arrays of the backend.
 
     Args:
         values: Value name to array, of any library.
-        names: Which.
+        names: Names of the values.
         backend: Array library.
 
     Returns:
-        Name to array; the caller's own memory where possible.
+        Name to array; a view of the caller's memory where possible.
 
     Raises:
         UnknownNameError: A value is missing.
     """
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for name in names:
         try:
-            found[name] = backend.asarray(values[name])
+            arrays[name] = backend.asarray(values[name])
         except KeyError as missing:
             raise UnknownNameError(
                 f"the statistics read '{name}', but the batch has no value of that name."
             ) from missing
-    return found
+    return arrays
 
 
 def check_examples(
@@ -44,11 +44,12 @@ def check_examples(
     values: Values,
     backend: Backend,
 ) -> None:
-    """Refuse a batch whose values hold different numbers of examples for different factors.
+    """Check that a batch has the same number of examples for different factors.
 
     Args:
-        own: Name and statistic of the factor that takes the batch.
-        others: Those of other factors; the first one that the batch has all values of is compared.
+        own: Name and statistic of the factor that is updated.
+        others: Names and statistics of other factors. The first factor whose values are all in
+            the batch is compared.
         values: Value name to array, of any library.
         backend: Array library.
 
@@ -57,36 +58,36 @@ def check_examples(
     """
     expected = _examples(own[1], values, backend)
     for name, statistic in others:
-        found = _examples(statistic, values, backend)
-        if found is not None and found != expected:
+        examples = _examples(statistic, values, backend)
+        if examples is not None and examples != expected:
             raise InputError(
-                f"{own[0]} reads {expected} examples, but {name} reads {found}; give both the "
+                f"{own[0]} reads {expected} examples, but {name} reads {examples}; give both the "
                 f"values of one batch."
             )
-        if found is not None:
+        if examples is not None:
             return
 
 
 def _examples(statistic: Statistic, values: Values, backend: Backend) -> int | None:
-    """Number of examples, from shapes alone; None where values that determine it are missing."""
+    """Return the number of examples; None if values that determine it are missing."""
     names = statistic.names()
-    read = {name: values[name] for name in (*names, *statistic.lengths()) if name in values}
-    arrays = {n: v if hasattr(v, "shape") else backend.asarray(v) for n, v in read.items()}
-    drawn = {n: np.broadcast_to(np.zeros(()), tuple(a.shape)) for n, a in arrays.items()}
-    if not drawn.keys() >= set(names):
+    values = {name: values[name] for name in (*names, *statistic.lengths()) if name in values}
+    arrays = {n: v if hasattr(v, "shape") else backend.asarray(v) for n, v in values.items()}
+    shapes = {n: np.broadcast_to(np.zeros(()), tuple(a.shape)) for n, a in arrays.items()}
+    if not shapes.keys() >= set(names):
         return None
     try:
-        return statistic.batch_size(drawn)
+        return statistic.batch_size(shapes)
     except UnknownNameError:
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """How large the numbers of a batch are, read from a device once for all factors.
+    """Norms of the values of a batch, computed once for all factors.
 
     Attributes:
-        squared_norms: Sum of squares of each value; not finite where that overflows its type.
+        squared_norms: Sum of squares of each value; not finite if it overflows its type.
     """
 
     squared_norms: Mapping[str, float]
@@ -96,23 +97,23 @@ class TensorStats:
         return isfinite(self.squared_norms[name])
 
     def norm_bound(self, name: str, x: Array) -> float:
-        """What the norm of a value ``x`` is at most, with a one beside each of its numbers."""
+        """Return an upper bound of the norm of ``x`` with a one appended to each entry."""
         if self.is_finite(name):
             return sqrt(self.squared_norms[name] + x.size)
         return (float(abs(x).max()) + 1.0) * sqrt(x.size)
 
 
 def tensor_stats(statistics: Sequence[Statistic], values: Values, backend: Backend) -> TensorStats:
-    """What factors must know of a batch before they take it.
+    """Compute the norms of the values that statistics read.
 
     Args:
-        statistics: What will be measured.
-        values: As made by ``take``.
+        statistics: Statistics that will be measured.
+        values: Result of ``take``.
         backend: Array library.
 
     Returns:
-        The tensor_stats of every value that the statistics read.
+        Norms of every value that the statistics read.
     """
-    names = list(dict.fromkeys(name for found in statistics for name in found.names()))
+    names = list(dict.fromkeys(name for statistic in statistics for name in statistic.names()))
     norms = backend.squared_norms([values[name] for name in names])
     return TensorStats(dict(zip(names, norms, strict=True)))
