@@ -1,7 +1,7 @@
-"""How measurements look: a table for people, JSON for programs."""
+"""Output of measurements: tables on the terminal, JSON in files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,29 +20,37 @@ _HEADS = (
     "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
     "others",
 )  # fmt: skip
-# What must be alike for measurements to stand side by side.
+# Columns from the one that a narrow terminal needs most to the one that it needs least.
+_IMPORTANCE = (
+    "ms", "ours ÷ this", "others", "error", "of ceiling", "peak MB", "GFLOP/s", "quartiles",
+    "cpu ms", "runs",
+)  # fmt: skip
+# Characters for the name of a case, for the blanks between columns, and for any column of text.
+_CASE_WIDTH, _GAP, _LEAST_WIDTH = 22, 3, 10
+# Facts that must be equal for measurements in one file.
 _SAME = ("processor", "packages", "blas", "threads")
-# Appended to the share of the machine that others took, where it is felt.
+# Marks a share of other processes that disturbs the measurement.
 _MARK = " !"
 
 
 def print_suite(console: Console, name: str, rows: Sequence[Row]) -> None:
-    """Print the table of one suite.
+    """Print the table of one suite, with as many columns as fit into the width.
 
     Args:
-        console: Where to.
-        name: Of the suite.
-        rows: Of its jobs, those of one job side by side.
+        console: Console to print on.
+        name: Name of the suite.
+        rows: Rows of its jobs; the rows of one job are adjacent.
     """
-    columns = zip(_HEADS, *map(cells, rows), strict=True)
-    # Nobody counts the multiplications of some suites.
-    told = [column for column in columns if any(column[1:])]
-    table = new_table(name, ("case", "contender"), [head for head, *_ in told])
+    columns = [column for column in zip(_HEADS, *map(cells, rows), strict=True) if any(column[1:])]
+    shown = _fitting(columns, console.width - _widest(row.contender for row in rows))
+    table = new_table(name, ("case", "contender"), [head for head, *_ in shown])
     last = ""
-    for row, *own in zip(rows, *(column[1:] for column in told), strict=True):
-        table.add_row(row.case if row.case != last else "", row.contender, *own)
+    for row, *numbers in zip(rows, *(column[1:] for column in shown), strict=True):
+        table.add_row(row.case if row.case != last else "", row.contender, *numbers)
         last = row.case
     console.print(table)
+    if left_out := [head for head, *_ in columns if head not in {head for head, *_ in shown}]:
+        console.print(f"left out, for a wider terminal or --json: {', '.join(left_out)}")
     parts = next((tuple(row.errors) for row in rows if len(row.errors) > 1), ())
     if parts:
         console.print(f"error: of the {', of the '.join(parts)}")
@@ -50,27 +58,44 @@ def print_suite(console: Console, name: str, rows: Sequence[Row]) -> None:
         console.print(f"{_MARK.strip()}: other processes ran; the times of these rows are too long")
 
 
+def _fitting(columns: Sequence[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
+    """Return the columns that fit next to the case, the most important ones first to stay."""
+    free = width - _CASE_WIDTH - 3 * _GAP
+    chosen = set()
+    for head in sorted((head for head, *_ in columns), key=_IMPORTANCE.index):
+        column = next(column for column in columns if column[0] == head)
+        free -= _widest(column) + _GAP
+        if free < 0:
+            break
+        chosen.add(head)
+    return [column for column in columns if column[0] in chosen]
+
+
+def _widest(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)
+
+
 def new_table(name: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table of a suite.
+    """Return an empty table of a suite.
 
     Args:
-        name: Of the suite.
-        texts: Heads of columns of words.
-        numbers: Heads of columns of numbers, which follow.
+        name: Name of the suite.
+        texts: Heads of the columns of text.
+        numbers: Heads of the columns of numbers, which follow.
 
     Returns:
         The table.
     """
     table = Table(title=f"Suite {name}", title_justify="left", box=box.SIMPLE_HEAD)
     for head in texts:
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", min_width=_LEAST_WIDTH)
     for head in numbers:
         table.add_column(head, justify="right", no_wrap=True)
     return table
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """What stands under ``_HEADS``."""
+    """Return the cells of a row under ``_HEADS``."""
     times = row.seconds
     counted = row.rate > 0
     return (
@@ -92,22 +117,22 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
     Args:
         path: The file.
-        report: ``machine``; ``course`` and ``suites``: name of a suite to how it went, and to its
-            rows, which are mappings.
+        report: ``machine``: facts. ``course`` and ``suites``: name of a suite to the record of its
+            run and to its rows.
     """
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_file(path, [text.encode()])
 
 
 def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an earlier run on the same machine has written, suites with gaps left out.
+    """Return the complete suites that an earlier run on the same machine has written.
 
     Args:
-        path: A file of ``write_json``, or none yet.
-        machine: What this machine is.
+        path: A file of ``write_json``; it need not exist.
+        machine: Facts about this machine.
 
     Returns:
-        ``course`` and ``suites`` as ``write_json`` has them.
+        ``course`` and ``suites``, as in ``write_json``.
 
     Raises:
         InputError: The file comes of other hardware, libraries or threads, or is no report.
@@ -134,12 +159,12 @@ def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, A
 
 
 def _told(fact: Any) -> str:
-    """A fact about a machine."""
+    """Return a fact about a machine as text."""
     if isinstance(fact, dict):
         return " ".join(f"{name} {value}" for name, value in fact.items())
     return ", ".join(map(_told, fact)) if isinstance(fact, list) else str(fact)
 
 
 def restored(kind: type[Kind], rows: Sequence[Mapping[str, Any]]) -> list[Kind]:
-    """Rows as a file has them, as the dataclass that they were: one with ``seconds``."""
+    """Return rows of a file as instances of the dataclass ``kind``, which has ``seconds``."""
     return [kind(**{**row, "seconds": Spread(**row["seconds"])}) for row in rows]

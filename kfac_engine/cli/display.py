@@ -1,4 +1,4 @@
-"""How results look: tables on stdout, progress on stderr, JSON for programs."""
+"""Output of the commands: tables and JSON on stdout, progress on stderr."""
 
 import json
 import sys
@@ -15,33 +15,44 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-# Of output that does not go to a terminal: wide enough for any name.
+# Width of output that does not go to a terminal: wide enough for any name.
 _FILE_WIDTH = 1000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """A console that wraps at the terminal's width, or late where there is none."""
+    """Return a console of the terminal's width, or a wide one for a file or a pipe."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, width=_FILE_WIDTH, highlight=False)
+    console = Console(stderr=stderr, highlight=False)
+    return (
+        console
+        if console.is_terminal
+        else Console(stderr=stderr, width=_FILE_WIDTH, highlight=False)
+    )
 
 
-def working(what: str) -> AbstractContextManager[object]:
-    """A spinner on stderr while something takes its time; silent where stderr is no terminal."""
-    return console(stderr=True).status(f"{what} …")
+def working(task: str) -> AbstractContextManager[object]:
+    """Return a spinner on stderr for the time of a task; silent if stderr is not a terminal."""
+    return console(stderr=True).status(f"{task} …")
 
 
 def progress() -> "Progress":
-    """A progress bar on stderr that goes when it is done; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    """Return a progress bar on stderr with the remaining time; silent if stderr is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     target = console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
+        TimeRemainingColumn(),
         console=target,
         transient=True,
         disable=not target.is_terminal,
@@ -58,9 +69,12 @@ def report_beside(path: Path) -> Iterator[None]:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; columns whose heads start with a blank are numbers, set flush right.
+    """Print a table, or a block of lines for each row if the terminal is too narrow for the table.
 
-    A cell that is a list has an entry on each line.
+    Args:
+        title: Title of the table.
+        header: Heads of the columns; those that start with a blank are numbers, set flush right.
+        rows: Cells. A cell that is a list has an entry on each line.
     """
     from rich import box
     from rich.markup import escape
@@ -72,7 +86,37 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
         table.add_column(head.strip(), justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(escape(_lines(cell)) for cell in row))
-    console().print(table)
+    target = console()
+    if (
+        target.measure(table, options=target.options.update(width=_FILE_WIDTH)).maximum
+        > target.width
+    ):
+        _print_blocks(title, header, rows)
+    else:
+        target.print(table)
+
+
+def _print_blocks(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print the first cell of each row on lines of its own, and the others below it."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    target = console()
+    target.print(Text(title, style="bold"))
+    for first, *others in rows:
+        # A name must stay whole, so that it can be copied: the terminal breaks it if it must.
+        target.print(Text(f"  {_lines(first)}".replace("\n", "\n  ")), soft_wrap=True)
+        pairs = [
+            f"{head.strip()}\u00a0{cell}".replace(" ", "\u00a0")
+            for head, cell in zip(header[1:], map(_flat, others), strict=True)
+            if cell
+        ]
+        target.print(Padding(Text("  ".join(pairs)), (0, 0, 0, 6)))
+    target.print()
+
+
+def _flat(cell: object) -> str:
+    return _lines(cell).replace("\n", ", ")
 
 
 def _lines(cell: object) -> str:
@@ -81,7 +125,7 @@ def _lines(cell: object) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line that may hold names of a model."""
+    """Print a line that may contain names of a model."""
     click.echo(printable(text))
 
 
@@ -91,12 +135,12 @@ def print_json(report: Mapping[str, object]) -> None:
 
 
 def show_shape(shape: Sequence[int]) -> str:
-    """``32×16×3×3``; a scalar's shape is ``scalar``."""
+    """Return a shape such as ``32×16×3×3``, or ``scalar``."""
     return "×".join(str(side) for side in shape) or "scalar"
 
 
 def show_bytes(count: float) -> str:
-    """A number of bytes with three digits and a binary unit."""
+    """Return a number of bytes with three digits and a binary unit."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1
