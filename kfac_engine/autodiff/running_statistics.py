@@ -9,7 +9,7 @@ from kfac_engine._types import Array
 from kfac_engine.graph.structure import Graph, Node
 
 # Operands of BatchNormalization that are running statistics, and the results that replace them.
-_STATISTICS: Mapping[int, int] = {3: 1, 4: 2}
+STATISTICS: Mapping[int, int] = {3: 1, 4: 2}
 _DEFAULT_MOMENTUM = 0.9
 
 
@@ -33,6 +33,11 @@ def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
     return replace(graph, nodes=tuple(nodes), constants={**graph.constants, **constants}), newest
 
 
+def zeros_name(statistic: str, node: Node) -> str:
+    """Return the name of the zeros that a normalization reads in place of a running statistic."""
+    return f"{statistic} at {node.name}: zero"
+
+
 def _written(
     node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
 ) -> Iterator[Node]:
@@ -46,12 +51,12 @@ def _written(
     # statistic of the batch.
     momentum = float(str(node.attributes.get("momentum", _DEFAULT_MOMENTUM)))
     inputs, outputs, later = list(node.inputs), [*node.outputs, "", ""][:3], []
-    for operand, result in _STATISTICS.items():
+    for operand, result in STATISTICS.items():
         statistic = inputs[operand]
         if statistic not in graph.constants:
             continue
-        prefix = f"{statistic} at {node.name}"
-        zero, decayed, share = (f"{prefix}: {what}" for what in ("zero", "kept", "share"))
+        prefix, zero = f"{statistic} at {node.name}", zeros_name(statistic, node)
+        decayed, share = (f"{prefix}: {what}" for what in ("kept", "share"))
         constants[f"{prefix}: momentum"] = np.asarray(momentum, graph.constants[statistic].dtype)
         old, new = newest.get(statistic, statistic), outputs[result] or f"{prefix}: new"
         yield Node("Sub", (old, old), (zero,), name=f"node of {zero}")

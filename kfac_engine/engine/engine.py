@@ -11,37 +11,34 @@ from typing import NoReturn
 from kfac_engine._types import Array
 from kfac_engine.arguments import number, whole
 from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature.blocks.batched_products import Product
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Plan, Schedule, plan
 from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Expected, State, load_state, save_state
-from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.memory import Footprint, MemoryReport
-from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.profiling import Recorder
-from kfac_engine.engine.report import LayerReport, LossReport, layer_reports, loss_reports
+from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
-from kfac_engine.engine.stages import Stages
+from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import (
     batch_size,
-    check_finite,
+    check_products,
     checked_gradients,
 )
 from kfac_engine.errors import NotReadyError, UnsupportedError
-from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.graph.load import ModelSource
+from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Targets
-from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.sealed import Sealed
 from kfac_engine.system.memory_limits import available_memory
 
 
-class Engine(Sealed):
+class Engine(TrainableModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
     Made by ``from_onnx``. Of its options ``damping`` and ``schedule`` can be changed later; any
@@ -69,21 +66,16 @@ class Engine(Sealed):
         schedule: Schedule,
         exps: Sequence[float],
     ) -> None:
+        super().__init__(assembly)
         self.collection = assembly.collection
         self.estimator = estimator
-        self.objective = assembly.task.objective
         self.schedule = schedule
         self.counter = 0
         self._assembly = assembly
-        self._model = assembly.model
-        self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
-        self._task = assembly.task
         self._found = assembly.found
         self._exps = tuple(exps)
         hints = (layer.hint for layer in self.layers if layer.hint)
         self._standing_notes = (*assembly.notes, *hints)
-        self._history = LossHistory()
-        self._stages = Stages(assembly, estimator, self._arrays, self._history)
         self._sealed = True
 
     @classmethod
@@ -167,8 +159,8 @@ class Engine(Sealed):
             along = due.update_covariances and self.estimator.reads_gradients
             with record("backward"):
                 read = self.estimator.differentiated if along else None
-                found = self._stages.differentiate(trace, read)
-            moved = self._moved_buffers(trace) if update_buffers else {}
+                found = self._differentiate(trace, read)
+            moved = self._updated_buffers(trace) if update_buffers else {}
             handed = self._model.to_file_layout(found.gradients)
             types = self._model.handed_out_types
             with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
@@ -178,63 +170,6 @@ class Engine(Sealed):
             self.counter += 1
             self._model.buffers.update(moved)
             return Result(found.loss, handed, natural, self._notes(trace), record.stages)
-
-    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
-        """Evaluate the model on a batch; no gradient, no statistics.
-
-        Statistics of a part of a batch, gradients of other functions of the outputs and Jacobian
-        products start from a trace: ``trace.vjp``, ``trace.jvp``, and
-        ``estimator.update_covariances(trace, scales=objective.fisher_scales(trace))``. Parameters
-        that are replaced later do not change it.
-
-        Args:
-            inputs: Input name to array, in the shapes that the model declares.
-            targets: The targets of the loss; for several losses, by output. Loss values and the
-                mode ``"empirical"`` read them.
-
-        Returns:
-            The evaluation. ``trace[name]`` is any value of the graph, in its own shape.
-
-        Raises:
-            InputError: An input is missing or of the wrong element type.
-            UnknownNameError: A name is not an input, or not an output with a loss.
-            ShapeError: An input does not fit its declared shape, or the model runs with another
-                number of examples only.
-            NonFiniteError: An input holds NaN or infinity.
-        """
-        return self._stages.trace(inputs, targets)
-
-    def loss(self, inputs: Mapping[str, Array], targets: Targets) -> float:
-        """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
-
-        The value has the same bits as that of ``gradients``: normalizations in training form use
-        the statistics of the batch. ``evaluate`` uses their running statistics instead.
-
-        Args:
-            inputs: Input name to array.
-            targets: The targets of the loss; for several losses, by output.
-
-        Returns:
-            The loss, finite.
-
-        Raises:
-            InputError: Inputs or targets are wrong; see ``trace`` for other errors.
-            NonFiniteError: The loss is NaN or infinite.
-        """
-        with single_threaded_blas(), quiet(), self._history.explain():
-            return reported_loss(self.trace(inputs, targets), self.objective)
-
-    def gradients(
-        self, inputs: Mapping[str, Array], targets: Targets, *, update_buffers: bool = False
-    ) -> Result:
-        """Loss and gradients of a batch; no statistics. ``update_buffers`` is that of ``step``."""
-        with single_threaded_blas():
-            trace = self.trace(inputs, targets)
-            found = self._stages.differentiate(trace)
-            moved = self._moved_buffers(trace) if update_buffers else {}
-            handed = self._model.to_file_layout(found.gradients)
-            self._model.buffers.update(moved)
-            return Result(found.loss, handed, {}, self._notes(trace))
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Statistics of a batch and inverses, as scheduled.
@@ -281,29 +216,6 @@ class Engine(Sealed):
 
     # -- parameters and files ---------------------------------------------------------------------
 
-    @property
-    def parameters(self) -> dict[str, Array]:
-        """Parameter name to current value, read-only; ``set_parameters`` changes them."""
-        return self._arrays.for_caller(self._model.parameters)
-
-    @property
-    def buffers(self) -> dict[str, Array]:
-        """Running statistics of normalizations in training form, read-only; no parameters."""
-        return self._arrays.for_caller(self._model.buffers)
-
-    def set_parameters(self, values: Mapping[str, Array]) -> None:
-        """Replace parameter values, by arrays of any library; the next call uses them."""
-        with self._history.explain():
-            self._model.set_parameters(self._arrays.for_model(values))
-        self._history.parameters_moved()
-
-    def export(self, path: str | Path) -> None:
-        """Write the model with current parameters and buffers, otherwise as its file spells it.
-
-        Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
-        """
-        self._arrays.export(path)
-
     def save(self, path: str | Path) -> None:
         """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
         self.estimator.wait()
@@ -343,16 +255,6 @@ class Engine(Sealed):
         """Every parameter with its block, or the reason why it has no layer."""
         return layer_reports(self._found, self.collection, self._model, self._exps)
 
-    @property
-    def ties(self) -> tuple[Tie, ...]:
-        """Weights that equal another one of the file, whether or not they are trained as one."""
-        return self._arrays.ties()
-
-    @property
-    def losses(self) -> tuple[LossReport, ...]:
-        """Every loss with the value it reads, and what was found out of the batch."""
-        return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
-
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Peak memory of a step, known before anything runs."""
         whole("batch_size", batch_size, least=1)
@@ -360,20 +262,11 @@ class Engine(Sealed):
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _moved_buffers(self, trace: Trace) -> dict[str, Array]:
-        moved = self._model.buffers_after(trace)
-        check_finite(moved, self._model.memory_space, "the running statistic")
-        return moved
-
     def _require_memory(self, inputs: Mapping[str, Array]) -> None:
         """Refuse the first step where it cannot fit, before anything runs."""
         if self.counter == 0:
             examples = batch_size(self._task.batch, inputs) or self._task.batch.size
             self._footprint.require(examples, available_memory)
-
-    def _notes(self, trace: Trace) -> tuple[str, ...]:
-        """Notes on a batch that was run, for the caller."""
-        return (*self._standing_notes, *disagreements(self._model.graph, trace))
 
     def _plan(self) -> Plan:
         return plan(self.counter, self.estimator.refreshes.works, self.schedule)
@@ -384,7 +277,7 @@ class Engine(Sealed):
         self.estimator.wait()
         if due.update_covariances:
             with record("statistics"):
-                self._stages.observe(trace, gradients)
+                self._update_statistics(trace, gradients)
         with record("inverses"):
             finish = self.estimator.refreshes.begin(due.refresh)
             if not self.schedule.overlap or self.counter == 0:
@@ -392,7 +285,26 @@ class Engine(Sealed):
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
         product = self.estimator.products.matpower(exp)
-        return self._stages.multiply(gradients, product, self.damping**exp, exp)
+        return self._multiply(gradients, product, self.damping**exp, exp)
+
+    def _update_statistics(self, trace: Trace, gradients: dict[str, Array] | None) -> None:
+        """Average the statistics of a batch; ``gradients`` is ``BackwardResult.outputs``."""
+        scales = self.objective.fisher_scales(trace)
+        with self._history.explain():
+            self.estimator.update_covariances(
+                trace, scales=scales, release=trace.release, propagated=gradients
+            )
+
+    def _multiply(
+        self, vectors: Mapping[str, Array], product: Product, rest: float, exp: float
+    ) -> dict[str, Array]:
+        """Multiply vectors by blocks, and the entries that no layer reads by ``rest``."""
+        slices = self._found.parts
+        with quiet():
+            blocks = self.estimator.products.multiply(split(slices, vectors), product)
+            products = {n: join(slices[n], blocks, v, rest) for n, v in vectors.items()}
+        check_products(products, self.collection.backend, exp)
+        return self._model.to_file_layout(products)
 
     @property
     def _footprint(self) -> Footprint:

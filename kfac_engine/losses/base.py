@@ -41,10 +41,12 @@ class LossFunction(LossOperations, ABC):
         class_axis: Axis of the classes or features, negative ones counted from the end.
 
     Attributes:
+        discrete: Whether targets are classes or answers, which ``hits`` compares.
         links: Operators of ONNX that turn the inputs into probabilities.
     """
 
     min_rank: ClassVar[int] = 1
+    discrete: ClassVar[bool] = False
     links: ClassVar[frozenset[str]] = frozenset()
     ggn_equals_fisher: ClassVar[bool] = True
 
@@ -102,6 +104,24 @@ class LossFunction(LossOperations, ABC):
         """Second derivative of ``value`` times v: equal to ``F v`` for natural parameters."""
         assert self.ggn_equals_fisher, "a distribution of other parameters defines its own"
         return self.fisher(values, v)
+
+    def hits(self, values: Values, targets: Array) -> Array:
+        """Return whether the most probable target of each prediction equals its target.
+
+        Args:
+            values: The inputs by name.
+            targets: Checked targets.
+
+        Returns:
+            Booleans, one for each prediction.
+
+        Raises:
+            UnsupportedError: The targets are not discrete.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} on {', '.join(self.inputs)} has no accuracy, because its "
+            f"targets are not discrete; leave 'accuracy' out of the metrics."
+        )
 
     # -- what follows from it -------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         class_axis: Axis of the features.
     """
 
+    discrete: ClassVar[bool] = True
     links: ClassVar[frozenset[str]] = frozenset({"Sigmoid"})
 
     def __init__(
@@ -61,6 +62,10 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
     def information(self, values: Values) -> dict[str, Array]:
         yes, no = self._probs(values)
         return {self.logits: yes * no}
+
+    def hits(self, values: Values, targets: Array) -> Array:
+        equal: Array = (values[self.logits] > 0) == (targets > 0.5)
+        return equal
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.logits, values[self.logits], targets)

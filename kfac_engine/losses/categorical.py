@@ -31,6 +31,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     """
 
     min_rank: ClassVar[int] = 2
+    discrete: ClassVar[bool] = True
     links: ClassVar[frozenset[str]] = frozenset({"Softmax", "LogSoftmax"})
 
     def __init__(
@@ -89,6 +90,11 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         result[tuple(line)] = column
         return {self.logits: result}
 
+    def hits(self, values: Values, targets: Array) -> Array:
+        z = values[self.logits]
+        equal: Array = array_module(z).argmax(z, axis=self._axis(values)) == targets
+        return equal
+
     def check_target_array(self, values: Values, targets: Array) -> None:
         axis, shape = self._axis(values), values[self.logits].shape
         expected = shape[:axis] + shape[axis + 1 :]
@@ -144,6 +150,9 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         ids = super().sample(values, rng)
         return super()._one_hot_rows(values, ids).astype(values[self.logits].dtype)
+
+    def hits(self, values: Values, targets: Array) -> Array:
+        return super().hits(values, targets.argmax(axis=self._axis(values)))
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.logits, values[self.logits], targets)

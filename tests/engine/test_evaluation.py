@@ -95,7 +95,7 @@ def test_trace_refuses_what_step_refuses():
     engine, _, inputs, targets = made("mlp")
     with pytest.raises(ke.InputError, match="'input' is missing"):
         engine.trace({})
-    with pytest.raises(ke.ShapeError, match="the model wants"):
+    with pytest.raises(ke.ShapeError, match="the model needs"):
         engine.trace({"input": inputs["input"][:, :2]})
     with pytest.raises(ke.NonFiniteError, match="first at index"):
         engine.trace({"input": inputs["input"] * np.nan})

@@ -1,0 +1,215 @@
+"""A model with losses: its parameters, its values on a batch and its gradients."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kfac_engine._types import Array
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.divergence import LossHistory
+from kfac_engine.engine.evaluation import Evaluation, Pair
+from kfac_engine.engine.model_arrays import ModelArrays
+from kfac_engine.engine.report import LossReport, loss_reports
+from kfac_engine.engine.result import Result
+from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.validation import check_batch_size, check_finite
+from kfac_engine.graph.analysis.ties import Tie
+from kfac_engine.losses.objective import Targets
+from kfac_engine.runtime.inputs import disagreements
+from kfac_engine.runtime.trace import Trace
+from kfac_engine.sealed import Sealed
+
+
+class TrainableModel(Sealed):
+    """A model with losses; ``Engine`` adds curvature.
+
+    Args:
+        assembly: The model and its losses.
+
+    Attributes:
+        objective: Losses and reduction.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.objective = assembly.task.objective
+        self._model = assembly.model
+        self._task = assembly.task
+        self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
+        self._evaluation = Evaluation(assembly, self._arrays)
+        self._history = LossHistory()
+        self._standing_notes = assembly.notes
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """Parameter name to current value, read-only; ``set_parameters`` changes them."""
+        return self._arrays.for_caller(self._model.parameters)
+
+    @property
+    def buffers(self) -> dict[str, Array]:
+        """Running statistics of normalizations in training form, read-only; no parameters."""
+        return self._arrays.for_caller(self._model.buffers)
+
+    def set_parameters(self, values: Mapping[str, Array]) -> None:
+        """Replace parameter values, by arrays of any library; the next call uses them."""
+        with self._history.explain():
+            self._model.set_parameters(self._arrays.for_model(values))
+        self._history.parameters_moved()
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Weights that equal another one of the file, whether or not they are trained as one."""
+        return self._arrays.ties()
+
+    def export(self, path: str | Path) -> None:
+        """Write the model with current parameters and buffers, otherwise as its file spells it.
+
+        Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
+        """
+        self._arrays.export(path)
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
+        """Evaluate the model on a batch; no gradient, no statistics.
+
+        Statistics of a part of a batch, gradients of other functions of the outputs and Jacobian
+        products start from a trace: ``trace.vjp``, ``trace.jvp``, and
+        ``estimator.update_covariances(trace, scales=objective.fisher_scales(trace))``. Parameters
+        that are replaced later do not change it.
+
+        Args:
+            inputs: Input name to array, in the shapes that the model declares.
+            targets: The targets of the loss; for several losses, by output. Loss values and the
+                mode ``"empirical"`` read them.
+
+        Returns:
+            The evaluation. ``trace[name]`` is any value of the graph, in its own shape.
+
+        Raises:
+            InputError: An input is missing or of the wrong element type.
+            UnknownNameError: A name is not an input, or not an output with a loss.
+            ShapeError: An input does not fit its declared shape, or the model runs with another
+                number of examples only.
+            NonFiniteError: An input holds NaN or infinity.
+        """
+        check_batch_size(self._task.batch, inputs)
+        if isinstance(inputs, Mapping):
+            inputs = self._arrays.for_model(inputs)
+        return self._model.run(inputs, self.objective.named_targets(targets))
+
+    def loss(self, inputs: Mapping[str, Array], targets: Targets) -> float:
+        """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
+
+        The value has the same bits as that of ``gradients``: normalizations in training form use
+        the statistics of the batch. ``evaluate`` uses their running statistics instead.
+
+        Args:
+            inputs: Input name to array.
+            targets: The targets of the loss; for several losses, by output.
+
+        Returns:
+            The loss, finite.
+
+        Raises:
+            InputError: Inputs or targets are wrong; see ``trace`` for other errors.
+            NonFiniteError: The loss is NaN or infinite.
+        """
+        with single_threaded_blas(), quiet(), self._history.explain():
+            return reported_loss(self.trace(inputs, targets), self.objective)
+
+    def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
+        """Return the outputs of the model in inference form, with the current parameters.
+
+        ``BatchNormalization`` in training form uses its running statistics (``buffers``), and a
+        ``Dropout`` whose training mode is a constant of the file keeps all elements. A training
+        mode that is an input has the value that the caller passes. Nodes in the body of a ``Loop``
+        or ``Scan`` that was not unrolled, and other random operators, run as in ``trace``.
+
+        Args:
+            inputs: Input name to array.
+
+        Returns:
+            The output, or output name to array for several outputs; new arrays. Outputs that are
+            not tensors are left out. Outputs in half precision are float32.
+
+        Raises:
+            KfacError: The inputs are wrong; see ``trace``.
+        """
+        return self._evaluation.predict(inputs)
+
+    def evaluate(
+        self, data: Pair | Iterable[Pair], metrics: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Return metrics of predictions in inference form; see ``predict``.
+
+        Args:
+            data: One pair of inputs and targets, or an iterable of such pairs, read once.
+            metrics: ``"loss"``, under the engine's reduction, and ``"accuracy"``, the share of
+                predictions whose most probable class equals the target; each over all losses.
+                None for the loss, and the accuracy where all targets are discrete.
+
+        Returns:
+            Metric to its mean over the examples of all pairs. A loss under the reduction
+            ``"sum"`` is their sum.
+
+        Raises:
+            KfacError: Inputs or targets are wrong (see ``trace``), or there are none.
+            UnknownNameError: There is no metric of a name.
+            UnsupportedError: Accuracy of targets that are not discrete.
+            NonFiniteError: A loss is NaN or infinite.
+        """
+        with single_threaded_blas(), quiet(), self._history.explain():
+            return self._evaluation.metrics(data, metrics)
+
+    @property
+    def losses(self) -> tuple[LossReport, ...]:
+        """Every loss with the value it reads, and what was found out of the batch."""
+        return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def gradients(
+        self, inputs: Mapping[str, Array], targets: Targets, *, update_buffers: bool = False
+    ) -> Result:
+        """Return the loss and the gradients of a batch; no statistics of curvature.
+
+        Args:
+            inputs: Input name to array.
+            targets: The targets of the loss; for several losses, by output.
+            update_buffers: Whether ``buffers`` become the running statistics after the batch.
+
+        Returns:
+            Loss and gradients; there are no natural gradients.
+
+        Raises:
+            InputError: Inputs or targets are wrong; see ``trace`` for other errors.
+            NonFiniteError: The loss, a gradient or a running statistic is not finite.
+        """
+        with single_threaded_blas():
+            trace = self.trace(inputs, targets)
+            backward = self._differentiate(trace)
+            buffers = self._updated_buffers(trace) if update_buffers else {}
+            gradients = self._model.to_file_layout(backward.gradients)
+            self._model.buffers.update(buffers)
+            return Result(backward.loss, gradients, {}, self._notes(trace))
+
+    def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> BackwardResult:
+        """Compute loss and gradients of a batch; ``outputs`` is as for ``run_backward``."""
+        with quiet(), self._history.explain():
+            backward = run_backward(trace, self.objective, tuple(self._model.parameters), outputs)
+            check_finite(backward.gradients, self._model.memory_space)
+        self._history.add(backward.loss)
+        return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
+
+    def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
+        buffers = self._model.buffers_after(trace)
+        check_finite(buffers, self._model.memory_space, "the running statistic")
+        return buffers
+
+    def _notes(self, trace: Trace) -> tuple[str, ...]:
+        """Notes on a batch that was run, for the caller."""
+        return (*self._standing_notes, *disagreements(self._model.graph, trace))

@@ -1,0 +1,64 @@
+"""Evaluation of a model in inference form: values of a batch, without derivatives."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.inference_form import inference_form
+from kfac_engine.graph.analysis.subgraph import SubGraph
+from kfac_engine.runtime.forward_session import open_forward
+from kfac_engine.runtime.inputs import check_inputs, explained
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.sessions.device_session import DeviceSession
+from kfac_engine.sessions.session import Session
+
+
+class InferenceModel:
+    """A model in inference form, with its current parameters and running statistics.
+
+    Its sessions compute the requested values alone, so that activations are released during the
+    run. Each set of values has a session, built at its first use.
+
+    Args:
+        model: The model; it stays where it is.
+    """
+
+    def __init__(self, model: OnnxModel) -> None:
+        self._model = model
+        self._sessions: dict[tuple[str, ...], Session | DeviceSession] = {}
+
+    def run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
+        """Evaluate values on a batch.
+
+        Args:
+            inputs: Input name to array.
+            names: Names of values of the graph.
+
+        Returns:
+            Name to array, in the shape and element type of the value; arrays are read-only.
+
+        Raises:
+            InputError: An input is missing or of the wrong element type.
+            UnknownNameError: A name is not an input of the model.
+            ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
+            NonFiniteError: An input holds NaN or infinity.
+        """
+        model = self._model
+        checked = check_inputs(model.graph, inputs)
+        feeds = {name: model.memory_space.as_feed(array) for name, array in checked.items()}
+        feeds |= model.context().stored
+        known = {**model.graph.constants, **feeds}
+        computed = tuple(name for name in dict.fromkeys(names) if name not in known)
+        results: dict[str, Array] = {}
+        if computed:
+            with explained(model.graph, checked):
+                results = self._session(computed).run(computed, feeds)
+        return {name: results[name] if name in results else known[name] for name in names}
+
+    def _session(self, names: tuple[str, ...]) -> Session | DeviceSession:
+        if names not in self._sessions:
+            model = self._model
+            graph = inference_form(model.extended_graph(), model.buffers)
+            part = replace(graph, nodes=SubGraph(graph, names).nodes)
+            self._sessions[names] = open_forward(model.context(), part, names, {})
+        return self._sessions[names]
