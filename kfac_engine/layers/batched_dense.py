@@ -1,6 +1,6 @@
-"""Dense layers side by side, each with a weight of its own: experts, or heads kept apart.
+"""Stacks of dense layers with separate weights, such as experts or attention heads.
 
-The weights lie in one array ``(slots, d_in, d_out)``, the data in ``(n, …positions, slots, d_in)``.
+The weight is ``(stack, d_in, d_out)``, the input is ``(n, …positions, stack, d_in)``.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,26 @@ from kfac_engine.layers.grouped import GroupedForm
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.packing import Packing
-from kfac_engine.layers.reshaped_bias import moved_bias
+from kfac_engine.layers.reshaped_bias import find_bias_behind_views
 from kfac_engine.layers.views import rows_as_images
 
 _LEAST_RANK = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRows:
-    """Reads ``(n, …positions, slots, d)``: features are those of all slots, slot by slot."""
+class StackedDenseView:
+    """A tensor ``(n, …positions, stack, d)``, read as rows of ``stack · d`` features."""
 
     @property
     def rank(self) -> None:
-        """Any number of axes from three on."""
+        """None: any number of axes from three on."""
         return
 
     def width(self, shape: tuple[int, ...]) -> int:
         if len(shape) < _LEAST_RANK:
-            raise ShapeError(f"a tensor of several slots has shape {shape}; 3 axes are needed.")
+            raise ShapeError(
+                f"a tensor of stacked dense layers has shape {shape}; at least 3 axes are needed."
+            )
         return shape[-2] * shape[-1]
 
     def count(self, shape: tuple[int, ...]) -> int:
@@ -53,7 +55,9 @@ class SlotRows:
         beta: float,
     ) -> None:
         del x, out, backend, homogeneous, alpha, beta
-        raise InputError("slots have a second moment each; choose 'kron' or 'diagonal'.")
+        raise InputError(
+            "stacked dense layers have no common second moment; choose 'kron' or 'diagonal'."
+        )
 
     def rows(self, x: Array, backend: Backend) -> Array:
         del backend
@@ -64,26 +68,26 @@ class SlotRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPacking(Packing):
-    """The map between a weight ``(slots, d_in, d_out)``, with a bias, and a stack of matrices."""
+class StackedDensePacking(Packing):
+    """The map from a weight ``(stack, d_in, d_out)`` and a bias to matrices."""
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         parts = self.arrays(vector, where)
         weight = parts[0]
         if weight.ndim != _LEAST_RANK:
-            raise ShapeError(f"the weight of {where} has 3 axes; got shape {weight.shape}.")
-        slots, _, d_out = weight.shape
+            raise ShapeError(f"the weight of {where} needs 3 axes, got shape {weight.shape}.")
+        stack, _, d_out = weight.shape
         if not self.has_bias:
             return weight.copy()
-        if parts[1].size != slots * d_out:
+        if parts[1].size != stack * d_out:
             raise ShapeError(
-                f"the bias of {where} has shape {parts[1].shape}, not ({slots}, {d_out})."
+                f"the bias of {where} has shape {parts[1].shape}, not ({stack}, {d_out})."
             )
-        packed: Array = xp.concatenate([weight, parts[1].reshape(slots, 1, d_out)], axis=1)
+        packed: Array = xp.concatenate([weight, parts[1].reshape(stack, 1, d_out)], axis=1)
         return packed
 
     def unpack(self, matrix: Array, like: Vector) -> Vector:
-        assert not isinstance(like, Rows)  # they were refused by pack
+        assert not isinstance(like, Rows)  # ``pack`` refuses them
         parts = like if isinstance(like, tuple | list) else (like,)
         rows = matrix[:, :-1] if self.has_bias else matrix
         weight = rows.astype(parts[0].dtype, order="C")
@@ -92,41 +96,52 @@ class SlotPacking(Packing):
         return weight, matrix[:, -1].reshape(parts[1].shape).astype(parts[1].dtype)
 
 
-def slots_form(weight_shape: tuple[int, ...], *, has_bias: bool) -> GroupedForm:
-    """The form of dense layers side by side; a ShapeError where the weight has not three axes."""
-    if len(weight_shape) != _LEAST_RANK:
-        raise ShapeError(
-            f"the weight of dense layers side by side has shape {weight_shape}; (slots, d_in, "
-            f"d_out) is needed."
-        )
-    slots, d_in, d_out = weight_shape
-    layer = LayerForm(SlotRows(), SlotRows(), SlotPacking("IO", has_bias))
-    return GroupedForm(layer, 1, (slots, d_in + has_bias, d_out))
-
-
-def match_slots(scene: MatchContext, node: Node) -> LayerMatch | str:
-    """Dense layers side by side: a product of data, turned for it and back, with a stack.
+def stacked_dense_form(weight_shape: tuple[int, ...], *, has_bias: bool) -> GroupedForm:
+    """Return the form of stacked dense layers.
 
     Args:
-        scene: The graph.
+        weight_shape: ``(stack, d_in, d_out)``.
+        has_bias: Whether the layers have a bias, ``(stack, d_out)``.
+
+    Returns:
+        The form.
+
+    Raises:
+        ShapeError: The weight does not have three axes.
+    """
+    if len(weight_shape) != _LEAST_RANK:
+        raise ShapeError(
+            f"the weight of stacked dense layers has shape {weight_shape}; (stack, d_in, d_out) is "
+            f"needed."
+        )
+    stack, d_in, d_out = weight_shape
+    layer = LayerForm(StackedDenseView(), StackedDenseView(), StackedDensePacking("IO", has_bias))
+    return GroupedForm(layer, 1, (stack, d_in + has_bias, d_out))
+
+
+def match_stacked_dense(context: MatchContext, node: Node) -> LayerMatch | str:
+    """Match stacked dense layers: a MatMul with a stack of matrices between two Transposes.
+
+    Args:
+        context: The graph.
         node: A MatMul whose second operand is a parameter with three axes.
 
     Returns:
-        The layer, or why there is none.
+        The layer, or the reason why there is none.
     """
     weight = node.inputs[1]
-    shape = scene.shapes[weight]
-    into = scene.graph.producers.get(node.inputs[0])
-    users = scene.graph.consumers.get(node.outputs[0], ())
-    back = users[0][0] if len(users) == 1 else None
-    turned = into and back and into.op == back.op == "Transpose"
-    if not into or not back or not turned or into.attributes != back.attributes:
-        return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
-    x, y = into.inputs[0], back.outputs[0]
-    rank = len(scene.shapes[x])
-    perm = cast("tuple[int, ...]", into.attributes.get("perm", ()))
+    shape = context.shapes[weight]
+    before = context.graph.producers.get(node.inputs[0])
+    users = context.graph.consumers.get(node.outputs[0], ())
+    after = users[0][0] if len(users) == 1 else None
+    transposed = before and after and before.op == after.op == "Transpose"
+    if not before or not after or not transposed or before.attributes != after.attributes:
+        return f"MatMul of shapes {' and '.join(str(context.shapes[n]) for n in node.inputs)}"
+    x, y = before.inputs[0], after.outputs[0]
+    rank = len(context.shapes[x])
+    perm = cast("tuple[int, ...]", before.attributes.get("perm", ()))
     if perm != (*range(rank - 3), rank - 2, rank - 3, rank - 1):
         return f"MatMul with a stack of matrices of shape {shape}"
     features = np.arange(shape[0] * shape[2]).reshape(shape[0], shape[2])
-    bias = moved_bias(scene, y, weight, features)
+    bias = find_bias_behind_views(context, y, weight, features)
     return LayerMatch("stacked_dense", (weight, *bias), x, y)

@@ -1,4 +1,4 @@
-"""Parameters that are broadcast against the data: which axes of a gradient are summed for them."""
+"""Gradients of parameters that are broadcast to the data: sums over axes of the data."""
 
 from dataclasses import dataclass
 from math import prod
@@ -10,22 +10,22 @@ from kfac_engine.errors import InputError, ShapeError
 
 
 class Reduction(Protocol):
-    """The axes that a parameter does not have, or has with one entry only."""
+    """The axes of the data along which a parameter is broadcast."""
 
     @property
     def batch_axis(self) -> int:
         """Axis of the data that holds the examples."""
 
     def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Axes of data of this shape that are summed for each example."""
+        """Return the axes that are summed for each example, for data of this shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class SummedAxes:
-    """Axes named by the caller.
+    """Axes that the caller names.
 
     Attributes:
-        axes: Counted from the batch axis, which is 0 and cannot be among them; empty sums nothing.
+        axes: Positive numbers of axes; the batch is axis 0.
     """
 
     axes: tuple[int, ...]
@@ -34,7 +34,7 @@ class SummedAxes:
         """Check the axes.
 
         Raises:
-            InputError: One is the batch axis or counted from the end, or one comes twice.
+            InputError: An axis is 0 or negative, or two axes are equal.
         """
         if len(set(self.axes)) < len(self.axes) or any(axis < 1 for axis in self.axes):
             raise InputError(
@@ -53,12 +53,12 @@ class SummedAxes:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastShape:
-    """The axes along which a parameter of some shape is broadcast.
+    """The axes along which a parameter of a given shape is broadcast.
 
     Attributes:
-        shape: Of the parameter.
-        feature_axis: Axis of the data that the parameter's last axis lies along.
-        batch_axis: Axis of the data that holds the examples.
+        shape: Shape of the parameter.
+        feature_axis: Axis of the data with which the last axis of the parameter is aligned.
+        batch_axis: Axis of the examples in the data.
     """
 
     shape: tuple[int, ...]
@@ -79,10 +79,10 @@ class BroadcastShape:
             )
         if aligned[self.batch_axis] != 1:
             raise ShapeError(
-                f"a parameter of shape {self.shape} differs from example to example of data of "
-                f"shape {shape}; along the batch axis it must have one entry."
+                f"a parameter of shape {self.shape} has several entries along the batch axis of "
+                f"data of shape {shape}; it must have one entry there."
             )
-        if any(own not in (1, side) for own, side in zip(aligned, shape, strict=True)):
+        if any(entries not in (1, size) for entries, size in zip(aligned, shape, strict=True)):
             raise ShapeError(
                 f"a parameter of shape {self.shape} cannot be broadcast to data of shape {shape}."
             )
@@ -91,7 +91,7 @@ class BroadcastShape:
 
 
 def per_example(gradient: Array, reduction: Reduction) -> Array:
-    """Gradients over the data summed to the parameter's entries: ``(n, entries)``."""
+    """Sum gradients in the shape of the data to those of the parameter, ``(n, entries)``."""
     summed, batch = reduction.summed(gradient.shape), reduction.batch_axis
     rows = gradient.sum(axis=summed)
     moved: Array = array_module(rows).moveaxis(rows, batch - sum(a < batch for a in summed), 0)
@@ -99,6 +99,6 @@ def per_example(gradient: Array, reduction: Reduction) -> Array:
 
 
 def entries(shape: tuple[int, ...], reduction: Reduction) -> int:
-    """Entries of the parameter, from the shape of the data."""
+    """Return the number of entries of the parameter, from the shape of the data."""
     left_out = (*reduction.summed(shape), reduction.batch_axis)
-    return prod(side for axis, side in enumerate(shape) if axis not in left_out)
+    return prod(size for axis, size in enumerate(shape) if axis not in left_out)

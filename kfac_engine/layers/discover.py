@@ -1,4 +1,4 @@
-"""Layers in a graph: every trainable parameter belongs to one, or is listed with the reason."""
+"""Finds the layers of a graph; parameters without a layer are listed with the reason."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -12,22 +12,27 @@ from kfac_engine.graph.analysis.subgraph import handed_on, of_data
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.matchers import Matcher, match
-from kfac_engine.layers.merged_uses import joined
-from kfac_engine.layers.parameter_slices import Held, ParameterSlice, held_values, is_move
+from kfac_engine.layers.merged_uses import merge_uses
+from kfac_engine.layers.parameter_slices import (
+    ParameterSlice,
+    ParameterView,
+    find_parameter_views,
+    is_move,
+)
 from kfac_engine.layers.shifts import SHIFTS, match_shift
 
 # The layout of a dense weight, and that of its transpose.
-_TURNED = {"IO": "OI", "OI": "IO"}
+_TRANSPOSED_FORMAT = {"IO": "OI", "OI": "IO"}
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What is made of the parameters of a graph.
+    """The layers of a graph, and the slices of parameters that they use.
 
     Attributes:
-        layers: Layers in the order of their first use, generic parameters after them. They name
-            parts of parameters.
-        parts: Parameter to its parts; each part is in exactly one layer.
+        layers: Layers in the order of their first use, then generic parameters. Their parameters
+            are names of slices.
+        parts: Parameter name to its slices; each slice belongs to exactly one layer.
     """
 
     layers: tuple[LayerMatch, ...]
@@ -42,79 +47,81 @@ def discover(
     dtypes: Mapping[str, DType] | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> Discovery:
-    """All layers of a graph, then the parameters without one.
+    """Find the layers of a graph, and the parameters without a layer.
 
-    A parameter whose parts overlap, or of which a part cannot be told from the others, is generic
-    as a whole.
+    A parameter is generic as a whole if its slices overlap, or if one slice cannot be separated
+    from the others.
 
     Args:
-        graph: The canonical graph: the part of the model that the loss depends on.
+        graph: Canonical graph of the part of the model that the loss depends on.
         trainable: Names of the trainable parameters.
-        shapes: Shape of every value in a sample run.
-        batch: Length of the batch axis in that run.
-        dtypes: Element types of values; those of the constants where left out.
-        axes: The axis that holds the examples, of values that have them alone on one; where left
-            out, the first axis of what depends on the data and is no longer there than the batch.
+        shapes: Shape of every value in the sample run.
+        batch: Number of examples in the sample run.
+        dtypes: Element types of values; by default those of the constants.
+        axes: Value name to the axis of the examples, as in ``MatchContext``. By default the first
+            axis of each value that depends on the data, if it is not longer than ``batch``.
 
     Returns:
-        The layers, and what they take of each parameter.
+        Layers, and the slices of each parameter.
     """
-    held = held_values(graph, trainable, shapes)
+    views = find_parameter_views(graph, trainable, shapes)
     types = dtypes or {name: array.dtype for name, array in graph.constants.items()}
     if axes is None:
-        firsts = {name: shapes[name][:1] for name in of_data(graph) if name in shapes}
-        axes = {name: 0 for name, side in firsts.items() if side and side[0] <= batch}
-    whole: dict[str, str] = {}  # parameters that cannot be taken apart, with the reason
+        first = {name: shapes[name][:1] for name in of_data(graph) if name in shapes}
+        axes = {name: 0 for name, sizes in first.items() if sizes and sizes[0] <= batch}
+    whole: dict[str, str] = {}  # parameters that cannot be divided into slices, with the reason
     while True:
-        groups = _groups(graph, frozenset(trainable) - whole.keys(), held)
-        unfit = _overlapping(groups, held)
+        groups = _groups(graph, frozenset(trainable) - whole.keys(), views)
+        unfit = _overlapping(groups, views)
         if not unfit:
             values = frozenset(value for group in groups for value in group.values)
             shared = frozenset(v for group in groups if len(group.values) > 1 for v in group.values)
-            scene = MatchContext(graph, values, shapes, batch, held, types, axes, shared)
-            layers, reasons = _layers(scene, groups)
+            context = MatchContext(graph, values, shapes, batch, views, types, axes, shared)
+            layers, reasons = _layers(context, groups)
             unfit = _mixed(groups, layers, reasons)
             if not unfit:
-                return _complete(layers, groups, reasons | whole, trainable, held)
+                return _complete(layers, groups, reasons | whole, trainable, views)
         whole |= unfit
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Values that hold the same entries of a parameter, in one layout or several."""
+    """Values with the same entries of a parameter, in one layout or several."""
 
     parameter: str
     values: list[str]
 
     def is_in(self, names: Set[str]) -> bool:
-        """Whether its entries are among parameters of layers."""
+        """Return whether a set of parameters of layers contains the group."""
         return self.parameter in names or not names.isdisjoint(self.values)
 
 
-def _groups(graph: Graph, parameters: Set[str], held: Mapping[str, Held]) -> tuple[_Group, ...]:
-    """What is computed with, in the order of use."""
+def _groups(
+    graph: Graph, parameters: Set[str], views: Mapping[str, ParameterView]
+) -> tuple[_Group, ...]:
+    """Group the values that computations read by their entries, in the order of use."""
     read: dict[str, str] = {}
     for node in graph.nodes:
         for index, name in enumerate(node.inputs):
-            source = held[name].parameter if name in held else name
+            source = views[name].parameter if name in views else name
             counts = source in parameters and node.op not in ONLY_SHAPES
-            if counts and not is_move(node, index, held):
+            if counts and not is_move(node, index, views):
                 read.setdefault(name, source)
     times = Counter(read.values())
     groups: dict[tuple[str, bytes], _Group] = {}
     for value, parameter in read.items():
         several = times[parameter] > 1
-        entries = np.sort(held[value].index, axis=None).tobytes() if several else b""
+        entries = np.sort(views[value].index, axis=None).tobytes() if several else b""
         groups.setdefault((parameter, entries), _Group(parameter, [])).values.append(value)
     return tuple(groups.values())
 
 
-def _overlapping(groups: Sequence[_Group], held: Mapping[str, Held]) -> dict[str, str]:
-    """Parameters that are read in different parts that meet, with the reason."""
+def _overlapping(groups: Sequence[_Group], views: Mapping[str, ParameterView]) -> dict[str, str]:
+    """Return the parameters with overlapping slices, with the reason."""
     times: dict[str, Array] = {}
     groups_of = Counter(group.parameter for group in groups)
     for group in groups:
-        entries = held.get(group.values[0])
+        entries = views.get(group.values[0])
         if entries is not None and groups_of[group.parameter] > 1:
             counts = times.setdefault(group.parameter, np.zeros(entries.size, np.int32))
             counts[entries.index] += 1
@@ -126,92 +133,95 @@ def _overlapping(groups: Sequence[_Group], held: Mapping[str, Held]) -> dict[str
 
 
 def _layers(
-    scene: MatchContext, groups: Sequence[_Group]
+    context: MatchContext, groups: Sequence[_Group]
 ) -> tuple[list[LayerMatch], dict[str, str]]:
-    """Layers by their weights, and by value why the others make none."""
-    outcomes = [_layer_of(scene, group, match) for group in groups]
+    """Match each group; return the layers, and the reason for each value without a layer."""
+    outcomes = [_layer_of(context, group, match) for group in groups]
     claimed: set[str] = set()
-    for i, found in enumerate(outcomes):
-        if isinstance(found, LayerMatch):
-            named = _with_named_bias(scene, found)
+    for i, layer in enumerate(outcomes):
+        if isinstance(layer, LayerMatch):
+            named = _with_named_bias(context, layer)
             if not claimed.isdisjoint(named.parameters[1:]):
                 named = replace(named, parameters=named.parameters[:1])
             claimed.update(named.parameters)
             outcomes[i] = named
     for i, group in enumerate(groups):
-        operands = {(node.qualified_op, index) for _, node, index in _uses(scene, group)}
+        operands = {(node.qualified_op, index) for _, node, index in _uses(context, group)}
         if isinstance(outcomes[i], str) and not group.is_in(claimed) and operands <= SHIFTS.keys():
-            outcomes[i] = _layer_of(scene, group, match_shift)
-    return [found for found in outcomes if isinstance(found, LayerMatch)], {
-        group.values[0]: found
-        for group, found in zip(groups, outcomes, strict=True)
-        if isinstance(found, str)
+            outcomes[i] = _layer_of(context, group, match_shift)
+    return [outcome for outcome in outcomes if isinstance(outcome, LayerMatch)], {
+        group.values[0]: reason
+        for group, reason in zip(groups, outcomes, strict=True)
+        if isinstance(reason, str)
     }
 
 
-def _uses(scene: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
-    """Values of a group with the nodes that compute with them."""
+def _uses(context: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
+    """Return the values of a group with each node that computes with them."""
     return [
         (value, node, index)
         for value in group.values
-        for node, index in scene.graph.consumers[value]
-        if not is_move(node, index, scene.held) and node.op not in ONLY_SHAPES
+        for node, index in context.graph.consumers[value]
+        if not is_move(node, index, context.views) and node.op not in ONLY_SHAPES
     ]
 
 
-def _layer_of(scene: MatchContext, group: _Group, match: Matcher) -> LayerMatch | str:
-    """The layer whose weight is a part of a parameter, over all its uses."""
-    uses = _uses(scene, group)
-    matches = [match(scene, node, index) for _, node, index in uses]
-    if len({isinstance(found, LayerMatch) for found in matches}) > 1:
+def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatch | str:
+    """Return the layer with the weight of a group, over all uses, or why there is none."""
+    uses = _uses(context, group)
+    matches = [match(context, node, index) for _, node, index in uses]
+    if len({isinstance(outcome, LayerMatch) for outcome in matches}) > 1:
         # The first step of a recurrence may act on a state that is the same for all examples.
-        matches = [match(scene.loose, node, index) for _, node, index in uses]
+        matches = [match(context.loose, node, index) for _, node, index in uses]
     roles = ", ".join(sorted({node.qualified_op for _, node, _ in uses}))
     several = f"used {len(uses)} times, by {roles}"
-    layers = [found for found in matches if isinstance(found, LayerMatch)]
+    layers = [outcome for outcome in matches if isinstance(outcome, LayerMatch)]
     if len(layers) < len(uses):
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
-    # The parameter itself where its layout can be told of it, else a value as it is computed with.
-    # Uses are counted by name: nodes in between must pass the parameter on unchanged.
-    plain = all(handed_on(scene.graph, value) == group.parameter for value in group.values)
+    # The parameter itself if its layout is that of the layer, else the value that the layer reads.
+    # Uses are counted by name: nodes in between must return the parameter unchanged.
+    plain = all(handed_on(context.graph, value) == group.parameter for value in group.values)
     for name in (group.parameter, *group.values) if plain else group.values:
-        named = [_with_weight(scene, found, name) for found in layers]
-        if all(named):
-            return joined([found for found in named if found], several)
+        renamed = [_with_weight(context, layer, name) for layer in layers]
+        if all(renamed):
+            return merge_uses([layer for layer in renamed if layer], several)
     return f"{several}, in several layouts"
 
 
-def _with_weight(scene: MatchContext, found: LayerMatch, name: str) -> LayerMatch | None:
-    """The layer with its weight called ``name``; None where that has another layout."""
-    own, *others = found.parameters
-    if own == name:
-        return found
-    if own not in scene.held or name not in scene.held:
+def _with_weight(context: MatchContext, layer: LayerMatch, name: str) -> LayerMatch | None:
+    """Rename the weight of a layer to ``name``; return None if that value has another layout."""
+    old, *bias = layer.parameters
+    if old == name:
+        return layer
+    if old not in context.views or name not in context.views:
         return None
-    weight, wanted = scene.held[own], scene.held[name]
-    if weight.same_as(wanted):
-        return replace(found, parameters=(name, *others))
-    layout = str(found.options.get("weight_format"))
-    if layout in _TURNED and weight.transpose_of(wanted):
-        options = {**found.options, "weight_format": _TURNED[layout]}
-        return replace(found, parameters=(name, *others), options=options)
+    weight, renamed = context.views[old], context.views[name]
+    if weight.same_as(renamed):
+        return replace(layer, parameters=(name, *bias))
+    layout = str(layer.options.get("weight_format"))
+    if layout in _TRANSPOSED_FORMAT and weight.transpose_of(renamed):
+        options = {**layer.options, "weight_format": _TRANSPOSED_FORMAT[layout]}
+        return replace(layer, parameters=(name, *bias), options=options)
     return None
 
 
-def _with_named_bias(scene: MatchContext, found: LayerMatch) -> LayerMatch:
-    """The layer with its bias called by the parameter it is, if it is all of one in order."""
-    weight, *others = found.parameters
-    for i, name in enumerate(others):
-        held = scene.held.get(name)
-        if held and held.in_order and handed_on(scene.graph, name) == held.parameter:
-            others[i] = held.parameter
-    return replace(found, parameters=(weight, *others))
+def _with_named_bias(context: MatchContext, layer: LayerMatch) -> LayerMatch:
+    """Rename the bias of a layer to its parameter if it has all its entries in order."""
+    weight, *biases = layer.parameters
+    for i, name in enumerate(biases):
+        view = context.views.get(name)
+        if view and view.in_order and handed_on(context.graph, name) == view.parameter:
+            biases[i] = view.parameter
+    return replace(layer, parameters=(weight, *biases))
 
 
 def _mixed(
     groups: Iterable[_Group], layers: Iterable[LayerMatch], reasons: Mapping[str, str]
 ) -> dict[str, str]:
-    """Parameters partly in layers, while no single value holds another part; with the reason."""
+    """Return parameters of which layers use a part but no single value has the rest.
+
+    Each has the reason why the rest is in no layer.
+    """
     claimed = {name for layer in layers for name in layer.parameters}
     partly = {group.parameter for group in groups if group.is_in(claimed)}
     return {
@@ -226,21 +236,21 @@ def _complete(
     groups: Sequence[_Group],
     reasons: Mapping[str, str],
     trainable: Sequence[str],
-    held: Mapping[str, Held],
+    views: Mapping[str, ParameterView],
 ) -> Discovery:
-    """Layers and generic parameters, and the parts that they name."""
+    """Add the generic parameters and the slices to the layers."""
     claimed = dict.fromkeys(name for layer in layers for name in layer.parameters)
-    places = {name: place for place, name in enumerate(claimed)}
+    order = {name: number for number, name in enumerate(claimed)}
     groups_of: dict[str, list[_Group]] = {}
     for group in groups:
         groups_of.setdefault(group.parameter, []).append(group)
     generic: list[LayerMatch] = []
     parts: dict[str, tuple[ParameterSlice, ...]] = {}
     for parameter in trainable:
-        own = groups_of.get(parameter, [])
-        values = {parameter, *(value for group in own for value in group.values)}
-        names = sorted(values & places.keys(), key=places.__getitem__)
-        free = [group.values[0] for group in own if not group.is_in(claimed.keys())]
+        groups_here = groups_of.get(parameter, [])
+        values = {parameter, *(value for group in groups_here for value in group.values)}
+        names = sorted(values & order.keys(), key=order.__getitem__)
+        free = [group.values[0] for group in groups_here if not group.is_in(claimed.keys())]
         if not names:
             why = dict.fromkeys(reasons[value] for value in (parameter, *free) if value in reasons)
             reason = "; ".join(why) or "no operator of the graph reads it"
@@ -248,7 +258,7 @@ def _complete(
             names, free = [parameter], []
         generic += [LayerMatch("generic", (value,), reason=reasons[value]) for value in free]
         parts[parameter] = tuple(
-            ParameterSlice(name, None if name == parameter else held[name].index)
+            ParameterSlice(name, None if name == parameter else views[name].index)
             for name in (*names, *free)
         )
     return Discovery((*layers, *generic), parts)

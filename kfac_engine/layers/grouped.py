@@ -1,7 +1,8 @@
-"""Convolutions in groups: channels fall into groups, and each group has a filter of its own.
+"""Layouts of grouped and depthwise convolutions.
 
-A group sees ``channels / groups`` inputs and makes ``outputs / groups`` outputs, both a run of
-neighbours. A depthwise convolution has as many groups as channels.
+A group of a convolution reads ``channels / groups`` consecutive channels and computes
+``outputs / groups`` consecutive outputs with its filter. A depthwise convolution has a group for
+each channel.
 """
 
 from collections.abc import Sequence
@@ -19,14 +20,14 @@ _IMAGE_AXES = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupedPacking(Packing):
-    """The map between a filter (with a bias) and matrices ``(groups, d_in (+ 1), d_out)``.
+    """The map from a filter and a bias to matrices ``(groups, d_in (+ 1), d_out)``.
 
     Attributes:
         weight_format: As in ``Packing``; the input axis has the channels of one group.
         has_bias: Whether a bias is the last row of each matrix.
         groups: Number of groups.
         multiplier_last: Whether the filter is ``(*kernel, groups, d_out)``, the layout of a
-            depthwise one, instead of ``(*kernel, d_in / taps, groups·d_out)``.
+            depthwise filter, instead of ``(*kernel, d_in / taps, groups·d_out)``.
     """
 
     groups: int = 1
@@ -36,8 +37,8 @@ class GroupedPacking(Packing):
         rows = Packing.pack(self, vector, where, xp)
         if rows.shape[0 if self.multiplier_last else 1] % self.groups:
             raise ShapeError(
-                f"the filter of {where} has a packed matrix of shape {rows.shape}, which does not "
-                f"fall into {self.groups} groups."
+                f"the filter of {where} has a packed matrix of shape {rows.shape}, which cannot be "
+                f"divided into {self.groups} groups."
             )
         outputs = rows.shape[1] // (1 if self.multiplier_last else self.groups)
         stack = rows.reshape(-1, self.groups, outputs).swapaxes(0, 1)
@@ -51,12 +52,12 @@ class GroupedPacking(Packing):
 
 @dataclass(frozen=True, slots=True)
 class GroupedForm:
-    """The layout of a convolution in groups.
+    """The layout of a grouped convolution.
 
     Attributes:
-        layer: Views of inputs and outputs, all groups together; packs vectors group by group.
-        taps: Entries of the kernel.
-        shape: ``(groups, d_in (+ 1), d_out)`` of a packed vector.
+        layer: Views of inputs and outputs of all groups, and the packing by group.
+        taps: Number of taps of the kernel.
+        shape: ``(groups, d_in (+ 1), d_out)``, the shape of a packed vector.
     """
 
     layer: LayerForm
@@ -69,7 +70,7 @@ class GroupedForm:
         return self.shape[0]
 
 
-def grouped_form(  # noqa: PLR0913 (a convolution has so many sides)
+def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)
     filter_shape: tuple[int, ...],
     groups: int,
     *,
@@ -80,10 +81,10 @@ def grouped_form(  # noqa: PLR0913 (a convolution has so many sides)
     data_format: str | None = None,
     weight_format: str | None = None,
 ) -> GroupedForm:
-    """The form of a convolution in groups, over one, two or three spatial axes.
+    """Return the form of a grouped convolution over one, two or three spatial axes.
 
     Args:
-        filter_shape: ``(*kernel, channels / groups, outputs)``, or as ``weight_format`` says.
+        filter_shape: Shape of the filter, ``(*kernel, channels / groups, outputs)`` by default.
         groups: Number of groups.
         has_bias: Whether the layer has a bias.
         padding: As in ``convolution_form``.
@@ -96,7 +97,7 @@ def grouped_form(  # noqa: PLR0913 (a convolution has so many sides)
         The form.
 
     Raises:
-        InputError: The outputs do not fall into so many groups.
+        InputError: The number of outputs is not a multiple of the number of groups.
     """
     plain = convolution_form(
         filter_shape,
@@ -109,7 +110,7 @@ def grouped_form(  # noqa: PLR0913 (a convolution has so many sides)
     )
     rows, outputs = plain.packing.matrix_shape(filter_shape)
     if groups < 1 or outputs % groups:
-        raise InputError(f"{outputs} outputs cannot fall into {groups} groups of the same size.")
+        raise InputError(f"{outputs} outputs cannot be divided into {groups} groups of equal size.")
     taps = (rows - has_bias) // filter_shape[plain.packing.axes[-2]]
     packing = GroupedPacking(plain.packing.weight_format, has_bias, groups)
     return GroupedForm(replace(plain, packing=packing), taps, (groups, rows, outputs // groups))
@@ -125,16 +126,16 @@ def depthwise_form(
     weight_format: str | None = None,
     channels: int | None = None,
 ) -> GroupedForm:
-    """The form of a depthwise convolution over two spatial axes, without a bias.
+    """Return the form of a depthwise convolution over two spatial axes, without a bias.
 
     Args:
         filter_shape: ``(kh, kw, channels, multiplier)``, or ``(channels·multiplier, 1, kh, kw)``.
         padding: As in ``convolution_form``.
-        strides: Four, one an axis of the data.
-        rate: Two dilations; ones when left out.
+        strides: Strides of the four axes of the data.
+        rate: Dilations of the two spatial axes; 1 by default.
         data_format: ``"NHWC"`` (the default) or ``"NCHW"``.
         weight_format: ``"HWIO"`` (the default) or ``"OIHW"``.
-        channels: Of the images; needed for ``"OIHW"``.
+        channels: Number of channels of the images; needed for ``"OIHW"``.
 
     Returns:
         The form.
@@ -144,11 +145,11 @@ def depthwise_form(
     """
     if len(filter_shape) != _IMAGE_AXES or len(strides) != _IMAGE_AXES:
         raise InputError(
-            f"a depthwise convolution has a filter of 4 axes and 4 strides, got shape "
+            f"a depthwise convolution needs a filter with 4 axes and 4 strides, got shape "
             f"{filter_shape} and strides {tuple(strides)}."
         )
     if rate is not None and len(rate) != 2:
-        raise InputError(f"rate needs one dilation a spatial axis, two, got {tuple(rate)}.")
+        raise InputError(f"rate needs a dilation for each of two spatial axes, got {tuple(rate)}.")
     last = weight_format in (None, "HWIO")
     if last:
         kh, kw, channels, multiplier = filter_shape

@@ -1,4 +1,4 @@
-"""How one layer's tensors and parameters are laid out: all a block needs to know of its kind."""
+"""Layouts of the tensors and parameters of a layer, by layer kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kfac_engine.layers.subsampling import EVERYTHING, Sampling
 from kfac_engine.layers.token_ids import TokenIdView
 from kfac_engine.layers.views import Padding, RowView, View, patch_view
 
-# Names of the spatial axes of images, by their number.
+# Number of spatial axes to their letters in formats.
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 
 
@@ -21,11 +21,11 @@ class LayerForm:
     """The layout of a layer.
 
     Attributes:
-        input_view: Reads the layer's input as rows of ``d_in`` features.
-        output_view: Reads its output gradient as rows of ``d_out`` features.
-        packing: Brings weight and bias to a matrix ``(d_in (+ 1), d_out)``.
-        num_uses: Uses of the layer; a single tensor then holds them all, along its first axis.
-        sampling: The part of a batch that the input statistic looks at.
+        input_view: View of the input, as rows of ``d_in`` features.
+        output_view: View of the gradient of the pre-activation, as rows of ``d_out`` features.
+        packing: Map from weight and bias to a matrix ``(d_in (+ 1), d_out)``.
+        num_uses: Number of uses; one tensor then has all of them, along its first axis.
+        sampling: Subset of a batch that the input statistic reads.
     """
 
     input_view: View
@@ -38,7 +38,7 @@ class LayerForm:
 def dense_form(
     weight_format: str, has_bias: bool, *, num_uses: int = 1, feature_axis: int = -1
 ) -> LayerForm:
-    """The form of a dense layer: axes besides the batch and the features are positions."""
+    """Return the form of a dense layer, with positions on the axes between batch and features."""
     view = RowView(feature_axis)
     return LayerForm(view, view, Packing(weight_format, has_bias), num_uses)
 
@@ -46,10 +46,10 @@ def dense_form(
 def embedding_form(
     vocabulary: int, *, positions: bool = False, count_repeats: bool = False, rank: int = 2
 ) -> LayerForm:
-    """The form of a table ``(vocabulary, d_out)`` whose rows are picked by identifiers.
+    """Return the form of an embedding table, ``(vocabulary, d_out)``.
 
     Args:
-        vocabulary: Rows of the table.
+        vocabulary: Number of rows of the table.
         positions: As in ``TokenIdView``.
         count_repeats: As in ``TokenIdView``.
         rank: As in ``TokenIdView``.
@@ -61,7 +61,7 @@ def embedding_form(
     return LayerForm(view, RowView(-1, None if positions else 2), Packing("IO", has_bias=False))
 
 
-def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
+def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
     filter_shape: tuple[int, ...],
     *,
     has_bias: bool,
@@ -73,30 +73,32 @@ def convolution_form(  # noqa: PLR0913 (a convolution has so many sides)
     mask: Array | None = None,
     sampling: Sampling = EVERYTHING,
 ) -> LayerForm:
-    """The form of a convolution over one, two or three spatial axes.
+    """Return the form of a convolution over one, two or three spatial axes.
 
     Args:
         filter_shape: Shape of the filter, in ``weight_format``.
         has_bias: Whether the layer has a bias.
         padding: ``"SAME"``, ``"VALID"`` (in any case) or ``((begin, end), …)``.
-        strides: One a spatial axis, or one a data axis (batch and channels then being one).
-        dilations: Likewise.
-        data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
-        weight_format: ``"HWIO"`` and its relatives (the default) or ``"OIHW"`` and its relatives.
-        mask: Multiplies each patch, ``(*kernel, channels)``.
-        sampling: The part of a batch that the input statistic looks at.
+        strides: Stride of each spatial axis, or of each data axis (1 for batch and channels).
+        dilations: Dilation of each spatial axis, or of each data axis.
+        data_format: ``"NHWC"`` (the default) or ``"NCHW"``, with ``W``, ``HW`` or ``DHW``.
+        weight_format: ``"HWIO"`` (the default) or ``"OIHW"``, with ``W``, ``HW`` or ``DHW``.
+        mask: Factors of each patch, ``(*kernel, channels)``.
+        sampling: Subset of a batch that the input statistic reads.
 
     Returns:
         The form.
 
     Raises:
-        InputError: A format is unknown, strides or dilations have a wrong number of entries, or the
-            mask does not fit the filter.
+        InputError: A format is unknown, or strides or dilations have a wrong number of entries.
+        ShapeError: The mask does not fit the filter.
+        NonFiniteError: The mask contains NaN or infinity.
     """
     spatial = _SPATIAL.get(len(filter_shape) - 2)
     if spatial is None:
         raise InputError(
-            f"a filter of shape {filter_shape} is no convolution's: 3, 4 or 5 axes are needed."
+            f"a filter of shape {filter_shape} has {len(filter_shape)} axes; a convolution needs "
+            f"3, 4 or 5."
         )
     last, first = f"N{spatial}C", f"NC{spatial}"
     data_format = data_format or last
@@ -129,19 +131,19 @@ def transposed_form(
     data_format: str | None = None,
     weight_format: str | None = None,
 ) -> LayerForm:
-    """The form of a transposed convolution, its bias apart.
+    """Return the form of a transposed convolution, without its bias.
 
-    It is the adjoint of a convolution, and its views are the other way round: a row is an input
-    location, its features are the input's channels and the patch of the output that it is spread
-    over.
+    A transposed convolution is the adjoint of a convolution, so the two views are exchanged. A row
+    is an input position. Its input features are the channels, its output features are the patch of
+    the output that depends on the position.
 
     Args:
         filter_shape: Shape of the filter, in ``weight_format``.
-        padding: What is cut off the output: ``"VALID"`` or ``((begin, end), …)``.
+        padding: Pixels removed from the output: ``"VALID"`` or ``((begin, end), …)``.
         strides: As in ``convolution_form``.
         dilations: As in ``convolution_form``.
         data_format: As in ``convolution_form``.
-        weight_format: ``"HWOI"`` and its relatives (the default) or ``"IOHW"`` and its relatives.
+        weight_format: ``"HWOI"`` (the default) or ``"IOHW"``, with ``W``, ``HW`` or ``DHW``.
 
     Returns:
         The form.
@@ -168,20 +170,21 @@ def transposed_form(
 
 
 def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str) -> tuple[int, ...]:
-    """One entry a spatial axis, from either spelling."""
+    """Return one entry for each spatial axis."""
     axes = len(data_format) - 2
     if entries is None:
         return (1,) * axes
     for entry in listed(name, entries, str([1] * (axes + 2))):
         whole(f"each of {name}", entry, least=None)
-    found = tuple(int(entry) for entry in entries)
-    if len(found) == axes + 2:
-        batch_and_channel = found[0], found[data_format.index("C")]
+    sizes = tuple(int(entry) for entry in entries)
+    if len(sizes) == axes + 2:
+        batch_and_channel = sizes[0], sizes[data_format.index("C")]
         if batch_and_channel != (1, 1):
-            raise InputError(f"{name} {found} must be 1 along batch and channels ({data_format}).")
-        found = tuple(e for e, axis in zip(found, data_format, strict=True) if axis not in "NC")
-    if len(found) != axes or min(found) < 1:
+            raise InputError(f"{name} {sizes} must be 1 along batch and channels ({data_format}).")
+        sizes = tuple(e for e, axis in zip(sizes, data_format, strict=True) if axis not in "NC")
+    if len(sizes) != axes or min(sizes) < 1:
         raise InputError(
-            f"{name} {found} must be positive, one an axis or one a spatial axis of {data_format}."
+            f"{name} {sizes} must be positive, with an entry for each axis or each spatial axis of "
+            f"{data_format}."
         )
-    return found
+    return sizes

@@ -1,4 +1,4 @@
-"""Convolutions that see only a part of each patch."""
+"""Convolutions whose patches are multiplied by a mask."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from kfac_engine.layers.views import PatchView, rows_as_images
 
 @dataclass(frozen=True, slots=True)
 class MaskedPatchView:
-    """Patches, each multiplied by the same mask.
+    """The input of a convolution whose patches are multiplied by a mask.
 
     Attributes:
-        patches: The patches.
-        mask: One number a feature, in their order ``(*kernel, channels)``.
+        patches: View without the mask.
+        mask: Factor of each feature, in the order ``(*kernel, channels)``.
     """
 
     patches: PatchView
@@ -29,15 +29,15 @@ class MaskedPatchView:
 
     @property
     def channels_first(self) -> bool:
-        """Whether images are ``(n, channels, *sides)``."""
+        """Whether images are ``(n, channels, *spatial_shape)``."""
         return self.patches.channels_first
 
     def width(self, shape: tuple[int, ...]) -> int:
         features = self.patches.width(shape)
         if features != len(self.mask):
             raise ShapeError(
-                f"a patch mask of {len(self.mask)} entries got patches of {features} features, "
-                f"from an input of shape {shape}."
+                f"a patch mask has {len(self.mask)} entries, but patches of an input of shape "
+                f"{shape} have {features} features."
             )
         return features
 
@@ -63,7 +63,7 @@ class MaskedPatchView:
         mask = self._mask(backend, out)
         moment[:d] *= mask[:, None]
         moment[:, :d] *= mask
-        if beta == 0.0:  # overwrites whatever was there, NaN included
+        if beta == 0.0:  # overwrites NaN, too
             out[...] = moment
             return
         out *= beta
@@ -82,24 +82,24 @@ class MaskedPatchView:
 
 
 def masked_patch_view(patches: PatchView, mask: Array, channels: int) -> MaskedPatchView:
-    """Patches under a mask given as an array.
+    """Return the view of patches that are multiplied by a mask.
 
     Args:
-        patches: The patches.
+        patches: View without the mask.
         mask: ``(*kernel, channels)``.
-        channels: Channels of the images.
+        channels: Number of channels of the images.
 
     Returns:
         The view.
 
     Raises:
         ShapeError: The mask has another shape.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The mask contains NaN or infinity.
     """
-    wanted = (*patches.window.kernel, channels)
+    expected = (*patches.window.kernel, channels)
     array = np.asarray(mask, dtype=np.float64)
-    if array.shape != wanted:
-        raise ShapeError(f"patch_mask has shape {array.shape}; (*kernel, channels) is {wanted}.")
+    if array.shape != expected:
+        raise ShapeError(f"patch_mask has shape {array.shape}; (*kernel, channels) is {expected}.")
     if not np.isfinite(array).all():
-        raise NonFiniteError("patch_mask holds NaN or infinity.")
+        raise NonFiniteError("patch_mask contains NaN or infinity.")
     return MaskedPatchView(patches, tuple(array.reshape(-1).tolist()))

@@ -1,4 +1,4 @@
-"""What discovery says of a parameter, and what it looks at: shared by all matchers."""
+"""The input and the result of a matcher: ``MatchContext`` and ``LayerMatch``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,20 +9,20 @@ from kfac_engine._types import Array, DType
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
-from kfac_engine.layers.parameter_slices import Held
+from kfac_engine.layers.parameter_slices import ParameterView
 
-# Name of a tensor, or names over the uses of a layer.
+# Name of a tensor, or one name for each use of a layer.
 Tensors: TypeAlias = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NewValue:
-    """A value that a layer needs and the graph lacks.
+    """A value that a layer reads and the graph does not compute.
 
     Attributes:
-        node: Computes it as its first result, from values of the graph.
-        constants: Further operands, by name.
-        like: Its type and shape, or a value of the graph that has them.
+        node: Node whose first result is the value; it reads values of the graph.
+        constants: Further operands of the node, by name.
+        like: Element type and shape of the value, or the name of a value that has them.
     """
 
     node: Node
@@ -35,13 +35,14 @@ class LayerMatch:
     """A layer, or a parameter without one.
 
     Attributes:
-        kind: A kind of the table of approximations; ``"generic"`` for a parameter without a layer.
-        parameters: The weight and the bias if there is one; a single parameter if generic.
-        inputs: Name of the layer's input, or names over its uses; empty if generic.
-        outputs: Name of its output before any nonlinearity, likewise; empty if generic.
+        kind: Layer kind in ``curvature/approximations``; ``"generic"`` for a parameter without a
+            layer.
+        parameters: Names of the weight and of the bias, if any; one name if generic.
+        inputs: Name of the layer's input, or one for each use; empty if generic.
+        outputs: Name of the pre-activation, or one for each use; empty if generic.
         options: Keyword arguments of the registration: formats, strides, padding.
         reason: Why a parameter is generic; empty for layers.
-        computed: Computes inputs that the graph does not, one a use.
+        computed: Inputs that the graph does not compute, at most one for each use.
     """
 
     kind: str
@@ -55,26 +56,27 @@ class LayerMatch:
 
 @dataclass(frozen=True)
 class MatchContext:
-    """What a matcher looks at.
+    """A graph with the facts that matchers read.
 
     Attributes:
         graph: The canonical graph.
-        trainable: Values that are computed with and hold entries of parameters.
-        shapes: Shape of every value in a sample run.
-        batch: Length of the batch axis in that run.
-        held: Where the entries of parts of parameters lie.
+        trainable: Names of values that have entries of parameters and are operands of computations.
+        shapes: Shape of every value in the sample run.
+        batch: Number of examples in the sample run.
+        views: Value name to the entries of a parameter that the value consists of.
         dtypes: Element types of values.
-        axes: The axis that holds the examples, of values that have them alone on one.
-        shared: Those of ``trainable`` whose entries are computed with in another layout as well.
-        by_shape: Whether what depends on the data by its shape alone counts as data: the initial
-            state of a recurrence.
+        axes: Value name to the axis of the examples; values whose examples share an axis with
+            positions are absent.
+        shared: Names in ``trainable`` whose entries are read in another layout, too.
+        by_shape: Whether values that depend on the shape of the data alone, such as the initial
+            state of a recurrence, count as data.
     """
 
     graph: Graph
     trainable: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
     batch: int
-    held: Mapping[str, Held]
+    views: Mapping[str, ParameterView]
     dtypes: Mapping[str, DType]
     axes: Mapping[str, int]
     shared: frozenset[str] = frozenset()
@@ -82,45 +84,45 @@ class MatchContext:
 
     @cached_property
     def loose(self) -> "MatchContext":
-        """The same with ``by_shape``."""
+        """The same context with ``by_shape``."""
         return replace(self, by_shape=True)
 
     @cached_property
     def data(self) -> frozenset[str]:
-        """Values that depend on the data inputs, by more than their shape unless ``by_shape``."""
+        """Names of values that depend on the data; with ``by_shape`` also on its shape alone."""
         return of_data(self.graph, () if self.by_shape else ONLY_SHAPES)
 
     def only_user(self, value: str) -> tuple[Node | None, int]:
-        """The only node that reads a value, or None, and the index of the value in its operands."""
+        """Return the only node that reads a value, or None, and the number of that operand."""
         users = self.graph.consumers.get(value, ())
         return users[0] if len(users) == 1 and value not in self.graph.results else (None, 0)
 
     def is_weight(self, name: str, rank: int) -> bool:
-        """Whether ``name`` is a parameter with so many axes."""
+        """Return whether a value is a parameter with ``rank`` axes."""
         return name in self.trainable and len(self.shapes[name]) == rank
 
     def goes_with(self, name: str, weight: str) -> bool:
-        """Whether ``name`` is a parameter that is used as often as ``weight``, in one layout."""
+        """Return whether a value is a parameter in one layout with as many uses as ``weight``."""
         consumers = self.graph.consumers
-        own = name in self.trainable and name not in self.shared
-        return own and len(consumers[name]) == len(consumers[weight])
+        in_one_layout = name in self.trainable and name not in self.shared
+        return in_one_layout and len(consumers[name]) == len(consumers[weight])
 
     def is_bias(self, name: str, weight: str, d_out: int, channel_axes: int = 0) -> bool:
-        """Whether a parameter adds one number a feature wherever ``weight`` is used.
+        """Return whether a value can be the bias of a layer: one number for each feature.
 
         Args:
-            name: The bias in question.
-            weight: The weight whose result it is added to.
-            d_out: Features of that result.
-            channel_axes: How many axes come after the features.
+            name: Name of the value.
+            weight: Name of the weight.
+            d_out: Number of features of the pre-activation.
+            channel_axes: Number of axes of the pre-activation after its features.
 
         Returns:
-            The answer.
+            True for a parameter with one entry for each feature and as many uses as ``weight``.
         """
         if not self.goes_with(name, weight):
             return False
         shape = self.shapes[name]
         position = len(shape) - 1 - channel_axes
         return position >= 0 and all(
-            side == (d_out if axis == position else 1) for axis, side in enumerate(shape)
+            size == (d_out if axis == position else 1) for axis, size in enumerate(shape)
         )

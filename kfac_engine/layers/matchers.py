@@ -1,4 +1,4 @@
-"""What layer an operator is, told from the operator and its operands: a table of matchers."""
+"""The table of matchers: operator and operand to the layer of its weight."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
@@ -6,59 +6,68 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kfac_engine.graph.structure import Node
-from kfac_engine.layers.batched_dense import match_slots
-from kfac_engine.layers.lookup_tables import identifiers, match_gather, picked
+from kfac_engine.layers.batched_dense import match_stacked_dense
+from kfac_engine.layers.lookup_tables import embedding_match, find_token_ids, match_gather
 from kfac_engine.layers.match import LayerMatch, MatchContext
-from kfac_engine.layers.reshaped_bias import moved_bias
+from kfac_engine.layers.reshaped_bias import find_bias_behind_views
 from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, slope
 from kfac_engine.layers.views import Padding
 
-# A matcher returns the layer a node is, or the reason why its weight makes none.
+# A matcher returns the layer of a node, or the reason why its weight belongs to none.
 Matcher: TypeAlias = Callable[[MatchContext, Node, int], LayerMatch | str]
 
 
-def match(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
-    """The layer that a parameter makes as operand ``index`` of ``node``, or why it makes none."""
+def match(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
+    """Match a parameter that is operand ``index`` of a node.
+
+    Args:
+        context: The graph.
+        node: Node that reads the parameter.
+        index: Number of the operand.
+
+    Returns:
+        The layer, or the reason why there is none.
+    """
     operand = node.qualified_op, index
     if operand in _MATCHERS:
-        return _MATCHERS[operand](scene, node, index)
+        return _MATCHERS[operand](context, node, index)
     return f"operand {index} of {node.qualified_op}"
 
 
 # -- dense -----------------------------------------------------------------------------------------
 
 
-def _gemm(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
+def _gemm(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     x, weight = node.inputs[0], node.inputs[index]
-    if x not in scene.data:
-        return _aside(node, index)
+    if x not in context.data:
+        return _frozen_data(node, index)
     if not node.attributes.get("alpha", 1):
         return "Gemm with alpha 0"
     transposed = bool(node.attributes.get("transB", 0))
-    d_out = scene.shapes[weight][0 if transposed else 1]
-    given = node.inputs[2] if len(node.inputs) > 2 else ""
-    bias: tuple[str, ...] = (given,) if scene.is_bias(given, weight, d_out) else ()
+    d_out = context.shapes[weight][0 if transposed else 1]
+    addend = node.inputs[2] if len(node.inputs) > 2 else ""
+    bias: tuple[str, ...] = (addend,) if context.is_bias(addend, weight, d_out) else ()
     outputs = node.outputs[0]
-    if not given:
-        outputs, bias = _with_bias(scene, outputs, weight, d_out, channel_axes=0)
+    if not addend:
+        outputs, bias = _with_bias(context, outputs, weight, d_out, channel_axes=0)
     options = {"weight_format": "OI" if transposed else "IO"}
     return LayerMatch("fully_connected", (weight, *bias), x, outputs, options)
 
 
-def _matmul(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
+def _matmul(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     weight, x = node.inputs[index], node.inputs[1 - index]
-    if x not in scene.data:
-        return _aside(node, index)
-    if index == 1 and scene.is_weight(weight, 3):
-        return match_slots(scene, node)
-    if not scene.is_weight(weight, 2) or len(scene.shapes[x]) < 2:
-        return f"MatMul of shapes {' and '.join(str(scene.shapes[n]) for n in node.inputs)}"
-    ids = identifiers(scene, x) if index == 1 else ""
+    if x not in context.data:
+        return _frozen_data(node, index)
+    if index == 1 and context.is_weight(weight, 3):
+        return match_stacked_dense(context, node)
+    if not context.is_weight(weight, 2) or len(context.shapes[x]) < 2:
+        return f"MatMul of shapes {' and '.join(str(context.shapes[n]) for n in node.inputs)}"
+    ids = find_token_ids(context, x) if index == 1 else ""
     if ids:
-        return picked(scene, weight, ids, node.outputs[0])
-    left = index == 0  # s = W·x: features are the last axis but one
-    d_out = scene.shapes[weight][0 if left else 1]
-    outputs, bias = _with_bias(scene, node.outputs[0], weight, d_out, channel_axes=int(left))
+        return embedding_match(context, weight, ids, node.outputs[0])
+    left = index == 0  # s = W·x: features are on the second last axis
+    d_out = context.shapes[weight][0 if left else 1]
+    outputs, bias = _with_bias(context, node.outputs[0], weight, d_out, channel_axes=int(left))
     options: dict[str, object] = {"weight_format": "OI" if left else "IO"}
     if left:
         options["feature_axis"] = -2
@@ -68,11 +77,11 @@ def _matmul(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
 # -- convolutions ----------------------------------------------------------------------------------
 
 
-def _conv(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
+def _conv(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     x, weight = node.inputs[0], node.inputs[index]
-    shape = scene.shapes[weight]
-    if x not in scene.data:
-        return _aside(node, index)
+    shape = context.shapes[weight]
+    if x not in context.data:
+        return _frozen_data(node, index)
     axes, groups = len(shape) - 2, node.attributes.get("group", 1)
     if axes not in _CONVOLUTIONS:
         return f"convolution over {axes} axes"
@@ -82,10 +91,10 @@ def _conv(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
         kind, dilations, grouped = "grouped_convolution", "dilation_rate", {"groups": groups}
     bias: tuple[str, ...] = ()
     outputs = node.outputs[0]
-    if len(node.inputs) > 2 and scene.is_bias(node.inputs[2], weight, shape[0]):
+    if len(node.inputs) > 2 and context.is_bias(node.inputs[2], weight, shape[0]):
         bias = (node.inputs[2],)
     elif len(node.inputs) < 3 or not node.inputs[2]:
-        outputs, bias = _with_bias(scene, outputs, weight, shape[0], channel_axes=axes)
+        outputs, bias = _with_bias(context, outputs, weight, shape[0], channel_axes=axes)
     options = {
         "strides": node.attributes.get("strides", (1,) * axes),
         dilations: node.attributes.get("dilations", (1,) * axes),
@@ -97,17 +106,17 @@ def _conv(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
     return LayerMatch(kind, (weight, *bias), x, outputs, options)
 
 
-def _conv_transpose(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
+def _conv_transpose(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     x, weight = node.inputs[0], node.inputs[index]
-    axes, groups = len(scene.shapes[weight]) - 2, node.attributes.get("group", 1)
-    if x not in scene.data:
-        return _aside(node, index)
+    axes, groups = len(context.shapes[weight]) - 2, node.attributes.get("group", 1)
+    if x not in context.data:
+        return _frozen_data(node, index)
     if axes not in _CONVOLUTIONS or groups != 1:
         return f"transposed convolution over {axes} axes in {groups} group(s)"
     automatic = str(node.attributes.get("auto_pad", "")).startswith("SAME")
     if "output_shape" in node.attributes or (automatic and "output_padding" in node.attributes):
-        # The padding changes with the size of the images; a layer's is the same in all batches.
-        return "transposed convolution whose padding follows from the size of its result"
+        # The padding depends on the size of the images; that of a layer must not.
+        return "transposed convolution whose padding depends on the size of its result"
     spatial = _CONVOLUTIONS[axes][2][2:]
     options = {
         "strides": node.attributes.get("strides", (1,) * axes),
@@ -119,7 +128,7 @@ def _conv_transpose(scene: MatchContext, node: Node, index: int) -> LayerMatch |
     return LayerMatch("conv_transpose", (weight,), x, node.outputs[0], options)
 
 
-# Spatial axes to kind, the registration's name for dilations, and formats.
+# Number of spatial axes to layer kind, name of the argument for dilations, and formats.
 _CONVOLUTIONS = {
     1: ("conv1d", "dilations", "NCW", "OIW"),
     2: ("conv2d", "dilations", "NCHW", "OIHW"),
@@ -139,22 +148,22 @@ def _padding(node: Node, axes: int) -> Padding:
 
 
 def _with_bias(
-    scene: MatchContext, value: str, weight: str, d_out: int, channel_axes: int
+    context: MatchContext, value: str, weight: str, d_out: int, channel_axes: int
 ) -> tuple[str, tuple[str, ...]]:
-    """The pre-activation and its bias, where ``value`` goes straight into an Add with one."""
-    user, position = scene.only_user(value)
+    """Return the pre-activation and its bias, which an Add after ``value`` may have."""
+    user, position = context.only_user(value)
     if user is None:
         return value, ()
     if user.op == "Add":
         bias = user.inputs[1 - position]
-        fits = scene.is_bias(bias, weight, d_out, channel_axes)
-        if fits and len(scene.shapes[bias]) <= len(scene.shapes[value]):
+        fits = context.is_bias(bias, weight, d_out, channel_axes)
+        if fits and len(context.shapes[bias]) <= len(context.shapes[value]):
             return user.outputs[0], (bias,)
     numbers = np.arange(d_out).reshape(d_out, *[1] * channel_axes)
-    return value, moved_bias(scene, value, weight, numbers)
+    return value, find_bias_behind_views(context, value, weight, numbers)
 
 
-def _aside(node: Node, index: int) -> str:
+def _frozen_data(node: Node, index: int) -> str:
     return f"operand {index} of {node.op}, which does not depend on the data"
 
 

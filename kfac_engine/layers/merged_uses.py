@@ -1,11 +1,11 @@
-"""One layer from several uses of its weight."""
+"""Merges the uses of a weight into one layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kfac_engine.layers.match import LayerMatch, Tensors
 
-# Kind of a layer used once to the kind that takes several uses.
+# Layer kind with one use to the kind for several uses.
 _SEVERAL_USES = {
     "conv1d": "convolution_multi",
     "conv2d": "conv2d_multi",
@@ -19,15 +19,15 @@ _SEVERAL_USES = {
 }
 
 
-def joined(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
-    """One layer from the uses of its weight, or why they make none.
+def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
+    """Merge the uses of a weight into one layer.
 
     Args:
-        uses: One or more, each a layer of its own.
-        several: Starts the reason.
+        uses: A layer for each use, at least one.
+        several: Description of the uses, with which the reason begins.
 
     Returns:
-        The layer, or the reason.
+        The layer, or the reason why there is none.
     """
     first = uses[0]
     if len(uses) == 1:
@@ -40,7 +40,7 @@ def joined(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
     kind, options = _SEVERAL_USES[first.kind], dict(first.options)
     if "dilation_rate" in options and kind == "convolution_multi":
         options["dilations"] = options.pop("dilation_rate")
-    # A bias that is not the same in all uses has a use of its own: it stays outside.
+    # A bias that differs between the uses does not belong to the layer.
     same = all(use.parameters == first.parameters for use in uses)
     return replace(
         first,

@@ -1,4 +1,4 @@
-"""How a layer's parameters become one matrix: rows are inputs (bias last), columns are outputs."""
+"""Parameters of a layer as one matrix: rows are inputs (bias last), columns are outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from types import ModuleType
 from kfac_engine._types import Array, DType, Rows, Vector
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
-# Axes that bring a weight, as its format stores it, to (*spatial, in, out).
+# Weight format to the permutation of axes to (*spatial, in, out).
 _AXES: dict[str, tuple[int, ...]] = {
     "IO": (0, 1),
     "OI": (1, 0),
@@ -19,7 +19,7 @@ _AXES: dict[str, tuple[int, ...]] = {
     "DHWIO": (0, 1, 2, 3, 4),
     "OIDHW": (2, 3, 4, 1, 0),
 }
-# The same for transposed convolutions, to (in, *spatial, out): rows are input channels alone.
+# Formats of transposed convolutions, to (in, *spatial, out): rows are input channels.
 _TRANSPOSED_AXES: dict[str, tuple[int, ...]] = {
     "WOI": (2, 0, 1),
     "IOW": (0, 2, 1),
@@ -33,10 +33,10 @@ _ALL_AXES = _AXES | _TRANSPOSED_AXES
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The map between a weight (with a bias) and the packed matrix ``V``, ``(d_in (+ 1), d_out)``.
+    """The map from a weight and a bias to the packed matrix ``V``, ``(d_in (+ 1), d_out)``.
 
     Attributes:
-        weight_format: Axes of the weight as stored: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, …;
+        weight_format: Axes of the weight: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, …;
             ``"HWOI"``, ``"IOHW"``, … for a transposed convolution.
         has_bias: Whether a bias is the last row.
     """
@@ -48,7 +48,7 @@ class Packing:
         """Check the format.
 
         Raises:
-            InputError: It is unknown.
+            InputError: The format is unknown.
         """
         if self.weight_format not in _ALL_AXES:
             raise InputError(
@@ -58,73 +58,73 @@ class Packing:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The permutation that brings the weight to ``(*rows, *columns)``."""
+        """The permutation of the weight's axes to ``(*rows, *columns)``."""
         return _ALL_AXES[self.weight_format]
 
     @property
     def row_axes(self) -> int:
-        """How many permuted axes make rows: all but one, or one for transposed convolutions."""
+        """Number of axes that are rows: all but one, or one for transposed convolutions."""
         return 1 if self.weight_format in _TRANSPOSED_AXES else len(self.axes) - 1
 
     def kernel(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Spatial sides of a filter; empty for a dense weight."""
+        """Return the spatial shape of a filter; empty for a dense weight."""
         return tuple(weight_shape[axis] for axis in self.axes[:-2])
 
     def matrix_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the packed matrix, the bias row included."""
+        """Return the shape of the packed matrix, with the row of the bias."""
         permuted = [weight_shape[axis] for axis in self.axes]
         rows = prod(permuted[: self.row_axes]) + self.has_bias
         return rows, prod(permuted[self.row_axes :])
 
     def arrays(self, vector: Vector, where: object) -> Sequence[Array]:
-        """The weight, and the bias if the layer has one.
+        """Return the arrays of weight and bias.
 
         Args:
-            vector: An array, or a pair.
+            vector: An array, or a pair of arrays.
             where: Names of the parameters, for messages.
 
         Returns:
-            One array or two.
+            The weight, and the bias if the layer has one.
 
         Raises:
-            InputError: One array was given for a pair or a pair for one parameter.
-            UnsupportedError: Rows were given.
+            InputError: The number of arrays is wrong.
+            UnsupportedError: The vector is ``Rows``.
         """
         if isinstance(vector, Rows):
             raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")
         parts = vector if isinstance(vector, tuple | list) else (vector,)
         if len(parts) != 1 + self.has_bias:
             raise InputError(
-                f"the block of {where} takes {1 + self.has_bias} array(s), got {len(parts)}."
+                f"the block of {where} needs {1 + self.has_bias} array(s), got {len(parts)}."
             )
         return parts
 
     def parts(self, vector: Vector, where: object) -> tuple[Array, ...]:
-        """The rows of the packed matrix in two parts: those of the weight, and that of the bias.
+        """Return the packed matrix in two parts: the rows of the weight and the row of the bias.
 
         Args:
-            vector: In the parameters' own shapes; the bias may have axes of one.
-            where: The parameters, for messages.
+            vector: Arrays in the shapes of the parameters; the bias may have axes of size 1.
+            where: Names of the parameters, for messages.
 
         Returns:
-            ``(d_in, d_out)``, and ``(d_out,)`` if there is a bias; views where the order of the
-            entries allows. Columns are contiguous where the weight is stored output by output.
+            ``(d_in, d_out)``, and ``(d_out,)`` for a bias; views if the order of the entries
+            allows. Columns are contiguous if the outputs are the first axis of the weight.
 
         Raises:
-            InputError: One array was given for a pair or a pair for one parameter.
+            InputError: The number of arrays is wrong.
             ShapeError: The weight has another rank than its format, or the bias another size.
-            UnsupportedError: Rows were given.
+            UnsupportedError: The vector is ``Rows``.
         """
         parts = self.arrays(vector, where)
         weight = parts[0]
         if weight.ndim != len(self.axes):
             raise ShapeError(
-                f"the weight of {where} is {self.weight_format}, {len(self.axes)} axes; got shape "
-                f"{weight.shape}."
+                f"the weight of {where} has format {self.weight_format} with {len(self.axes)} "
+                f"axes, got shape {weight.shape}."
             )
         d_out = self.matrix_shape(weight.shape)[1]
         if self._outputs_first:
-            matrix = weight.transpose(self._turned_axes).reshape(d_out, -1).T
+            matrix = weight.transpose(self._transposed_axes).reshape(d_out, -1).T
         else:
             matrix = weight.transpose(self.axes).reshape(-1, d_out)
         if not self.has_bias:
@@ -133,62 +133,64 @@ class Packing:
             raise ShapeError(f"the bias of {where} has shape {parts[1].shape}, not ({d_out},).")
         return matrix, parts[1].reshape(d_out)
 
-    def rooms(self, parts: Sequence[Array], dtype: DType, xp: ModuleType) -> tuple[Array, ...]:
-        """New arrays in the shapes of ``parts``, in the order of memory that ``joined`` likes."""
+    def empty_parts(
+        self, parts: Sequence[Array], dtype: DType, xp: ModuleType
+    ) -> tuple[Array, ...]:
+        """Allocate arrays in the shapes of ``parts``, with the strides that ``joined`` needs."""
         matrix, *bias = parts
         if self._outputs_first:
-            room = xp.empty(matrix.shape[::-1], dtype).T
+            rows = xp.empty(matrix.shape[::-1], dtype).T
         else:
-            room = xp.empty(matrix.shape, dtype)
-        return room, *(xp.empty(part.shape, dtype) for part in bias)
+            rows = xp.empty(matrix.shape, dtype)
+        return rows, *(xp.empty(part.shape, dtype) for part in bias)
 
     def joined(self, parts: Sequence[Array], like: Vector) -> Vector:
-        """The inverse of ``parts``: arrays in the shapes and types of ``like``.
+        """Convert parts to arrays in the shapes and types of ``like``; the inverse of ``parts``.
 
         Args:
-            parts: As ``rooms`` makes them; given up to the result.
-            like: In the parameters' own shapes.
+            parts: Arrays from ``empty_parts``; their memory may become that of the result.
+            like: Arrays in the shapes of the parameters.
 
         Returns:
-            Contiguous arrays, on the memory of ``parts`` where the order of the entries allows.
+            Contiguous arrays.
         """
-        assert not isinstance(like, Rows)  # they were refused by parts
-        given = like if isinstance(like, tuple | list) else (like,)
-        axes = self._turned_axes if self._outputs_first else self.axes
+        assert not isinstance(like, Rows)  # ``parts`` refuses them
+        arrays = like if isinstance(like, tuple | list) else (like,)
+        axes = self._transposed_axes if self._outputs_first else self.axes
         matrix = parts[0].T if self._outputs_first else parts[0]
-        permuted = tuple(given[0].shape[axis] for axis in axes)
+        permuted = tuple(arrays[0].shape[axis] for axis in axes)
         back = sorted(range(len(axes)), key=axes.__getitem__)
         weight = matrix.reshape(permuted).transpose(back)
-        weight = weight.astype(given[0].dtype, order="C", copy=False)
+        weight = weight.astype(arrays[0].dtype, order="C", copy=False)
         if not self.has_bias:
             return (weight,) if isinstance(like, tuple | list) else weight
-        return weight, parts[1].reshape(given[1].shape).astype(given[1].dtype, copy=False)
+        return weight, parts[1].reshape(arrays[1].shape).astype(arrays[1].dtype, copy=False)
 
     @property
-    def _turned_axes(self) -> tuple[int, ...]:
-        """As ``axes``, columns before rows."""
+    def _transposed_axes(self) -> tuple[int, ...]:
+        """The permutation of the weight's axes to ``(*columns, *rows)``."""
         return (*self.axes[self.row_axes :], *self.axes[: self.row_axes])
 
     @property
     def _outputs_first(self) -> bool:
-        """Whether the weight is stored output by output."""
+        """Whether the outputs are the first axis of the weight."""
         return self.axes[self.row_axes] == 0
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
-        """The packed matrix of a weight or a ``(weight, bias)`` pair.
+        """Return the packed matrix of a weight or a ``(weight, bias)`` pair.
 
         Args:
-            vector: In the parameters' own shapes; the bias may have axes of one.
-            where: The parameters, for messages.
+            vector: Arrays in the shapes of the parameters; the bias may have axes of size 1.
+            where: Names of the parameters, for messages.
             xp: Array module of the arrays.
 
         Returns:
             ``(d_in (+ 1), d_out)``, a new array.
 
         Raises:
-            InputError: One array was given for a pair or a pair for one parameter.
+            InputError: The number of arrays is wrong.
             ShapeError: The weight has another rank than its format, or the bias another size.
-            UnsupportedError: Rows were given.
+            UnsupportedError: The vector is ``Rows``.
         """
         matrix, *bias = self.parts(vector, where)
         if not bias:
@@ -198,8 +200,8 @@ class Packing:
         return packed
 
     def unpack(self, matrix: Array, like: Vector) -> Vector:
-        """The inverse of ``pack``: arrays in the shapes and types of ``like``, new."""
-        assert not isinstance(like, Rows)  # they were refused by pack
+        """Convert a packed matrix to new arrays in the shapes and types of ``like``."""
+        assert not isinstance(like, Rows)  # ``pack`` refuses them
         parts = like if isinstance(like, tuple | list) else (like,)
         permuted = tuple(parts[0].shape[axis] for axis in self.axes)
         back = sorted(range(len(self.axes)), key=self.axes.__getitem__)

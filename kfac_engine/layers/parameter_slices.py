@@ -1,8 +1,8 @@
-"""Parts of parameters: values of a graph that hold some or all entries of one, in another order.
+"""Slices of parameters: values of a graph that consist of entries of a parameter.
 
-A file may keep the weights of several layers in one array, or turned around. What moves entries
-about without changing them (``Transpose``, ``Slice``, ``Split``, …) is done here to the numbers of
-the entries: so each value knows where its entries lie in the file's parameter.
+A file may store the weights of several layers in one array, or transposed. This module applies
+operators that move entries (``Transpose``, ``Slice``, ``Split``, …) to the positions of the
+entries. The result is the position in the parameter of each entry of a value.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,21 +17,21 @@ from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Graph, Node
 
-# Takes the numbers of the operand's entries, the node, the constants and the shapes of the results;
-# returns the numbers of the entries of each result.
+# Receives the positions of the operand's entries, the node, the constants and the shapes of the
+# results; returns the positions of the entries of each result.
 _Move: TypeAlias = Callable[
     [Array, Node, Mapping[str, Array], Sequence[tuple[int, ...]]], Sequence[Array]
 ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """The entries of a parameter that a value holds.
+class ParameterView:
+    """A value of the graph as entries of a parameter.
 
     Attributes:
-        parameter: Name in the file.
-        index: Place of each entry in the parameter, counted row-major; in the value's shape.
-        size: Entries of the parameter.
+        parameter: Name of the parameter in the file.
+        index: Row-major position of each entry in the parameter, in the shape of the value.
+        size: Number of entries of the parameter.
     """
 
     parameter: str
@@ -40,15 +40,15 @@ class Held:
 
     @property
     def in_order(self) -> bool:
-        """Whether it holds all entries in the parameter's order, whatever its shape."""
-        return self.index.size == self.size and _counts(self.index)
+        """Whether the value has all entries in the parameter's order, in any shape."""
+        return self.index.size == self.size and _is_increasing(self.index)
 
-    def same_as(self, other: "Held") -> bool:
-        """Whether another value of the same parameter has the same entries in the same places."""
+    def same_as(self, other: "ParameterView") -> bool:
+        """Return whether another value of the parameter has the same shape and entries."""
         return np.array_equal(self.index, other.index)
 
-    def transpose_of(self, other: "Held") -> bool:
-        """Whether it is another matrix of the same parameter, turned around."""
+    def transpose_of(self, other: "ParameterView") -> bool:
+        """Return whether the value is the transpose of another matrix of the parameter."""
         return self.index.ndim == 2 and np.array_equal(self.index.T, other.index)
 
 
@@ -97,10 +97,10 @@ class ParameterSlice:
         return self._device_index
 
 
-def held_values(
+def find_parameter_views(
     graph: Graph, parameters: Collection[str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Held]:
-    """Values that consist of entries of parameters, and the parameters they come from.
+) -> dict[str, ParameterView]:
+    """Find the values that consist of entries of parameters.
 
     Args:
         graph: The graph.
@@ -108,9 +108,9 @@ def held_values(
         shapes: Shape of every value.
 
     Returns:
-        Value to what it holds, entries once each. A parameter is listed if such values come of it.
-        A value with entries of several parameters is listed where it is only taken apart again;
-        its ``parameter`` is empty.
+        Value name to its entries, each at most once. A parameter is included if such values depend
+        on it. A value with entries of several parameters is included if it is only divided again;
+        its ``parameter`` is then empty.
     """
     varying = of_data(graph)
     moves = [
@@ -119,46 +119,56 @@ def held_values(
         if node.inputs and _moves(node) and varying.isdisjoint(_settings(node))
     ]
     moved_first = {name for node in moves for name in _operands(node)}
-    # The numbers of all entries are an array as large as the parameter: only where one is needed.
-    found = {name: _all_entries(name, shapes[name]) for name in parameters if name in moved_first}
-    owners = tuple(found.values())
+    # The positions of all entries take as much memory as the parameter: only create needed ones.
+    views = {name: _all_entries(name, shapes[name]) for name in parameters if name in moved_first}
+    owners = tuple(views.values())
     for node in moves:
-        operands = [found[name] for name in _operands(node) if name in found]
+        operands = [views[name] for name in _operands(node) if name in views]
         if len(operands) == len(_operands(node)):
             moved = _moved(_joined(operands, node, owners), node, graph, shapes)
-            found |= {name: _owned(held, owners) for name, held in moved.items() if name}
+            views |= {name: _owned(view, owners) for name, view in moved.items() if name}
     for node in reversed(graph.nodes):
         for name in node.outputs:
-            if name in found and not found[name].parameter and _is_read(name, graph, found):
-                del found[name]
-    return found
+            if name in views and not views[name].parameter and _is_read(name, graph, views):
+                del views[name]
+    return views
 
 
-def is_move(node: Node, index: int, held: Mapping[str, Held]) -> bool:
-    """Whether a node makes values out of its operand that hold entries of the same parameter."""
-    made = [name for name in node.outputs if name]
-    moved = index == 0 or node.op == "Concat"
-    return moved and bool(made) and all(name in held for name in made)
+def is_move(node: Node, index: int, views: Mapping[str, ParameterView]) -> bool:
+    """Return whether all results of a node consist of entries of the operand ``index``."""
+    results = [name for name in node.outputs if name]
+    is_rearranged = index == 0 or node.op == "Concat"
+    return is_rearranged and bool(results) and all(name in views for name in results)
 
 
-def moved_entries(
+def rearrange_entries(
     entries: Array, node: Node, constants: Mapping[str, Array], shape: tuple[int, ...]
 ) -> Array:
-    """The result of a node of ``RELAYS``, or a Slice by constants, for an array of this shape."""
+    """Apply a node of ``RELAYS``, or a Slice with constant bounds, to an array.
+
+    Args:
+        entries: Array in the shape of the operand.
+        node: The node.
+        constants: Constants of the graph, by name.
+        shape: Shape of the result.
+
+    Returns:
+        The result.
+    """
     return _MOVES[node.op](entries, node, constants, [shape])[0]
 
 
 def split(
     parts: Mapping[str, Sequence[ParameterSlice]], arrays: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Arrays in the shapes of parameters, taken apart.
+    """Divide arrays in the shapes of parameters into slices.
 
     Args:
-        parts: Parameter to its parts.
-        arrays: Parameter to array.
+        parts: Parameter name to its slices.
+        arrays: Parameter name to array.
 
     Returns:
-        Part to array.
+        Slice name to array.
     """
     return {part.name: part.read(array) for name, array in arrays.items() for part in parts[name]}
 
@@ -166,16 +176,16 @@ def split(
 def join(
     parts: Sequence[ParameterSlice], arrays: Mapping[str, Array], like: Array, rest: float
 ) -> Array:
-    """The inverse of ``split`` for one parameter.
+    """Assemble an array in the shape of a parameter; the inverse of ``split``.
 
     Args:
-        parts: Of the parameter.
-        arrays: ParameterSlice to array.
-        like: In the parameter's shape.
-        rest: Entries in no part are those of ``like`` times this number.
+        parts: Slices of the parameter.
+        arrays: Slice name to array.
+        like: Array in the shape of the parameter.
+        rest: Factor of ``like`` for the entries in no slice.
 
     Returns:
-        An array in the parameter's shape.
+        An array in the shape of the parameter.
     """
     if len(parts) == 1 and parts[0].index is None:
         return arrays[parts[0].name]
@@ -186,114 +196,125 @@ def join(
 
 
 def describe(index: Array, shape: tuple[int, ...]) -> str:
-    """Entries of an array of some shape: ``[0:4, :]`` where they are a box, else their number."""
+    """Describe entries of an array: ``[0:4, :]`` for a box, otherwise their number.
+
+    Args:
+        index: Row-major positions of the entries.
+        shape: Shape of the array.
+
+    Returns:
+        Text for reports.
+    """
     places = [np.unique(place) for place in np.unravel_index(index.reshape(-1), shape)]
     steps = [np.unique(np.diff(place)) for place in places]
     if np.prod([place.size for place in places]) != index.size or any(s.size > 1 for s in steps):
         return f"[{index.size} of {int(np.prod(shape))} entries]"
-    return f"[{', '.join(_range(p, side) for p, side in zip(places, shape, strict=True))}]"
+    return f"[{', '.join(_range(p, size) for p, size in zip(places, shape, strict=True))}]"
 
 
-def _range(places: Array, side: int) -> str:
-    if places.size == side:
+def _range(places: Array, size: int) -> str:
+    if places.size == size:
         return ":"
     step = int(places[1] - places[0]) if places.size > 1 else 1
     text = f"{places[0]}:{places[-1] + 1}"
     return text if step == 1 else f"{text}:{step}"
 
 
-def _all_entries(name: str, shape: tuple[int, ...]) -> Held:
+def _all_entries(name: str, shape: tuple[int, ...]) -> ParameterView:
     size = int(np.prod(shape, dtype=np.int64))
     numbers = np.arange(size, dtype=np.int32 if size < 2**31 else np.int64)
-    return Held(name, numbers.reshape(shape), size)
+    return ParameterView(name, numbers.reshape(shape), size)
 
 
-def _counts(index: Array) -> bool:
+def _is_increasing(index: Array) -> bool:
     flat = index.reshape(-1)
     return bool((flat[1:] > flat[:-1]).all()) if flat.size else True
 
 
 def _moves(node: Node) -> bool:
-    """Whether a node can move entries about: a Cast may also round them."""
+    """Return whether a node moves entries without changing them; a Cast may round."""
     known = not node.domain and (node.op in _MOVES or node.op == "Concat")
     return known and (node.op != "Cast" or node.attributes.get("to") in _FLOAT_CODES)
 
 
 def _operands(node: Node) -> tuple[str, ...]:
-    """Operands whose entries the node rearranges."""
+    """Return the operands whose entries the node rearranges."""
     return node.inputs if node.op == "Concat" else node.inputs[:1]
 
 
 def _settings(node: Node) -> tuple[str, ...]:
-    """Operands whose values say where entries go."""
+    """Return the operands that determine the rearrangement."""
     return () if node.op in ("CastLike", "Concat") else node.inputs[1:]
 
 
 def _moved(
-    held: Held, node: Node, graph: Graph, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Held]:
-    """What the results hold; nothing where an operand is no constant or entries are repeated."""
+    view: ParameterView, node: Node, graph: Graph, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, ParameterView]:
+    """Apply a node to a view; empty if an operand is not constant or entries are repeated."""
     if node.op == "Concat":
-        once = np.unique(held.index).size == held.index.size
-        return {node.outputs[0]: held} if once else {}
+        once = np.unique(view.index).size == view.index.size
+        return {node.outputs[0]: view} if once else {}
     results = [shapes.get(name, ()) for name in node.outputs]
     unknown = any(name not in graph.constants for name in node.inputs[1:] if name)
     if unknown and node.op in _BY_VALUE:
         return {}
-    indices = _MOVES[node.op](held.index, node, graph.constants, results)
+    indices = _MOVES[node.op](view.index, node, graph.constants, results)
     return {
-        name: Held(held.parameter, index, held.size)
+        name: ParameterView(view.parameter, index, view.size)
         for name, index in zip(node.outputs, indices, strict=False)
     }
 
 
 # -- entries of several parameters -----------------------------------------------------------------
 
-# In a value of several parameters, the number of an entry is its index in its parameter plus this
-# constant times the position of the parameter. No parameter has as many entries.
+# In a value with entries of several parameters, the position of an entry is that in its parameter
+# plus this constant times the number of the parameter. Every parameter has fewer entries.
 _OWNER = 1 << 40
 
 
-def _joined(operands: Sequence[Held], node: Node, owners: Sequence[Held]) -> Held:
-    """The entries of the operands of a node, in order along the axis of a Concat."""
+def _joined(
+    operands: Sequence[ParameterView], node: Node, owners: Sequence[ParameterView]
+) -> ParameterView:
+    """Concatenate the operands of a Concat; for other nodes return the only operand."""
     first = operands[0]
     if len(operands) == 1:
         return first
     axis = int(str(node.attributes["axis"]))
-    if all(held.parameter == first.parameter for held in operands):
-        index = np.concatenate([held.index for held in operands], axis)
-        return Held(first.parameter, index, first.size)
+    if all(view.parameter == first.parameter for view in operands):
+        index = np.concatenate([view.index for view in operands], axis)
+        return ParameterView(first.parameter, index, first.size)
     position = {owner.parameter: i for i, owner in enumerate(owners)}
-    numbers = [held.index + _OWNER * np.int64(position.get(held.parameter, 0)) for held in operands]
-    return Held("", np.concatenate(numbers, axis), sum(held.size for held in operands))
+    numbers = [view.index + _OWNER * np.int64(position.get(view.parameter, 0)) for view in operands]
+    return ParameterView("", np.concatenate(numbers, axis), sum(view.size for view in operands))
 
 
-def _owned(held: Held, owners: Sequence[Held]) -> Held:
-    """The same entries, with the name of the parameter if all of them belong to one."""
-    whose = [] if held.parameter else np.unique(held.index // _OWNER).tolist()
-    if len(whose) != 1:
-        return held
-    owner = owners[whose[0]]
-    return Held(owner.parameter, (held.index % _OWNER).astype(owner.index.dtype), owner.size)
+def _owned(view: ParameterView, owners: Sequence[ParameterView]) -> ParameterView:
+    """Return the view as one of a single parameter if all its entries belong to it."""
+    numbers = [] if view.parameter else np.unique(view.index // _OWNER).tolist()
+    if len(numbers) != 1:
+        return view
+    owner = owners[numbers[0]]
+    index = (view.index % _OWNER).astype(owner.index.dtype)
+    return ParameterView(owner.parameter, index, owner.size)
 
 
-def _is_read(name: str, graph: Graph, held: Mapping[str, Held]) -> bool:
-    """Whether a value is more than moved about."""
+def _is_read(name: str, graph: Graph, views: Mapping[str, ParameterView]) -> bool:
+    """Return whether a node that is not a move reads a value."""
     users = graph.consumers.get(name, ())
-    return not all(is_move(node, index, held) for node, index in users)
+    return not all(is_move(node, index, views) for node, index in users)
 
 
 # -- moves -----------------------------------------------------------------------------------------
 
 
-def _kept(
+def _reshape(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
     del node, constants
     return [index.reshape(results[0])]
 
 
-def _turned(
+def _transpose(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
     del constants, results
@@ -301,12 +322,12 @@ def _turned(
     return [index.transpose(perm)]
 
 
-def _sliced(
+def _slice(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
     del results
-    starts, ends, *given = (constants[name].tolist() if name else [] for name in node.inputs[1:])
-    axes, steps = (*given, [], [])[:2]
+    starts, ends, *options = (constants[name].tolist() if name else [] for name in node.inputs[1:])
+    axes, steps = (*options, [], [])[:2]
     axes, steps = axes or range(len(starts)), steps or [1] * len(starts)
     box = [slice(None)] * index.ndim
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
@@ -314,7 +335,7 @@ def _sliced(
     return [index[tuple(box)]]
 
 
-def _divided(
+def _split(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
     del constants
@@ -323,7 +344,7 @@ def _divided(
     return np.split(index, ends[:-1], axis)
 
 
-def _picked(
+def _gather(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
     del results
@@ -333,12 +354,12 @@ def _picked(
 
 
 _MOVES: Mapping[str, _Move] = {
-    **dict.fromkeys(RELAYS, _kept),
-    "Gather": _picked,
-    "Slice": _sliced,
-    "Split": _divided,
-    "Transpose": _turned,
+    **dict.fromkeys(RELAYS, _reshape),
+    "Gather": _gather,
+    "Slice": _slice,
+    "Split": _split,
+    "Transpose": _transpose,
 }
 _FLOAT_CODES = frozenset({1, 10, 11, 16})  # TensorProto.DataType of float32, 16, 64 and bfloat16
-# Those whose further operands must be known by value; the others' show in the shape of the result.
+# Operators whose further operands must be constants; the shape of the result suffices for others.
 _BY_VALUE = frozenset({"Gather", "Slice"})

@@ -1,4 +1,4 @@
-"""The bias of a layer whose result is turned around or given other axes before it is added."""
+"""Finds the bias of a layer whose result is transposed or reshaped before the addition."""
 
 from math import prod
 
@@ -8,41 +8,43 @@ from kfac_engine._types import Array
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.match import MatchContext
-from kfac_engine.layers.parameter_slices import moved_entries
+from kfac_engine.layers.parameter_slices import rearrange_entries
 
 
-def moved_bias(scene: MatchContext, value: str, weight: str, numbers: Array) -> tuple[str, ...]:
-    """The bias that is added to a layer's result somewhere behind it.
+def find_bias_behind_views(
+    context: MatchContext, value: str, weight: str, numbers: Array
+) -> tuple[str, ...]:
+    """Find the bias that is added to the result of a layer after it is transposed or reshaped.
 
     Args:
-        scene: The graph.
-        value: The result.
-        weight: The layer's weight.
-        numbers: Of its features, each once, in an array that is broadcast to the result.
+        context: The graph.
+        value: Name of the result of the layer.
+        weight: Name of the weight.
+        numbers: The numbers of the features, each once; broadcast to the shape of the result.
 
     Returns:
-        The bias, or nothing.
+        Name of the bias, or an empty tuple.
     """
-    features: Array = np.broadcast_to(numbers, scene.shapes[value])
-    user, position = scene.only_user(value)
-    while user is not None and _is_view(scene, user) and position == 0:
-        constants, shape = scene.graph.constants, scene.shapes[user.outputs[0]]
-        features = moved_entries(features, user, constants, shape)
-        user, position = scene.only_user(user.outputs[0])
+    features: Array = np.broadcast_to(numbers, context.shapes[value])
+    user, position = context.only_user(value)
+    while user is not None and _is_view(context, user) and position == 0:
+        constants, shape = context.graph.constants, context.shapes[user.outputs[0]]
+        features = rearrange_entries(features, user, constants, shape)
+        user, position = context.only_user(user.outputs[0])
     if user is None or user.op != "Add":
         return ()
     bias = user.inputs[1 - position]
-    if not scene.goes_with(bias, weight) or scene.shapes[user.outputs[0]] != features.shape:
+    if not context.goes_with(bias, weight) or context.shapes[user.outputs[0]] != features.shape:
         return ()
-    sides, count = scene.shapes[bias], numbers.size
-    # Which feature each entry of the bias is added to: to one, and in the features' order.
-    alike = prod(sides) == count and np.array_equal(
-        np.broadcast_to(np.arange(count).reshape(sides), features.shape), features
+    shape, count = context.shapes[bias], numbers.size
+    # Each entry of the bias must be added to one feature, in the order of the features.
+    fits = prod(shape) == count and np.array_equal(
+        np.broadcast_to(np.arange(count).reshape(shape), features.shape), features
     )
-    return (bias,) if alike else ()
+    return (bias,) if fits else ()
 
 
-def _is_view(scene: MatchContext, node: Node) -> bool:
-    """Whether a node only moves entries; those that a Slice leaves out have no gradient."""
-    known = all(name in scene.graph.constants for name in node.inputs[1:] if name)
+def _is_view(context: MatchContext, node: Node) -> bool:
+    """Return whether a node only moves entries; entries left out by a Slice have no gradient."""
+    known = all(name in context.graph.constants for name in node.inputs[1:] if name)
     return not node.domain and (node.op in RELAYS or (node.op == "Slice" and known))

@@ -1,44 +1,44 @@
-"""Parameters that are added to data and belong to no layer, such as biases of frozen weights.
+"""Matches shifts: parameters that are added to data, such as biases of frozen weights.
 
-The gradient of an example is the sum of the result's gradient over the axes that the parameter does
-not have, whatever it is added to.
+The gradient of a shift for one example is the sum of the gradient of the result over the axes along
+which the shift is broadcast.
 """
 
 from collections.abc import Callable, Mapping
 
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.match import LayerMatch, MatchContext
-from kfac_engine.layers.scales import feature_axis, misfit, places
+from kfac_engine.layers.scales import axis_options, broadcast_mismatch, feature_axis
 
 
-def match_shift(scene: MatchContext, node: Node, index: int) -> LayerMatch | str:
-    """The layer of a shift, an operand in ``SHIFTS``, or the reason why there is none."""
+def match_shift(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
+    """Match a shift, an operand in ``SHIFTS``; return the reason if there is no layer."""
     value, y = node.inputs[index], node.outputs[0]
     role = f"operand {index} of {node.op}"
-    if node.op == "Sub" and index == 1 and len(scene.graph.consumers[value]) > 1:
-        return f"{role}, and used elsewhere"  # perhaps with the other sign
-    axis = SHIFTS[node.op, index](scene, node)
+    if node.op == "Sub" and index == 1 and len(context.graph.consumers[value]) > 1:
+        return f"{role}, and used elsewhere"  # maybe with the opposite sign
+    axis = SHIFTS[node.op, index](context, node)
     if axis is None:
-        return f"{role}, which is not one number a channel"
-    reason = misfit(scene, value, y, axis)
+        return f"{role}, which does not have one number for each channel"
+    reason = broadcast_mismatch(context, value, y, axis)
     return (
         f"{role}, {reason}"
         if reason
-        else LayerMatch("shift", (value,), "", y, places(scene, y, axis))
+        else LayerMatch("shift", (value,), "", y, axis_options(context, y, axis))
     )
 
 
-def _last(scene: MatchContext, node: Node) -> int:
-    del scene, node
+def _last(context: MatchContext, node: Node) -> int:
+    del context, node
     return -1
 
 
-def _channels(scene: MatchContext, node: Node) -> int:
-    del scene, node
+def _channels(context: MatchContext, node: Node) -> int:
+    del context, node
     return 1
 
 
-# Operator and operand to the axis of the result that the operand's last axis lies along.
+# Operator and operand to the axis of the result with which the operand's last axis is aligned.
 SHIFTS: Mapping[tuple[str, int], Callable[[MatchContext, Node], int | None]] = {
     ("Add", 0): _last,
     ("Add", 1): _last,

@@ -1,4 +1,4 @@
-"""Which part of a batch a convolution's input statistic looks at."""
+"""Random subsets of the examples and patches that the input statistic of a convolution reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A random part of the examples, of the patches, or both; the default is everything.
+    """Sizes of a random subset of the examples and patches; the default is all of them.
 
     Attributes:
-        input_fraction: ParameterSlice of the examples that patches are taken from; None takes all.
-        max_patches: At most so many patches; None takes all.
-        max_patches_per_feature: At most so many patches for each feature of one.
+        input_fraction: Fraction of the examples whose patches are read; None for all.
+        max_patches: Largest number of patches; None for all.
+        max_patches_per_feature: Largest number of patches for each feature of a patch.
     """
 
     input_fraction: float | None = None
@@ -24,11 +24,11 @@ class Sampling:
 
     @property
     def active(self) -> bool:
-        """Whether anything is left out."""
+        """Whether the subset may be smaller than the batch."""
         return self.input_fraction is not None or self.max_patches is not None
 
     def examples(self, count: int, rng: np.random.Generator) -> npt.NDArray[np.intp] | None:
-        """Indices of the examples to keep, ascending; None for all of ``count``."""
+        """Draw the indices of the examples to read, ascending; None for all of ``count``."""
         if self.input_fraction is None:
             return None
         return _choose(count, ceil(self.input_fraction * count), rng)
@@ -36,15 +36,15 @@ class Sampling:
     def patches(
         self, counts: Sequence[int], features: int, rng: np.random.Generator
     ) -> list[npt.NDArray[np.intp]] | None:
-        """Indices of the patches to keep in each of some tensors, ascending.
+        """Draw the indices of the patches to read from each tensor, ascending.
 
         Args:
-            counts: Patches in each tensor.
-            features: Features of a patch, without the one.
-            rng: Source of randomness.
+            counts: Number of patches in each tensor.
+            features: Features of a patch, without the homogeneous coordinate.
+            rng: Random generator.
 
         Returns:
-            One array a tensor, drawn from all patches alike; None where all are kept.
+            Indices for each tensor, uniform over the patches of all tensors; None for all patches.
         """
         if self.max_patches is None:
             return None
@@ -61,6 +61,6 @@ class Sampling:
 EVERYTHING = Sampling()
 
 
-def _choose(count: int, kept: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    """``kept`` different indices below ``count``, ascending: images lie in memory in that order."""
-    return np.sort(rng.choice(count, kept, replace=False))
+def _choose(count: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
+    """Draw ``size`` different indices below ``count``, in the order of images in memory."""
+    return np.sort(rng.choice(count, size, replace=False))

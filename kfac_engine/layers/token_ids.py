@@ -1,4 +1,4 @@
-"""Identifiers that pick rows of a table: inputs of embeddings, never written out as 0/1 rows."""
+"""Token ids: inputs of embeddings, read as one-hot rows without a copy of them."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,15 +12,15 @@ from kfac_engine.layers.views import rows_as_images
 
 @dataclass(frozen=True, slots=True)
 class TokenIdView:
-    """Integers below a vocabulary's size; a row of features is the sum of their unit vectors.
+    """Token ids, read as rows; a row is the sum of the unit vectors of its ids.
 
     Attributes:
-        vocabulary: Features of a row: entries of the table.
-        rank: 1 for one identifier an example, ``(n,)``; 2 for some, ``(n, ids)``.
-        positions: Whether each identifier is a row of its own, ``(n, …positions)``; otherwise those
-            of an example are one row.
-        count_repeats: Whether an identifier that comes ``k`` times in a row counts ``k`` times in
-            the diagonal of the second moment; otherwise once, the row being 0/1.
+        vocabulary: Number of rows of the table, which is the number of features.
+        rank: 1 for one id in an example, ``(n,)``; 2 for several, ``(n, ids)``.
+        positions: Whether each id is a row, ``(n, …positions)``; otherwise the ids of an example
+            are one row.
+        count_repeats: Whether an id that occurs ``k`` times in a row counts ``k`` times in the
+            diagonal of the second moment; otherwise it counts once.
     """
 
     vocabulary: int
@@ -31,8 +31,8 @@ class TokenIdView:
     def width(self, shape: tuple[int, ...]) -> int:
         if len(shape) != self.rank and not self.positions:
             raise ShapeError(
-                f"identifiers have shape {shape}; {'(n,)' if self.rank == 1 else '(n, ids)'} is "
-                f"needed, or positions=True where each has an output of its own."
+                f"token ids have shape {shape}; {'(n,)' if self.rank == 1 else '(n, ids)'} is "
+                f"needed, or positions=True if each id has an output."
             )
         return self.vocabulary
 
@@ -51,29 +51,29 @@ class TokenIdView:
     ) -> None:
         del x, out, backend, homogeneous, alpha, beta
         raise InputError(
-            "identifiers have a diagonal second moment only; use an approximation with a diagonal "
+            "the second moment of token ids is diagonal; use an approximation with a diagonal "
             "input factor, such as 'kron_in_diag'."
         )
 
     def rows(self, x: Array, backend: Backend) -> Array:
         del x, backend
         raise InputError(
-            "identifiers are not written out as rows; use an approximation with a diagonal input "
-            "factor, such as 'kron_in_diag'."
+            "token ids cannot be read as one-hot rows; use an approximation with a diagonal "
+            "input factor, such as 'kron_in_diag'."
         )
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
         return rows_as_images(self.rows(x, backend))
 
     def counts(self, ids: Array, backend: Backend) -> Array:
-        """Rows that have each identifier, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.
+        """Count the rows with each id, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.
 
         Args:
-            ids: Checked identifiers, ``(n,)`` or ``(n, ids)``.
-            backend: Array library.
+            ids: Checked token ids, ``(n,)`` or ``(n, ids)``.
+            backend: Backend of the array.
 
         Returns:
-            Integers, or multiplicities where repeats count.
+            Integers; with ``count_repeats`` the number of occurrences.
         """
         xp = backend.xp
         flat = xp.where(ids < 0, ids + self.vocabulary, ids)
@@ -85,16 +85,16 @@ class TokenIdView:
         return backend.count_ids(flat, self.vocabulary)
 
     def check(self, name: str, ids: Array) -> None:
-        """Refuse what picks no row of the table; negative numbers count from its end.
+        """Check that token ids are rows of the table; negative ids count from its end.
 
         Raises:
-            InputError: They are no integers, or lie outside the vocabulary.
+            InputError: The ids are not integers, or lie outside the vocabulary.
         """
         if ids.dtype.kind not in "iu":
-            raise InputError(f"'{name}' holds identifiers and must be integer, not {ids.dtype}.")
+            raise InputError(f"'{name}' contains token ids and must be integer, not {ids.dtype}.")
         low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         if not -self.vocabulary <= low <= high < self.vocabulary:
             raise InputError(
-                f"'{name}' holds identifiers from {low} to {high}; the vocabulary has "
+                f"'{name}' contains token ids from {low} to {high}; the vocabulary has "
                 f"{self.vocabulary} entries."
             )

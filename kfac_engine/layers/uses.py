@@ -1,4 +1,4 @@
-"""Several uses of one layer in one tensor, and how many rows they make of an example."""
+"""Numbers of examples and rows in the tensors of a layer with several uses."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ _DENSE_RANK = 2
 
 
 def folded_shape(shape: tuple[int, ...], view: View, num_uses: int) -> tuple[int, ...]:
-    """The shape a tensor has once its uses are folded into the batch axis, use by use.
+    """Return the shape of a tensor after its uses are folded into the batch axis.
 
     Args:
-        shape: ``(num_uses · n, …)`` or ``(num_uses, n, …)``; for one use anything the view reads.
-        view: Reads the tensor of one use; where it leaves the rank open, two axes are meant.
-        num_uses: Uses in the tensor.
+        shape: ``(num_uses · n, …)`` or ``(num_uses, n, …)``; any shape for one use.
+        view: View of the tensor of one use; without a fixed rank, it has two axes.
+        num_uses: Number of uses in the tensor.
 
     Returns:
         ``(num_uses · n, …)``.
 
     Raises:
-        ShapeError: The shape is neither.
+        ShapeError: The shape has neither form.
     """
     if num_uses == 1:
         return shape
@@ -30,8 +30,8 @@ def folded_shape(shape: tuple[int, ...], view: View, num_uses: int) -> tuple[int
     if len(shape) == rank and shape[0] % num_uses == 0:
         return shape
     raise ShapeError(
-        f"a tensor of {num_uses} uses has shape {shape}; it needs {rank} axes, the first a "
-        f"multiple of {num_uses}, or {rank + 1} axes, the first of them {num_uses}."
+        f"a tensor of {num_uses} uses has shape {shape}; it needs {rank} axes with a multiple of "
+        f"{num_uses} first, or {rank + 1} axes with {num_uses} first."
     )
 
 
@@ -43,25 +43,25 @@ def examples(
     *,
     exact: bool = False,
 ) -> int:
-    """Examples behind the tensors of one tower.
+    """Return the number of examples in the tensors of one tower.
 
     Args:
-        shapes: One for each listed use, or one of a tensor that holds all uses.
-        view: Reads the tensor of one use.
-        num_uses: Uses of the layer.
-        batch: Length of a value known to have the batch axis first. A shorter one means that
-            positions are folded into the tensors' first axis; a longer one has positions itself.
-            Not asked where uses are folded: their number tells.
-        exact: Whether ``batch`` is the number of examples, wherever the tensors have them.
+        shapes: Shape of the tensor of each use, or the shape of one tensor with all uses.
+        view: View of the tensor of one use.
+        num_uses: Number of uses of the layer.
+        batch: Length of a value whose first axis is the batch. If it is shorter than the first axis
+            of the tensors, that axis includes positions; if it is longer, the value has positions.
+            Not read for one tensor with several uses.
+        exact: Whether ``batch`` is the number of examples.
 
     Returns:
-        Their number.
+        Number of examples.
     """
     folded = num_uses if len(shapes) == 1 else 1
-    own = folded_shape(shapes[0], view, folded)[0] // folded
+    length = folded_shape(shapes[0], view, folded)[0] // folded
     if batch is None or folded > 1:
-        return own
-    return batch if exact else min(own, batch)
+        return length
+    return batch if exact else min(length, batch)
 
 
 def rows_per_example(
@@ -72,7 +72,7 @@ def rows_per_example(
     *,
     exact: bool = False,
 ) -> int:
-    """Uses × positions: rows that the tensors of one tower make of each example.
+    """Return the number of rows for each example: uses × positions.
 
     Args:
         shapes: As in ``examples``.
@@ -82,7 +82,7 @@ def rows_per_example(
         exact: As in ``examples``.
 
     Returns:
-        Their number.
+        Rows in the tensors of one tower, divided by its examples.
     """
     folded = num_uses if len(shapes) == 1 else 1
     rows = sum(view.count(folded_shape(shape, view, folded)) for shape in shapes)

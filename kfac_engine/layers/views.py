@@ -1,9 +1,9 @@
-"""How the tensors of a layer become rows: uses, examples and positions in, features out.
+"""Views: tensors of a layer as rows of features.
 
-Every layer speaks one format: rows over uses ``u``, batch ``n`` and positions ``t``, with ``d``
-features. A dense layer has ``u = t = 1``; a convolution has as many positions as output locations;
-a layer used at each step of a recurrence has ``u`` uses. A *view* knows which axis of a tensor is
-which, and asks the backend for moments without building the rows.
+All layers have one data format: rows over uses ``u``, examples ``n`` and positions ``t``, with
+``d`` features. A dense layer has ``u = t = 1``. A convolution has a position for each output pixel.
+A layer of a recurrence has a use for each time step. A *view* names the axes of a tensor, and
+computes second moments in the backend without a copy of the rows.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ _AUTOMATIC = {"SAME": "SAME_UPPER", "SAME_LOWER": "SAME_LOWER", "VALID": ""}
 
 
 class View(Protocol):
-    """The reading of one tensor of one use as rows of features."""
+    """A tensor of one use of a layer, read as rows of features."""
 
     @property
     def rank(self) -> int | None:
-        """Axes of a tensor of one use; None accepts any number from two on."""
+        """Number of axes of the tensor; None for any number of at least two."""
 
     def width(self, shape: tuple[int, ...]) -> int:
-        """Features ``d`` of a tensor of this shape."""
+        """Return the number of features ``d`` of a tensor of this shape."""
 
     def count(self, shape: tuple[int, ...]) -> int:
-        """Rows in a tensor of this shape."""
+        """Return the number of rows of a tensor of this shape."""
 
     def second_moment(
         self,
@@ -45,22 +45,36 @@ class View(Protocol):
         alpha: float,
         beta: float,
     ) -> None:
-        """``out ← beta·out + alpha·Σ_rows x xᵀ``."""
+        """Compute ``out ← beta·out + alpha·Σ_rows x xᵀ``, in the lower triangle.
+
+        Args:
+            x: The tensor.
+            out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate.
+            backend: Backend of the arrays.
+            homogeneous: Whether a 1 is appended to each row.
+            alpha: Factor of the sum.
+            beta: Factor of ``out``; with zero, its content does not matter.
+
+        Raises:
+            ShapeError: The tensor does not fit the view.
+            InputError: The view has no second moment as one matrix.
+        """
 
     def rows(self, x: Array, backend: Backend) -> Array:
-        """The rows, example by example: ``(n, t, d)``. May be large: for blocks that need them."""
+        """Return the rows, ``(n, t, d)``. They may take much more memory than the tensor."""
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
-        """Images ``(n, channels, *sides)`` whose patches are the rows, without copies."""
+        """Return images ``(n, channels, *shape)`` and the window whose patches are the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """Features lie along one axis; every other axis counts rows.
+    """A tensor whose rows lie along one axis, with a row for each entry of the other axes.
 
     Attributes:
-        feature_axis: -1 for dense layers and channels-last images, 1 for channels-first ones.
-        rank: Axes a tensor must have; None accepts any number from two on.
+        feature_axis: Axis of the features: -1 for dense layers and channels-last images, 1 for
+            channels-first images.
+        rank: Number of axes of the tensor; None for any number of at least two.
     """
 
     feature_axis: int = -1
@@ -105,20 +119,20 @@ class RowView:
 
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) < 2 or (self.rank is not None and len(shape) != self.rank):
-            wanted = "at least 2" if self.rank is None else str(self.rank)
-            raise ShapeError(f"a layer's tensor has shape {shape}; {wanted} axes are needed.")
+            needed = "at least 2" if self.rank is None else str(self.rank)
+            raise ShapeError(f"a layer's tensor has shape {shape}; {needed} axes are needed.")
         if not -len(shape) < self.feature_axis < len(shape) or self.feature_axis == 0:
             raise ShapeError(
-                f"a layer's tensor has shape {shape}; axis {self.feature_axis} is none of features "
-                f"(axis 0 is the batch)."
+                f"feature axis {self.feature_axis} does not exist in a tensor of shape {shape}, "
+                f"where axis 0 is the batch."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class PatchView:
-    """The input of a convolution: one row of features for each output location.
+    """The input of a convolution, with a row for each output position.
 
-    Features are tap-major, ``(*kernel, channels)``, as a channels-last filter is laid out.
+    The features of a row are ``(*kernel, channels)``, as in a channels-last filter.
 
     Attributes:
         window: Window of the convolution.
@@ -169,7 +183,8 @@ class PatchView:
     def _spatial_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != self.rank:
             raise ShapeError(
-                f"a convolution over {self.rank - 2} spatial axes got an input of shape {shape}."
+                f"a convolution over {self.rank - 2} spatial axes cannot read an input of shape "
+                f"{shape}."
             )
         return shape[2:] if self.channels_first else shape[1:-1]
 
@@ -228,5 +243,5 @@ def patch_view(
 
 
 def rows_as_images(rows: Array) -> tuple[Array, Window]:
-    """Rows ``(n, t, d)`` as images with a pixel for each row."""
+    """Return rows ``(n, t, d)`` as images ``(n, d, t)`` with the window of a single pixel."""
     return rows.swapaxes(1, 2), pointwise(1)

@@ -6,7 +6,11 @@ import pytest
 from kfac_engine._types import Rows
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
-from kfac_engine.layers.batched_dense import SlotPacking, SlotRows, slots_form
+from kfac_engine.layers.batched_dense import (
+    StackedDensePacking,
+    StackedDenseView,
+    stacked_dense_form,
+)
 
 SLOTS, D, K = 3, 4, 2
 rng = np.random.default_rng(0)
@@ -15,21 +19,21 @@ WEIGHT, BIAS = rng.standard_normal((SLOTS, D, K)), rng.standard_normal((SLOTS, 1
 
 def test_rows_hold_the_features_of_all_slots_side_by_side():
     x = rng.standard_normal((5, 2, SLOTS, D))
-    view = SlotRows()
+    view = StackedDenseView()
     rows = view.rows(x, NumpyBackend())
     assert rows.shape == (5, view.count(x.shape) // 5, view.width(x.shape))
     np.testing.assert_array_equal(rows[3, 1, D : 2 * D], x[3, 1, 1])
 
 
 def test_each_slot_is_packed_as_its_own_matrix_with_its_bias_last():
-    packed = SlotPacking("IO", has_bias=True).pack((WEIGHT, BIAS), "w", np)
+    packed = StackedDensePacking("IO", has_bias=True).pack((WEIGHT, BIAS), "w", np)
     for slot in range(SLOTS):
         np.testing.assert_array_equal(packed[slot], np.vstack([WEIGHT[slot], BIAS[slot]]))
 
 
 @pytest.mark.parametrize("vector", [WEIGHT, (WEIGHT,), (WEIGHT, BIAS)], ids=["bare", "one", "two"])
 def test_unpacking_is_the_inverse_of_packing(vector):
-    packing = SlotPacking("IO", has_bias=isinstance(vector, tuple) and len(vector) == 2)
+    packing = StackedDensePacking("IO", has_bias=isinstance(vector, tuple) and len(vector) == 2)
     back = packing.unpack(packing.pack(vector, "w", np), vector)
     assert isinstance(back, tuple) == isinstance(vector, tuple)
     pairs = zip(back, vector, strict=True) if isinstance(vector, tuple) else [(back, vector)]
@@ -40,7 +44,7 @@ def test_unpacking_is_the_inverse_of_packing(vector):
 @pytest.mark.parametrize(
     ("vector", "error", "text"),
     [
-        ((WEIGHT,), InputError, "takes 2 array"),
+        ((WEIGHT,), InputError, "needs 2 array"),
         ((WEIGHT[0], BIAS), ShapeError, r"got shape \(4, 2\)"),
         ((WEIGHT, BIAS[:2]), ShapeError, r"not \(3, 2\)"),
         (Rows(np.array([0]), np.ones((1, 2)), 3), UnsupportedError, "whole arrays, not rows"),
@@ -49,11 +53,11 @@ def test_unpacking_is_the_inverse_of_packing(vector):
 )
 def test_what_does_not_fit_is_refused(vector, error, text):
     with pytest.raises(error, match=text):
-        SlotPacking("IO", has_bias=True).pack(vector, "w", np)
+        StackedDensePacking("IO", has_bias=True).pack(vector, "w", np)
 
 
 def test_tensors_and_weights_without_slots_are_refused():
     with pytest.raises(ShapeError, match=r"shape \(5, 4\)"):
-        SlotRows().width((5, 4))
-    with pytest.raises(ShapeError, match=r"\(slots, d_in, d_out\) is needed"):
-        slots_form((4, 2), has_bias=False)
+        StackedDenseView().width((5, 4))
+    with pytest.raises(ShapeError, match=r"\(stack, d_in, d_out\) is needed"):
+        stacked_dense_form((4, 2), has_bias=False)

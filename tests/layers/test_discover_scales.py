@@ -222,7 +222,7 @@ def test_a_scale_of_examples_merged_with_positions_is_no_layer():
         net.op("Reshape", scaled, net.constant("back", np.array([-1, 4, 3])), to="output")
 
     found = reason(build, ["batch", 4, 3])
-    assert found == "the examples do not lie alone on an axis of 'scaled'"
+    assert found == "no axis of 'scaled' holds the examples alone"
 
 
 @pytest.mark.parametrize(("opset", "kind"), [(20, "generic"), (21, "scale_and_shift")])
@@ -236,7 +236,7 @@ def test_scales_of_a_group_normalization_are_a_layer_where_there_is_one_a_channe
     found, *rest = discover(graph, ("scale", "shift"), shapes, 2).layers
     assert found.kind == kind
     if kind == "generic":
-        assert found.reason == "scale of GroupNormalization that is not one number a channel"
+        assert found.reason == "scale of GroupNormalization without one number for each channel"
     else:
         assert (found.parameters, found.options) == (("scale", "shift"), {"feature_axis": 1})
         assert not rest

@@ -48,7 +48,7 @@ def test_parts_are_rows_of_the_packed_matrix_and_rooms_for_them_join_again(weigh
     vector = (weight, bias) if has_bias else weight
     parts = packing.parts(vector, "w")
     np.testing.assert_array_equal(np.vstack(parts), packing.pack(vector, "w", np))
-    rooms = packing.rooms(parts, np.dtype(np.float64), np)
+    rooms = packing.empty_parts(parts, np.dtype(np.float64), np)
     for room, part in zip(rooms, parts, strict=True):
         room[...] = part
     joined = packing.joined(rooms, vector)
@@ -137,9 +137,9 @@ def test_the_packed_matrix_of_a_pair_flattens_to_weight_then_bias():
 @pytest.mark.parametrize(
     ("weight_format", "has_bias", "vector", "error", "says"),
     [
-        ("IO", True, np.ones((3, 4)), ke.InputError, r"takes 2 array\(s\), got 1"),
-        ("IO", False, (np.ones((3, 4)), np.ones(4)), ke.InputError, r"takes 1 array\(s\), got 2"),
-        ("HWIO", False, np.ones((3, 4)), ke.ShapeError, r"HWIO, 4 axes; got shape \(3, 4\)"),
+        ("IO", True, np.ones((3, 4)), ke.InputError, r"needs 2 array\(s\), got 1"),
+        ("IO", False, (np.ones((3, 4)), np.ones(4)), ke.InputError, r"needs 1 array\(s\), got 2"),
+        ("HWIO", False, np.ones((3, 4)), ke.ShapeError, r"HWIO with 4 axes, got shape \(3, 4\)"),
         ("IO", True, (np.ones((3, 4)), np.ones(3)), ke.ShapeError, r"bias of .* shape \(3,\)"),
     ],
     ids=["no bias", "a bias too many", "rank", "bias"],

@@ -56,7 +56,7 @@ def test_every_axis_but_the_features_counts_rows(shape, axis):
         (RowView(1, rank=4), (4, 3), "4 axes"),
         (RowView(-2), (3, 4), "axis 0 is the batch"),
         (RowView(0), (3, 4), "axis 0 is the batch"),
-        (RowView(2), (3, 4), "axis 2 is none of features"),
+        (RowView(2), (3, 4), "feature axis 2 does not exist"),
     ],
 )
 def test_a_tensor_without_batch_and_features_is_refused(view, shape, says):

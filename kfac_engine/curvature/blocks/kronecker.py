@@ -243,7 +243,7 @@ class KroneckerProductFB(FisherBlock):
         parts = packing.parts(vector, self.params)
         dtype = backend.xp.result_type(left, right, *parts)
         parts = tuple(part.astype(dtype, copy=False) for part in parts)
-        out = packing.rooms(parts, dtype, backend.xp)
+        out = packing.empty_parts(parts, dtype, backend.xp)
         multiply_parts(left, right, parts, out, backend, scale=scale)
         return packing.joined(out, vector)
 

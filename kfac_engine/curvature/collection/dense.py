@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kfac_engine._types import Params
 from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key, names_of
 from kfac_engine.errors import InputError
-from kfac_engine.layers.batched_dense import slots_form
+from kfac_engine.layers.batched_dense import stacked_dense_form
 from kfac_engine.layers.layer_forms import dense_form, embedding_form
 from kfac_engine.losses.collection import Reuse
 
@@ -65,7 +65,7 @@ class DenseLayers(BlockRegistry):
         """
         key = canonical_key(params)
         shape = self.require_shape(names_of(key)[0])
-        form = slots_form(shape, has_bias=not isinstance(key, str))
+        form = stacked_dense_form(shape, has_bias=not isinstance(key, str))
         self._register("stacked_dense", key, form, (inputs, outputs), approx, reuse)
 
 

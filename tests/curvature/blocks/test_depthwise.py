@@ -160,7 +160,7 @@ def test_named_blocks_equal_the_registered_ones(name, truth):
     [
         ({"params": ("w", "b")}, NotImplementedError, "without a bias"),
         ({"strides": (1, 1)}, ValueError, "4 strides"),
-        ({"rate": (1, 1, 1, 1)}, ValueError, "one dilation a spatial axis"),
+        ({"rate": (1, 1, 1, 1)}, ValueError, "a dilation for each of two spatial axes"),
         ({"params": "flat"}, ValueError, "4 axes are needed"),
         ({"approx": "full"}, ValueError, "Bad value 'full' for approx"),
         ({"weight_format": "OIHW"}, ValueError, "shape of 'x' is needed"),

@@ -244,8 +244,8 @@ def test_damping_is_split_in_each_group_or_evenly():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups": 4}, "6 outputs cannot fall into 4 groups"),
-        ({"groups": 0}, "cannot fall into 0 groups"),
+        ({"groups": 4}, "6 outputs cannot be divided into 4 groups"),
+        ({"groups": 0}, "cannot be divided into 0 groups"),
         ({"groups": 2, "approx": "kron_sua"}, "Bad value 'kron_sua'"),
     ],
 )
