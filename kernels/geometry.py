@@ -58,7 +58,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSides:
+class WindowShape:
     """What the kernels need to know of a window, an entry for each spatial axis."""
 
     kernel: tuple[int, ...]
@@ -68,7 +68,7 @@ class WindowSides:
     outputs: tuple[int, ...]
 
 
-def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowSides) -> Geometry:
+def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowShape) -> Geometry:
     """The geometry of images ``(n, channels, *sides)`` with these strides, in elements."""
     count, channels, *sides = shape
     pixel_strides = _leading(strides[2:], 0)
@@ -94,7 +94,7 @@ def one_to_one(shape: Sequence[int], strides: Sequence[int]) -> Geometry:
     """The geometry of images whose every pixel is a patch of its own."""
     axes = len(shape) - 2
     ones, zeros = (1,) * axes, (0,) * axes
-    return geometry(shape, strides, WindowSides(ones, ones, ones, zeros, tuple(shape[2:])))
+    return geometry(shape, strides, WindowShape(ones, ones, ones, zeros, tuple(shape[2:])))
 
 
 def words(structs: Struct) -> npt.NDArray[np.int32]:

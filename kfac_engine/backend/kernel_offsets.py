@@ -1,14 +1,18 @@
-"""Which pixels two taps of a window see together, for stride one: geometry only.
+"""Terms of the blocks of a patch Gram matrix, for windows of stride one: geometry only.
 
-The block of taps ``v + δ`` and ``v`` of a second moment is a sum over the pixels ``q`` that tap
-``v`` sees at the outputs, those whose partner exists:
+A patch Gram matrix has one block for each pair of kernel taps ``u`` and ``v``. With the *offset*
+``δ = u − v`` and the dilation ``d``, the block is
 
-    Σ_q x[:, q + δ·dilation] x[:, q]ᵀ.
+    block[u, v] = Σ_q x[:, q + δ·d] x[:, q]ᵀ,
 
-Such pixels are a box, and the boxes of all taps ``v`` differ at their borders only. So along each
-axis they are cut into segments that lie in a box as a whole or not at all. Along the axes but the
-last, a box is a sum of segments. Along the last, where lines run, it is the whole line less the
-segments outside: lines stay long, and all distances along them can be multiplied at once.
+where ``q`` runs over the pixels that tap ``v`` sees at the outputs and that have a partner
+``q + δ·d`` in the image. These pixels form a box. The boxes of all ``v`` with the same offset
+differ at the borders of the image only, so most of the sum is the same for all of them.
+
+Each axis is cut into *segments*, such that a segment lies in a box as a whole or not at all. Along
+all axes but the last, a box is a sum of segments. Along the last axis, where lines run in memory, a
+box is the whole line minus the segments outside the box. So lines stay long, and one product covers
+all offsets along a line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,63 +23,64 @@ from typing import NamedTuple, TypeAlias
 
 from kfac_engine.backend.window import Window
 
-# From one tap to another, one step an axis.
-Distance: TypeAlias = tuple[int, ...]
-# Some taps of an axis.
+# Difference of two taps, one number for each axis.
+Offset: TypeAlias = tuple[int, ...]
+# Taps of one axis; or one tap, with a number for each axis.
 Taps: TypeAlias = tuple[int, ...]
-# Pixels of an axis, and the taps whose boxes hold them.
+# Pixels of an axis, and the taps whose boxes contain them.
 Segment: TypeAlias = tuple[range, Taps]
 
 
 class LineProduct(NamedTuple):
-    """Products of lines with lines that lie a distance from them, or several.
+    """Products ``Σ x[:, q + δ·d] x[:, q]ᵀ`` of lines, for one or several offsets along the line.
 
     Attributes:
-        leading: Steps between taps along the axes but the last.
-        alongs: Steps along the last axis, one or several.
-        lines: Pixels of the axes but the last.
-        pixels: Of each line; beyond its ends partners are zero.
-        leading_taps: Of the axes but the last, the ``v`` that count it.
-        taps: Of the last axis, for each of its steps.
-        sign: One, or minus one for a segment that lies outside the boxes of these taps.
-        apart: Pixels from one tap to the next, an axis.
+        leading: Offset along all axes but the last.
+        alongs: Offsets along the last axis.
+        lines: Pixels ``q`` along all axes but the last.
+        pixels: Pixels ``q`` along the last axis; partners beyond the line are zero.
+        leading_taps: For each axis but the last, the taps ``v`` whose block has this term.
+        taps: For each offset of ``alongs``, the taps ``v`` of the last axis whose block has this
+            term.
+        sign: 1, or −1 for a segment outside the boxes of these taps.
+        dilations: Pixels from one tap to the next, for each axis.
     """
 
-    leading: Distance
+    leading: Offset
     alongs: range
     lines: tuple[range, ...]
     pixels: range
     leading_taps: tuple[Taps, ...]
     taps: tuple[Taps, ...]
     sign: int
-    apart: Distance
+    dilations: tuple[int, ...]
 
     @property
     def pairs(self) -> int:
-        """Of pixels, of one image."""
+        """Number of pairs of pixels that are multiplied, for one image."""
         return prod(map(len, (*self.lines, self.pixels, self.alongs)))
 
     @property
     def partners(self) -> range:
-        """Where the pixels of a line meet it, at the first distance."""
-        shift = self.alongs.start * self.apart[-1]
+        """Pixels ``q + δ·d`` of the first offset, along the last axis."""
+        shift = self.alongs.start * self.dilations[-1]
         return range(self.pixels.start + shift, self.pixels.stop + shift)
 
     def counts(self, v: Taps, along: int) -> bool:
-        """Whether the block of the tap ``v`` and the one that lies so far along has it."""
+        """Return whether the block of tap ``v`` and this offset along the line has this term."""
         if along not in self.alongs:
             return False
-        seeing = (*self.leading_taps, self.taps[along - self.alongs.start])
-        return all(tap in taps for tap, taps in zip(v, seeing, strict=True))
+        counting = (*self.leading_taps, self.taps[along - self.alongs.start])
+        return all(tap in taps for tap, taps in zip(v, counting, strict=True))
 
 
 class Block(NamedTuple):
-    """A block of a second moment.
+    """A block of a patch Gram matrix as a sum of products.
 
     Attributes:
-        u: Tap of its rows.
-        v: Tap of its columns.
-        terms: What it is the sum of: index of a product, of a step along lines, and the sign.
+        u: Tap of the rows.
+        v: Tap of the columns.
+        terms: Index of a line product, index of the offset in its ``alongs``, and sign.
     """
 
     u: Taps
@@ -83,127 +88,139 @@ class Block(NamedTuple):
     terms: tuple[tuple[int, int, int], ...]
 
 
-class Group(NamedTuple):
-    """Some distances: their blocks, and all products that these are sums of."""
+class OffsetGroup(NamedTuple):
+    """Offsets whose products are computed together.
+
+    Attributes:
+        window: Geometry.
+        products: All line products of these offsets.
+        blocks: The blocks of these offsets, as sums of the products.
+    """
 
     window: Window
-    parts: tuple[LineProduct, ...]
+    products: tuple[LineProduct, ...]
     blocks: tuple[Block, ...]
 
     @property
-    def moments(self) -> int:
-        """How many moments the products give."""
-        return sum(len(part.alongs) for part in self.parts)
+    def matrices(self) -> int:
+        """Number of channel matrices that the products compute."""
+        return sum(len(product.alongs) for product in self.products)
 
 
-def distances(window: Window) -> list[Distance]:
-    """All distances from a tap or an earlier one, in row-major order, to a tap."""
-    steps = product(*(range(1 - k, k) for k in window.kernel))
-    return [step for step in steps if step >= (0,) * len(step)]
+def kernel_offsets(window: Window) -> list[Offset]:
+    """Return the offsets of all pairs of taps ``u ≥ v`` in row-major order, each offset once."""
+    offsets = product(*(range(1 - k, k) for k in window.kernel))
+    return [offset for offset in offsets if offset >= (0,) * len(offset)]
 
 
-def starts(step: int, kernel: int) -> range:
-    """The taps of an axis from which a step leads to another."""
-    return range(max(0, -step), kernel - max(0, step))
+def first_taps(offset: int, kernel: int) -> range:
+    """Return the taps of an axis from which an offset leads to another tap."""
+    return range(max(0, -offset), kernel - max(0, offset))
 
 
 @lru_cache(maxsize=256)
-def line_products(window: Window, sides: tuple[int, ...], *, joined: bool) -> tuple[Group, ...]:
-    """What the blocks of a second moment are sums of.
+def line_products(
+    window: Window, spatial_shape: tuple[int, ...], *, joined: bool
+) -> tuple[OffsetGroup, ...]:
+    """Return the products whose sums are the blocks of a patch Gram matrix.
 
     Args:
-        window: Of stride one.
-        sides: Of the images.
-        joined: Whether all steps along a line are one product.
+        window: Geometry; all strides are one.
+        spatial_shape: Shape of the images.
+        joined: Whether all offsets along a line are one product.
 
     Returns:
-        Distances of equal leading steps together if joined, else each alone; those whose products
-        take longest come first. Together they have every block on and under the diagonal.
+        Groups of offsets, the most expensive first: offsets with equal leading offset if joined,
+        else each offset alone. Their blocks are all blocks on and below the diagonal.
     """
-    found = []
-    for leading in dict.fromkeys(step[:-1] for step in distances(window)):
+    groups = []
+    for leading in dict.fromkeys(offset[:-1] for offset in kernel_offsets(window)):
         kernel = window.kernel[-1]
         alongs = range(1 - kernel if any(leading) else 0, kernel)
-        for own in [alongs] if joined else [range(s, s + 1) for s in alongs]:
-            parts = tuple(_parts(window, sides, leading, own))
-            found.append(Group(window, parts, tuple(_blocks(window, leading, own, parts))))
-    return tuple(sorted(found, key=lambda group: -sum(part.pairs for part in group.parts)))
+        for together in [alongs] if joined else [range(s, s + 1) for s in alongs]:
+            products = tuple(_products(window, spatial_shape, leading, together))
+            blocks = tuple(_blocks(window, leading, together, products))
+            groups.append(OffsetGroup(window, products, blocks))
+    return tuple(sorted(groups, key=lambda group: -sum(part.pairs for part in group.products)))
 
 
-def borders(groups: Sequence[Group]) -> list[range]:
-    """Strips of pixels along the lines that hold all segments to take off, and their partners.
+def border_strips(groups: Sequence[OffsetGroup]) -> list[range]:
+    """Return strips of the last axis that contain all negative terms with their partners.
 
     Args:
-        groups: Some of those of ``line_products``.
+        groups: Groups of ``line_products``.
 
     Returns:
-        Disjoint ranges; each segment lies in one of them together with its partners.
+        Disjoint ranges; each negative segment lies in one of them together with its partners.
     """
-    parts = (part for group in groups for part in group.parts if part.sign < 0)
+    products = (part for group in groups for part in group.products if part.sign < 0)
     spans = sorted(
         (min(part.pixels.start, part.partners.start), max(part.pixels.stop, part.partners.stop))
-        for part in parts
+        for part in products
     )
-    found: list[range] = []
+    strips: list[range] = []
     for start, stop in spans:
-        if found and start < found[-1].stop:
-            found[-1] = range(found[-1].start, max(stop, found[-1].stop))
+        if strips and start < strips[-1].stop:
+            strips[-1] = range(strips[-1].start, max(stop, strips[-1].stop))
         else:
-            found.append(range(start, stop))
-    return found
+            strips.append(range(start, stop))
+    return strips
 
 
 def _blocks(
-    window: Window, leading: Distance, alongs: range, parts: Sequence[LineProduct]
+    window: Window, leading: Offset, alongs: range, products: Sequence[LineProduct]
 ) -> Iterator[Block]:
+    """Yield the blocks of some offsets along the lines, as sums of their products."""
     for along in alongs:
-        step = (*leading, along)
-        for v in product(*map(starts, step, window.kernel)):
-            u = tuple(a + b for a, b in zip(v, step, strict=True))
+        offset = (*leading, along)
+        for v in product(*map(first_taps, offset, window.kernel)):
+            u = tuple(a + b for a, b in zip(v, offset, strict=True))
             terms = [
                 (i, along - part.alongs.start, part.sign)
-                for i, part in enumerate(parts)
+                for i, part in enumerate(products)
                 if part.counts(v, along)
             ]
             yield Block(u, v, tuple(terms))
 
 
-def _parts(
-    window: Window, sides: tuple[int, ...], leading: Distance, alongs: range
+def _products(
+    window: Window, spatial_shape: tuple[int, ...], leading: Offset, alongs: range
 ) -> Iterator[LineProduct]:
-    """Whole lines, for some steps along them, and segments to take off again."""
-    last = len(sides) - 1
-    cuts = {s: _segments(window, sides, last, s) for s in alongs}
+    """Yield products of whole lines, and those of the segments that are subtracted from them."""
+    last = len(spatial_shape) - 1
+    cuts = {s: _segments(window, spatial_shape, last, s) for s in alongs}
     seeing = {s: sorted({tap for _, taps in cuts[s] for tap in taps}) for s in alongs}
-    some = [s for s in alongs if seeing[s]]
-    if not some:
+    seen = [s for s in alongs if seeing[s]]
+    if not seen:
         return
-    whole, pixels = range(min(some), max(some) + 1), range(sides[last])
-    if len(whole) == 1:  # no need to multiply pixels without a partner
-        pixels = range(cuts[some[0]][0][0].start, cuts[some[0]][-1][0].stop)
-    boxes = [_segments(window, sides, axis, step) for axis, step in enumerate(leading)]
+    whole, pixels = range(min(seen), max(seen) + 1), range(spatial_shape[last])
+    if len(whole) == 1:  # pixels without a partner add nothing
+        pixels = range(cuts[seen[0]][0][0].start, cuts[seen[0]][-1][0].stop)
+    boxes = [_segments(window, spatial_shape, axis, step) for axis, step in enumerate(leading)]
     for box in product(*boxes):
         if not all(taps for _, taps in box):
             continue
         lines, leading_taps = tuple(pixels for pixels, _ in box), tuple(taps for _, taps in box)
         taps = tuple(tuple(seeing[s]) for s in whole)
         yield LineProduct(leading, whole, lines, pixels, leading_taps, taps, 1, window.dilations)
-        for s in some:
+        for s in seen:
             for segment, inside in cuts[s]:
                 outside = tuple(tap for tap in seeing[s] if tap not in inside)
                 if outside:
                     one = range(s, s + 1)
-                    seen = leading_taps, (outside,)
-                    yield LineProduct(leading, one, lines, segment, *seen, -1, window.dilations)
+                    counting = leading_taps, (outside,)
+                    yield LineProduct(leading, one, lines, segment, *counting, -1, window.dilations)
 
 
-def _segments(window: Window, sides: tuple[int, ...], axis: int, step: int) -> list[Segment]:
-    """All pixels of an axis that have a partner a step away, by the taps whose boxes hold them."""
-    side, apart = sides[axis], step * window.dilations[axis]
-    first, stop = max(0, -apart), min(side, side - apart)
+def _segments(
+    window: Window, spatial_shape: tuple[int, ...], axis: int, offset: int
+) -> list[Segment]:
+    """Return the pixels of an axis that have a partner, cut at the borders of all boxes."""
+    size, apart = spatial_shape[axis], offset * window.dilations[axis]
+    first, stop = max(0, -apart), min(size, size - apart)
     boxes = {}
-    for tap in starts(step, window.kernel[axis]):
-        _, pixels = window.seen(axis, tap, sides)
+    for tap in first_taps(offset, window.kernel[axis]):
+        _, pixels = window.seen(axis, tap, spatial_shape)
         low, high = max(pixels.start, first), min(pixels.stop, stop)
         if low < high:
             boxes[tap] = low, high

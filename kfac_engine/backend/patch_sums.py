@@ -1,7 +1,7 @@
-"""Sums over patches, and of their squares, without making one.
+"""Sums of patches and of their squares, without copies of patches.
 
-Images are summed first; then, one axis at a time, pixels become taps: what a tap sees along an axis
-does not depend on the others.
+Images are summed first. Then pixels become taps, one axis at a time: the pixels that a tap sees
+along an axis do not depend on the other axes.
 """
 
 from types import ModuleType
@@ -11,17 +11,17 @@ from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 
-# So many images are summed in their own precision before the sums are added up in float64.
+# Images that are summed in their own precision before the sums are added in float64.
 _SUM_IMAGES = 64
 
 
 def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
-    """Sum of all patches of all images.
+    """Return the sum of all patches of all images.
 
     Args:
-        x: Images, ``(n, channels, *sides)``, any strides.
+        x: Images, ``(n, channels, *spatial_shape)``, any strides.
         window: Geometry.
-        dtype: In which images are summed, a few at a time.
+        dtype: Element type in which groups of images are summed.
         xp: The array library.
 
     Returns:
@@ -34,12 +34,12 @@ def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
 
 
 def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
-    """Sum of the patches of each image.
+    """Return the sum of the patches of each image.
 
     Args:
         x: As for ``patch_sums``.
         window: Geometry.
-        dtype: In which they are summed.
+        dtype: Element type of the sums.
         xp: The array library.
 
     Returns:
@@ -51,20 +51,20 @@ def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
 def add_patch_squares(
     x: Array, window: Window, out: Array, xp: ModuleType, *, alpha: float, beta: float
 ) -> None:
-    """``out ← beta·out + alpha·Σ z²`` over all patches of all images, feature by feature, in place.
+    """Compute ``out ← beta·out + alpha·Σ z²`` over all patches, entry by entry, in place.
 
     Args:
         x: As for ``patch_sums``.
         window: Geometry.
-        out: ``(taps·channels,)``, contiguous; squares are taken in its dtype.
+        out: ``(taps·channels,)``, contiguous; squares are computed in its element type.
         xp: The array library.
         alpha: Scale of the new squares.
         beta: Scale of the old ones; zero overwrites.
 
     Raises:
-        ShapeError: ``out`` is not of this shape.
+        ShapeError: ``out`` has another shape.
     """
-    check_line(x, window, out)
+    check_feature_vector(x, window, out)
     total = xp.zeros(x.shape[1:])
     for start in range(0, len(x), _SUM_IMAGES):
         part = x[start : start + _SUM_IMAGES].astype(out.dtype, copy=False)
@@ -73,35 +73,35 @@ def add_patch_squares(
     out += alpha * _by_taps(total, window, xp)
 
 
-def check_line(x: Array, window: Window, out: Array) -> None:
-    """Refuse a result that has not one number for each feature.
+def check_feature_vector(x: Array, window: Window, out: Array) -> None:
+    """Check that an array has one contiguous entry for each feature of a patch.
 
     Args:
         x: Images.
         window: Geometry.
-        out: To be ``(taps·channels,)`` and contiguous.
+        out: The array.
 
     Raises:
-        ShapeError: It is not.
+        ShapeError: ``out`` is not ``(taps·channels,)`` or not contiguous.
     """
-    wanted = (window.taps * x.shape[1],)
-    if out.shape != wanted or not out.flags.c_contiguous:
+    expected = (window.taps * x.shape[1],)
+    if out.shape != expected or not out.flags.c_contiguous:
         raise ShapeError(
             f"squares of {x.shape[1]} channels under {window.taps} taps need a contiguous result "
-            f"of shape {wanted}, got {out.shape} with strides {out.strides}."
+            f"of shape {expected}, got {out.shape} with strides {out.strides}."
         )
 
 
 def _by_taps(total: Array, window: Window, xp: ModuleType) -> Array:
-    """What each tap sees of images ``(…, channels, *sides)``, summed: ``(…, taps·channels)``."""
+    """Sum what each tap sees of images: ``(…, channels, *shape)`` to ``(…, taps·channels)``."""
     axes = len(window.kernel)
-    sides, channels = total.shape[total.ndim - axes :], total.ndim - axes - 1
+    spatial_shape, channels = total.shape[total.ndim - axes :], total.ndim - axes - 1
     everywhere = (slice(None),) * (channels + 1)
     for axis, taps in enumerate(window.kernel):
         # The axes before this one have left their place and follow, as taps, behind the last.
-        seen = (window.seen(axis, tap, sides)[1] for tap in range(taps))
+        seen = (window.seen(axis, tap, spatial_shape)[1] for tap in range(taps))
         sums = [total[(*everywhere, pixels)].sum(axis=channels + 1) for pixels in seen]
         total = xp.stack(sums, axis=-1)
     last = xp.moveaxis(total, channels, -1)
-    found: Array = last.reshape(*total.shape[:channels], -1)
-    return found
+    sums_by_tap: Array = last.reshape(*total.shape[:channels], -1)
+    return sums_by_tap

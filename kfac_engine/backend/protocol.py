@@ -140,10 +140,10 @@ class Backend(Protocol):
 
     # -- threads ----------------------------------------------------------------------------------
 
-    def share(self, tasks: Sequence[Task]) -> None:
+    def run_parallel(self, tasks: Sequence[Task]) -> None:
         """Run independent tasks and wait for them; on a CPU they are divided among threads."""
 
-    def bands(self, length: int, work: float) -> list[slice]:
+    def row_blocks(self, length: int, work: float) -> list[slice]:
         """Split ``range(length)`` into slices, one for each thread that the work occupies.
 
         Args:

@@ -27,23 +27,23 @@ class Slab:
     window: Window
 
 
-def full_grid(window: Window, sides: tuple[int, ...]) -> tuple[range, ...]:
+def full_grid(window: Window, spatial_shape: tuple[int, ...]) -> tuple[range, ...]:
     """All output positions that could see a pixel, own or not.
 
     Args:
         window: Of stride one.
-        sides: Pixels of the image an axis.
+        spatial_shape: Pixels of the image an axis.
 
     Returns:
         A range an axis, counted as the window counts.
     """
     return tuple(
         range(begin - reach, begin + side)
-        for begin, reach, side in zip(window.begins, window.reaches, sides, strict=True)
+        for begin, reach, side in zip(window.begins, window.reaches, spatial_shape, strict=True)
     )
 
 
-def frame(window: Window, sides: tuple[int, ...]) -> Iterator[Slab]:
+def frame(window: Window, spatial_shape: tuple[int, ...]) -> Iterator[Slab]:
     """The full grid less the window's own outputs, as disjoint slabs.
 
     A slab lies outside the own outputs along one axis, inside along the axes before it, anywhere in
@@ -51,16 +51,16 @@ def frame(window: Window, sides: tuple[int, ...]) -> Iterator[Slab]:
 
     Args:
         window: Of stride one.
-        sides: Pixels of the image an axis.
+        spatial_shape: Pixels of the image an axis.
 
     Yields:
         Slabs that see something.
     """
-    grid, outputs = full_grid(window, sides), window.output_shape(sides)
+    grid, outputs = full_grid(window, spatial_shape), window.output_shape(spatial_shape)
     own = [_common(line, range(count)) for line, count in zip(grid, outputs, strict=True)]
     around = window
     for axis, line in enumerate(grid):
-        around = around.restricted(axis, sides, line)
+        around = around.restricted(axis, spatial_shape, line)
     # From here on positions are counted from the start of the full grid.
     kept = [
         range(mine.start - line.start, mine.stop - line.start)
@@ -68,26 +68,32 @@ def frame(window: Window, sides: tuple[int, ...]) -> Iterator[Slab]:
     ]
     for axis, (line, mine) in enumerate(zip(grid, kept, strict=True)):
         for outside in (range(mine.start), range(mine.stop, len(line))):
-            yield from _slabs(around, axis, sides, outside)
+            yield from _slabs(around, axis, spatial_shape, outside)
         if not mine:
             return
-        around = around.restricted(axis, sides, mine)
+        around = around.restricted(axis, spatial_shape, mine)
 
 
-def _slabs(window: Window, axis: int, sides: tuple[int, ...], outside: range) -> Iterator[Slab]:
+def _slabs(
+    window: Window, axis: int, spatial_shape: tuple[int, ...], outside: range
+) -> Iterator[Slab]:
     """Some positions of one axis, grouped by the taps of that axis that see a pixel from there."""
-    for (first, stop), group in groupby(outside, lambda o: _sight(window, axis, o, sides)):
+    for (first, stop), group in groupby(outside, lambda o: _sight(window, axis, o, spatial_shape)):
         positions = list(group)
         if first < stop:
             taps, run = slice(first, stop), range(positions[0], positions[-1] + 1)
-            yield Slab(axis, taps, window.restricted(axis, sides, run, taps))
+            yield Slab(axis, taps, window.restricted(axis, spatial_shape, run, taps))
 
 
-def _sight(window: Window, axis: int, output: int, sides: tuple[int, ...]) -> tuple[int, int]:
+def _sight(
+    window: Window, axis: int, output: int, spatial_shape: tuple[int, ...]
+) -> tuple[int, int]:
     """First tap of an axis that sees a pixel from ``output``, and the one after the last."""
     pixel, step = output - window.begins[axis], window.dilations[axis]
     first = max(0, -(pixel // step))
-    return first, max(first, min(window.kernel[axis], (sides[axis] - 1 - pixel) // step + 1))
+    return first, max(
+        first, min(window.kernel[axis], (spatial_shape[axis] - 1 - pixel) // step + 1)
+    )
 
 
 def _common(a: range, b: range) -> range:

@@ -36,7 +36,7 @@ class Task(NamedTuple):
     do: Callable[[], object]
 
 
-def share(tasks: Sequence[Task], workers: Workers) -> None:
+def run_parallel(tasks: Sequence[Task], workers: Workers) -> None:
     """Do all tasks and wait for them.
 
     Args:

@@ -62,7 +62,7 @@ class Workers:
             else:
                 _work(queue)
 
-    def bands(self, length: int, *, least: int = 1) -> list[slice]:
+    def row_blocks(self, length: int, *, least: int = 1) -> list[slice]:
         """``range(length)`` in one part a thread, of equal lengths but for rounding.
 
         Args:

@@ -1,4 +1,4 @@
-"""Where the patches of a convolution lie: geometry only, no data."""
+"""Geometry of the patches of a convolution."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from kfac_engine.errors import ShapeError
 class Window:
     """A sliding window over ``k`` spatial axes.
 
-    Output position ``o`` and tap ``u`` of an axis see pixel ``o·stride + u·dilation − begin``;
-    pixels outside the image are zero.
+    Output position ``o`` and tap ``u`` of an axis see pixel ``o·stride + u·dilation − begin``.
+    Pixels outside the image are zero.
 
     Attributes:
-        kernel: Taps an axis.
-        strides: Step between output positions, an axis.
-        dilations: Step between taps, an axis.
-        begins: Padding before the first pixel, an axis (may be negative: a crop).
-        ends: Padding after the last pixel, an axis.
+        kernel: Number of taps of each axis.
+        strides: Pixels between output positions, for each axis.
+        dilations: Pixels between taps, for each axis.
+        begins: Padding before the first pixel, for each axis; a negative padding is a crop.
+        ends: Padding after the last pixel, for each axis.
     """
 
     kernel: tuple[int, ...]
@@ -32,59 +32,59 @@ class Window:
 
     @property
     def taps(self) -> int:
-        """Number of taps: the product of the kernel's sides."""
+        """Number of taps of the kernel."""
         return prod(self.kernel)
 
     @property
     def reaches(self) -> tuple[int, ...]:
-        """Pixels from the first tap to the last, an axis."""
+        """Pixels from the first tap to the last, for each axis."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilations, strict=True))
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether every pixel is a patch of its own."""
-        still = {*self.begins, *self.ends} <= {0}
-        return still and {*self.kernel, *self.strides} <= {1}
+        """Whether the patches are the pixels."""
+        unpadded = {*self.begins, *self.ends} <= {0}
+        return unpadded and {*self.kernel, *self.strides} <= {1}
 
-    def output_shape(self, sides: tuple[int, ...]) -> tuple[int, ...]:
-        """Output positions an axis, for an image of ``sides``.
+    def output_shape(self, spatial_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of output positions of each axis.
 
         Args:
-            sides: Pixels an axis.
+            spatial_shape: Shape of the image.
 
         Returns:
-            One number an axis, at least one each.
+            One number for each axis, at least one.
 
         Raises:
-            ShapeError: The padded image is smaller than the (dilated) kernel, or has another number
+            ShapeError: The padded image is smaller than the dilated kernel, or has another number
                 of axes.
         """
-        return _output_sides(self, sides)
+        return _output_shape(self, spatial_shape)
 
-    def seen(self, axis: int, tap: int, sides: tuple[int, ...]) -> tuple[slice, slice]:
-        """Which output positions see the image through one tap, and the pixels they see.
+    def seen(self, axis: int, tap: int, spatial_shape: tuple[int, ...]) -> tuple[slice, slice]:
+        """Return the output positions that see the image through one tap, and the pixels they see.
 
         Args:
             axis: Spatial axis.
-            tap: Position in the kernel along it.
-            sides: Pixels of the image an axis.
+            tap: Position in the kernel along this axis.
+            spatial_shape: Shape of the image.
 
         Returns:
-            Two slices of equal length, possibly empty: of the output positions and of the pixels.
+            Slice of output positions and slice of pixels, of equal length; possibly empty.
         """
-        return _seen(self, axis, tap, sides)
+        return _seen(self, axis, tap, spatial_shape)
 
     def restricted(
-        self, axis: int, sides: tuple[int, ...], outputs: range, taps: slice | None = None
+        self, axis: int, spatial_shape: tuple[int, ...], outputs: range, taps: slice | None = None
     ) -> "Window":
-        """The window that has some of the outputs and some of the taps along one axis.
+        """Return a window with a subset of the outputs and of the taps along one axis.
 
         Args:
             axis: Spatial axis.
-            sides: Pixels of the image an axis.
-            outputs: Positions to keep, counted as this window counts them; they may lie outside its
-                own, on the same grid.
-            taps: Adjacent taps to keep; all if left out.
+            spatial_shape: Shape of the image.
+            outputs: Positions of the new window, in positions of this window; they may be outside
+                its output shape.
+            taps: Adjacent taps of the new window; all if None.
 
         Returns:
             A window whose output zero is the first of ``outputs``.
@@ -99,20 +99,21 @@ class Window:
             self.strides,
             self.dilations,
             _with(self.begins, axis, begin),
-            _with(self.ends, axis, span - begin - sides[axis]),
+            _with(self.ends, axis, span - begin - spatial_shape[axis]),
         )
 
-    def split(self, sides: tuple[int, ...], positions: int) -> Iterator["Window"]:
-        """Windows that share the outputs, with at most so many positions each.
+    def split(self, spatial_shape: tuple[int, ...], positions: int) -> Iterator["Window"]:
+        """Split the outputs into windows with at most ``positions`` positions each.
 
         Args:
-            sides: Pixels of the image an axis.
+            spatial_shape: Shape of the image.
             positions: Bound, at least one.
 
         Yields:
-            Windows of equal size but for the last of each axis; leading axes are cut first.
+            Disjoint windows of equal size, except the last of each axis. Leading axes are split
+            first.
         """
-        outputs = self.output_shape(sides)
+        outputs = self.output_shape(spatial_shape)
         lengths = []
         for axis, count in enumerate(outputs):
             lengths.append(min(count, max(1, positions // prod(outputs[axis + 1 :]))))
@@ -120,15 +121,15 @@ class Window:
             [range(start, min(start + length, count)) for start in range(0, count, length)]
             for count, length in zip(outputs, lengths, strict=True)
         ]
-        for part in product(*cuts):
+        for ranges in product(*cuts):
             window = self
-            for axis, kept in enumerate(part):
-                window = window.restricted(axis, sides, kept)
+            for axis, outputs_of_axis in enumerate(ranges):
+                window = window.restricted(axis, spatial_shape, outputs_of_axis)
             yield window
 
 
 def pointwise(axes: int) -> Window:
-    """The window whose patches are single pixels."""
+    """Return the window whose patches are single pixels."""
     ones, zeros = (1,) * axes, (0,) * axes
     return Window(ones, ones, ones, zeros, zeros)
 
@@ -137,35 +138,41 @@ def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
-# Steps ask the same of every batch, for each tap of each layer: in small networks that takes as
-# long as the arithmetic.
-_REMEMBERED = 4096
+# Geometry is computed for each tap of each layer in every step. In small networks that would take
+# as long as the arithmetic.
+_CACHE_SIZE = 4096
 
 
-@lru_cache(_REMEMBERED)
-def _output_sides(window: Window, sides: tuple[int, ...]) -> tuple[int, ...]:
-    if len(sides) != len(window.kernel):
-        raise ShapeError(f"an image of {sides} pixels has not the axes of the window {window}.")
-    found = tuple(
-        (begin + side + end - reach - 1) // stride + 1
-        for begin, side, end, reach, stride in zip(
-            window.begins, sides, window.ends, window.reaches, window.strides, strict=True
+@lru_cache(_CACHE_SIZE)
+def _output_shape(window: Window, spatial_shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(spatial_shape) != len(window.kernel):
+        raise ShapeError(
+            f"an image of {spatial_shape} pixels has not the axes of the window {window}."
+        )
+    shape = tuple(
+        (begin + size + end - reach - 1) // stride + 1
+        for begin, size, end, reach, stride in zip(
+            window.begins, spatial_shape, window.ends, window.reaches, window.strides, strict=True
         )
     )
-    if min(found, default=1) < 1:
+    if min(shape, default=1) < 1:
         raise ShapeError(
-            f"an image of {sides} pixels is smaller than the window {window}; "
+            f"an image of {spatial_shape} pixels is smaller than the window {window}; "
             f"check kernel, dilations and padding."
         )
-    return found
+    return shape
 
 
-@lru_cache(_REMEMBERED)
-def _seen(window: Window, axis: int, tap: int, sides: tuple[int, ...]) -> tuple[slice, slice]:
+@lru_cache(_CACHE_SIZE)
+def _seen(
+    window: Window, axis: int, tap: int, spatial_shape: tuple[int, ...]
+) -> tuple[slice, slice]:
     step = window.strides[axis]
     first = tap * window.dilations[axis] - window.begins[axis]  # the pixel under output zero
     low = max(0, -(first // step))
-    stop = min(window.output_shape(sides)[axis], (sides[axis] - 1 - first) // step + 1)
+    stop = min(
+        window.output_shape(spatial_shape)[axis], (spatial_shape[axis] - 1 - first) // step + 1
+    )
     high = max(low, stop)
     pixel = first + low * step
     return slice(low, high), slice(pixel, pixel + (high - low) * step, step)

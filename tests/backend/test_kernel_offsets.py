@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from kfac_engine.backend.kernel_offsets import borders, line_products
+from kfac_engine.backend.kernel_offsets import border_strips, line_products
 from tests.backend.geometries import CORNERS, STRIDE_ONE
 
 CASES = [case for case in [*CORNERS, *STRIDE_ONE[::3]] if set(case.window.strides) == {1}]
@@ -34,7 +34,7 @@ def counted(case, group, block):
     """Pixels that the products of a block count, those with a partner on the image."""
     found = Counter()
     for index, along, sign in block.terms:
-        part = group.parts[index]
+        part = group.products[index]
         apart = (part.alongs[along]) * case.window.dilations[-1]
         for *line, pixel in product(*part.lines, part.pixels):
             if 0 <= pixel + apart < case.sides[-1]:
@@ -57,8 +57,8 @@ def test_terms_of_a_block_are_the_pixels_its_taps_see(case, joined):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_strips_are_disjoint_and_hold_segments_with_their_partners(case):
     groups = line_products(case.window, case.sides, joined=True)
-    strips = borders(groups)
+    strips = border_strips(groups)
     assert all(a.stop <= b.start for a, b in pairwise(strips))
-    for part in (part for group in groups for part in group.parts if part.sign < 0):
+    for part in (part for group in groups for part in group.products if part.sign < 0):
         both = {*part.pixels, *part.partners}
         assert sum(both <= set(strip) for strip in strips) == 1

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kfac_engine.backend.tasks import WORTH_WAKING, Task, share
+from kfac_engine.backend.tasks import WORTH_WAKING, Task, run_parallel
 from kfac_engine.backend.threads import Workers
 
 LARGE = 3 * WORTH_WAKING
@@ -21,7 +21,7 @@ class Log:
         return Task(work, lambda: self.do(name))
 
     def do(self, name):
-        self.parts[name] = len(self.workers.bands(self.workers.count))
+        self.parts[name] = len(self.workers.row_blocks(self.workers.count))
         self.done.append(name)
 
 
@@ -40,27 +40,27 @@ WEIGHTS = {
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_every_task_is_done_once(weights, count):
     log = Log(Workers(count))
-    share([log.task(i, weight) for i, weight in enumerate(weights)], log.workers)
+    run_parallel([log.task(i, weight) for i, weight in enumerate(weights)], log.workers)
     assert sorted(log.done) == list(range(len(weights)))
 
 
 def test_what_outweighs_the_rest_comes_first_and_has_all_threads():
     log = Log(Workers(2))
     weights = {"small": EVEN, "large": LARGE, "other": EVEN}
-    share([log.task(name, weight) for name, weight in weights.items()], log.workers)
+    run_parallel([log.task(name, weight) for name, weight in weights.items()], log.workers)
     assert log.done[0] == "large"
     assert log.parts == {"large": 2, "small": 1, "other": 1}
 
 
 def test_equal_parts_are_done_side_by_side():
     log = Log(Workers(3))
-    share([log.task(i, LARGE / 3) for i in range(3)], log.workers)
+    run_parallel([log.task(i, LARGE / 3) for i in range(3)], log.workers)
     assert set(log.parts.values()) == {1}
 
 
 def test_little_work_wakes_no_thread():
     workers, seen = Workers(2), set()
-    share([Task(1.0, lambda: seen.add(threading.get_ident()))] * 4, workers)
+    run_parallel([Task(1.0, lambda: seen.add(threading.get_ident()))] * 4, workers)
     assert seen == {threading.get_ident()}
 
 
@@ -70,4 +70,4 @@ def test_what_a_task_raises_is_raised(weight):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        share([Task(weight, fail), Task(EVEN, lambda: None)], Workers(2))
+        run_parallel([Task(weight, fail), Task(EVEN, lambda: None)], Workers(2))

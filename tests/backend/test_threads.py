@@ -108,7 +108,7 @@ def test_a_task_does_its_own_tasks_alone():
     def outer():
         inner = set()
         workers.run([lambda: inner.add(get_ident())] * 8)
-        assert workers.bands(100) == [slice(0, 100)]
+        assert workers.row_blocks(100) == [slice(0, 100)]
         seen.append(inner == {get_ident()})
 
     workers.run([outer] * 4)
@@ -155,7 +155,7 @@ def test_the_default_is_what_blas_was_given():
     ],
 )
 def test_bands_follow_each_other_and_are_worth_a_thread(length, threads, least, expected):
-    found = Workers(threads).bands(length, least=least)
+    found = Workers(threads).row_blocks(length, least=least)
     assert [(band.start, band.stop) for band in found] == expected
 
 

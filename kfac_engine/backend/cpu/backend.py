@@ -1,4 +1,4 @@
-"""The NumPy backend: the definition of each primitive."""
+"""The NumPy backend, which defines every operation."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from kfac_engine.backend.cpu import (
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cpu.syrk import threads_for
 from kfac_engine.backend.namespace import as_array
-from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, share
+from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, run_parallel
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
@@ -29,11 +29,14 @@ SCRATCH_BYTES = 64 << 20
 
 
 class NumpyBackend:
-    """Primitives on NumPy arrays.
+    """Operations on NumPy arrays.
 
     Args:
-        scratch_bytes: Upper bound of the working memory of one primitive.
-        threads: That share the work of one primitive; by default as ``Workers`` has it.
+        scratch_bytes: Bound of the working memory of one operation.
+        threads: Number of threads of one operation; by default as in ``Workers``.
+
+    Attributes:
+        workers: The threads.
     """
 
     name = "numpy"
@@ -52,12 +55,12 @@ class NumpyBackend:
         return self._linalg
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
-        # In float64, one at a time: the matrix, damped, and its inverse, mirrored; or the matrix,
-        # its vectors and LAPACK's work of twice its size.
+        # Float64, one matrix at a time: the damped matrix and its inverse; or the matrix, its
+        # eigenvectors and LAPACK's workspace of twice its size.
         return max(min(self.scratch_bytes, copied), 8 * 2 * inverted, 8 * 5 * decomposed), False
 
     def reserve(self, kept: int) -> None:
-        del kept  # of the host's memory, which is given out as it is used
+        del kept  # the host allocates memory as it is used
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         array = as_array(value)
@@ -74,11 +77,11 @@ class NumpyBackend:
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         return [np.array(array, np.float64) for array in arrays]
 
-    def share(self, tasks: Sequence[Task]) -> None:
-        share(tasks, self.workers)
+    def run_parallel(self, tasks: Sequence[Task]) -> None:
+        run_parallel(tasks, self.workers)
 
-    def bands(self, length: int, work: float) -> list[slice]:
-        return self.workers.bands(length) if work >= WORTH_WAKING else [slice(0, length)]
+    def row_blocks(self, length: int, work: float) -> list[slice]:
+        return self.workers.row_blocks(length) if work >= WORTH_WAKING else [slice(0, length)]
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
         return threaded_matmul.matmul(x, y, out, self.workers)
@@ -157,9 +160,11 @@ class NumpyBackend:
         parts = max(1, min(threads, len(ds), scratch // max(2 * size, 1)))
         alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
 
-        def add(part: slice, room: Array, beta: float) -> None:
-            own = alone, x[part], window, ds[part], room
-            channel_groups.squared_gradients(*own, homogeneous=homogeneous, alpha=alpha, beta=beta)
+        def add(part: slice, result: Array, beta: float) -> None:
+            arguments = alone, x[part], window, ds[part], result
+            channel_groups.squared_gradients(
+                *arguments, homogeneous=homogeneous, alpha=alpha, beta=beta
+            )
 
         grouped_gram.squared_gradients(add, len(ds), out, beta, parts, self.workers)
 
@@ -177,25 +182,27 @@ class NumpyBackend:
         channel_groups.add_scaled(out, measured, alpha, beta)
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
-        found: dict[int, float] = {}
+        norms: dict[int, float] = {}
 
         def measure(index: int, array: Array) -> None:
-            found[index] = reductions.squared_norm(array)
+            norms[index] = reductions.squared_norm(array)
 
         tasks = [Task(TO_READ * x.size, partial(measure, i, x)) for i, x in enumerate(arrays)]
-        self.share(tasks)
-        return [found[index] for index in range(len(arrays))]
+        self.run_parallel(tasks)
+        return [norms[index] for index in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        found: dict[int, bool] = {}
+        flags: dict[int, bool] = {}
 
         def judge(index: int, array: Array) -> None:
-            found[index] = reductions.all_finite(array)
+            flags[index] = reductions.all_finite(array)
 
-        self.share([Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)])
-        return np.array([found[index] for index in range(len(arrays))], bool)
+        self.run_parallel(
+            [Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)]
+        )
+        return np.array([flags[index] for index in range(len(arrays))], bool)
 
     def _scratch(self) -> int:
-        """Working memory of one primitive: of those side by side in tasks, each has a share."""
-        free = len(self.workers.bands(self.workers.count))
+        """Return the working memory of one operation: a part of it inside a task."""
+        free = len(self.workers.row_blocks(self.workers.count))
         return self.scratch_bytes * free // self.workers.count

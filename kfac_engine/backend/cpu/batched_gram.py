@@ -1,14 +1,9 @@
-"""Second moments of few features with channels first: from images as they lie, in batches.
+"""Gram matrices of few features with channels first: products of images in batches.
 
-SYRK on so few rows mostly brings them to its product, and a call for each image takes longer than
-its work. A batch of products of half of the features with all of them needs no copy and few calls;
-both triangles are computed, which costs less than what is saved. Milliseconds on one thread and on
-two, a task each, image by image / in batches:
-
-    128 × 16 × 32 × 32    3.3, 4.5 / 1.4, 0.8
-    128 × 32 × 16 × 16    1.8, 1.0 / 1.2, 0.7
-     32 × 48 × 28 × 28    2.1, 1.5 / 1.6, 0.9
-    128 × 64 ×  8 ×  8    1.1, 0.7 / 1.5, 0.9
+SYRK on few features mostly loads its operand, and a call for each image takes longer than its work.
+A batch of products of half of the features with all features needs no copy and few calls. It
+computes both triangles, which costs less than it saves: 1.4 ms instead of 3.3 ms for
+128 × 16 × 32 × 32 on one thread (ADR 9).
 """
 
 from functools import partial
@@ -16,31 +11,31 @@ from functools import partial
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.cpu.syrk import scale, share, threads_for
+from kfac_engine.backend.cpu.syrk import run_tasks, scale, threads_for
 from kfac_engine.backend.threads import Workers
 
 _FEW_FEATURES = 48
-# Positions and multiplications of a product that BLAS does without packing its operands.
+# Largest depth, and largest number of multiplications, of a product that BLAS does not pack.
 _POSITIONS = 1024
 _UNPACKED = 900_000
-# Shorter products are mostly calls.
+# Least depth of a product that outweighs its call.
 _LEAST_POSITIONS = 32
-# Numbers read at a time by both products, which a cache holds.
+# Entries that both products read at a time, which stay in a cache.
 _CACHED = 1 << 18
-# Multiplications in the time that it takes to read a number from memory.
+# Multiplications in the time of reading an entry from memory.
 _TO_READ = 40
 
 
-def thin_stack(x: Array, dtype: DType) -> Array | None:
-    """Few features of many positions, as matrices that BLAS multiplies fastest, if they lie so.
+def as_gram_stack(x: Array, dtype: DType) -> Array | None:
+    """Return rows with few features as a stack that ``add_batched_gram`` multiplies fast.
 
     Args:
-        x: Rows ``(n, *sides, d)``, any strides.
-        dtype: Of the result.
+        x: Rows, ``(n, *spatial_shape, d)``, any strides.
+        dtype: Element type of the result.
 
     Returns:
-        A view ``(n, pieces, d, k)`` of all rows with adjacent positions; None where there is none,
-        or no gain.
+        A view ``(n, pieces, d, k)`` of all rows, positions adjacent in memory. None if no such view
+        exists or if it would not be faster.
     """
     if not x.size or x.ndim < 3 or x.dtype != dtype or x.shape[-1] > _FEW_FEATURES:
         return None
@@ -48,46 +43,48 @@ def thin_stack(x: Array, dtype: DType) -> Array | None:
     positions = images[0, 0].size
     most = min(_POSITIONS, 2 * _UNPACKED // d**2)
     pieces = range(-(-positions // most), positions + 1)
-    k = positions // next(some for some in pieces if positions % some == 0)
+    k = positions // next(count for count in pieces if positions % count == 0)
     if k < _LEAST_POSITIONS or not images[0, 0].flags.c_contiguous:
         return None
     return images.reshape(len(x), d, -1, k).swapaxes(1, 2)
 
 
-def thin_moment(
+def add_batched_gram(
     stack: Array, out: Array, *, alpha: float, beta: float, scratch_bytes: int, workers: Workers
 ) -> None:
-    """``out ← beta·out + alpha·Σ x xᵀ``, both triangles, in place.
+    """Compute ``out ← beta·out + alpha·Σ x xᵀ``, both triangles, in place.
 
     Args:
-        stack: As ``thin_stack`` gives it.
+        stack: View from ``as_gram_stack``.
         out: ``(d, d)``.
-        alpha: Scale of the new moment.
-        beta: Scale of the old one; zero overwrites.
-        scratch_bytes: Bound of the working memory, that of all threads together, if the products of
-            an image fit it.
+        alpha: Scale of the new Gram matrix.
+        beta: Scale of the old matrix; zero overwrites.
+        scratch_bytes: Bound of the working memory of all threads together; exceeded if the products
+            of one image are larger.
         workers: Threads.
     """
     threads = threads_for(stack.size * (len(out) + _TO_READ), workers)
     parts = np.array_split(stack, min(threads, len(stack)))
     spare = scratch_bytes // (len(parts) * out.itemsize)
     sums = [np.zeros_like(out) for _ in parts]
-    tasks = [partial(_add, *some, spare) for some in zip(parts, sums, strict=True)]
-    share(tasks, threads, workers)
+    tasks = [partial(_add, *part, spare) for part in zip(parts, sums, strict=True)]
+    run_tasks(tasks, threads, workers)
     scale(out, beta)
     out += alpha * sum(sums[1:], sums[0])
 
 
 def _add(stack: Array, total: Array, spare: int) -> None:
-    """Add the moment of some images, as many at a time as the cache and the memory hold."""
+    """Add the Gram matrix of images, as many at a time as the cache and the memory allow."""
     d, products = len(total), stack.shape[1] * total.size
     count = max(1, min(len(stack), _CACHED // stack[0].size, spare // products))
-    found = np.empty((count, stack.shape[1], d, d), total.dtype)
-    # In two halves, because a product with the same matrix is SYRK to NumPy.
+    buffer = np.empty((count, stack.shape[1], d, d), total.dtype)
+    # In two halves: NumPy would call SYRK for a product of a matrix with itself.
     halves = [slice(d // 2), slice(d // 2, d)]
     for start in range(0, len(stack), count):
         images = stack[start : start + count]
-        own = found[: len(images)]
+        products_of_images = buffer[: len(images)]
         for half in halves:
-            np.matmul(images, images[:, :, half].swapaxes(-1, -2), out=own[..., half])
-        total += own.sum(axis=(0, 1))
+            np.matmul(
+                images, images[:, :, half].swapaxes(-1, -2), out=products_of_images[..., half]
+            )
+        total += products_of_images.sum(axis=(0, 1))

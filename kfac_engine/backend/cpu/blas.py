@@ -1,8 +1,8 @@
-"""Rank-k products of SciPy's BLAS on views: any leading dimension, in place, without copies.
+"""Products of SciPy's BLAS on views: any leading dimension, in place, without copies.
 
-SciPy's public wrappers copy every operand that is not contiguous and cannot write into part of a
-matrix. Its Cython interface exports the routines themselves; ``ctypes`` calls them with pointers
-and strides, without the interpreter lock. What a pointer cannot say is asserted here.
+SciPy's public wrappers copy operands that are not contiguous and cannot write to part of a matrix.
+Its Cython interface exports the routines, which ``ctypes`` calls with pointers and strides, and
+without the interpreter lock. Shapes and types, which pointers lack, are asserted in this module.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ from scipy.linalg import cython_blas
 
 from kfac_engine._types import Array
 
-# Where GEMM takes the addresses of its operands.
+# Indices of the operands among the arguments of GEMM.
 _Y, _X = 6, 8
-_LARGEST = 2**31 - 1  # a side or stride, where BLAS counts in 32 bits
+_LARGEST = 2**31 - 1  # bound of a size or stride in BLAS's 32-bit integers
 
 
 class Layout(NamedTuple):
-    """How BLAS, which thinks in columns, reads a matrix.
+    """Memory layout of a matrix that BLAS can read.
 
     Attributes:
-        row_major: Whether elements of a row are adjacent; else those of a column are.
+        row_major: Whether elements of a row are adjacent; otherwise elements of a column are.
         leading: Elements from one row (or column) to the next.
     """
 
@@ -34,18 +34,18 @@ class Layout(NamedTuple):
 
 
 def layout(x: Array) -> Layout | None:
-    """How BLAS can read a matrix where it lies, or None if it must be copied first.
+    """Return the layout of a matrix, or None if BLAS cannot read it without a copy.
 
     Args:
         x: ``(m, k)``, any strides.
 
     Returns:
-        Its layout, if one axis has unit stride and the other steps forward over whole elements.
+        The layout, if one axis has unit stride and the other a positive stride of whole elements.
     """
     if not x.flags.aligned:
         return None
     for inner, outer in ((1, 0), (0, 1)):
-        # The stride of an axis of length one is never used and may be anything.
+        # The stride of an axis of length one is not used.
         adjacent = x.strides[inner] == x.itemsize or x.shape[inner] <= 1
         step, rest = divmod(x.strides[outer], x.itemsize)
         leading = step if x.shape[outer] > 1 else max(x.shape[inner], 1)
@@ -55,7 +55,7 @@ def layout(x: Array) -> Layout | None:
 
 
 def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
-    """Lower triangle of ``out ← beta·out + alpha·x xᵀ``; the rest of ``out`` stays as it is.
+    """Compute the lower triangle of ``out ← beta·out + alpha·x xᵀ``; the rest is unchanged.
 
     Args:
         x: ``(d, k)``, float32 or float64, with a ``layout``.
@@ -64,33 +64,33 @@ def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
         beta: Scale of the old matrix; zero overwrites, NaN included.
     """
     by_row, leading = _read(x, out)
-    side, depth = x.shape
-    assert out.shape == (side, side), f"{out.shape} cannot hold the product of {x.shape}"
+    size, depth = x.shape
+    assert out.shape == (size, size), f"{out.shape} cannot hold the product of {x.shape}"
     real = _REAL[out.dtype.char]
-    # Column by column, a row-major lower triangle is an upper one, and x is transposed.
+    # BLAS is column-major: a row-major lower triangle is an upper one, and x is transposed.
     _SYRK[out.dtype.char](
         b"U",
         b"T" if by_row else b"N",
-        integer(side),
+        integer(size),
         integer(depth),
         ctypes.byref(real(alpha)),
         x.ctypes.data,
         integer(leading),
         ctypes.byref(real(beta)),
         out.ctypes.data,
-        integer(written(out)),
+        integer(leading_dimension(out)),
     )
 
 
 def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
-    """``out ← beta·out + alpha·x yᵀ``; arguments as for ``gemm_call``."""
+    """Compute ``out ← beta·out + alpha·x yᵀ``; arguments as for ``gemm_call``."""
     gemm_call(x, y, out, alpha=alpha, beta=beta)()
 
 
 def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> partial[None]:
-    """A call that does ``out ← beta·out + alpha·x yᵀ`` each time, on what the arrays then hold.
+    """Return a call that computes ``out ← beta·out + alpha·x yᵀ`` from the current arrays.
 
-    Checking and wrapping the arguments takes longer than a small product; this does it once.
+    Checking and wrapping the arguments takes longer than a small product; here it happens once.
 
     Args:
         x: ``(m, k)``, float32 or float64, with a ``layout``.
@@ -100,7 +100,7 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
         beta: Scale of the old matrix; zero overwrites, NaN included.
 
     Returns:
-        The call; it keeps the arrays alive.
+        The call; it holds references to the arrays.
     """
     x_by_row, x_leading = _read(x, out)
     y_by_row, y_leading = _read(y, out)
@@ -108,7 +108,7 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
     assert out.shape == (m, n), f"{out.shape} cannot hold the product of {x.shape}, {y.shape}"
     assert y.shape[1] == depth, f"{x.shape} and {y.shape} have no common depth"
     real = _REAL[out.dtype.char]
-    # Column by column, outᵀ = y xᵀ.
+    # BLAS is column-major: outᵀ = y xᵀ.
     return partial(
         _GEMM[out.dtype.char],
         b"T" if y_by_row else b"N",
@@ -117,18 +117,18 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
         integer(m),
         integer(depth),
         ctypes.byref(real(alpha)),
-        _held(y),
+        _address(y),
         integer(y_leading),
-        _held(x),
+        _address(x),
         integer(x_leading),
         ctypes.byref(real(beta)),
-        _held(out),
-        integer(written(out)),
+        _address(out),
+        integer(leading_dimension(out)),
     )
 
 
 def gemm_sum(x: Array, y: Array, out: Array) -> None:
-    """``out ← out + Σ_i x_iᵀ y_i`` over stacks of matrices, one call of BLAS for each.
+    """Compute ``out ← out + Σ_i x_iᵀ y_i`` over stacks of matrices, one BLAS call for each.
 
     Args:
         x: ``(…, k, m)``, float32 or float64; adjacent elements in each row.
@@ -139,28 +139,28 @@ def gemm_sum(x: Array, y: Array, out: Array) -> None:
         return
     first = (0,) * (x.ndim - 2)
     call = gemm_call(x[first].T, y[first].T, out, alpha=1.0, beta=1.0)
-    multiply, arguments = call.func, list(call.args)  # one beside the other, only addresses differ
+    multiply, arguments = call.func, list(call.args)  # calls differ in addresses only
     for x_address, y_address in zip(_addresses(x), _addresses(y), strict=True):
         arguments[_Y], arguments[_X] = y_address, x_address
         multiply(*arguments)
 
 
 def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: float) -> None:
-    """``out ← alpha·L out``, or ``alpha·out L`` from the right, in place.
+    """Compute ``out ← alpha·L out``, or ``alpha·out L`` from the right, in place.
 
     Args:
-        lower: ``L``, ``(k, k)``, float64, with adjacent elements in each row; what stands above
-            the diagonal is not read.
+        lower: ``L``, ``(k, k)``, float64, with adjacent elements in each row; the upper
+            triangle is not read.
         out: ``(k, n)``, or ``(m, k)`` from the right, likewise.
-        right: On which side of ``out`` the triangle stands.
-        transposed: Whether ``Lᵀ`` stands there.
+        right: Whether ``L`` is the right operand.
+        transposed: Whether ``Lᵀ`` replaces ``L``.
         alpha: Scale of the product.
     """
-    side = len(lower)
-    assert lower.shape == (side, side), f"a triangle of shape {lower.shape} is not square"
-    assert out.shape[1 if right else 0] == side, f"{lower.shape} and {out.shape} do not match"
+    size = len(lower)
+    assert lower.shape == (size, size), f"a triangle of shape {lower.shape} is not square"
+    assert out.shape[1 if right else 0] == size, f"{lower.shape} and {out.shape} do not match"
     assert lower.dtype == out.dtype == "d", f"{lower.dtype} and {out.dtype} are not float64"
-    # Column by column, L is an upper triangle Lᵀ, and stands on the other side of outᵀ.
+    # BLAS is column-major: L is the upper triangle Lᵀ, on the other side of outᵀ.
     _TRMM(
         b"L" if right else b"R",
         b"U",
@@ -170,37 +170,37 @@ def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: floa
         integer(len(out)),
         ctypes.byref(ctypes.c_double(alpha)),
         lower.ctypes.data,
-        integer(written(lower)),
+        integer(leading_dimension(lower)),
         out.ctypes.data,
-        integer(written(out)),
+        integer(leading_dimension(out)),
     )
 
 
 def _read(x: Array, out: Array) -> Layout:
-    """Layout of an operand that fits ``out``."""
+    """Return the layout of an operand, after a check against ``out``."""
     assert x.ndim == 2, f"an operand of shape {x.shape} is no matrix"
     assert x.dtype == out.dtype, f"{x.dtype} and {out.dtype} differ"
-    found = layout(x)
-    assert found is not None, f"strides {x.strides} of {x.shape} need a copy first"
-    return found
+    found_layout = layout(x)
+    assert found_layout is not None, f"strides {x.strides} of {x.shape} need a copy first"
+    return found_layout
 
 
-def written(out: Array) -> int:
-    """Leading dimension of a result."""
-    found = layout(out)
-    assert found is not None, f"strides {out.strides} of a result are not BLAS's"
-    assert found.row_major, "a result is written row by row"
+def leading_dimension(out: Array) -> int:
+    """Return the leading dimension of a result, after a check of its layout."""
+    found_layout = layout(out)
+    assert found_layout is not None, f"strides {out.strides} of a result are not BLAS's"
+    assert found_layout.row_major, "a result is leading_dimension row by row"
     assert out.flags.writeable, "a result must be writeable"
-    return found.leading
+    return found_layout.leading
 
 
-def _held(x: Array) -> ctypes.c_void_p:
-    """The address of an array, which lives as long as the address."""
+def _address(x: Array) -> ctypes.c_void_p:
+    """Return the address of an array; the object holds a reference to the array."""
     return x.ctypes.data_as(ctypes.c_void_p)
 
 
 def _addresses(stack: Array) -> list[int]:
-    """Where the matrices of a stack begin."""
+    """Return the addresses of the matrices of a stack."""
     offsets = sum(
         np.arange(length).reshape(-1, *[1] * (stack.ndim - 3 - axis)) * stack.strides[axis]
         for axis, length in enumerate(stack.shape[:-2])
@@ -209,13 +209,13 @@ def _addresses(stack: Array) -> list[int]:
 
 
 def integer(value: int) -> Any:
-    """The address of a number, as BLAS takes every scalar."""
+    """Return an integer by address, as BLAS receives every scalar."""
     assert value <= _LARGEST, f"{value} is more than BLAS counts to"
     return ctypes.byref(_INTEGER(value))
 
 
 def _capsule(module: ModuleType, name: str) -> tuple[bytes, int]:
-    """C signature and address of a routine that SciPy exports to Cython."""
+    """Return C signature and address of a routine that SciPy exports to Cython."""
     capsule = module.__pyx_capi__[name]
     get_name = ctypes.pythonapi.PyCapsule_GetName
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -226,21 +226,21 @@ def _capsule(module: ModuleType, name: str) -> tuple[bytes, int]:
 
 
 def routine(module: ModuleType, name: str, arguments: int) -> Callable[..., None]:
-    """A routine that takes everything by address.
+    """Return a routine whose arguments are all addresses.
 
     Args:
         module: SciPy's ``cython_blas`` or ``cython_lapack``.
-        name: As there.
-        arguments: How many.
+        name: Name of the routine in the module.
+        arguments: Number of arguments.
 
     Returns:
-        The function; it lets go of the interpreter lock.
+        The function; it releases the interpreter lock.
     """
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)
     return prototype(_capsule(module, name)[1])
 
 
-# A SciPy built for 64-bit BLAS says so in the signatures.
+# Signatures tell whether SciPy was built with 32-bit or 64-bit BLAS integers.
 _INTEGER = ctypes.c_int if b" int *" in _capsule(cython_blas, "ssyrk")[0] else ctypes.c_int64
 _SYRK = {"f": routine(cython_blas, "ssyrk", 10), "d": routine(cython_blas, "dsyrk", 10)}
 _GEMM = {"f": routine(cython_blas, "sgemm", 13), "d": routine(cython_blas, "dgemm", 13)}

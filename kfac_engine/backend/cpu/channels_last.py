@@ -1,15 +1,13 @@
-"""Images with the channels of a pixel side by side, line by line, as BLAS multiplies them fastest.
+"""Images in channels-last order with zero padding between lines, so that BLAS reads shifted lines.
 
-A *line* runs along the last axis of an image. Here it holds its pixels in order, for each pixel the
-same one of a group of images, for each of those its channels. So any run of pixels of a line is a
-matrix ``(pixels·group, channels)`` that BLAS reads where it lies, and the same run one pixel on is
-the matrix that begins ``group·channels`` numbers later. Zeros before each line and behind the last
-stand for the pixels that an image has not: a run may begin or end among them.
+A *line* runs along the last axis of an image. For each pixel of a line, memory holds that pixel of
+every image of a group, and for each image all channels. So a run of pixels of a line is a matrix
+``(pixels·group, channels)`` without a copy, and the run shifted by one pixel is the matrix that
+begins ``group·channels`` numbers later. Zeros before each line and after the last line stand for
+the pixels outside the image, so a shifted run may reach beyond its line.
 
-Why so: with channels innermost, a product over positions loads whole vectors and copies nothing.
-On one core, float32, 16 × 16 channels over 256 positions: 85 GFLOP/s, and 60 with positions
-innermost; 32 × 32: 120 and 100; a long product reaches 130. Copies from images with channels first
-move 4 to 8 GB/s.
+With channels innermost, BLAS loads whole vectors and packs nothing: 16 × 16 channels over 256
+positions run at 85 GFLOP/s on one core, and at 60 GFLOP/s with positions innermost.
 """
 
 from collections.abc import Sequence
@@ -21,77 +19,77 @@ from numpy.lib.stride_tricks import as_strided
 from kfac_engine._types import Array, DType
 
 
-class PixelLines:
-    """Room for some images, laid out as the module says; filled again and again.
+class ChannelsLastLines:
+    """Buffer for a group of images in the layout of this module; it can be filled repeatedly.
 
     Args:
-        images: How many there is room for.
-        channels: Of each.
-        sides: Of each, the last along the lines.
-        gap: Zeros before each line and behind the last, in pixels: how far a run may reach out.
-        dtype: Of the numbers.
+        images: Largest number of images.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image; the last axis runs along the lines.
+        gap: Number of zero pixels before each line and after the last line.
+        dtype: Element type of the buffer.
 
     Attributes:
-        group: How many images share a line.
-        channels: Of each.
+        group: Largest number of images.
+        channels: Channels of each image.
         length: Pixels of a line.
     """
 
     def __init__(
-        self, images: int, channels: int, sides: tuple[int, ...], gap: int, dtype: DType
+        self, images: int, channels: int, spatial_shape: tuple[int, ...], gap: int, dtype: DType
     ) -> None:
         self.group, self.channels, self._gap = images, channels, gap
-        self.length = sides[-1]
-        self._flat = np.zeros(room_numbers(images, channels, sides, gap), dtype)
+        self.length = spatial_shape[-1]
+        self._flat = np.zeros(buffer_numbers(images, channels, spatial_shape, gap), dtype)
         pixel = images * channels
-        around = self._flat[: self._flat.size - gap * pixel]
-        with_gaps = around.reshape(*sides[:-1], gap + sides[-1], images, channels)
+        lines = self._flat[: self._flat.size - gap * pixel]
+        with_gaps = lines.reshape(*spatial_shape[:-1], gap + spatial_shape[-1], images, channels)
         self._pixels = with_gaps[..., gap:, :, :]
 
     def fill(self, x: Array) -> None:
-        """Take images; where they are fewer than there is room for, the others are zero.
+        """Copy images to the buffer; the rest of the buffer becomes zero.
 
         Args:
-            x: ``(n, channels, *sides)``, any strides.
+            x: ``(n, channels, *spatial_shape)``, any strides, ``n ≤ group``.
         """
-        # One copy image by image would take half of the time, but threads wait for each other at
-        # each: calls of 10 µs take longer on two than on one.
+        # One copy of each image would take half of the time on one thread. On two threads calls of
+        # 10 µs take longer, because each call waits for the interpreter.
         self._pixels[..., : len(x), :] = np.moveaxis(x, (0, 1), (-2, -1))
         self._pixels[..., len(x) :, :] = 0.0
 
     def runs(
         self, lines: Sequence[range], pixels: range, *, shifts: int = 1, apart: int = 1
     ) -> Array:
-        """Runs of pixels, and the same shifted along their lines: a view.
+        """Return a view of runs of pixels, and of the same runs shifted along their lines.
 
         Args:
-            lines: Which lines, a range for each axis but the last.
-            pixels: The run, from ``-gap`` at the least; it and its shifts end ``gap`` behind the
-                last pixel at the latest.
-            shifts: How many runs of each line.
-            apart: Pixels from one to the next.
+            lines: Lines, as a range for each axis but the last.
+            pixels: Pixels of the run. It starts at ``-gap`` or later; the run and its shifts end at
+                most ``gap`` pixels after the line.
+            shifts: Number of runs of each line.
+            apart: Pixels from one run to the next.
 
         Returns:
             ``(*lines, shifts, len(pixels)·group, channels)``.
         """
         *strides, pixel, _, number = self._pixels.strides
         start = (self._gap + pixels.start) * pixel
-        start += sum(some.start * step for some, step in zip(lines, strides, strict=True))
+        start += sum(line.start * step for line, step in zip(lines, strides, strict=True))
         shape = (*map(len, lines), shifts, len(pixels) * self.group, self.channels)
         steps = (*strides, apart * pixel, self.channels * number, number)
         return as_strided(self._flat[start // number :], shape, steps)
 
 
-def room_numbers(images: int, channels: int, sides: tuple[int, ...], gap: int) -> int:
-    """Numbers that ``PixelLines`` holds.
+def buffer_numbers(images: int, channels: int, spatial_shape: tuple[int, ...], gap: int) -> int:
+    """Return the number of entries of the buffer of ``ChannelsLastLines``.
 
     Args:
-        images: As there.
-        channels: As there.
-        sides: As there.
-        gap: As there.
+        images: Largest number of images.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image.
+        gap: Number of zero pixels before each line.
 
     Returns:
-        Their number, zeros included.
+        Number of entries, zeros included.
     """
-    return images * channels * (prod(sides[:-1]) * (gap + sides[-1]) + gap)
+    return images * channels * (prod(spatial_shape[:-1]) * (gap + spatial_shape[-1]) + gap)

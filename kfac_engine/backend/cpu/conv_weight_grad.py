@@ -28,7 +28,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.syrk import share, threads_for
+from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
@@ -52,7 +52,7 @@ class Correlation:
         groups: Of channels.
         ins: Channels of the image in a group.
         outs: Channels of the cotangent in a group.
-        sides: Pixels of the image an axis.
+        spatial_shape: Pixels of the image an axis.
     """
 
     window: Window
@@ -60,12 +60,14 @@ class Correlation:
     groups: int
     ins: int
     outs: int
-    sides: tuple[int, ...]
+    spatial_shape: tuple[int, ...]
 
     @property
     def grid(self) -> tuple[int, ...]:
         """Positions an axis."""
-        return *self.sides[: self.cut], *self.window.output_shape(self.sides)[self.cut :]
+        return *self.spatial_shape[: self.cut], *self.window.output_shape(self.spatial_shape)[
+            self.cut :
+        ]
 
     @property
     def image_rows(self) -> tuple[int, ...]:
@@ -114,13 +116,13 @@ class Scratch:
             self._free.append(held)
 
 
-def add_kernel_gradient(
+def add_weight_gradient(
     x: Array, g: Array, window: Window, out: Array, workers: Workers, *, scratch: Scratch
 ) -> None:
     """``out[o, c, u] += Σ g[n, o, q] x[n, c, q·stride + u·dilation − begin]``.
 
     Args:
-        x: Images, ``(n, groups · ins, *sides)``, float32 or float64.
+        x: Images, ``(n, groups · ins, *spatial_shape)``, float32 or float64.
         g: Cotangents of all outputs of the window, ``(n, groups · outs, *outputs)``.
         window: How the kernel slides.
         out: ``(groups · outs, ins, *kernel)``, of the same dtype, any strides.
@@ -131,7 +133,7 @@ def add_kernel_gradient(
     groups = x.shape[1] // out.shape[1]
     sizes = groups, out.shape[1], out.shape[0] // groups
     how = Correlation(window, _cut(window, *sizes[1:]), *sizes, x.shape[2:])
-    free = len(workers.bands(workers.count))  # the others are at tasks of their own
+    free = len(workers.row_blocks(workers.count))  # the others are at tasks of their own
     numbers = scratch.most_bytes * free // workers.count // x.itemsize
     multiplied = len(x) * (prod(g.shape[2:]) * out.size + _TO_COPY * prod(how.grid) * how.copied)
     threads = threads_for(float(multiplied), workers)
@@ -143,7 +145,7 @@ def add_kernel_gradient(
         partial(_add_piece, piece, total, room, scratch)
         for piece, total in zip(pieces, sums, strict=True)
     ]
-    share(tasks, len(pieces), workers)
+    run_tasks(tasks, len(pieces), workers)
     for part in sums[1:]:
         sums[0] += part
     _add_taps(sums[0], how, out)
@@ -208,14 +210,14 @@ def _bands(piece: _Piece, positions: int) -> Iterator[_Piece]:
         band = range(start, min(start + length, grid[axis]))
         there = (slice(None),) * (2 + axis) + (slice(band.start, band.stop),)
         if axis < how.cut:  # some pixels, and all outputs that might see them
-            sides = (*how.sides[:axis], len(band), *how.sides[axis + 1 :])
+            spatial_shape = (*how.spatial_shape[:axis], len(band), *how.spatial_shape[axis + 1 :])
             begins, ends = [*window.begins], [*window.ends]
             begins[axis] += band.start
-            ends[axis] += how.sides[axis] - band.stop
+            ends[axis] += how.spatial_shape[axis] - band.stop
             part = replace(window, begins=tuple(begins), ends=tuple(ends))
-            yield _Piece(x[there], g, replace(how, window=part, sides=sides))
+            yield _Piece(x[there], g, replace(how, window=part, spatial_shape=spatial_shape))
         else:
-            part = window.restricted(axis, how.sides, band)
+            part = window.restricted(axis, how.spatial_shape, band)
             yield _Piece(x, g[there], replace(how, window=part))
 
 
@@ -307,11 +309,11 @@ def _copies(value: Array, how: Correlation, canvas: Array, *, of_image: bool) ->
         at: list[slice | int] = [slice(None)] * len(how.grid)
         of = at.copy()
         for axis, u in zip(axes, tap, strict=True):
-            seen = window.seen(axis, u, how.sides)
+            seen = window.seen(axis, u, how.spatial_shape)
             at[axis], of[axis] = seen if of_image else seen[::-1]
         yield _Copy(there[:, :, :, *tap, *at], source[:, :, :, *of])
 
 
 def _grouped(value: Array, how: Correlation) -> Array:
-    """``(n, groups · channels, *sides)`` as ``(n, groups, channels, *sides)``."""
+    """``(n, groups · channels, *spatial_shape)`` as ``(n, groups, channels, *spatial_shape)``."""
     return value.reshape(len(value), how.groups, -1, *value.shape[2:])

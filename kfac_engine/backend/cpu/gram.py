@@ -1,7 +1,7 @@
-"""Second moments of rows: SYRK onto the lower triangle, from views where BLAS can read them.
+"""Gram matrices of rows: SYRK onto the lower triangle, from views where BLAS can read them.
 
-No row is ever extended by its one: the moment with a homogeneous coordinate is bordered by the sum
-of the rows and their number.
+No one is appended to a row. The Gram matrix with a homogeneous coordinate is bordered by the sum of
+the rows and their number.
 """
 
 from collections.abc import Iterator
@@ -14,25 +14,25 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.batched_gram import thin_moment, thin_stack
-from kfac_engine.backend.cpu.syrk import accumulate, parts_for, scale
+from kfac_engine.backend.cpu.batched_gram import add_batched_gram, as_gram_stack
+from kfac_engine.backend.cpu.syrk import accumulate, count_parts, scale
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.errors import ShapeError
 
-# Copies are made in pieces that stay in the cache; from 1 to 16 MB it makes no difference.
+# Bytes of a copy, which stays in the cache; sizes from 1 to 16 MB are equally fast.
 CHUNK_BYTES = 4 << 20
 _MIRROR_BLOCK = 256
-# Sides below which one thread copies a triangle in less than a millisecond.
+# Size below which one thread copies a triangle in less than a millisecond.
 _SHARED_MIRROR = 1024
 _ABOVE = np.triu(np.ones((_MIRROR_BLOCK, _MIRROR_BLOCK), bool), 1)
-# Images of fewer pixels are copied and joined: a SYRK on so few rows mostly reads and writes its
-# result. On 784 rows of 64 to 2048 channels views save 3 to 10 %, on 196 they lose up to 40 %.
+# Images with fewer pixels are copied and joined: SYRK on few rows mostly reads and writes its
+# result. On 784 rows views save up to 10 %; on 196 rows they cost up to 40 %.
 _FEW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What the homogeneous coordinate adds to a second moment.
+    """Sums that a homogeneous coordinate adds to a Gram matrix.
 
     Attributes:
         sums: Sum of the rows, ``(d,)``, float64.
@@ -53,31 +53,31 @@ def second_moment(
     scratch_bytes: int,
     workers: Workers,
 ) -> None:
-    """Lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
+    """Compute the lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
     Args:
         x: ``(…, d)``, any strides; accumulated in the dtype of ``out``.
         out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last; C-contiguous.
-        homogeneous: Whether each row ends with an implicit one.
-        alpha: Scale of the new moment.
-        beta: Scale of the old one; zero overwrites.
-        scratch_bytes: Bound of the working memory, that of all threads together.
+        homogeneous: Whether a one is appended to each row.
+        alpha: Scale of the new Gram matrix.
+        beta: Scale of the old matrix; zero overwrites.
+        scratch_bytes: Bound of the working memory of all threads together.
         workers: Threads.
 
     Raises:
-        ShapeError: ``out`` is not of this shape and layout.
+        ShapeError: ``out`` has another shape or layout.
     """
     d, rows = x.shape[-1], prod(x.shape[:-1])
     check_out(out, d + homogeneous)
-    stack = None if homogeneous else thin_stack(x, out.dtype)
+    stack = None if homogeneous else as_gram_stack(x, out.dtype)
     if stack is not None:
         with single_threaded_blas():
-            thin_moment(
+            add_batched_gram(
                 stack, out, alpha=alpha, beta=beta, scratch_bytes=scratch_bytes, workers=workers
             )
         return
     spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
-    parts = cut_rows(x, parts_for(rows, d, workers, spare))
+    parts = split_rows(x, count_parts(rows, d, workers, spare))
     chunk_bytes = min(CHUNK_BYTES, scratch_bytes) // len(parts)
     sums = [np.zeros(d) for _ in parts]
     pieces = [matrices(part, out.dtype, chunk_bytes) for part in parts]
@@ -87,29 +87,29 @@ def second_moment(
         write_border(out, Border(sum(sums[1:], sums[0]), rows), alpha, beta)
 
 
-def check_out(out: Array, side: int) -> None:
-    """Refuse a result that the moment cannot be accumulated in.
+def check_out(out: Array, size: int) -> None:
+    """Check that a Gram matrix can be accumulated in an array.
 
     Args:
-        out: To be ``(side, side)``, C-contiguous, float32 or float64.
-        side: Of the moment.
+        out: The array.
+        size: Number of features.
 
     Raises:
-        ShapeError: It is not.
+        ShapeError: ``out`` is not ``(size, size)``, C-contiguous, float32 or float64.
     """
-    if out.shape != (side, side) or not out.flags.c_contiguous or out.dtype.char not in "fd":
+    if out.shape != (size, size) or not out.flags.c_contiguous or out.dtype.char not in "fd":
         raise ShapeError(
             f"a second moment needs a C-contiguous float32 or float64 result of shape "
-            f"{(side, side)}, got {out.dtype} of shape {out.shape} and strides {out.strides}."
+            f"{(size, size)}, got {out.dtype} of shape {out.shape} and strides {out.strides}."
         )
 
 
-def cut_rows(x: Array, count: int) -> list[Array]:
-    """The rows in so many parts of about equal size, or in fewer where no axis is long enough.
+def split_rows(x: Array, count: int) -> list[Array]:
+    """Split rows into parts of about equal size; fewer parts if no axis is long enough.
 
     Args:
         x: ``(…, d)``.
-        count: Of parts.
+        count: Number of parts.
 
     Returns:
         Views ``(…, d)``.
@@ -117,20 +117,20 @@ def cut_rows(x: Array, count: int) -> list[Array]:
     if count == 1 or x.ndim == 1:
         return [x]
     lengths = x.shape[:-1]
-    # Parts of the first axis lie closest together; one too short for equal parts is passed over.
+    # Parts of the first axis are closest in memory. An axis too short for equal parts is skipped.
     equal = (i for i, length in enumerate(lengths) if length % count == 0 or length > 8 * count)
     axis = next(equal, int(np.argmax(lengths)))
     return np.array_split(x, min(count, lengths[axis]), axis=axis)
 
 
 def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
-    """Last row of ``out ← beta·out + alpha·(sums, count)``.
+    """Compute the last row of ``out ← beta·out + alpha·(sums, count)``.
 
     Args:
         out: ``(d + 1, d + 1)``.
         border: Sums ``(d,)`` and count.
-        alpha: Scale of the new moment.
-        beta: Scale of the old one; zero overwrites.
+        alpha: Scale of the new row.
+        beta: Scale of the old row; zero overwrites.
     """
     scale(out[-1], beta)
     out[-1, :-1] += (alpha * border.sums).astype(out.dtype)
@@ -138,15 +138,15 @@ def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
 
 
 def mirror(matrix: Array, workers: Workers | None = None) -> None:
-    """Copy the lower triangle onto the upper one, in blocks that fit a cache.
+    """Copy the lower triangle to the upper triangle, in blocks that fit a cache.
 
     Args:
         matrix: ``(…, d, d)``, changed in place.
-        workers: Threads that share a large matrix.
+        workers: Threads for a large matrix; one thread if None.
     """
-    side = matrix.shape[-1]
-    tasks = [partial(_mirror_rows, matrix, i) for i in range(0, side, _MIRROR_BLOCK)]
-    if workers is not None and side >= _SHARED_MIRROR:
+    size = matrix.shape[-1]
+    tasks = [partial(_mirror_rows, matrix, i) for i in range(0, size, _MIRROR_BLOCK)]
+    if workers is not None and size >= _SHARED_MIRROR:
         workers.run(reversed(tasks))
         return
     for task in tasks:
@@ -154,26 +154,26 @@ def mirror(matrix: Array, workers: Workers | None = None) -> None:
 
 
 def _mirror_rows(matrix: Array, start: int) -> None:
-    """Copy some rows left of the diagonal to the columns above it."""
+    """Copy rows left of the diagonal to the columns above it."""
     rows = slice(start, start + _MIRROR_BLOCK)
     for j in range(0, start, _MIRROR_BLOCK):
         columns = slice(j, j + _MIRROR_BLOCK)
         matrix[..., columns, rows] = matrix[..., rows, columns].swapaxes(-1, -2)
     block = matrix[..., rows, rows]
-    side = block.shape[-1]
-    np.copyto(block, block.swapaxes(-1, -2).copy(), where=_ABOVE[:side, :side])
+    size = block.shape[-1]
+    np.copyto(block, block.swapaxes(-1, -2).copy(), where=_ABOVE[:size, :size])
 
 
 def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """The rows of ``x`` as matrices that BLAS can read, views where possible.
+    """Yield the rows of ``x`` as matrices that BLAS can read, views where possible.
 
     Args:
         x: ``(…, d)``, any strides.
-        dtype: Wanted; float32 or float64.
-        chunk_bytes: Largest copy made at a time.
+        dtype: Element type of the matrices; float32 or float64.
+        chunk_bytes: Bound of the bytes of a copy.
 
     Yields:
-        ``(d, k)``; together all rows, in any order. The next may lie where the last one did.
+        ``(d, k)``; together all rows, in any order. A matrix may use the memory of the one before.
     """
     if not x.size:
         return
@@ -192,7 +192,7 @@ def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
 
 
 def _merged(x: Array, dtype: DType) -> Array | None:
-    """``x`` as one matrix ``(d, rows)`` without a copy, if dtype and strides allow."""
+    """Return ``x`` as one matrix ``(d, rows)`` without a copy; None if that is impossible."""
     axes = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
     if x.dtype != dtype or any(
         x.strides[a] != x.strides[b] * x.shape[b] for a, b in pairwise(axes)
@@ -202,18 +202,18 @@ def _merged(x: Array, dtype: DType) -> Array | None:
     return rows if blas.layout(rows) else None
 
 
-def _copies(x: Array, room: Array) -> Iterator[Array]:
-    """The rows of ``x`` copied into ``room`` a chunk at a time, features inner- or outermost."""
+def _copies(x: Array, buffer: Array) -> Iterator[Array]:
+    """Copy the rows of ``x`` to a buffer, a chunk at a time; features inner- or outermost."""
     part_size = prod(x.shape[1:])
-    if part_size > room.size:
+    if part_size > buffer.size:
         for part in x:
-            yield from _copies(part, room)
+            yield from _copies(part, buffer)
         return
     innermost = abs(x.strides[-1]) <= min(abs(stride) for stride in x.strides[:-1])
-    for start in range(0, len(x), room.size // part_size):
-        chunk = x[start : start + room.size // part_size]
+    for start in range(0, len(x), buffer.size // part_size):
+        chunk = x[start : start + buffer.size // part_size]
         if not innermost:
             chunk = np.moveaxis(chunk, -1, 0)
-        copy = room[: chunk.size].reshape(chunk.shape)
+        copy = buffer[: chunk.size].reshape(chunk.shape)
         copy[...] = chunk
         yield copy.reshape(-1, x.shape[-1]).T if innermost else copy.reshape(x.shape[-1], -1)

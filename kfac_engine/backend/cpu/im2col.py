@@ -1,4 +1,4 @@
-"""Patches of images, copied ("im2col"): all of them, or chunk by chunk as operands of BLAS."""
+"""Copies of patches ("im2col"): all patches at once, or chunks as operands of BLAS."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,10 +12,10 @@ from kfac_engine.backend.window import Window
 
 
 def patches(x: Array, window: Window) -> Array:
-    """All patches of all images, tap-major: entry ``[n, o, u·channels + c]`` is what ``u`` sees.
+    """Return all patches; entry ``[n, o, u·channels + c]`` is the pixel that tap ``u`` sees.
 
     Args:
-        x: Images, ``(n, channels, *sides)``, any strides.
+        x: Images, ``(n, channels, *spatial_shape)``, any strides.
         window: Geometry.
 
     Returns:
@@ -26,34 +26,34 @@ def patches(x: Array, window: Window) -> Array:
     """
     n, channels, *_ = x.shape
     outputs = window.output_shape(x.shape[2:])
-    found = np.zeros((n, *outputs, *window.kernel, channels), x.dtype)
-    _fill(np.moveaxis(found, -1, 1), x, window)
-    return found.reshape(n, prod(outputs), window.taps * channels)
+    result = np.zeros((n, *outputs, *window.kernel, channels), x.dtype)
+    _fill(np.moveaxis(result, -1, 1), x, window)
+    return result.reshape(n, prod(outputs), window.taps * channels)
 
 
 def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """The patches as matrices for SYRK; the same memory is filled again and again.
+    """Yield patches as matrices for SYRK, in memory that is reused.
 
     Args:
-        x: Images, ``(n, channels, *sides)``, any strides.
+        x: Images, ``(n, channels, *spatial_shape)``, any strides.
         window: Geometry.
-        dtype: Wanted; float32 or float64.
-        chunk_bytes: Bound of the copies, if one patch fits.
+        dtype: Element type of the matrices; float32 or float64.
+        chunk_bytes: Bound of a copy; exceeded if one patch is larger.
 
     Yields:
-        ``(taps·channels, k)``; together every patch that sees anything.
+        ``(taps·channels, k)``; together all patches that see a pixel.
     """
-    sides = x.shape[2:]
+    spatial_shape = x.shape[2:]
     if window.taps == 1:
-        pixels = [window.seen(axis, 0, sides)[1] for axis in range(len(sides))]
+        pixels = [window.seen(axis, 0, spatial_shape)[1] for axis in range(len(spatial_shape))]
         yield from matrices(np.moveaxis(x[:, :, *pixels], 1, -1), dtype, chunk_bytes)
         return
-    room = max(1, chunk_bytes // (window.taps * x.shape[1] * dtype.itemsize))
-    for part in window.split(sides, room):
-        step = max(1, room // prod(part.output_shape(sides)))
+    positions = max(1, chunk_bytes // (window.taps * x.shape[1] * dtype.itemsize))
+    for part in window.split(spatial_shape, positions):
+        step = max(1, positions // prod(part.output_shape(spatial_shape)))
         for start in range(0, len(x), step):
             images = x[start : start + step]
-            # Only the last chunk may be smaller; the padding's zeros are never written over.
+            # Only the last chunk can be smaller. The zeros of the padding stay.
             if start == 0 or len(images) < step:
                 canvas, matrix = _canvas(images, part, dtype)
             _fill(canvas, images, part)
@@ -61,29 +61,29 @@ def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> 
 
 
 def _canvas(images: Array, window: Window, dtype: DType) -> tuple[Array, Array]:
-    """Zeroed memory for patches, seen as ``_fill`` wants it and as a matrix ``(features, k)``.
+    """Allocate zeros for patches, as an array for ``_fill`` and as a matrix.
 
-    Channels are innermost where they are in the images, so that copies run along both.
+    Channels are innermost if they are innermost in the images: then copies read and write in order.
 
     Returns:
-        ``(n, channels, *outputs, *kernel)`` and ``(features, n·positions)`` of the same memory.
+        ``(n, channels, *outputs, *kernel)`` and ``(features, n·positions)``, views of one memory.
     """
-    n, channels, *sides = images.shape
-    outputs = window.output_shape(tuple(sides))
+    n, channels, *spatial_shape = images.shape
+    outputs = window.output_shape(tuple(spatial_shape))
     features = window.taps * channels
     if abs(images.strides[1]) < min(map(abs, images.strides[2:])):
-        room = np.zeros((n, *outputs, *window.kernel, channels), dtype)
-        return np.moveaxis(room, -1, 1), room.reshape(-1, features).T
-    room = np.zeros((*window.kernel, channels, n, *outputs), dtype)
-    axes = len(sides)
-    canvas = np.moveaxis(room, range(axes), range(-axes, 0)).swapaxes(0, 1)
-    return canvas, room.reshape(features, -1)
+        memory = np.zeros((n, *outputs, *window.kernel, channels), dtype)
+        return np.moveaxis(memory, -1, 1), memory.reshape(-1, features).T
+    memory = np.zeros((*window.kernel, channels, n, *outputs), dtype)
+    axes = len(spatial_shape)
+    canvas = np.moveaxis(memory, range(axes), range(-axes, 0)).swapaxes(0, 1)
+    return canvas, memory.reshape(features, -1)
 
 
 def _fill(canvas: Array, x: Array, window: Window) -> None:
-    """Write what each tap sees into ``canvas``, ``(n, channels, *outputs, *kernel)``."""
-    sides = x.shape[2:]
+    """Copy the pixels of each tap to ``canvas``, ``(n, channels, *outputs, *kernel)``."""
+    spatial_shape = x.shape[2:]
     for tap in product(*map(range, window.kernel)):
-        seen = [window.seen(axis, u, sides) for axis, u in enumerate(tap)]
-        here: list[slice | int] = [outputs for outputs, _ in seen]
-        canvas[:, :, *here, *tap] = x[:, :, *(pixels for _, pixels in seen)]
+        seen = [window.seen(axis, u, spatial_shape) for axis, u in enumerate(tap)]
+        index: list[slice | int] = [outputs for outputs, _ in seen]
+        canvas[:, :, *index, *tap] = x[:, :, *(pixels for _, pixels in seen)]

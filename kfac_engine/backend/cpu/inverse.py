@@ -1,8 +1,8 @@
-"""Inverses and factors of damped symmetric matrices, in float64, by LAPACK and by products.
+"""Inverses, Cholesky factors and eigenvectors of one symmetric matrix, in float64.
 
-A factor kept in float32 is known only to within its rounding: small eigenvalues may come out
-negative. Working in float64 adds no second error (a float32 Cholesky inverse is wrong by about
-``7e-9 · condition``).
+A float32 factor is known to within its rounding, so small eigenvalues may be negative. Float64
+arithmetic adds no second error; a float32 Cholesky inverse has the relative error
+``7e-9 · condition``.
 """
 
 import logging
@@ -19,11 +19,11 @@ from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeEr
 
 _LOG = logging.getLogger(__name__)
 
-# Dampings tried before the eigenvalues are clamped: each ten times the one before.
-_LADDER = (1, 10, 100, 1000)
+# Factors of the damping in successive attempts, before eigenvalues are clamped.
+_ATTEMPTS = (1, 10, 100, 1000)
 
-# Sides from which one matrix alone gets BLAS's own threads, where a routine of LAPACK is all of the
-# work: eigenvectors took 0.85 of the time on two cores at 1024 and 0.66 at 2048, 0.95 at 512.
+# Least size at which one matrix alone uses BLAS's own threads in a routine of LAPACK: eigenvectors
+# take 0.85 of the time on two cores at 1024, and 0.95 at 512.
 _LARGE = 1024
 
 # Below this, squares of float64 numbers may lose digits.
@@ -31,14 +31,14 @@ _SMALLEST_NORM = 1e-140
 
 
 def damping_floor(matrix: Array, dtype: DType) -> float:
-    """The least damping worth using: what rounding alone may have moved the eigenvalues by.
+    """Return the least useful damping: the rounding error of the eigenvalues.
 
-    ``ε·‖matrix‖_F``, with the machine epsilon of the dtype the matrix is kept in: by Weyl's
-    inequality no eigenvalue is known better. Never so small that an inverse could overflow.
+    It is ``ε·‖matrix‖_F`` with the machine epsilon of ``dtype``: by Weyl's inequality rounding can
+    move an eigenvalue that far. It is never so small that an inverse overflows.
 
     Args:
         matrix: ``(d, d)``, float64.
-        dtype: That it is kept in, float32 or float64.
+        dtype: Element type of the factor, float32 or float64.
 
     Returns:
         A positive number, in the units of the matrix.
@@ -46,22 +46,22 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
     with np.errstate(over="ignore"):
         norm = float(np.linalg.norm(matrix))
     if not _SMALLEST_NORM < norm < np.inf:
-        # Squares overflowed or vanished, so the norm is taken relative to the largest entry.
+        # Squares overflowed or vanished: scale by the largest entry first.
         largest = max(float(np.abs(matrix).max()), float(np.finfo(dtype).tiny))
         norm = largest * float(np.linalg.norm(matrix / largest))
     return _floor(norm, dtype)
 
 
 def least_dampings(lower: Array, dampings: Array, dtype: DType) -> Array | None:
-    """For each matrix of a stack the larger of its damping and the floor.
+    """Return for each matrix of a stack the larger of its damping and the floor.
 
     Args:
         lower: ``(n, d, d)``, float64, lower triangles with zeros above.
         dampings: ``(n,)``.
-        dtype: That the matrices are kept in.
+        dtype: Element type of the factors.
 
     Returns:
-        ``(n,)``; None if a damping or a matrix is impossible, or its norm needs care.
+        ``(n,)``; None if a damping is not allowed, or if a norm is not finite, zero or tiny.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         squares = 2.0 * np.einsum("nij,nij->n", lower, lower) - np.einsum(
@@ -78,26 +78,26 @@ def least_dampings(lower: Array, dampings: Array, dtype: DType) -> Array | None:
 
 
 def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
-    """``(matrix + damping·I)⁻¹``, symmetric, in the dtype of ``matrix``.
+    """Return ``(matrix + damping·I)⁻¹``, symmetric, in the element type of ``matrix``.
 
     Args:
-        matrix: ``(d, d)``, symmetric; its lower triangle is read.
-        damping: Added to the diagonal; at least ``damping_floor`` is.
-        workers: Share the work where the matrix is large.
+        matrix: ``(d, d)``, symmetric; the lower triangle is read.
+        damping: Added to the diagonal; raised to ``damping_floor`` if it is less.
+        workers: Threads for a large matrix.
 
     Returns:
-        A new matrix ``(d, d)``. Where Cholesky's factorisation fails at ten, a hundred and a
-        thousand times the damping too, the matrix is indefinite by more than rounding: then
-        negative eigenvalues count as zero.
+        A new matrix ``(d, d)``. If Cholesky's factorisation fails with 1, 10, 100 and 1000 times
+        the damping, the matrix is indefinite by more than rounding; then negative eigenvalues are
+        replaced with zero.
 
     Raises:
         ShapeError: The matrix is not square.
         NonFiniteError: It holds NaN or infinity.
-        InputError: The damping is negative or not finite, or there is nothing to invert.
+        InputError: The damping is negative or not finite, or zero for a matrix of zeros.
     """
     check_shape(matrix)
-    work = triangle.room(len(matrix))
-    least = _loaded(matrix, damping, work, workers)
+    work = triangle.empty_float64(len(matrix))
+    least = _load(matrix, damping, work, workers)
     for damped in _damped(matrix, least, work, workers):
         try:
             if matrix.dtype == np.float64:
@@ -106,18 +106,18 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
                 recursive_inverse.invert(damped, workers)
         except np.linalg.LinAlgError:
             continue
-        return triangle.store(damped, matrix.dtype, workers)
+        return triangle.symmetric_from_tril(damped, matrix.dtype, workers)
     values, vectors = _clamped(matrix, least, workers)
-    return triangle.store((vectors / values) @ vectors.T, matrix.dtype, workers)
+    return triangle.symmetric_from_tril((vectors / values) @ vectors.T, matrix.dtype, workers)
 
 
 def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
-    """Lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I``, in the dtype of ``matrix``.
+    """Return lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I``, in its element type.
 
     Args:
-        matrix: ``(d, d)``, symmetric; its lower triangle is read.
+        matrix: ``(d, d)``, symmetric; the lower triangle is read.
         damping: As for ``damped_inverse``, with the same retries.
-        workers: As many threads as BLAS may use for a large matrix.
+        workers: Threads; BLAS uses its own for a large matrix.
 
     Returns:
         A new matrix ``(d, d)`` with a positive diagonal, zero above it.
@@ -125,27 +125,27 @@ def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
     Raises:
         ShapeError: The matrix is not square.
         NonFiniteError: It holds NaN or infinity.
-        InputError: The damping is negative or not finite, or there is nothing to factor.
+        InputError: The damping is negative or not finite, or zero for a matrix of zeros.
     """
     check_shape(matrix)
-    work = triangle.room(len(matrix))
-    least = _loaded(matrix, damping, work, workers)
+    work = triangle.empty_float64(len(matrix))
+    least = _load(matrix, damping, work, workers)
     with _blas_for(matrix, workers):
         for damped in _damped(matrix, least, work, workers):
             if lapack.potrf(damped) == 0:
                 return np.tril(damped).astype(matrix.dtype)
     values, vectors = _clamped(matrix, least, workers)
-    # With M = QΛQᵀ and √Λ Qᵀ = Q'R: M = Rᵀ R, a triangular root that cannot fail.
+    # With M = QΛQᵀ and √Λ Qᵀ = Q'R, M = Rᵀ R: a triangular root that always exists.
     R: Array = np.linalg.qr(np.sqrt(values)[:, None] * vectors.T).R
     lower: Array = (R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
     return lower.astype(matrix.dtype, order="C")
 
 
 def triangular_inverse(lower: Array, workers: Workers) -> Array:
-    """``L⁻¹`` of a lower-triangular matrix, lower-triangular, in its dtype.
+    """Return ``L⁻¹`` of a lower-triangular matrix, lower-triangular, in its element type.
 
     Args:
-        lower: ``(d, d)``; what stands above the diagonal is not read.
+        lower: ``(d, d)``; the upper triangle is not read.
         workers: As for ``damped_cholesky``.
 
     Returns:
@@ -159,17 +159,17 @@ def triangular_inverse(lower: Array, workers: Workers) -> Array:
     check_square(lower)
     work = np.tril(lower).astype(np.float64)
     with _blas_for(lower, workers):
-        place = lapack.trtri(work) - 1
-    if place >= 0:
-        raise InputError(f"a triangular matrix with zero at [{place}, {place}] has no inverse.")
+        index = lapack.trtri(work) - 1
+    if index >= 0:
+        raise InputError(f"a triangular matrix with zero at [{index}, {index}] has no inverse.")
     return work.astype(lower.dtype)
 
 
 def eigh(matrix: Array, workers: Workers) -> tuple[Array, Array]:
-    """Eigenvalues, ascending, and orthonormal eigenvectors of a symmetric matrix.
+    """Return ascending eigenvalues and orthonormal eigenvectors of a symmetric matrix.
 
     Args:
-        matrix: ``(d, d)``, symmetric; its lower triangle is read.
+        matrix: ``(d, d)``, symmetric; the lower triangle is read.
         workers: As for ``damped_cholesky``.
 
     Returns:
@@ -181,7 +181,7 @@ def eigh(matrix: Array, workers: Workers) -> tuple[Array, Array]:
         BackendError: LAPACK's iteration did not converge.
     """
     check_square(matrix)
-    if len(matrix) == 1:  # SciPy 1.13 refuses the work space that LAPACK asks for
+    if len(matrix) == 1:  # SciPy 1.13 allocates too little workspace
         return matrix[0].astype(np.float64), np.ones((1, 1))
     try:
         with _blas_for(matrix, workers):
@@ -197,7 +197,7 @@ def eigh(matrix: Array, workers: Workers) -> tuple[Array, Array]:
 
 
 def eigh_stack(stack: Array) -> tuple[Array, Array]:
-    """The ``eigh`` of each matrix of a stack.
+    """Return eigenvalues and eigenvectors of each matrix of a stack.
 
     Args:
         stack: ``(g, d, d)``.
@@ -224,10 +224,10 @@ def eigh_stack(stack: Array) -> tuple[Array, Array]:
 
 
 def check_square(matrix: Array) -> None:
-    """Refuse what LAPACK must not see.
+    """Check that a matrix is square and finite.
 
     Args:
-        matrix: To be a finite square matrix.
+        matrix: The matrix.
 
     Raises:
         ShapeError: It is not square.
@@ -243,10 +243,10 @@ def check_square(matrix: Array) -> None:
 
 
 def check_shape(matrix: Array) -> None:
-    """Refuse what is no square matrix.
+    """Check that a matrix is square and not empty.
 
     Args:
-        matrix: To be one.
+        matrix: The matrix.
 
     Raises:
         ShapeError: It is not.
@@ -255,9 +255,9 @@ def check_shape(matrix: Array) -> None:
         raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
 
 
-def _loaded(matrix: Array, damping: float, work: Array, workers: Workers) -> float:
-    """The damping to start with, once the matrix is copied to ``work`` and fit for LAPACK."""
-    squares = triangle.load(matrix, work, workers)
+def _load(matrix: Array, damping: float, work: Array, workers: Workers) -> float:
+    """Copy the matrix to ``work``, check it, and return the damping of the first attempt."""
+    squares = triangle.tril_to_float64(matrix, work, workers)
     if not 0.0 <= damping < np.inf:
         raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
     if _SMALLEST_NORM**2 < squares < np.inf:
@@ -270,8 +270,8 @@ def _loaded(matrix: Array, damping: float, work: Array, workers: Workers) -> flo
 
 
 def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Iterator[Array]:
-    """The loaded matrix with more and more on its diagonal, as long as it is asked for."""
-    for factor in _LADDER:
+    """Yield the matrix in ``work`` with increasing dampings on its diagonal."""
+    for factor in _ATTEMPTS:
         if factor > 1:
             _LOG.warning(
                 "a %s matrix is not positive definite with damping %.3g; trying %.3g",
@@ -279,14 +279,14 @@ def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Itera
                 least * factor / 10,
                 least * factor,
             )
-            triangle.load(matrix, work, workers)
+            triangle.tril_to_float64(matrix, work, workers)
         diagonal = np.einsum("ii->i", work)
         diagonal += least * factor
         yield work
 
 
 def _invert_by_solving(work: Array, workers: Workers) -> None:
-    """``A⁻¹`` in place of ``A``, to the last digit that float64 matrices are known to.
+    """Replace ``A`` with ``A⁻¹``, at the full accuracy of float64.
 
     Raises:
         LinAlgError: NumPy's; the matrix is not positive definite.
@@ -300,19 +300,19 @@ def _invert_by_solving(work: Array, workers: Workers) -> None:
 
 
 def _blas_for(matrix: Array, workers: Workers) -> AbstractContextManager[None]:
-    """BLAS's own threads for one large matrix, where there may be several; else one thread."""
+    """Return a context: BLAS's own threads for one large matrix, otherwise one thread."""
     return nullcontext() if workers.count > 1 and len(matrix) >= _LARGE else single_threaded_blas()
 
 
 def _clamped(matrix: Array, least: float, workers: Workers) -> tuple[Array, Array]:
-    """Damped eigenvalues with the negative ones taken as zero, and their vectors."""
+    """Return damped eigenvalues, negative ones replaced with zero, and eigenvectors."""
     _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", matrix.shape)
     values, vectors = eigh(_completed(matrix), workers)
     return np.maximum(values, 0.0) + least, vectors
 
 
 def _completed(matrix: Array) -> Array:
-    """The symmetric matrix of which only the lower triangle is given."""
+    """Return the symmetric matrix of a lower triangle."""
     lower: Array = np.tril(matrix)
     return lower + np.tril(lower, -1).T
 

@@ -1,4 +1,4 @@
-"""Triangles of SciPy's LAPACK, in place on views and without the interpreter lock."""
+"""SciPy's LAPACK on triangles of views, in place and without the interpreter lock."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from kfac_engine.backend.cpu import blas
 
 
 def potrf(matrix: Array) -> int:
-    """Cholesky's ``L`` in the lower triangle, in place; the rest of the matrix stays as it is.
+    """Replace the lower triangle with the Cholesky factor ``L``; the rest is unchanged.
 
     Args:
         matrix: ``(d, d)``, symmetric, float64, with adjacent elements in each row.
@@ -21,19 +21,19 @@ def potrf(matrix: Array) -> int:
 
 
 def trtri(lower: Array) -> int:
-    """``L⁻¹`` in place of a lower triangle; the rest of the matrix stays as it is.
+    """Replace a lower triangle with its inverse; the rest of the matrix is unchanged.
 
     Args:
         lower: ``(d, d)``, float64, with adjacent elements in each row.
 
     Returns:
-        Zero, or the place of the first zero on the diagonal, counted from one.
+        Zero, or the index of the first zero on the diagonal, counted from one.
     """
     return _in_place("trtri", lower)
 
 
 def lauum(lower: Array) -> int:
-    """Lower triangle of ``Lᵀ L`` in place of ``L``; the rest of the matrix stays as it is.
+    """Replace ``L`` with the lower triangle of ``Lᵀ L``; the rest of the matrix is unchanged.
 
     Args:
         lower: ``(d, d)``, float64, with adjacent elements in each row.
@@ -45,17 +45,17 @@ def lauum(lower: Array) -> int:
 
 
 def _in_place(name: str, matrix: Array) -> int:
-    """Calls a routine that takes one triangle and what it says of it."""
-    side, info = len(matrix), ctypes.c_int64(0)
-    assert matrix.shape == (side, side), f"a triangle of shape {matrix.shape} is not square"
+    """Call a routine on a triangle and return its code."""
+    size, info = len(matrix), ctypes.c_int64(0)
+    assert matrix.shape == (size, size), f"a triangle of shape {matrix.shape} is not square"
     assert matrix.dtype == "d", f"{matrix.dtype} is not float64"
     routine, options = _ROUTINES[name]
-    # Column by column, a row-major lower triangle L is the upper one Lᵀ.
+    # LAPACK is column-major: a row-major lower triangle L is the upper triangle Lᵀ.
     routine(
         *options,
-        blas.integer(side),
+        blas.integer(size),
         matrix.ctypes.data,
-        blas.integer(blas.written(matrix)),
+        blas.integer(blas.leading_dimension(matrix)),
         ctypes.byref(info),
     )
     return int(info.value)

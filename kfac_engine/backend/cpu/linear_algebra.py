@@ -173,7 +173,7 @@ def _eigh_of_stack(stack: Array, workers: Workers) -> tuple[Array, Array]:
     def decompose(rows: slice) -> None:
         parts[rows.start] = inverse.eigh_stack(stack[rows])
 
-    bands = workers.bands(len(stack))
+    bands = workers.row_blocks(len(stack))
     if len(bands) == 1:
         return inverse.eigh_stack(stack)
     workers.run([partial(decompose, rows) for rows in bands])

@@ -1,22 +1,8 @@
-"""Which form of the second moment of patches is the quickest for a geometry.
+"""Estimated cost of the two algorithms for Gram matrices of patches.
 
-Things cost multiplications of SYRK at full speed, on one core with OpenBLAS's AVX-512 kernels in
-float32. The constants were fitted to 39 geometries (1 to 3 axes, 1 to 512 channels, images of 4 to
-2000 pixels a side). Milliseconds on one core, measured and estimated at 70 multiplications a
-nanosecond, padding as large as keeps the sides:
-
-    images, channels, side, kernel     lines          plain
-    32      512        7×7    3×3       85 /  76           / 243
-    32      256       14×14   3×3       87 /  89           / 248
-    32      128       28×28   3×3      112 / 115           / 259
-    32       64       56×56   3×3       95 /  84           / 279
-    128      64        8×8    3×3      8.4 / 7.0       23 /  23
-    128      32       16×16   3×3      9.3 / 8.2       27 /  26
-    128      16       32×32   3×3       12 /  12       36 /  33
-    128       3       32×32   3×3      6.2 / 4.2      5.5 / 3.2
-    32       16       28×28   5×5      8.9 / 9.9       35 /  36
-    8         3       64×64   7×7       24 /  21       10 /   9
-    1       128       14×14   3×3      4.3 / 3.1      2.1 / 2.0
+Costs are in multiplications of SYRK at full speed, on one core in float32. The constants were
+fitted to 39 geometries: one to three axes, 1 to 512 channels, 4 to 2000 pixels an axis. ADR 9
+compares estimates with measurements.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,76 +10,83 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from kfac_engine.backend.cpu.shifted_gram import FEW_CHANNELS, line_numbers, together
+from kfac_engine.backend.cpu.shifted_gram import FEW_CHANNELS, images_per_round, scratch_numbers
 from kfac_engine.backend.kernel_offsets import line_products
 from kfac_engine.backend.window import Window
 
+# Copy of an entry to channels-last order; write of an entry of a block; copy of an entry of a
+# patch.
 _COPIED_NUMBER = 60
 _WRITTEN_NUMBER = 30
 _PLAIN_NUMBER = 50
+# Preparation of a product; a call of BLAS for a line; write of a block.
 _CALL = 1_000_000
-_LINE = 400_000  # a product of its own
+_LINE = 400_000
 _BLOCK = 600_000
-_PAIR = 130  # of pixels in a small product, whatever its sides
-_PACKED_ROWS = 64  # rows that take as long to bring to their product as to multiply
+# A pair of pixels in a small product, in addition to its multiplications.
+_PAIR = 130
+# Rows that take as long to load as to multiply.
+_PACKED_ROWS = 64
 
 
 class Images(NamedTuple):
-    """What the choice depends on beside the window.
+    """Sizes of a batch of images.
 
     Attributes:
-        number: Of images.
-        channels: Of each.
-        sides: Of each, pixels an axis.
+        number: Number of images.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image.
     """
 
     number: int
     channels: int
-    sides: tuple[int, ...]
+    spatial_shape: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
-def quickest(window: Window, images: Images, room: int, threads: int) -> str:
-    """The form to take.
+def select_algorithm(window: Window, images: Images, numbers: int, threads: int) -> str:
+    """Return the name of the algorithm with the lower estimated cost.
 
     Args:
         window: Geometry.
-        images: What it sees.
-        room: How many numbers fit the working memory, copies of patches aside.
-        threads: That share the work.
+        images: Sizes of the batch.
+        numbers: Entries of the working memory, without copies of patches.
+        threads: Number of threads.
 
     Returns:
-        A name of ``FORMS``; ``"plain"`` for strides above one, a single tap, or too little memory.
+        A name of ``COSTS``. It is ``"im2col"`` for a stride above one, a single tap, an empty batch
+        and too little memory.
     """
     if window.taps == 1 or set(window.strides) != {1} or not images.number:
-        return "plain"
-    if line_numbers(window, *images, threads) > room:
-        return "plain"
-    return min(FORMS, key=lambda name: FORMS[name](window, images))
+        return "im2col"
+    if scratch_numbers(window, *images, threads) > numbers:
+        return "im2col"
+    return min(COSTS, key=lambda name: COSTS[name](window, images))
 
 
-def _lines(window: Window, images: Images) -> float:
-    """Copying the images, products of lines, and writing the blocks."""
-    count, channels, sides = images
+def _shifted(window: Window, images: Images) -> float:
+    """Cost of copying the images, multiplying lines, and writing the blocks."""
+    count, channels, spatial_shape = images
     few = channels <= FEW_CHANNELS
-    groups = line_products(window, sides, joined=few)
-    parts = [part for group in groups for part in group.parts]
-    pairs, calls = sum(part.pairs for part in parts), _CALL * len(parts)
+    groups = line_products(window, spatial_shape, joined=few)
+    products = [part for group in groups for part in group.products]
+    pairs, calls = sum(part.pairs for part in products), _CALL * len(products)
     if not few:
-        rounds = -(-count // together(*images))
-        calls += _LINE * rounds * sum(prod(map(len, part.lines)) for part in parts if part.sign > 0)
+        rounds = -(-count // images_per_round(*images))
+        lines = sum(prod(map(len, part.lines)) for part in products if part.sign > 0)
+        calls += _LINE * rounds * lines
     blocks = _BLOCK * sum(len(group.blocks) for group in groups)
     each = channels**2 + _PAIR if few else channels * (channels + _PACKED_ROWS)
-    moved = _COPIED_NUMBER * channels * prod(sides)
+    copied = _COPIED_NUMBER * channels * prod(spatial_shape)
     written = _WRITTEN_NUMBER * (window.taps * channels) ** 2
-    return count * (pairs * each + moved) + calls + blocks + written
+    return count * (pairs * each + copied) + calls + blocks + written
 
 
-def _plain(window: Window, images: Images) -> float:
-    """Copying the patches and multiplying them by SYRK, which does half of a product."""
+def _im2col(window: Window, images: Images) -> float:
+    """Cost of copying the patches and multiplying them by SYRK, half of a full product."""
     features = window.taps * images.channels
-    patches = images.number * prod(window.output_shape(images.sides))
+    patches = images.number * prod(window.output_shape(images.spatial_shape))
     return patches * features * (features // 2 + _PLAIN_NUMBER)
 
 
-FORMS: Mapping[str, Callable[[Window, Images], float]] = {"plain": _plain, "lines": _lines}
+COSTS: Mapping[str, Callable[[Window, Images], float]] = {"im2col": _im2col, "shifted": _shifted}

@@ -1,17 +1,17 @@
-"""The inverse of a positive definite matrix by halves: nearly all of it products of matrices.
+"""Recursive inverse of a positive definite matrix, nearly all of it products of matrices.
 
-LAPACK's factorisations work in narrow panels and reach half the rate of products, less where the
-BLAS solves triangles slowly. Here, with ``A = L Lᵀ`` and ``K = L⁻¹`` cut into halves,
+LAPACK's factorisations work in narrow panels and reach half the rate of products. Here, with
+``A = L Lᵀ`` and ``K = L⁻¹`` in 2 × 2 blocks,
 
     K₁₁ = L₁₁⁻¹,  L₂₁ = A₂₁ K₁₁ᵀ,  S = A₂₂ − L₂₁ L₂₁ᵀ,  K₂₂ from S,  K₂₁ = −K₂₂ L₂₁ K₁₁,
-    A⁻¹ = Kᵀ K,
+    A⁻¹ = Kᵀ K.
 
-each half again by halves, down to leaves that LAPACK does. Everything happens in the lower triangle
-of the matrix itself: ``d³`` operations as in Cholesky's way, which this is.
+The diagonal blocks are inverted by the same formulas, down to leaves that LAPACK computes. All
+steps run in place in the lower triangle, with the ``d³`` operations of Cholesky's method.
 
-Dividing by ``L₁₁`` is multiplying by its inverse, so the error may be ``√condition`` times that of
-triangular solves. Measured against extended precision it is LAPACK's within a factor of ten up to a
-condition of 1e7, which float32 matrices stay below when damped; at 1e11 the factor came to 700.
+``L₂₁`` is a product with ``K₁₁`` instead of a triangular solve, so the rounding error can grow by
+up to ``√condition``. Against extended precision it is at most ten times LAPACK's error up to a
+condition of 1e7, which damped float32 factors do not exceed. At 1e11 the ratio is 700.
 """
 
 from collections.abc import Callable
@@ -25,39 +25,38 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas, lapack
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
-# Sides that LAPACK does: 64 to 200 take the same time alone. Beside another thread each call may
-# wait for the interpreter: two inverses of side 257 take 3.3 ms with leaves of 64, 2.6 with leaves
-# of 128, which are none of 257, and 1.7 with these.
+# Largest size of a leaf. Sizes from 64 to 200 are equally fast on one thread; larger leaves make
+# fewer calls, which threads make in turn.
 _LEAF = 160
-# Sides from which threads share the work. They meet at every product, and a meeting takes 0.1 ms:
-# one thread takes 3.7 ms at a side of 512, two take 4.6.
-_SHARED = 768
-# The least width of what one thread does, and how many for each thread stand beside a half.
-_BAND = 128
+# Least size for several threads. They wait 0.1 ms for each other at every product: at 512 one
+# thread takes 3.7 ms and two take 4.6 ms.
+_THREADED = 768
+# Least rows of a task, and tasks for each thread that run beside a block.
+_LEAST_ROWS = 128
 _PIECES = 3
 
 
-class Halves(NamedTuple):
-    """The lower triangle of a matrix.
+class Blocks(NamedTuple):
+    """The blocks on and below the diagonal of a 2 × 2 partition.
 
     Attributes:
-        upper: First half of the diagonal, ``(h, h)``.
-        between: ``(d − h, h)``.
-        lower: Second half of the diagonal.
+        first: First diagonal block, ``(h, h)``.
+        below: Block below it, ``(d − h, h)``.
+        second: Second diagonal block, ``(d − h, d − h)``.
     """
 
-    upper: Array
-    between: Array
-    lower: Array
+    first: Array
+    below: Array
+    second: Array
 
 
 def invert(work: Array, workers: Workers) -> None:
-    """``A⁻¹`` in place of ``A``, in the lower triangle alone.
+    """Invert a matrix in place, in its lower triangle.
 
     Args:
         work: ``(d, d)``, symmetric and positive definite, float64, with adjacent elements in each
-            row; its lower triangle is read.
-        workers: Share the work.
+            row; the lower triangle is read and replaced with that of the inverse.
+        workers: Threads.
 
     Raises:
         LinAlgError: NumPy's; the matrix is not positive definite.
@@ -68,40 +67,42 @@ def invert(work: Array, workers: Workers) -> None:
 
 
 def _factor(A: Array, workers: Workers) -> None:
-    """``L⁻¹`` in place of ``A``."""
+    """Replace ``A`` with ``L⁻¹``."""
     if len(A) <= _LEAF:
         _leaf(A)
         return
-    parts = _parts(A, workers)
-    P, B, S = _halves(A)
+    count = _thread_count(A, workers)
+    P, B, S = _blocks(A)
     _factor(P, workers)
-    _run(workers, _from_right(P, B, parts, transposed=True, alpha=1.0))
-    _run(workers, _symmetric(B, S, parts, alpha=-1.0))
-    if _parts(S, workers) == 1 < parts:
+    _run(workers, _from_right(P, B, count, transposed=True, alpha=1.0))
+    _run(workers, _symmetric(B, S, count, alpha=-1.0))
+    if _thread_count(S, workers) == 1 < count:
         products = _from_right(P, B, _PIECES * workers.count, transposed=False, alpha=-1.0)
         workers.run([partial(_factor, S, workers), *products])
     else:
-        _run(workers, _from_right(P, B, parts, transposed=False, alpha=-1.0))
+        _run(workers, _from_right(P, B, count, transposed=False, alpha=-1.0))
         _factor(S, workers)
-    _run(workers, [partial(_from_left, S, B[:, s], False) for s in _bands(B.shape[1], parts)])
+    _run(workers, [partial(_from_left, S, B[:, s], False) for s in _row_blocks(B.shape[1], count)])
 
 
 def _square(K: Array, workers: Workers) -> None:
-    """``Kᵀ K`` in place of the lower-triangular ``K``."""
+    """Replace the lower-triangular ``K`` with ``Kᵀ K``."""
     if len(K) <= _LEAF:
         lapack.lauum(K)
         return
-    P, B, S = _halves(K)
-    if _parts(K, workers) == 1:
+    P, B, S = _blocks(K)
+    if _thread_count(K, workers) == 1:
         _square(P, workers)
         blas.syrk(B.T, P, alpha=1.0, beta=1.0)
         _from_left(S, B, True)
         _square(S, workers)
         return
-    pieces, before = _PIECES * workers.count, np.empty(B.shape)
-    products = [partial(_kept, S, B[:, s], before[:, s]) for s in _bands(B.shape[1], pieces)]
+    pieces, copy = _PIECES * workers.count, np.empty(B.shape)
+    products = [
+        partial(_from_left_copied, S, B[:, s], copy[:, s]) for s in _row_blocks(B.shape[1], pieces)
+    ]
     workers.run([partial(_square, P, workers), *products])
-    workers.run([partial(_square, S, workers), *_symmetric(before.T, P, pieces, alpha=1.0)])
+    workers.run([partial(_square, S, workers), *_symmetric(copy.T, P, pieces, alpha=1.0)])
 
 
 def _leaf(A: Array) -> None:
@@ -111,59 +112,59 @@ def _leaf(A: Array) -> None:
     lapack.trtri(A)
 
 
-def _kept(S: Array, B: Array, before: Array) -> None:
-    """``Sᵀ B`` in place of ``B``, which is kept in ``before``."""
-    before[...] = B
+def _from_left_copied(S: Array, B: Array, copy: Array) -> None:
+    """Copy ``B``, and replace it with ``Sᵀ B``."""
+    copy[...] = B
     _from_left(S, B, True)
 
 
 def _from_left(lower: Array, out: Array, transposed: bool) -> None:
-    """``out ← lower·out``, or ``lowerᵀ·out``."""
+    """Compute ``out ← lower·out`` or ``out ← lowerᵀ·out``, in place."""
     blas.trmm(lower, out, right=False, transposed=transposed, alpha=1.0)
 
 
 def _from_right(
-    lower: Array, out: Array, parts: int, *, transposed: bool, alpha: float
+    lower: Array, out: Array, count: int, *, transposed: bool, alpha: float
 ) -> list[Callable[[], None]]:
-    """Tasks that do ``out ← alpha·out·lower``, or ``alpha·out·lowerᵀ``."""
+    """Return tasks for ``out ← alpha·out·lower`` or ``out ← alpha·out·lowerᵀ``."""
     times = partial(blas.trmm, right=True, transposed=transposed, alpha=alpha)
-    return [partial(times, lower, out[rows]) for rows in _bands(len(out), parts)]
+    return [partial(times, lower, out[rows]) for rows in _row_blocks(len(out), count)]
 
 
-def _symmetric(x: Array, out: Array, parts: int, *, alpha: float) -> list[Callable[[], None]]:
-    """Tasks that do the lower triangle of ``out ← out + alpha·x xᵀ``, all of about equal work."""
-    side = len(out)
-    parts = max(1, min(parts, side // _BAND))
-    edges = [round(side * (i / parts) ** 0.5) for i in range(parts + 1)]
+def _symmetric(x: Array, out: Array, count: int, *, alpha: float) -> list[Callable[[], None]]:
+    """Return tasks of equal work for the lower triangle of ``out ← out + alpha·x xᵀ``."""
+    size = len(out)
+    count = max(1, min(count, size // _LEAST_ROWS))
+    edges = [round(size * (i / count) ** 0.5) for i in range(count + 1)]
     return [partial(_trapezoid, x, out, slice(a, b), alpha) for a, b in pairwise(edges) if a < b]
 
 
 def _trapezoid(x: Array, out: Array, rows: slice, alpha: float) -> None:
-    """Some rows of a symmetric product, up to the diagonal."""
-    before = slice(0, rows.start)
+    """Compute rows of a symmetric product, up to the diagonal."""
+    copy = slice(0, rows.start)
     if rows.start:
-        blas.gemm(x[rows], x[before], out[rows, before], alpha=alpha, beta=1.0)
+        blas.gemm(x[rows], x[copy], out[rows, copy], alpha=alpha, beta=1.0)
     blas.syrk(x[rows], out[rows, rows], alpha=alpha, beta=1.0)
 
 
-def _halves(matrix: Array) -> Halves:
+def _blocks(matrix: Array) -> Blocks:
     half = (len(matrix) + 15) // 16 * 8  # rows that begin on a cache line, where the side allows
-    return Halves(matrix[:half, :half], matrix[half:, :half], matrix[half:, half:])
+    return Blocks(matrix[:half, :half], matrix[half:, :half], matrix[half:, half:])
 
 
-def _parts(matrix: Array, workers: Workers) -> int:
-    """Threads for a matrix: one if it is small, or inside a task."""
-    return len(workers.bands(len(matrix))) if len(matrix) >= _SHARED else 1
+def _thread_count(matrix: Array, workers: Workers) -> int:
+    """Return the number of threads for a matrix: one if it is small, or inside a task."""
+    return len(workers.row_blocks(len(matrix))) if len(matrix) >= _THREADED else 1
 
 
-def _bands(length: int, parts: int) -> list[slice]:
-    parts = max(1, min(parts, length // _BAND))
-    edges = [length * i // parts for i in range(parts + 1)]
+def _row_blocks(length: int, count: int) -> list[slice]:
+    count = max(1, min(count, length // _LEAST_ROWS))
+    edges = [length * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def _run(workers: Workers, tasks: list[Callable[[], None]]) -> None:
-    """Tasks side by side; one alone without a meeting of threads."""
+    """Run tasks in threads; a single task runs in the caller."""
     if len(tasks) == 1:
         tasks[0]()
     else:

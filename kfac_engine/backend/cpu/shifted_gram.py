@@ -1,14 +1,28 @@
-"""Second moments of patches for stride one, from products of lines with lines.
+"""Gram matrices of patches for stride one, from products of shifted images.
 
-The block of taps ``v + δ`` and ``v`` sums ``x[:, q + δ·dilation] x[:, q]ᵀ`` over pixels ``q``, of
-which most are the same for all ``v``. So a 3 × 3 kernel takes products of whole lines for 13
-distances instead of the 45 blocks on and under the diagonal, and of a few pixels at the border,
-where blocks of a distance differ (``kernel_offsets``). Lines of several images lie beside each
-other, channels innermost (``channels_last``).
+**Formula.** A patch at output position ``o`` has the features ``z[u, c] = x[c, o + u·d − begin]``
+for taps ``u``, channels ``c`` and dilation ``d``, with zeros outside the image. The Gram matrix
+``Σ z zᵀ`` has one ``(C, C)`` block for each pair of taps. With the offset ``δ = u − v`` and the
+pixel ``q = o + v·d − begin`` it is
 
-With few channels, lines are multiplied in batches, a small matrix for each, and these are summed:
-such products BLAS takes from where they lie, and Python makes few calls. With many, BLAS adds line
-after line to the moment.
+    block[u, v] = Σ_q x[:, q + δ·d] x[:, q]ᵀ.
+
+Only the set of pixels ``q`` depends on ``v``, and it depends on ``v`` at the image border only. So
+all pairs of taps with one offset share a product: the image, shifted by ``δ·d``, times the image.
+Few pixels at the border are then subtracted, block by block (``kernel_offsets``).
+
+**Complexity.** A 2-D kernel of ``k × k`` taps has ``((2k − 1)² + 1) / 2`` offsets up to sign. With
+``C`` channels and ``P`` pixels the products cost that many times ``C² P`` multiplications, instead
+of ``k⁴ C² P / 2`` for the product of copied patches: 13 instead of 40 for ``3 × 3``, 41 instead of
+312 for ``5 × 5``. No patch is copied; memory is one matrix ``(C, C)`` for each offset.
+
+**Where it applies.** All strides are one and the kernel has several taps; padding and dilation are
+arbitrary. It is slower than copied patches for few channels under a large kernel, and for few
+pixels (``patch_gram_cost``).
+
+**Two variants.** With few channels, all offsets along a line are one batch of small products, which
+are then summed. With many channels, BLAS accumulates line after line in the matrix of an offset.
+Both read images in channels-last order (``channels_last``). Measurements are in ADR 9.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,24 +36,27 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.channels_last import PixelLines, room_numbers
-from kfac_engine.backend.cpu.syrk import scale, share, threads_for
-from kfac_engine.backend.kernel_offsets import Group, LineProduct, borders, line_products
+from kfac_engine.backend.cpu.channels_last import ChannelsLastLines, buffer_numbers
+from kfac_engine.backend.cpu.syrk import run_tasks, scale, threads_for
+from kfac_engine.backend.kernel_offsets import (
+    LineProduct,
+    OffsetGroup,
+    border_strips,
+    line_products,
+)
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
-# Channels up to which lines are multiplied in batches: 32 images of 28 × 28 pixels take so many
-# milliseconds on two threads, in batches and line by line: 32 and 44 with 96 channels, 62 and 57
-# with 128.
+# Largest number of channels for products in batches. 32 images of 28 × 28 take 32 ms in batches and
+# 44 ms line by line with 96 channels; 62 ms and 57 ms with 128.
 FEW_CHANNELS = 96
-# Numbers of a line that stay in the first cache while their partners pass.
+# Entries of a line that stay in the first cache while the shifted lines are read.
 _LINE = 5 << 10
-# Numbers of images that are worth a round of calls; the most of a round with many channels.
+# Entries of images that outweigh the calls of a round; upper bound of a round with many channels.
 _ROUND = 1 << 16
 _MOST = 1 << 21
-# Small products, and numbers at the border of images, at a time.
+# Entries of small products, and of border pixels, that are computed at a time.
 _BATCH = 1 << 17
-
 # Multiplications in the time that Python takes to prepare a product.
 _PREPARED = 3_000_000
 # Rows of a block that are written at a time.
@@ -49,13 +66,13 @@ Call: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What may be taken to add moments.
+class Resources:
+    """Limits of the computation of one Gram matrix.
 
     Attributes:
         workers: Threads.
         chunk_bytes: Bound of the copies of patches.
-        numbers: Bound of all other working memory, of all threads together.
+        numbers: Bound of all other working memory of all threads together, in entries.
     """
 
     workers: Workers
@@ -63,183 +80,195 @@ class Means:
     numbers: int
 
 
-def add_lines(
-    x: Array, window: Window, out: Array, alpha: float, beta: float, means: Means
+def add_shifted_gram(
+    x: Array, window: Window, out: Array, alpha: float, beta: float, resources: Resources
 ) -> None:
-    """Lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
+    """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
     Args:
-        x: Images, ``(n, channels, *sides)``, any strides; at least one.
-        window: Of stride one.
-        out: ``(taps·channels, same)``; rows may lie apart. What is above the diagonal is lost.
-        alpha: Scale of the new moment.
-        beta: Scale of the old one; zero overwrites.
-        means: Threads, and memory for at least ``line_numbers``.
+        x: Images, ``(n, channels, *spatial_shape)``, any strides; at least one image.
+        window: Geometry; all strides are one.
+        out: ``(taps·channels, taps·channels)``; rows may have gaps. The upper triangle is
+            overwritten with unspecified numbers.
+        alpha: Scale of the new Gram matrix.
+        beta: Scale of the old matrix; zero overwrites.
+        resources: Threads, and memory for at least ``scratch_numbers``.
     """
     n, channels, *_ = x.shape
+    workers = resources.workers
     groups = _groups(window, channels, x.shape[2:])
-    products = [part for group in groups for part in group.parts]
+    products = [part for group in groups for part in group.products]
     work = n * channels**2 * sum(part.pairs for part in products)
-    threads = threads_for(work, means.workers)
-    if together(n, channels, x.shape[2:]) == n:
-        lines = PixelLines(n, channels, x.shape[2:], window.reaches[-1], out.dtype)
+    threads = threads_for(work, workers)
+    if images_per_round(n, channels, x.shape[2:]) == n:
+        lines = ChannelsLastLines(n, channels, x.shape[2:], window.reaches[-1], out.dtype)
         lines.fill(x)
         tasks = [partial(_add_group, group, lines, out, alpha, beta) for group in groups]
-        share(tasks, threads, means.workers)
+        run_tasks(tasks, threads, workers)
         return
-    # Threads share the images, each with moments of its own and all products to prepare; or the
-    # distances.
-    each = line_numbers(window, n, channels, x.shape[2:], 1)
+    # Either the images are divided among threads, and each thread prepares all products and has
+    # its own sums; or the offsets are divided.
+    each = scratch_numbers(window, n, channels, x.shape[2:], 1)
     worth = work // (_PREPARED * max(1, len(products)))
-    parts = max(1, min(threads, means.numbers // each, worth))
-    kept = channels**2 * sum(group.moments for group in groups)
-    fits = kept + threads * (each - kept) <= means.numbers
+    parts = max(1, min(threads, resources.numbers // each, worth))
+    summed = channels**2 * sum(group.matrices for group in groups)
+    fits = summed + threads * (each - summed) <= resources.numbers
     lots = threads if parts == 1 and fits else 1
-    found = [[_Sums(group, channels, out.dtype) for group in groups] for _ in range(parts)]
+    sums = [[_GroupSums(group, channels, out.dtype) for group in groups] for _ in range(parts)]
     tasks = [
-        partial(_add_images, images, sums[i::lots])
-        for images, sums in zip(np.array_split(x, parts), found, strict=True)
+        partial(_add_images, images, part[i::lots])
+        for images, part in zip(np.array_split(x, parts), sums, strict=True)
         for i in range(min(lots, len(groups)))
     ]
-    share(tasks, len(tasks), means.workers)
-    tasks = [partial(_write, some, out, alpha, beta) for some in zip(*found, strict=True)]
-    share(tasks, threads, means.workers)
+    run_tasks(tasks, len(tasks), workers)
+    tasks = [partial(_write, of_group, out, alpha, beta) for of_group in zip(*sums, strict=True)]
+    run_tasks(tasks, threads, workers)
 
 
-def line_numbers(
-    window: Window, images: int, channels: int, sides: tuple[int, ...], threads: int
+def scratch_numbers(
+    window: Window, images: int, channels: int, spatial_shape: tuple[int, ...], threads: int
 ) -> int:
-    """Numbers that must fit the working memory.
+    """Return the working memory that ``add_shifted_gram`` needs at least, in entries.
 
     Args:
-        window: Of stride one.
+        window: Geometry; all strides are one.
         images: Number of images.
-        channels: Of each.
-        sides: Of each.
-        threads: At work, where all images are taken at once.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image.
+        threads: Number of threads; they count if all images are multiplied in one round.
 
     Returns:
-        Their number.
+        Number of entries.
     """
-    count, image = together(images, channels, sides), channels * prod(sides)
-    room = room_numbers(count, channels, sides, window.reaches[-1])
-    moments = sorted(group.moments for group in _groups(window, channels, sides))
-    # Runs at the border are joined by copies, of a line of all images at least.
-    batch = max(_batch_numbers(window, channels), _BATCH, 2 * count * channels * sides[-1])
+    count, image = (
+        images_per_round(images, channels, spatial_shape),
+        channels * prod(spatial_shape),
+    )
+    buffer = buffer_numbers(count, channels, spatial_shape, window.reaches[-1])
+    matrices = sorted(group.matrices for group in _groups(window, channels, spatial_shape))
+    # Runs at the border are copied, at least a line of all images at a time.
+    border = 2 * count * channels * spatial_shape[-1]
+    batch = max(_batch_numbers(window, channels), _BATCH, border)
     if count < images:
-        return max(room, image, _BATCH) + batch + sum(moments) * channels**2
-    return room + sum(batch + some * channels**2 for some in moments[-threads:])
+        return max(buffer, image, _BATCH) + batch + sum(matrices) * channels**2
+    return buffer + sum(batch + number * channels**2 for number in matrices[-threads:])
 
 
-def together(images: int, channels: int, sides: tuple[int, ...]) -> int:
-    """How many images to take at a time.
+def images_per_round(images: int, channels: int, spatial_shape: tuple[int, ...]) -> int:
+    """Return the number of images that are multiplied together.
 
     Args:
-        images: Their number.
-        channels: Of each.
-        sides: Of each.
+        images: Number of images.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image.
 
     Returns:
-        As many as make lines long enough, in rounds of about equal size.
+        As many images as make lines long enough for BLAS, in rounds of about equal size.
     """
-    line, image = channels * sides[-1], channels * prod(sides)
+    line, image = channels * spatial_shape[-1], channels * prod(spatial_shape)
     if channels <= FEW_CHANNELS:
         count = max(_LINE // line, _ROUND // image)
     else:
-        # Four times as long as wide: then little time goes to reading and writing the moment.
-        count = min(4 * channels // sides[-1], _MOST // image)
+        # Operands four times as long as wide: then reading and writing the sums takes little time.
+        count = min(4 * channels // spatial_shape[-1], _MOST // image)
     return -(-images // -(-images // max(1, min(images, count))))
 
 
-def _groups(window: Window, channels: int, sides: tuple[int, ...]) -> tuple[Group, ...]:
-    return line_products(window, sides, joined=channels <= FEW_CHANNELS)
+def _groups(
+    window: Window, channels: int, spatial_shape: tuple[int, ...]
+) -> tuple[OffsetGroup, ...]:
+    return line_products(window, spatial_shape, joined=channels <= FEW_CHANNELS)
 
 
-class _Sums:
-    """The moments of a group of distances, added up over images.
+class _GroupSums:
+    """Sums of the products of a group of offsets over images.
 
     Args:
-        group: Its products.
-        channels: Of an image.
-        dtype: Of the moments.
+        group: Offsets with their products.
+        channels: Channels of an image.
+        dtype: Element type of the sums.
 
     Attributes:
-        moments: For each product ``(alongs, channels, channels)``.
+        sums: For each product ``(alongs, channels, channels)``.
     """
 
-    def __init__(self, group: Group, channels: int, dtype: DType) -> None:
+    def __init__(self, group: OffsetGroup, channels: int, dtype: DType) -> None:
         self.group, self.dtype = group, dtype
-        self._whole = [part for part in group.parts if part.sign > 0]
+        self._whole = [part for part in group.products if part.sign > 0]
         alongs = len(self._whole[0].alongs) if self._whole else 0
         self._of_lines = np.zeros((len(self._whole), alongs, channels, channels), dtype)
         of_lines = iter(self._of_lines)
-        self.moments = [
+        self.sums = [
             next(of_lines) if part.sign > 0 else np.zeros((1, channels, channels), dtype)
-            for part in group.parts
+            for part in group.products
         ]
 
-    def whole(self, lines: PixelLines, batch: Array) -> Iterator[Call]:
-        """What adds the products of whole lines, again and again, of what ``lines`` then hold.
+    def line_calls(self, lines: ChannelsLastLines, batch: Array) -> Iterator[Call]:
+        """Yield calls that add the products of whole lines; they read the buffer when called.
 
         Args:
-            lines: Images.
-            batch: Working memory, for a line at least.
+            lines: Buffer of images.
+            batch: Working memory for the small products of one line, or of several.
         """
         if not self._whole:
             return
         channels = self._of_lines.shape[-1]
         if channels > FEW_CHANNELS:
-            for part, moment in zip(self._whole, self._of_lines, strict=True):
-                yield partial(blas.gemm_sum, *_runs(lines, part, 0, part.lines), moment[0])
+            for part, total in zip(self._whole, self._of_lines, strict=True):
+                yield partial(blas.gemm_sum, *_runs(lines, part, 0, part.lines), total[0])
             return
         part, width = self._whole[0], self._of_lines[0].size
-        hull = [_hull(some) for some in zip(*(part.lines for part in self._whole), strict=True)]
-        for box in _cut(hull, max(1, batch.size // width)):
-            there, here = _runs(lines, part, 0, box)
-            found = batch[: prod(map(len, box)) * width].reshape(-1, width)
-            products = found.reshape(*there.shape[:-2], channels, channels)
-            yield partial(np.matmul, there.swapaxes(-1, -2), here, out=products)
-            # Which of the lines count for which part: a product of few rows is their sum.
-            counted = np.array([_within(box, other.lines) for other in self._whole], found.dtype)
-            sums = self._of_lines.reshape(-1, width)
-            yield blas.gemm_call(counted, found.T, sums, alpha=1.0, beta=1.0)
+        hull = [_hull(axis) for axis in zip(*(part.lines for part in self._whole), strict=True)]
+        for box in _boxes(hull, max(1, batch.size // width)):
+            partners, pixels = _runs(lines, part, 0, box)
+            small = batch[: prod(map(len, box)) * width].reshape(-1, width)
+            products = small.reshape(*partners.shape[:-2], channels, channels)
+            yield partial(np.matmul, partners.swapaxes(-1, -2), pixels, out=products)
+            # A one for each line that a term counts: a product with these ones sums the lines.
+            counted = np.array([_within(box, other.lines) for other in self._whole], small.dtype)
+            yield blas.gemm_call(
+                counted, small.T, self._of_lines.reshape(-1, width), alpha=1.0, beta=1.0
+            )
 
-    def outside(self, lines: PixelLines, strip: range) -> Iterator[Call]:
-        """The same for segments that lie in a strip of the lines, which is what ``lines`` hold."""
-        for part, moment in zip(self.group.parts, self.moments, strict=True):
+    def border_calls(self, lines: ChannelsLastLines, strip: range) -> Iterator[Call]:
+        """Yield calls that add the negative terms of a strip, which fills the buffer."""
+        for part, total in zip(self.group.products, self.sums, strict=True):
             if part.sign < 0 and part.pixels.start in strip:
-                size = len(part.pixels) * lines.group * moment.shape[-1]
-                for box in _cut(part.lines, max(1, _BATCH // (2 * size))):
-                    yield partial(_join, *_runs(lines, part, strip.start, box), moment[0])
+                numbers = len(part.pixels) * lines.group * total.shape[-1]
+                for box in _boxes(part.lines, max(1, _BATCH // (2 * numbers))):
+                    yield partial(_add_copied, *_runs(lines, part, strip.start, box), total[0])
 
 
-def _add_group(group: Group, lines: PixelLines, out: Array, alpha: float, beta: float) -> None:
-    """Write the blocks of some distances, all images being there."""
-    sums = _Sums(group, lines.channels, out.dtype)
+def _add_group(
+    group: OffsetGroup, lines: ChannelsLastLines, out: Array, alpha: float, beta: float
+) -> None:
+    """Compute the blocks of a group of offsets, if the buffer contains all images."""
+    sums = _GroupSums(group, lines.channels, out.dtype)
     batch = np.empty(_batch_numbers(group.window, lines.channels), out.dtype)
-    for call in chain(sums.whole(lines, batch), sums.outside(lines, range(lines.length))):
+    whole = range(lines.length)
+    for call in chain(sums.line_calls(lines, batch), sums.border_calls(lines, whole)):
         call()
     _write([sums], out, alpha, beta)
 
 
-def _add_images(x: Array, sums: Sequence[_Sums]) -> None:
-    """Add the moments of images, some at a time: of whole lines, then of strips at the border."""
-    n, channels, *leading, side = x.shape
-    window, dtype = sums[0].group.window, sums[0].dtype
-    count = together(n, channels, (*leading, side))
-    lines = PixelLines(count, channels, (*leading, side), window.reaches[-1], dtype)
+def _add_images(x: Array, groups: Sequence[_GroupSums]) -> None:
+    """Add the products of images in rounds: first of whole lines, then of the border strips."""
+    n, channels, *leading, length = x.shape
+    window, dtype = groups[0].group.window, groups[0].dtype
+    count = images_per_round(n, channels, (*leading, length))
+    lines = ChannelsLastLines(count, channels, (*leading, length), window.reaches[-1], dtype)
     batch = np.empty(_batch_numbers(window, channels), dtype)
-    _add_rounds(x, lines, [call for some in sums for call in some.whole(lines, batch)])
+    _run_rounds(x, lines, [call for sums in groups for call in sums.line_calls(lines, batch)])
     del lines
-    for strip in borders([some.group for some in sums]):
+    for strip in border_strips([sums.group for sums in groups]):
         count = max(1, min(n, _BATCH // (channels * prod(leading) * len(strip))))
-        edge = PixelLines(count, channels, (*leading, len(strip)), 0, dtype)
-        calls = [call for some in sums for call in some.outside(edge, strip)]
-        _add_rounds(x[..., strip.start : strip.stop], edge, calls)
+        edge = ChannelsLastLines(count, channels, (*leading, len(strip)), 0, dtype)
+        calls = [call for sums in groups for call in sums.border_calls(edge, strip)]
+        _run_rounds(x[..., strip.start : strip.stop], edge, calls)
 
 
-def _add_rounds(x: Array, lines: PixelLines, calls: Sequence[Call]) -> None:
-    """Fill the lines with images until all were there, and do all calls each time."""
+def _run_rounds(x: Array, lines: ChannelsLastLines, calls: Sequence[Call]) -> None:
+    """Fill the buffer with the next images and run all calls, until no images remain."""
     for start in range(0, len(x), lines.group):
         lines.fill(x[start : start + lines.group])
         for call in calls:
@@ -247,75 +276,85 @@ def _add_rounds(x: Array, lines: PixelLines, calls: Sequence[Call]) -> None:
 
 
 def _runs(
-    lines: PixelLines, part: LineProduct, origin: int, box: Sequence[range]
+    lines: ChannelsLastLines, part: LineProduct, origin: int, box: Sequence[range]
 ) -> tuple[Array, Array]:
-    """What some lines of a product meet, and the lines, ``(*box, alongs or 1, k, channels)``."""
-    steps = (step * d for step, d in zip(part.leading, part.apart[:-1], strict=True))
-    others = [range(some.start + s, some.stop + s) for some, s in zip(box, steps, strict=True)]
+    """Return the partners and the pixels of a product, for a box of lines.
+
+    Args:
+        lines: Buffer of images.
+        part: The product.
+        origin: Pixel of the last axis at which the buffer starts.
+        box: Lines, as a range for each axis but the last.
+
+    Returns:
+        ``(*box, alongs, k, channels)`` and ``(*box, 1, k, channels)``.
+    """
+    steps = (step * d for step, d in zip(part.leading, part.dilations[:-1], strict=True))
+    others = [range(axis.start + s, axis.stop + s) for axis, s in zip(box, steps, strict=True)]
     pixels, partners = (
         range(run.start - origin, run.stop - origin) for run in (part.pixels, part.partners)
     )
-    there = lines.runs(others, partners, shifts=len(part.alongs), apart=part.apart[-1])
-    return there, lines.runs(box, pixels)
+    shifted = lines.runs(others, partners, shifts=len(part.alongs), apart=part.dilations[-1])
+    return shifted, lines.runs(box, pixels)
 
 
-def _join(there: Array, here: Array, moment: Array) -> None:
-    """Add ``Σ thereᵀ here`` by one product, of runs so short that they are better joined."""
-    rows, columns = (some.reshape(-1, some.shape[-1]) for some in (there, here))
-    moment += rows.T @ columns
+def _add_copied(partners: Array, pixels: Array, total: Array) -> None:
+    """Add ``Σ partnersᵀ pixels`` by one product; short runs are copied into one operand."""
+    rows, columns = (run.reshape(-1, run.shape[-1]) for run in (partners, pixels))
+    total += rows.T @ columns
 
 
-def _hull(some: Sequence[range]) -> range:
-    return range(min(one.start for one in some), max(one.stop for one in some))
+def _hull(ranges: Sequence[range]) -> range:
+    return range(min(r.start for r in ranges), max(r.stop for r in ranges))
 
 
 def _within(box: Sequence[range], lines: Sequence[range]) -> list[bool]:
-    """Which lines of a box are among some others, in row-major order."""
-    return [all(i in some for i, some in zip(spot, lines, strict=True)) for spot in product(*box)]
+    """Return for each line of a box, in row-major order, whether it is in a range of lines."""
+    return [all(i in axis for i, axis in zip(line, lines, strict=True)) for line in product(*box)]
 
 
 def _batch_numbers(window: Window, channels: int) -> int:
-    """Small products of lines at a time: of one line at least, with all distances along it."""
+    """Entries of the small products at a time: at least those of all offsets along one line."""
     few = channels <= FEW_CHANNELS
     return max(_BATCH, (2 * window.kernel[-1] - 1) * channels**2) if few else 0
 
 
-def _cut(lines: Sequence[range], count: int) -> Iterator[tuple[range, ...]]:
-    """Boxes that share the lines, with at most so many each; leading axes are cut first."""
+def _boxes(lines: Sequence[range], count: int) -> Iterator[tuple[range, ...]]:
+    """Split lines into boxes with at most ``count`` lines each; leading axes are split first."""
     lengths = [
-        min(len(some), max(1, count // prod(map(len, lines[axis + 1 :]))))
-        for axis, some in enumerate(lines)
+        min(len(axis), max(1, count // prod(map(len, lines[i + 1 :]))))
+        for i, axis in enumerate(lines)
     ]
     return product(
         *(
-            [some[start : start + length] for start in range(0, len(some), length)]
-            for some, length in zip(lines, lengths, strict=True)
+            [axis[start : start + length] for start in range(0, len(axis), length)]
+            for axis, length in zip(lines, lengths, strict=True)
         )
     )
 
 
-def _write(sums: Sequence[_Sums], out: Array, alpha: float, beta: float) -> None:
-    """``block ← beta·block + alpha·Σ terms`` in the blocks of a group.
+def _write(parts: Sequence[_GroupSums], out: Array, alpha: float, beta: float) -> None:
+    """Compute ``block ← beta·block + alpha·Σ terms`` for the blocks of a group of offsets.
 
     Args:
-        sums: Of all parts of the images; the first takes up the others.
+        parts: Sums over disjoint sets of images; the others are added to the first, in place.
         out: All blocks.
         alpha: Scale of the terms.
         beta: Scale of the old blocks.
     """
-    first, *others = sums
-    for some in others:
-        for mine, theirs in zip(first.moments, some.moments, strict=True):
-            mine += theirs
+    first, *others = parts
+    for other in others:
+        for total, addend in zip(first.sums, other.sums, strict=True):
+            total += addend
     kernel = first.group.window.kernel
     channels = len(out) // prod(kernel)
     blocks = out.reshape(*kernel, channels, *kernel, channels)
     for u, v, terms in first.group.blocks:
-        spot: tuple[int | slice, ...] = (*u, slice(None), *v)
-        moments = [(first.moments[i][along], sign * alpha) for i, along, sign in terms]
+        index: tuple[int | slice, ...] = (*u, slice(None), *v)
+        matrices = [(first.sums[i][along], sign * alpha) for i, along, sign in terms]
         for start in range(0, channels, _WRITTEN_ROWS):
             rows = slice(start, start + _WRITTEN_ROWS)
-            block = blocks[spot][rows]
+            block = blocks[index][rows]
             scale(block, beta)
-            for moment, factor in moments:
-                block += moment[rows] if factor == 1.0 else factor * moment[rows]
+            for matrix, factor in matrices:
+                block += matrix[rows] if factor == 1.0 else factor * matrix[rows]

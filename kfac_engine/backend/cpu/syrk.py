@@ -1,8 +1,9 @@
-"""Lower triangles of ``out ← beta·out + alpha·Σ x xᵀ``, the work shared by threads.
+"""Lower triangles of ``out ← beta·out + alpha·Σ x xᵀ``, divided among threads.
 
-With few rows each thread takes a band of ``out``: a rectangle left of the diagonal and a triangle,
-bands of equal area. With many rows each takes part of them and a matrix of its own, and the
-matrices are added up. The second way keeps products large, the first needs no memory.
+With few rows, each thread computes a block of rows of ``out``: a rectangle left of the diagonal and
+a triangle; the blocks have equal area. With many rows, each thread multiplies a part of the rows
+into a matrix of its own, and the matrices are added. The first way needs no memory, and the second
+keeps products large.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,41 +17,41 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
-# Multiplications that take half a millisecond; those that another thread could do before it wakes.
+# Multiplications that take half a millisecond; those that run before another thread wakes.
 _WORTH_A_THREAD = 3e7
 _WAKING = 5e6
-# Below, adding up one more matrix takes too long beside the products it saves: 4096 rows of 1024
-# take 17.8 ms in parts and 19.0 ms in bands, 256 rows 2.0 ms and 1.3 ms.
+# Rows of a part below which adding another matrix costs more than it saves: 4096 rows of 1024 take
+# 17.8 ms in parts and 19.0 ms in row blocks; 256 rows take 2.0 ms and 1.3 ms.
 _ROWS_OF_A_PART = 512
-# Float32 sums run over so many columns before they are added up in float64.
+# Columns that are summed in float32 before the sums are added in float64.
 _SUM_BLOCK = 4096
 # Rows added at a time, so that little is read above the diagonal.
 _ADDED_ROWS = 64
-# Vectors of every processor, and cache lines.
+# Multiple of all vector lengths and of the cache line, in entries.
 _ALIGNED = 16
 
 
 def threads_for(multiplications: float, workers: Workers) -> int:
-    """How many threads are worth having.
+    """Return the number of threads that a product occupies.
 
     Args:
-        multiplications: In all; half of ``d²·rows`` for a triangle.
-        workers: Threads there are.
+        multiplications: Number of multiplications; ``d²·rows / 2`` for a triangle.
+        workers: Available threads.
 
     Returns:
-        At least one; one alone inside a task.
+        At least one; one inside a task.
     """
     worth = int(multiplications / _WORTH_A_THREAD)
-    return len(workers.bands(min(worth, workers.count))) if worth > 1 else 1
+    return len(workers.row_blocks(min(worth, workers.count))) if worth > 1 else 1
 
 
-def share(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:
-    """Do tasks side by side, if more than one thread is worth having; BLAS runs on one.
+def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:
+    """Run tasks in several threads, or one after the other; BLAS uses one thread.
 
     Args:
         tasks: As for ``Workers.run``.
-        threads: Worth having.
-        workers: Threads there are.
+        threads: Number of threads that the tasks occupy.
+        workers: Available threads.
     """
     if threads > 1:
         workers.run(tasks)
@@ -60,21 +61,21 @@ def share(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -
             task()
 
 
-def parts_for(rows: int, side: int, workers: Workers, spare: int) -> int:
-    """In how many parts to take rows, each with a matrix of its own.
+def count_parts(rows: int, size: int, workers: Workers, spare: int) -> int:
+    """Return the number of parts of the rows, each with a matrix of its own.
 
     Args:
         rows: Number of rows.
-        side: Of the matrix.
-        workers: Threads there are.
-        spare: Numbers there is memory for.
+        size: Size of the matrix.
+        workers: Available threads.
+        spare: Working memory for the matrices, in entries.
 
     Returns:
-        One where bands are better, or where there is no memory for more.
+        One if row blocks are faster, or if there is no memory for a second matrix.
     """
-    threads = threads_for(rows * side * side / 2, workers)
-    roomy = 1 + spare // max(side * side, 1)
-    return max(1, min(threads, rows // _ROWS_OF_A_PART, roomy))
+    threads = threads_for(rows * size * size / 2, workers)
+    affordable = 1 + spare // max(size * size, 1)
+    return max(1, min(threads, rows // _ROWS_OF_A_PART, affordable))
 
 
 def accumulate(
@@ -85,36 +86,37 @@ def accumulate(
     workers: Workers,
     sums: Sequence[Array | None] = (),
 ) -> None:
-    """Lower triangle of ``out ← beta·out + alpha·Σ piece pieceᵀ``.
+    """Compute the lower triangle of ``out ← beta·out + alpha·Σ piece pieceᵀ``, in place.
 
     Args:
-        parts: Matrices ``(d, k)`` that BLAS can read where they lie; of a part, each is used before
-            the next is asked for. Each part but the first takes a matrix of working memory.
-        out: ``(d, d)``; rows may lie apart.
-        alpha: Scale of the new moment.
-        beta: Scale of the old one; zero overwrites.
-        workers: Threads.
-        sums: For each part ``(d,)``, float64, to which its columns are added; nothing without.
+        parts: For each part, matrices ``(d, k)`` that BLAS can read without a copy. A matrix is
+            used before the next one of its part is requested, and may share its memory. Each part
+            but the first needs a matrix of working memory.
+        out: ``(d, d)``; rows may have gaps.
+        alpha: Scale of the new Gram matrix.
+        beta: Scale of the old matrix; zero overwrites.
+        workers: Available threads.
+        sums: For each part an array ``(d,)``, float64, to which its columns are added; or empty.
     """
     first, *others = parts
     beside = sums or [None] * len(parts)
     if not others:
         _add_pieces(first, out, alpha, beta, workers, beside[0])
         return
-    rooms = [_room(out) for _ in others]
+    matrices = [_new_matrix(out) for _ in others]
     tasks = [partial(_add_pieces, first, out, alpha, beta, workers, beside[0])]
     tasks += [
-        partial(_add_pieces, pieces, room, alpha, 0.0, workers, total)
-        for pieces, room, total in zip(others, rooms, beside[1:], strict=True)
+        partial(_add_pieces, pieces, matrix, alpha, 0.0, workers, total)
+        for pieces, matrix, total in zip(others, matrices, beside[1:], strict=True)
     ]
     workers.run(tasks)
     step = _ADDED_ROWS * len(parts)
     starts = [range(i, len(out), step) for i in range(0, step, _ADDED_ROWS)]
-    workers.run([partial(_add_rooms, rooms, out, some) for some in starts])
+    workers.run([partial(_add_matrices, matrices, out, rows) for rows in starts])
 
 
 def scale(out: Array, beta: float) -> None:
-    """``out ← beta·out``, in place; zero overwrites, NaN included."""
+    """Compute ``out ← beta·out``, in place; zero overwrites, NaN included."""
     if beta == 0.0:
         out[...] = 0.0
     elif beta != 1.0:
@@ -138,8 +140,10 @@ def _add_pieces(
                 task()
             blas.syrk(piece, out, alpha=alpha, beta=beta)
         else:
-            bands = _bands(len(piece), threads, _WAKING / work)
-            tasks = [partial(_add_band, piece, out, band, alpha, beta) for band in bands]
+            blocks = _row_blocks(len(piece), threads, _WAKING / work)
+            tasks = [
+                partial(_add_block, piece, out, block_rows, alpha, beta) for block_rows in blocks
+            ]
             workers.run([*tasks, *columns])
         beta = 1.0
     scale(out, beta)
@@ -151,32 +155,32 @@ def _add_columns(piece: Array, total: Array) -> None:
         total += block @ np.ones(block.shape[1], block.dtype)
 
 
-def _bands(side: int, count: int, ahead: float) -> list[slice]:
-    """Rows of a lower triangle in bands of about equal area, the first larger by some of all."""
+def _row_blocks(size: int, count: int, ahead: float) -> list[slice]:
+    """Split a lower triangle into row blocks of equal area, the first larger by ``ahead``."""
     each = (1.0 - ahead) / count
     areas = (ahead + each * i for i in range(1, count))
-    cuts = {_ALIGNED * round(side * sqrt(area) / _ALIGNED) for area in areas}
-    return [slice(a, b) for a, b in pairwise(sorted({0, *cuts, side})) if b <= side]
+    cuts = {_ALIGNED * round(size * sqrt(area) / _ALIGNED) for area in areas}
+    return [slice(a, b) for a, b in pairwise(sorted({0, *cuts, size})) if b <= size]
 
 
-def _add_band(piece: Array, out: Array, band: slice, alpha: float, beta: float) -> None:
-    rows, left = piece[band], slice(0, band.start)
-    if band.start:
-        blas.gemm(rows, piece[left], out[band, left], alpha=alpha, beta=beta)
-    blas.syrk(rows, out[band, band], alpha=alpha, beta=beta)
+def _add_block(piece: Array, out: Array, block_rows: slice, alpha: float, beta: float) -> None:
+    rows, left = piece[block_rows], slice(0, block_rows.start)
+    if block_rows.start:
+        blas.gemm(rows, piece[left], out[block_rows, left], alpha=alpha, beta=beta)
+    blas.syrk(rows, out[block_rows, block_rows], alpha=alpha, beta=beta)
 
 
-def _room(like: Array) -> Array:
-    """An uninitialised matrix, but for zeros where ``_add_rooms`` reads above the diagonal."""
-    room: Array = np.empty(like.shape, like.dtype)
-    for start in range(0, len(room), _ADDED_ROWS):
-        some = slice(start, start + _ADDED_ROWS)
-        room[some, some] = 0.0
-    return room
+def _new_matrix(like: Array) -> Array:
+    """Return a matrix with zeros where ``_add_matrices`` reads above the diagonal."""
+    matrix: Array = np.empty(like.shape, like.dtype)
+    for start in range(0, len(matrix), _ADDED_ROWS):
+        rows = slice(start, start + _ADDED_ROWS)
+        matrix[rows, rows] = 0.0
+    return matrix
 
 
-def _add_rooms(rooms: Iterable[Array], out: Array, starts: range) -> None:
+def _add_matrices(matrices: Iterable[Array], out: Array, starts: range) -> None:
     for start in starts:
         stop = min(start + _ADDED_ROWS, len(out))
-        for room in rooms:
-            out[start:stop, :stop] += room[start:stop, :stop]
+        for matrix in matrices:
+            out[start:stop, :stop] += matrix[start:stop, :stop]

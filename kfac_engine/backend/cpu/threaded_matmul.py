@@ -9,19 +9,19 @@ from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.tasks import WORTH_WAKING
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
-# Numbers below which a product apart is quicker: two threads with 577 × 64 each take 0.05 ms so and
-# 0.12 in place, with 1025 × 256 each 0.30 and 0.17.
+# Entries below which a separate product is faster than BLAS in place. With two threads, 577 × 64
+# takes 0.05 ms and 0.12 ms; 1025 × 256 takes 0.30 ms and 0.17 ms.
 _SMALL = 1 << 17
 
 
 def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
-    """``x y``, of matrices or of stacks of them.
+    """Return ``x y``, of matrices or of stacks of matrices.
 
     Args:
         x: ``(…, m, k)``, or a vector.
         y: ``(…, k, n)``, or a vector.
-        out: Where to write it, ``(…, m, n)``; a new array if left out.
-        workers: Threads that share a large product of two matrices, or a stack.
+        out: Receives the product, ``(…, m, n)``; a new array if left out.
+        workers: Threads for a large product of two matrices, or for a stack.
 
     Returns:
         ``out``, or the new array.
@@ -36,24 +36,24 @@ def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
         matmul(y.T, x.T, out.T, workers)
         return out
     calls = [
-        partial(np.matmul, _part(x, band, out), _part(y, band, out), out=out[band])
+        partial(np.matmul, _part(x, rows, out), _part(y, rows, out), out=out[rows])
         if out.ndim > 2
-        else partial(np.matmul, x[band], y, out=out[band])
-        for band in workers.bands(len(out))
+        else partial(np.matmul, x[rows], y, out=out[rows])
+        for rows in workers.row_blocks(len(out))
     ]
     workers.run(calls)
     return out
 
 
 def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-    """``out ← beta·out + alpha·x yᵀ``, in place; without a matrix beside a large one.
+    """Compute ``out ← beta·out + alpha·x yᵀ`` in place; a large product needs no extra memory.
 
     Args:
         out: ``(m, n)``, float32 or float64, with adjacent elements in each row.
-        x: ``(m,)``, any stride; taken in the type of ``out``.
+        x: ``(m,)``, any stride; converted to the type of ``out``.
         y: ``(n,)``, likewise.
         alpha: Scale of the product.
-        beta: Scale of what is there.
+        beta: Scale of the old matrix.
     """
     if out.size < _SMALL:
         out *= beta
@@ -65,7 +65,7 @@ def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None
         blas.gemm(column, row, out, alpha=alpha, beta=beta)
 
 
-def _part(operand: Array, band: slice, out: Array) -> Array:
-    """What a product with ``out[band]`` reads of an operand that may be the same for all."""
-    own = operand.ndim == out.ndim and len(operand) == len(out)
-    return operand[band] if own else operand
+def _part(operand: Array, rows: slice, out: Array) -> Array:
+    """Return the part of an operand for ``out[rows]``; all of it if it is broadcast."""
+    stacked = operand.ndim == out.ndim and len(operand) == len(out)
+    return operand[rows] if stacked else operand

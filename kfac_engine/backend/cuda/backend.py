@@ -1,6 +1,6 @@
-"""The CuPy backend: the primitives of the NumPy one, on a GPU, by our kernels and CUDA's libraries.
+"""The CuPy backend: the operations of the NumPy backend on a GPU, by CUDA kernels and libraries.
 
-Nothing here copies an array to the host; what must be decided on the host (is it finite, did a
+No operation copies an array to the host. A decision on the host (is an array finite, did a
 factorisation succeed) reads a single number.
 """
 
@@ -15,7 +15,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
 from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts, entries_first, few_axes
+from kfac_engine.backend.cuda.grouped_gram import GroupProducts, as_entry_images, merge_axes
 from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
 from kfac_engine.backend.cuda.patch_gram import PatchMoments
@@ -31,24 +31,25 @@ from kfac_engine.kernels.patches import write_patches
 
 SCRATCH_BYTES = 256 << 20
 
-# Types that kernels compute with, in float32.
+# Element types that the kernels accumulate in float32.
 _COMPUTED = frozenset({"float32", "float16", "bfloat16"})
 
-# Two TF32 numbers for each factor: float32's accuracy at the speed of tensor cores.
+# TF32 products for each float32 product: float32 accuracy on tensor cores.
 _SPLIT = 3
 
 
 class CupyBackend:
-    """Primitives on CuPy arrays.
+    """Operations on CuPy arrays.
 
     Args:
         device: The GPU; the current one when left out.
-        scratch_bytes: Upper bound of the working memory of one primitive.
-        split: TF32 numbers that factors of patch products are split into on tensor cores: 3 keeps
-            float32's accuracy, 1 does not, 0 takes FP32 units. By default 3 where there are any.
+        scratch_bytes: Bound of the working memory of one operation.
+        split: Number of TF32 products for each float32 product of patches on tensor cores: 3 keeps
+            float32 accuracy, 1 does not, 0 uses FP32 units. By default 3 on devices with tensor
+            cores for TF32, else 0.
 
     Attributes:
-        tf32: Whether products round float32 numbers to TF32.
+        tf32: Whether products round float32 operands to TF32.
 
     Raises:
         BackendError: There is no usable GPU.
@@ -81,8 +82,9 @@ class CupyBackend:
         return self._linalg
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
-        del copied  # what is reserved is not given back
-        # On the current stream, and on those of refreshes: there one matrix may need more.
+        del copied  # the reserved memory is not released
+        # Memory of the current stream, and of the streams of refreshes, where one matrix may need
+        # more.
         largest = MOST_COPIES * 8 * max(inverted, decomposed)
         return self.scratch_bytes + max(self.scratch_bytes, largest), True
 
@@ -92,7 +94,7 @@ class CupyBackend:
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         if _is_foreign(value, self.xp):
             value = detached(value)
-            value = self.xp.from_dlpack(value) if _on_gpu(value) else np.from_dlpack(value)  # type: ignore[arg-type] # it has the protocol
+            value = self.xp.from_dlpack(value) if _on_gpu(value) else np.from_dlpack(value)  # type: ignore[arg-type] # it has __dlpack__
         array: Array = self.xp.asarray(value, dtype)
         return array
 
@@ -102,7 +104,7 @@ class CupyBackend:
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        # Widened type by type: an array alone would be a launch of its own.
+        # Converted to float64 type by type: a conversion of each array would be a launch each.
         kinds: dict[str, list[int]] = {}
         for i, array in enumerate(arrays):
             kinds.setdefault(array.dtype.name, []).append(i)
@@ -116,12 +118,12 @@ class CupyBackend:
         parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
 
-    def share(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:  # each is begun on the device while those before still run there
+    def run_parallel(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:  # each is launched while the tasks before still run
             task.do()
 
-    def bands(self, length: int, work: float) -> list[slice]:
-        del work  # a kernel has threads of its own
+    def row_blocks(self, length: int, work: float) -> list[slice]:
+        del work  # a kernel occupies the device
         return [slice(0, length)]
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
@@ -144,7 +146,7 @@ class CupyBackend:
     ) -> None:
         axis = feature_axis % x.ndim
         if axis != x.ndim - 1 and out.dtype == np.float32 and x.dtype != np.float64:
-            # Features outside, as channels of images are: pixels are read where they lie.
+            # Channels-first data, as of images: the kernel reads pixels in place.
             images = _as_images(x, axis)
             window = pointwise(images.ndim - 2)
             self.patch_second_moment(
@@ -175,7 +177,7 @@ class CupyBackend:
         if out.dtype == np.float32 and x.dtype != np.float64:
             self._moments.add(x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta)
             return
-        # Double precision: patches written out, some images at a time.
+        # Double precision: patches are copied, a few images at a time.
         features = window.taps * x.shape[1]
         self._check_out(out, features + homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
@@ -188,9 +190,9 @@ class CupyBackend:
     def patches(self, x: Array, window: Window) -> Array:
         geometry = self._moments.geometry(x, window)
         features = window.taps * x.shape[1]
-        found = self.device.empty((len(x), geometry.positions, features), x.dtype)
-        write_patches(self.device, x, found, geometry)
-        return found
+        patches = self.device.empty((len(x), geometry.positions, features), x.dtype)
+        write_patches(self.device, x, patches, geometry)
+        return patches
 
     def patch_squares(
         self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0
@@ -198,8 +200,8 @@ class CupyBackend:
         if out.dtype != np.float32 or x.dtype == np.float64:
             patch_sums.add_patch_squares(x, window, out, self.xp, alpha=alpha, beta=beta)
             return
-        patch_sums.check_line(x, window, out)
-        x, window = few_axes(x, window)
+        patch_sums.check_feature_vector(x, window, out)
+        x, window = merge_axes(x, window)
         self._moments.add_squares(x, window, out, alpha=alpha, beta=beta)
 
     def squared_gradients(
@@ -214,19 +216,19 @@ class CupyBackend:
         beta: float = 0.0,
     ) -> None:
         self._fit_scratch()
-        scales = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
-        # Examples of a single row are products of matrices, for which there is a library.
+        options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+        # Examples with a single row are products of matrices, which cuBLAS computes.
         if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
-            channel_groups.squared_gradients(self, x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
+            channel_groups.squared_gradients(self, x, window, ds, out, **options)  # type: ignore[arg-type] # by name
             return
         kind = x.dtype if x.dtype == ds.dtype else np.dtype(np.float32)
-        x, window = few_axes(x, window)
+        x, window = merge_axes(x, window)
         x, ds = (array.astype(kind, copy=False) for array in (x, ds))
-        self._groups.add_squares(x, window, ds, out, **scales)  # type: ignore[arg-type] # by name
+        self._groups.add_squares(x, window, ds, out, **options)  # type: ignore[arg-type] # by name
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
         x = self.xp.broadcast_to(x, ds.shape)
-        pair = entries_first(x, axes), entries_first(ds, axes)
+        pair = as_entry_images(x, axes), as_entry_images(ds, axes)
         if _is_double(x, ds) or x.dtype != ds.dtype or pair[0] is None or pair[1] is None:
             return channel_groups.example_sums(self, x, ds, axes)
         sums = self.device.empty((len(ds), 2 * pair[1].shape[1]), np.float32)
@@ -270,29 +272,29 @@ class CupyBackend:
             else:
                 flags[i] = self.xp.isfinite(array).all()
         for which in filter(None, launched.values()):
-            own = self.xp.ones(len(which), np.int32)
-            find_infinite(self.device, [arrays[i] for i in which], own)
-            flags[self.device.upload(np.array(which))] = own
+            finite = self.xp.ones(len(which), np.int32)
+            find_infinite(self.device, [arrays[i] for i in which], finite)
+            flags[self.device.upload(np.array(which))] = finite
         return flags
 
     # -- private ----------------------------------------------------------------------------------
 
     def _fit_scratch(self) -> None:
-        """Plan for the working memory that the device has: where it is short, for less for good.
+        """Lower ``scratch_bytes`` to the memory that the device has, for all later calls.
 
-        Asked before anything is written: what was begun could not be begun again.
+        This runs before an operation writes: an operation cannot be restarted after it has written.
         """
-        given = self.device.affordable(self.scratch_bytes)
-        self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = given
+        affordable = self.device.affordable(self.scratch_bytes)
+        self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = affordable
 
     def _add_group_moments(
         self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
     ) -> None:
-        scales = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+        options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
         if out.dtype == np.float32 and x.dtype != np.float64:
-            self._groups.add_moments(x, window, out, **scales)  # type: ignore[arg-type] # by name
+            self._groups.add_moments(x, window, out, **options)  # type: ignore[arg-type] # by name
         else:
-            channel_groups.grouped_second_moment(self, x, window, out, **scales)  # type: ignore[arg-type] # by name
+            channel_groups.grouped_second_moment(self, x, window, out, **options)  # type: ignore[arg-type] # by name
 
     def _squared_norm(self, x: Array) -> Array:
         flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)
@@ -302,7 +304,7 @@ class CupyBackend:
     def _add_rows(
         self, rows: Array, out: Array, homogeneous: bool, alpha: float, beta: float
     ) -> None:
-        """``out ← beta·out + alpha·rowsᵀ rows``, both triangles, a part of the rows at a time."""
+        """Compute ``out ← beta·out + alpha·rowsᵀ rows``, both triangles, a part at a time."""
         xp = self.xp
         self._fit_scratch()
         step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
@@ -317,30 +319,30 @@ class CupyBackend:
         else:
             out[...] = xp.tril(out) + xp.tril(out, -1).T
 
-    def _check_out(self, out: Array, side: int) -> None:
-        if out.shape != (side, side) or not out.flags.c_contiguous or out.dtype.char not in "fd":
+    def _check_out(self, out: Array, size: int) -> None:
+        if out.shape != (size, size) or not out.flags.c_contiguous or out.dtype.char not in "fd":
             raise ShapeError(
                 f"a second moment needs a C-contiguous float32 or float64 result of shape "
-                f"{(side, side)}, got {out.dtype} of shape {out.shape}."
+                f"{(size, size)}, got {out.dtype} of shape {out.shape}."
             )
 
 
 def _is_foreign(value: object, xp: ModuleType) -> bool:
-    """Whether a value is an array of a third library, which shares it by DLPack."""
+    """Return whether a value is an array of a third library, which shares it by DLPack."""
     return hasattr(value, "__dlpack_device__") and not isinstance(value, np.ndarray | xp.ndarray)
 
 
 def _on_gpu(value: object) -> bool:
-    """Whether an array of another library lies on a CUDA device (DLPack's device type 2)."""
-    kind, _ = value.__dlpack_device__()  # type: ignore[attr-defined] # the caller has looked
+    """Return whether an array of another library is on a CUDA device (DLPack device type 2)."""
+    kind, _ = value.__dlpack_device__()  # type: ignore[attr-defined] # the caller has checked
     return bool(kind == 2)
 
 
 def _as_images(x: Array, axis: int) -> Array:
-    """``x`` as images ``(n, channels, *sides)`` of at most three axes, a view where possible."""
+    """Return ``x`` as images of at most three spatial axes, a view where possible."""
     lead, tail = x.shape[:axis], x.shape[axis + 1 :]
-    sides = tail if len(tail) <= 3 else (prod(tail),)
-    return x.reshape(prod(lead), x.shape[axis], *sides)
+    spatial_shape = tail if len(tail) <= 3 else (prod(tail),)
+    return x.reshape(prod(lead), x.shape[axis], *spatial_shape)
 
 
 def _is_double(*arrays: Array) -> bool:

@@ -4,7 +4,7 @@ from itertools import pairwise
 from math import prod
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import check_group_sides
+from kfac_engine.backend.channel_groups import check_group_shape
 from kfac_engine.backend.cuda.patch_gram import MOST_POSITIONS, image_geometry
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
@@ -41,7 +41,7 @@ class GroupProducts:
         """``out ← beta·out + alpha·Σ z zᵀ`` for each group, in place.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(groups, d, d)``, C-contiguous float32.
             homogeneous: Whether each row ends with a one.
@@ -51,7 +51,7 @@ class GroupProducts:
         Raises:
             ShapeError: ``out`` has other sides.
         """
-        rows = check_group_sides(x, window, out, out.shape[2], homogeneous=homogeneous)
+        rows = check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
         most = max(1, MOST_POSITIONS // positions)
         for start in range(0, len(x), most):
@@ -74,7 +74,7 @@ class GroupProducts:
         """``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             ds: ``(n, outputs, *output sides)``, any strides, of the type of ``x``.
             out: ``(groups, d, outputs / groups)``, C-contiguous float32.
@@ -92,12 +92,12 @@ class GroupProducts:
             )
         ds = ds.reshape(*ds.shape[:2], *outputs)
         columns = ds.shape[1] // len(out)
-        rows = check_group_sides(x, window, out, columns, homogeneous=homogeneous)
+        rows = check_group_shape(x, window, out, columns, homogeneous=homogeneous)
         groups = Groups(len(out), rows, columns, homogeneous, alpha, beta, self.scratch_bytes)
         add_squares(self._device, x, ds, out, image_geometry(x, window), groups)
 
 
-def entries_first(x: Array, axes: tuple[int, ...]) -> Array | None:
+def as_entry_images(x: Array, axes: tuple[int, ...]) -> Array | None:
     """Data as images ``(n, entries, *summed)``, a view; None where it is none of such."""
     kept = [axis for axis in range(1, x.ndim) if axis not in axes]
     summed = [axis for axis in axes if x.shape[axis] > 1]
@@ -106,13 +106,13 @@ def entries_first(x: Array, axes: tuple[int, ...]) -> Array | None:
     if len(summed) > AXES or not merges:
         return None
     entries = prod(x.shape[axis] for axis in kept)
-    sides = [x.shape[axis] for axis in summed]
+    spatial_shape = [x.shape[axis] for axis in summed]
     placed = x.transpose(0, *kept, *summed, *(axis for axis in axes if x.shape[axis] == 1))
-    view: Array = placed.reshape(len(x), entries, *sides)
+    view: Array = placed.reshape(len(x), entries, *spatial_shape)
     return view
 
 
-def few_axes(x: Array, window: Window) -> tuple[Array, Window]:
+def merge_axes(x: Array, window: Window) -> tuple[Array, Window]:
     """Images with no more axes than kernels take: pixels that are patches may lie along one."""
     if not window.is_pointwise or x.ndim <= 2 + AXES:
         return x, window

@@ -6,7 +6,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cuda.patch_gram_plan import HostPass, plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
-from kfac_engine.kernels.geometry import Geometry, WindowSides, geometry, words
+from kfac_engine.kernels.geometry import Geometry, WindowShape, geometry, words
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import Pass, Scales, add_products
 from kfac_engine.kernels.patch_sums import add_border, add_patch_squares
@@ -48,7 +48,7 @@ class PatchMoments:
         """``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(taps·channels (+ 1), same)``, C-contiguous float32; features tap-major.
             homogeneous: Whether each patch ends with an implicit one.
@@ -86,7 +86,7 @@ class PatchMoments:
         """``out ← beta·out + alpha·Σ z²``, feature by feature, in place.
 
         Args:
-            x: Images, ``(n, channels, *sides)``, any strides; float32, float16 or bfloat16.
+            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(taps·channels,)``, C-contiguous float32; features tap-major.
             alpha: Scale of the new squares.
@@ -103,9 +103,9 @@ class PatchMoments:
         return self._geometries[key]
 
     def _passes(
-        self, window: Window, images: int, channels: int, sides: tuple[int, ...]
+        self, window: Window, images: int, channels: int, spatial_shape: tuple[int, ...]
     ) -> tuple[Pass, ...]:
-        key = window, images, channels, sides, self.scratch_bytes
+        key = window, images, channels, spatial_shape, self.scratch_bytes
         if key not in self._plans:
             host = plan(*key[:4], self._device.processors, self.scratch_bytes)
             self._plans[key] = tuple(self._uploaded(found) for found in host)
@@ -121,5 +121,7 @@ def image_geometry(x: Array, window: Window) -> Geometry:
     """Images and window as kernels take them."""
     strides = tuple(stride // x.dtype.itemsize for stride in x.strides)
     outputs = window.output_shape(x.shape[2:])
-    sides = WindowSides(window.kernel, window.strides, window.dilations, window.begins, outputs)
-    return geometry(x.shape, strides, sides)
+    spatial_shape = WindowShape(
+        window.kernel, window.strides, window.dilations, window.begins, outputs
+    )
+    return geometry(x.shape, strides, spatial_shape)

@@ -87,7 +87,7 @@ def plan(
     window: Window,
     images: int,
     channels: int,
-    sides: tuple[int, ...],
+    spatial_shape: tuple[int, ...],
     processors: int,
     scratch_bytes: int,
 ) -> tuple[HostPass, ...]:
@@ -97,7 +97,7 @@ def plan(
         window: Geometry.
         images: Number of images.
         channels: Of each.
-        sides: Of each.
+        spatial_shape: Of each.
         processors: Multiprocessors of the device.
         scratch_bytes: Bound for what the blocks of a pass find.
 
@@ -105,18 +105,18 @@ def plan(
         Passes over different tiles of the result.
     """
     ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
-    recipes = [way(window, channels, sides) for way in ways]
+    recipes = [way(window, channels, spatial_shape) for way in ways]
     recipe = min(recipes, key=lambda found: found.cost(images))
     length = _length(recipe, images, processors)
     room = max(1, scratch_bytes // (TILE**2 * 4))
     return tuple(_passes(recipe, images, length, room))
 
 
-def _direct(window: Window, channels: int, sides: tuple[int, ...]) -> Recipe:
+def _direct(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> Recipe:
     count = -(-window.taps * channels // TILE)
     return Recipe(
         channels % TILE == 0,
-        ((window.begins, window.output_shape(sides)),),
+        ((window.begins, window.output_shape(spatial_shape)),),
         {(i, j): [(Product(0, i, j), False)] for i in range(count) for j in range(i + 1)},
     )
 
@@ -125,16 +125,16 @@ def _can_shift(window: Window, channels: int) -> bool:
     return set(window.strides) == {1} and window.taps > 1 and channels % TILE == 0
 
 
-def _shifted(window: Window, channels: int, sides: tuple[int, ...]) -> Recipe:
-    lines = full_grid(window, sides)
+def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> Recipe:
+    lines = full_grid(window, spatial_shape)
     begins = tuple(begin - line.start for begin, line in zip(window.begins, lines, strict=True))
     grids = [(begins, tuple(map(len, lines)))]
-    slabs = list(frame(window, sides))
+    slabs = list(frame(window, spatial_shape))
     for slab in slabs:
         inner = slab.window
         start = list(inner.begins)
         start[slab.axis] += slab.taps.start * window.dilations[slab.axis]
-        grids.append((tuple(start), inner.output_shape(sides)))
+        grids.append((tuple(start), inner.output_shape(spatial_shape)))
     taps = list(product(*map(range, window.kernel)))
     place = {tap: index for index, tap in enumerate(taps)}
     each = channels // TILE

@@ -1,8 +1,8 @@
-"""Cholesky's factorisation and inverses of stacks of matrices by cuSOLVER, and streams to run on.
+"""Cholesky factors and inverses of stacks of matrices by cuSOLVER, and the streams that run them.
 
-Like ``device``, this file holds calls that only a GPU can answer. CuPy binds the
-factorisation, but not ``potri``, the inverse from it: that is called in the library CuPy has
-loaded, after one trial on a matrix whose inverse is known.
+This file and ``device`` contain the calls that only a GPU can answer. CuPy binds the factorisation
+and not ``potri``, which inverts from it. ``potri`` is called in the library that CuPy has loaded,
+after a trial on a matrix whose inverse is known.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ import numpy as np
 
 from kfac_engine.errors import BackendError
 
-# An array of the device: with an address, unlike one of NumPy's.
+# An array of the device; it has an address, unlike a NumPy array.
 _Array: TypeAlias = Any
 
-# Predictions, not measured: up to this side one call for a whole stack beats a call a matrix.
+# Predictions, not measurements: largest size for one call for a whole stack, and number of streams.
 STACKED_SIZE = 256
 STREAMS = 4
 
-# Names of the library in CUDA 13 and 12.
+# File names of cuSOLVER in CUDA 13 and 12.
 _LIBRARIES = ("libcusolver.so.12", "libcusolver.so.11")
 _UPPER = 1  # CUBLAS_FILL_MODE_UPPER: of the transposed matrix, as rows are read as columns
 _TRIAL = ((4.0, 2.0), (2.0, 3.0))
@@ -37,7 +37,7 @@ class Solvers:
         xp: CuPy.
 
     Attributes:
-        has_potri: Whether inverses are taken by ``potri``; otherwise by triangular solves.
+        has_potri: Whether ``potri`` computes inverses; otherwise triangular solves do.
     """
 
     def __init__(self, xp: ModuleType) -> None:
@@ -48,39 +48,39 @@ class Solvers:
         self.has_potri = self._library is not None and self._proven()
 
     def cholesky(self, work: _Array) -> _Array:
-        """Lower-triangular roots of a stack, in place; the upper triangles become anything.
+        """Compute Cholesky factors of a stack, in place; the upper triangles become unspecified.
 
         Args:
             work: ``(n, d, d)``, float64, C-contiguous, symmetric.
 
         Returns:
-            ``(n,)``: zero where the root exists. Not read here.
+            ``(n,)`` codes on the device, zero where the factor exists.
         """
-        count, side, _ = work.shape
+        count, size, _ = work.shape
         info = self._xp.zeros(count, np.int32)
-        if side <= STACKED_SIZE and count > 1:
+        if size <= STACKED_SIZE and count > 1:
             first, step = work.data.ptr, work.strides[0]
-            places = self._xp.arange(first, first + count * step, step, dtype=np.uintp)
+            addresses = self._xp.arange(first, first + count * step, step, dtype=np.uintp)
             self._calls.dpotrfBatched(
-                self._handle(), _UPPER, side, places.data.ptr, side, info.data.ptr, count
+                self._handle(), _UPPER, size, addresses.data.ptr, size, info.data.ptr, count
             )
             return info
         for matrix, code in zip(work, self._each(info), strict=True):
-            at = self._handle(), _UPPER, side, matrix.data.ptr, side
+            at = self._handle(), _UPPER, size, matrix.data.ptr, size
             size = self._calls.dpotrf_bufferSize(*at)
             space = self._xp.empty(size, np.float64)
             self._calls.dpotrf(*at, space.data.ptr, size, code.data.ptr)
         return info
 
     def inverse(self, roots: _Array) -> _Array:
-        """Inverses ``(L Lᵀ)⁻¹`` of a stack; the roots are lost.
+        """Compute inverses ``(L Lᵀ)⁻¹`` of a stack; the factors are overwritten.
 
         Args:
-            roots: What ``cholesky`` left.
+            roots: Stack from ``cholesky``.
 
         Returns:
-            ``(n, d, d)``, of which the lower triangles count; anything for a root that does not
-            exist.
+            ``(n, d, d)``, of which the lower triangles are defined; unspecified for a factor that
+            does not exist.
         """
         xp = self._xp
         if self.has_potri and (roots.shape[1] > STACKED_SIZE or len(roots) == 1):
@@ -88,12 +88,12 @@ class Solvers:
             for matrix, code in zip(roots, self._each(info), strict=True):
                 self._potri(matrix, code)
             return roots
-        upside = self.solve_lower(roots)
-        product: _Array = xp.ascontiguousarray(upside.swapaxes(1, 2) @ upside)
+        inverses = self.solve_lower(roots)
+        product: _Array = xp.ascontiguousarray(inverses.swapaxes(1, 2) @ inverses)
         return product
 
     def solve_lower(self, lowers: _Array) -> _Array:
-        """``L⁻¹`` of each matrix of a stack ``(n, d, d)``; zero above the diagonal."""
+        """Return ``L⁻¹`` of each matrix of a stack ``(n, d, d)``, with zeros above the diagonal."""
         xp = self._xp
         solve = import_module("cupyx.scipy.linalg").solve_triangular
         eye = xp.broadcast_to(xp.eye(lowers.shape[1], dtype=lowers.dtype), lowers.shape)
@@ -101,7 +101,7 @@ class Solvers:
         return solved
 
     def fork(self, streams: int) -> list[Any]:
-        """Streams that begin after what the current one was given; itself alone for zero."""
+        """Return streams ordered after the current one; the current stream itself for zero."""
         current = self._xp.cuda.get_current_stream()
         if not streams:
             return [current]
@@ -111,7 +111,7 @@ class Solvers:
         return self._streams[:streams]
 
     def join(self, streams: Sequence[Any]) -> None:
-        """Let the current stream wait for what these were given."""
+        """Order the current stream after the work of other streams."""
         current = self._xp.cuda.get_current_stream()
         for stream in streams:
             if stream is not current:
@@ -127,33 +127,33 @@ class Solvers:
         return [info[index : index + 1] for index in range(len(info))]
 
     def _potri(self, root: _Array, code: _Array) -> None:
-        """The lower triangle of the inverse, in place of a root."""
+        """Replace a Cholesky factor with the lower triangle of the inverse."""
         handle = self._handle()
         self._calls.setStream(handle, self._xp.cuda.get_current_stream().ptr)
-        side, size = len(root), ctypes.c_int()
-        at = ctypes.c_void_p(handle), _UPPER, side, ctypes.c_void_p(root.data.ptr), side
-        status = self._library.cusolverDnDpotri_bufferSize(*at, ctypes.byref(size))
-        space = self._xp.empty(max(1, size.value), np.float64)
-        places = ctypes.c_void_p(space.data.ptr), size.value, ctypes.c_void_p(code.data.ptr)
-        status = status or self._library.cusolverDnDpotri(*at, *places)
+        size, workspace = len(root), ctypes.c_int()
+        at = ctypes.c_void_p(handle), _UPPER, size, ctypes.c_void_p(root.data.ptr), size
+        status = self._library.cusolverDnDpotri_bufferSize(*at, ctypes.byref(workspace))
+        space = self._xp.empty(max(1, workspace.value), np.float64)
+        pointers = ctypes.c_void_p(space.data.ptr), workspace.value, ctypes.c_void_p(code.data.ptr)
+        status = status or self._library.cusolverDnDpotri(*at, *pointers)
         if status:
-            raise BackendError(f"cuSOLVER's inverse of a {side} × {side} matrix gave {status}.")
+            raise BackendError(f"cuSOLVER's inverse of a {size} × {size} matrix gave {status}.")
 
     def _proven(self) -> bool:
-        """Whether ``potri`` inverts a small matrix."""
+        """Return whether ``potri`` inverts a small matrix correctly."""
         work = self._xp.asarray([_TRIAL], dtype=np.float64)
         self.cholesky(work)
         try:
             self._potri(work[0], self._xp.zeros(1, np.int32))
         except (BackendError, AttributeError):  # the library refuses, or has no such function
             return False
-        found = self._xp.asnumpy(self._xp.tril(work[0]))
-        return bool(np.allclose(found, np.tril(_TRIAL_INVERSE), rtol=0, atol=1e-12))
+        inverse = self._xp.asnumpy(self._xp.tril(work[0]))
+        return bool(np.allclose(inverse, np.tril(_TRIAL_INVERSE), rtol=0, atol=1e-12))
 
 
 def loaded_library() -> Any:
-    """The cuSOLVER that CuPy has loaded, whichever version; None where it goes by another name."""
-    # Never a second version: its functions would be given a handle of the first.
+    """Return the cuSOLVER library that CuPy has loaded; None if it has an unknown file name."""
+    # A second version must not be loaded: its functions would receive a handle of the first.
     only_loaded: int | None = getattr(os, "RTLD_NOLOAD", None)
     for name in _LIBRARIES if only_loaded is not None else ():
         try:

@@ -36,7 +36,9 @@ def batched_products(
     def do(index: int, block: FisherBlock, vector: Vector) -> None:
         found[index] = product(block, vector)
 
-    backend.share([Task(pair[0].work, partial(do, i, *pair)) for i, pair in enumerate(pairs)])
+    backend.run_parallel(
+        [Task(pair[0].work, partial(do, i, *pair)) for i, pair in enumerate(pairs)]
+    )
     return [found[index] for index in range(len(pairs))]
 
 

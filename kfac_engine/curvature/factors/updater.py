@@ -163,7 +163,9 @@ class FactorUpdater:
         """Call a function with each factor, in parallel, the longest measurements first."""
         for factor in factors:
             factor.wait()  # a pending refresh may belong to several factors
-        self.backend.share([Task(_work(factor, values), partial(do, factor)) for factor in factors])
+        self.backend.run_parallel(
+            [Task(_work(factor, values), partial(do, factor)) for factor in factors]
+        )
 
 
 def computed(factor: FisherFactor, values: Values) -> Measurement:

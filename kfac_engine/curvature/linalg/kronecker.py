@@ -47,11 +47,11 @@ def multiply_parts(
         )
     work = float(d_in) * d_out * (d_in + d_out)
     multiply = partial(_multiply_rows, A, G, V, out, backend, scale)
-    bands = backend.bands(d_in, work)
+    bands = backend.row_blocks(d_in, work)
     if len(bands) == 1:
         multiply(bands[0])
     else:
-        backend.share([Task(work / len(bands), partial(multiply, band)) for band in bands])
+        backend.run_parallel([Task(work / len(bands), partial(multiply, band)) for band in bands])
 
 
 def _multiply_rows(

@@ -20,8 +20,8 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.autodiff.weight_gradients import KernelGradient
-from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_kernel_gradient
-from kfac_engine.backend.tasks import TO_READ, Task, share
+from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_weight_gradient
+from kfac_engine.backend.tasks import TO_READ, Task, run_parallel
 from kfac_engine.backend.threads import Workers
 from kfac_engine.graph.structure import Node
 from kfac_engine.sessions.device_session import DeviceSession
@@ -198,7 +198,7 @@ class FinishingSession:
                 given[name] if name in given else np.empty(parts[0].shape, operands[0][0].dtype)
             )
             tasks.append(_task(parts, operands, made[name], self._workers, scratch))
-        share(tasks, self._workers)
+        run_parallel(tasks, self._workers)
         return made
 
 
@@ -242,7 +242,7 @@ def _add(
     """Add the gradient to ``out``, of any strides."""
     x, g = operands
     window = gradient.window.resolved(x.shape[2:])
-    add_kernel_gradient(x, g, window, out, workers, scratch=scratch)
+    add_weight_gradient(x, g, window, out, workers, scratch=scratch)
 
 
 def _after(product: Array, moves: Sequence[Move]) -> Array:

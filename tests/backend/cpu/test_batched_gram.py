@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu.batched_gram import thin_moment, thin_stack
+from kfac_engine.backend.cpu.batched_gram import add_batched_gram, as_gram_stack
 from kfac_engine.backend.threads import Workers
 from tests.backend import truths
 
@@ -31,14 +31,14 @@ def test_moment_is_added_to_the_scaled_old_one(shape, threads, scratch_bytes):
     x = np.moveaxis(images(shape), 1, -1)
     d, old = shape[1], images((shape[1], shape[1]))
     out, means = old.copy(), {"scratch_bytes": scratch_bytes, "workers": Workers(threads)}
-    stack = thin_stack(x, out.dtype)
+    stack = as_gram_stack(x, out.dtype)
     assert stack is not None
     assert np.shares_memory(stack, x)
-    thin_moment(stack, out, alpha=0.3, beta=0.7, **means)
+    add_batched_gram(stack, out, alpha=0.3, beta=0.7, **means)
     expected = 0.7 * old + 0.3 * truths.moment(x.reshape(-1, d), homogeneous=False)
     np.testing.assert_allclose(out, expected, atol=ROUNDING * np.abs(expected).max())
     out[:] = np.nan
-    thin_moment(stack, out, alpha=1.0, beta=0.0, **means)
+    add_batched_gram(stack, out, alpha=1.0, beta=0.0, **means)
     assert np.isfinite(out).all()
 
 
@@ -56,4 +56,4 @@ LEFT = {
 
 @pytest.mark.parametrize("x", LEFT.values(), ids=LEFT)
 def test_what_lies_otherwise_is_left_to_others(x):
-    assert thin_stack(x, np.dtype(np.float64)) is None
+    assert as_gram_stack(x, np.dtype(np.float64)) is None

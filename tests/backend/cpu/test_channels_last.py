@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu.channels_last import PixelLines, room_numbers
+from kfac_engine.backend.cpu.channels_last import ChannelsLastLines, buffer_numbers
 
 GAP = 3
 SIDES = {"line": (7,), "plane": (3, 7), "volume": (2, 3, 7)}
@@ -27,7 +27,7 @@ def pixel_by_pixel(x, lines, pixels, shift):
 @pytest.mark.parametrize("apart", [1, 2])
 def test_runs_hold_their_pixels_and_zeros_beyond_the_line(sides, pixels, apart):
     shifts = 1 + (7 + GAP - pixels.stop) // apart
-    lines = PixelLines(5, 4, sides, GAP, np.dtype(float))
+    lines = ChannelsLastLines(5, 4, sides, GAP, np.dtype(float))
     x = np.random.default_rng(0).standard_normal((5, 4, *sides))
     lines.fill(x)
     box = [range(1, side) for side in sides[:-1]]
@@ -38,7 +38,7 @@ def test_runs_hold_their_pixels_and_zeros_beyond_the_line(sides, pixels, apart):
 
 
 def test_fewer_images_leave_zeros_where_there_is_room_for_more():
-    lines = PixelLines(3, 2, (4, 5), 1, np.dtype(np.float32))
+    lines = ChannelsLastLines(3, 2, (4, 5), 1, np.dtype(np.float32))
     x = np.random.default_rng(1).standard_normal((3, 2, 4, 5)).astype(np.float16)
     box, pixels = [range(4)], range(5)
     lines.fill(x)
@@ -49,6 +49,6 @@ def test_fewer_images_leave_zeros_where_there_is_room_for_more():
 
 
 def test_numbers_announced_are_those_allocated():
-    lines = PixelLines(3, 2, (4, 5), 2, np.dtype(float))
+    lines = ChannelsLastLines(3, 2, (4, 5), 2, np.dtype(float))
     everything = lines.runs([range(4)], range(-2, 5)).size + 2 * 3 * 2  # zeros behind the last line
-    assert room_numbers(3, 2, (4, 5), 2) == everything
+    assert buffer_numbers(3, 2, (4, 5), 2) == everything

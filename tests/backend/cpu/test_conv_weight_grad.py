@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_kernel_gradient
+from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_weight_gradient
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from tests.backend.geometries import CORNERS, EVERY, Case
@@ -34,7 +34,7 @@ def definition(case, x, g, groups):
 
 def gradient(x, g, case, groups, *, threads=1, scratch=1 << 26):
     out = np.zeros((g.shape[1], x.shape[1] // groups, *case.window.kernel), x.dtype)
-    add_kernel_gradient(x, g, case.window, out, Workers(threads), scratch=Scratch(scratch))
+    add_weight_gradient(x, g, case.window, out, Workers(threads), scratch=Scratch(scratch))
     return out
 
 
@@ -71,7 +71,7 @@ def test_a_gradient_is_added_to_what_is_there_whatever_its_strides():
     room = np.full((3, 4, 3, 2, 2), np.nan)
     out = room[..., 0].transpose(3, 1, 0, 2)
     out[...] = 7
-    add_kernel_gradient(x, g, case.window, out, Workers(1), scratch=Scratch(1 << 20))
+    add_weight_gradient(x, g, case.window, out, Workers(1), scratch=Scratch(1 << 20))
     expected = 7 + definition(case, x, g, 1)
     np.testing.assert_allclose(out, expected, rtol=0, atol=DOUBLE * abs(expected).max())
     assert np.isnan(room[..., 1]).all()

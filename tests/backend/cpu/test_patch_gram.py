@@ -8,9 +8,9 @@ import pytest
 
 from kfac_engine.backend.cpu import shifted_gram
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cpu.patch_gram import FORMS
-from kfac_engine.backend.cpu.patch_gram_cost import Images, quickest
-from kfac_engine.backend.cpu.shifted_gram import Means, add_lines, line_numbers
+from kfac_engine.backend.cpu.patch_gram import _ALGORITHMS
+from kfac_engine.backend.cpu.patch_gram_cost import Images, select_algorithm
+from kfac_engine.backend.cpu.shifted_gram import Resources, add_shifted_gram, scratch_numbers
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
@@ -26,7 +26,7 @@ SINGLE_ROUNDING = 5e-6
 ALL = [*CORNERS, *EVERY]
 UNIT_STRIDES = [case for case in [*CORNERS, *STRIDE_ONE] if set(case.window.strides) == {1}]
 
-MEANS = Means(Workers(), 4 << 20, 1 << 22)
+RESOURCES = Resources(Workers(), 4 << 20, 1 << 22)
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
 
 MEMORY_ORDERS = {
@@ -108,7 +108,7 @@ def test_lines_give_the_same_moment_in_every_geometry(few, threads, case, monkey
     expected = 0.7 * out + 0.3 * new
     border = whole[-1].copy()
 
-    add_lines(x, case.window, out, 0.3, 0.7, Means(Workers(threads), 0, 1 << 22))
+    add_shifted_gram(x, case.window, out, 0.3, 0.7, Resources(Workers(threads), 0, 1 << 22))
 
     assert_close(np.tril(out), np.tril(expected))
     np.testing.assert_array_equal(whole[-1], border)
@@ -118,7 +118,7 @@ def test_lines_give_the_same_moment_in_every_geometry(few, threads, case, monkey
 def test_lines_overwrite_nan_with_zero_beta(case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
-    add_lines(case.images(), case.window, out, 1.0, 0.0, MEANS)
+    add_shifted_gram(case.images(), case.window, out, 1.0, 0.0, RESOURCES)
     assert_close(np.tril(out), np.tril(new))
 
 
@@ -134,37 +134,43 @@ def test_zero_beta_overwrites_nan(case, homogeneous):
 # Large enough that the rule takes the form named, as the test checks: with few channels and many,
 # images at once and in rounds, boxes that differ from tap to tap at one end, at both, or at none.
 LARGER = {
-    "lines_same": ("lines", Case(SAME, 20, 40, (7, 8))),
-    "lines_of_many_images": ("lines", Case(SAME, 100, 24, (8, 8))),
-    "lines_of_large_images": ("lines", Case(SAME, 4, 20, (34, 33))),
-    "lines_valid": ("lines", Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 8, 40, (24, 21))),
+    "lines_same": ("shifted", Case(SAME, 20, 40, (7, 8))),
+    "lines_of_many_images": ("shifted", Case(SAME, 100, 24, (8, 8))),
+    "lines_of_large_images": ("shifted", Case(SAME, 4, 20, (34, 33))),
+    "lines_valid": (
+        "shifted",
+        Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 8, 40, (24, 21)),
+    ),
     "lines_dilated": (
-        "lines",
+        "shifted",
         Case(Window((3, 3), (1, 1), (1, 2), (1, 2), (1, 2)), 40, 40, (7, 9)),
     ),
-    "lines_apart": ("lines", Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 7, 24, (30, 30))),
-    "lines_of_many_channels": ("lines", Case(SAME, 66, 97, (6, 6))),
-    "lines_of_many_channels_at_once": ("lines", Case(SAME, 12, 100, (9, 8))),
-    "lines_along_one_axis": ("lines", Case(Window((5,), (1,), (1,), (2,), (1,)), 3, 24, (2000,))),
+    "lines_apart": (
+        "shifted",
+        Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 7, 24, (30, 30)),
+    ),
+    "lines_of_many_channels": ("shifted", Case(SAME, 66, 97, (6, 6))),
+    "lines_of_many_channels_at_once": ("shifted", Case(SAME, 12, 100, (9, 8))),
+    "lines_along_one_axis": ("shifted", Case(Window((5,), (1,), (1,), (2,), (1,)), 3, 24, (2000,))),
     "lines_volume": (
-        "lines",
+        "shifted",
         Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 50, 40, (4,) * 3),
     ),
     "plain_few_channels": (
-        "plain",
+        "im2col",
         Case(Window((5, 5), (1, 1), (1, 1), (2, 2), (2, 2)), 4, 1, (20, 20)),
     ),
     "plain_strided": (
-        "plain",
+        "im2col",
         Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23)),
     ),
     "plain_cropped": (
-        "plain",
+        "im2col",
         Case(Window((3, 3), (1, 1), (1, 1), (-8, -8), (-8, -8)), 4, 20, (24, 23)),
     ),
-    "pixels": ("plain", Case(Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (24, 23))),
+    "pixels": ("im2col", Case(Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (24, 23))),
     "pixels_cropped": (
-        "plain",
+        "im2col",
         Case(Window((1, 1), (2, 1), (1, 1), (1, -2), (-1, 0)), 4, 20, (24, 23)),
     ),
 }
@@ -174,7 +180,7 @@ LARGER = {
 @pytest.mark.parametrize("order", ["channels_first", "channels_last"])
 @pytest.mark.parametrize(("form", "case"), LARGER.values(), ids=LARGER)
 def test_moment_of_larger_images_in_both_precisions(form, case, order, dtype):
-    assert quickest(case.window, seen(case), 1 << 22, 2) == form
+    assert select_algorithm(case.window, seen(case), 1 << 22, 2) == form
     x = case.images().astype(dtype)
     new = moment(x, case.window, homogeneous=True)
     old = symmetric(len(new)).astype(dtype)
@@ -216,7 +222,9 @@ def test_scratch_bytes_bound_the_working_memory(name):
     x, side = case.images(), case.window.taps * case.channels + 1
     out = np.zeros((side, side))
     backend = NumpyBackend(scratch_bytes=scratch_bytes)
-    quickest(case.window, seen(case), 1 << 30, 2)  # geometry, which is kept, is no working memory
+    select_algorithm(
+        case.window, seen(case), 1 << 30, 2
+    )  # geometry, which is kept, is no working memory
     tracemalloc.start()
     backend.patch_second_moment(x, case.window, out, homogeneous=True)
     peak = tracemalloc.get_traced_memory()[1]
@@ -227,14 +235,14 @@ def test_scratch_bytes_bound_the_working_memory(name):
     assert_close(out, moment(x, case.window, homogeneous=True))
 
 
-FITTING = {name: item for name, item in LARGER.items() if item[0] == "lines"}
+FITTING = {name: item for name, item in LARGER.items() if item[0] == "shifted"}
 
 
 @pytest.mark.parametrize(("form", "case"), FITTING.values(), ids=FITTING)
 def test_a_form_is_taken_only_where_its_memory_fits(form, case):
-    numbers = line_numbers(case.window, *seen(case), 2)
-    assert quickest(case.window, seen(case), numbers, 2) == form
-    assert quickest(case.window, seen(case), numbers - 1, 2) != form
+    numbers = scratch_numbers(case.window, *seen(case), 2)
+    assert select_algorithm(case.window, seen(case), numbers, 2) == form
+    assert select_algorithm(case.window, seen(case), numbers - 1, 2) != form
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -242,10 +250,10 @@ def test_a_form_is_taken_only_where_its_memory_fits(form, case):
 def test_a_form_needs_the_memory_announced(form, case, threads):
     x, side, chunk_bytes = case.images(), case.window.taps * case.channels, 50_000
     out = np.zeros((side, side))
-    numbers = line_numbers(case.window, *seen(case), threads)
-    means = Means(Workers(threads), chunk_bytes, numbers)
+    numbers = scratch_numbers(case.window, *seen(case), threads)
+    resources = Resources(Workers(threads), chunk_bytes, numbers)
     tracemalloc.start()
-    FORMS[form](x, case.window, out, 1.0, 0.0, means)
+    _ALGORITHMS[form](x, case.window, out, 1.0, 0.0, resources)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # Small objects come on top: arguments of a product for each distance, rows being summed.
@@ -260,15 +268,15 @@ ROOMS = {"images": 2.0, "distances": 1.9, "nothing": 1.0}
 @pytest.mark.parametrize("channels", [48, 100])
 def test_threads_share_what_there_is_memory_for(shared, channels):
     case = Case(SAME, 200 if channels == 48 else 80, channels, (6, 6))
-    x, numbers = case.images(), line_numbers(SAME, *seen(case), 1)
+    x, numbers = case.images(), scratch_numbers(SAME, *seen(case), 1)
     out = np.zeros((9 * channels, 9 * channels))
-    means = Means(Workers(2), 0, int(ROOMS[shared] * numbers))
+    resources = Resources(Workers(2), 0, int(ROOMS[shared] * numbers))
     tracemalloc.start()
-    add_lines(x, SAME, out, 1.0, 0.0, means)
+    add_shifted_gram(x, SAME, out, 1.0, 0.0, resources)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # Small objects come on top: arguments of a product for each distance, rows being summed.
-    assert peak <= means.numbers * x.itemsize + 200_000
+    assert peak <= resources.numbers * x.itemsize + 200_000
     assert_close(np.tril(out), np.tril(moment(x, SAME)))
 
 

@@ -12,7 +12,7 @@ EPS = np.finfo(np.float64).eps
 
 def inverted(matrix, workers):
     """The inverse, from a matrix whose upper triangle must not be read."""
-    work = triangle.room(len(matrix))
+    work = triangle.empty_float64(len(matrix))
     work[...] = np.where(np.tri(len(matrix), dtype=bool), matrix, np.nan)
     recursive_inverse.invert(work, workers)
     assert np.isnan(work[np.triu_indices(len(work), 1)]).all()

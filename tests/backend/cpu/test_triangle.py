@@ -19,10 +19,10 @@ def symmetric(side, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
 def test_a_triangle_makes_the_whole_matrix_again(side, dtype, workers):
-    matrix, work = symmetric(side, dtype), triangle.room(side)
-    triangle.load(np.where(np.tri(side, dtype=bool), matrix, np.nan), work, workers)
+    matrix, work = symmetric(side, dtype), triangle.empty_float64(side)
+    triangle.tril_to_float64(np.where(np.tri(side, dtype=bool), matrix, np.nan), work, workers)
     work[np.triu_indices(side, 1)] = np.nan
-    found = triangle.store(work, np.dtype(dtype), workers)
+    found = triangle.symmetric_from_tril(work, np.dtype(dtype), workers)
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(found, matrix, strict=True)
 
@@ -31,7 +31,7 @@ def test_a_triangle_makes_the_whole_matrix_again(side, dtype, workers):
 @pytest.mark.parametrize("side", SIDES)
 def test_loading_gives_the_norm_of_the_whole_matrix(side, workers):
     matrix = symmetric(side, np.float32)
-    squares = triangle.load(matrix, triangle.room(side), workers)
+    squares = triangle.tril_to_float64(matrix, triangle.empty_float64(side), workers)
     # Sums of up to half a million squares, in whatever order.
     assert squares == pytest.approx(np.linalg.norm(matrix.astype(np.float64)) ** 2, rel=1e-12)
 
@@ -41,5 +41,5 @@ def test_loading_gives_the_norm_of_the_whole_matrix(side, workers):
 def test_an_entry_that_is_not_finite_shows_in_the_norm(place, bad):
     matrix = symmetric(600, np.float32)
     matrix[place] = bad
-    squares = triangle.load(matrix, triangle.room(600), Workers(2))
+    squares = triangle.tril_to_float64(matrix, triangle.empty_float64(600), Workers(2))
     assert not np.isfinite(squares)
