@@ -19,7 +19,7 @@ from onnx import defs
 from kfac_engine.autodiff.lowering import load_lowerings
 from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.autodiff.rules.refused import REFUSED
-from kfac_engine.graph.passes.decompose import SPELLINGS
+from kfac_engine.graph.passes.decompose import DECOMPOSITIONS
 from scripts import node_tests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,7 @@ def other_rows() -> Iterator[str]:
         **dict.fromkeys(load_rules(), "rule"),
         **dict.fromkeys(load_lowerings(), "rewritten"),
         **dict.fromkeys(ZERO_DERIVATIVE, "derivative is zero"),
-        **dict.fromkeys(SPELLINGS, "read as standard operators"),
+        **dict.fromkeys(DECOMPOSITIONS, "read as standard operators"),
     }
     own = {name: how for name, how in table.items() if not defs.has(name)}
     return (f"| `{name}` | {own[name]} |" for name in sorted(own))

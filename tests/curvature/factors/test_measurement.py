@@ -10,7 +10,7 @@ from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.reduced import ReducedMoment
 from kfac_engine.curvature.factors.updater import FactorUpdater
 from kfac_engine.errors import NonFiniteError
-from kfac_engine.layers.views import Rows
+from kfac_engine.layers.views import RowView
 
 EXACT = 1e-12  # float64, sums of a hundred products of size one
 
@@ -35,7 +35,7 @@ def batch(seed):
 
 
 def tokens_reduced():
-    return DenseSquareMatrixFactor(ReducedMoment(((("tokens",),),), Rows(), True, mean=True))
+    return DenseSquareMatrixFactor(ReducedMoment(((("tokens",),),), RowView(), True, mean=True))
 
 
 ADDITIVE = {
