@@ -1,7 +1,7 @@
-"""Reverse mode: from a forward graph to the graph of its vector–Jacobian product.
+"""Reverse mode: converts a forward graph to the graph of its vector–Jacobian product.
 
-The sweep is short because the knowledge is in the table of ``rules``: walk the nodes backwards,
-add up the cotangents of each value, hand them to the rule of the node that made it.
+The sweep visits the nodes in reverse order. It sums the cotangents of each value and calls the
+derivative rule of the node that computes the value, from the table of ``rules``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-# Operators that may cut off, hand on or put back a part without elements.
+# Operators that may remove, pass on or insert an empty part.
 _CUTTERS = frozenset(
     {"Cast", "CastLike", "Concat", "Flatten", "Identity", "Pad", "Reshape", "Slice"}
     | {"Split", "Squeeze", "Transpose", "Unsqueeze"}
@@ -41,13 +41,12 @@ class Backward:
         nodes: Backward nodes in topological order.
         constants: Constants that ``nodes`` and ``forward_nodes`` read.
         forward_nodes: Nodes to append to the forward graph.
-        saved: Forward values that ``nodes`` read: what the forward session must hand over.
-        cotangents: Value that is differentiated to the name of its cotangent, an input of
-            ``nodes``.
-        gradients: Value asked for to the name of its gradient. Values that the differentiated
-            ones do not depend on are absent: their gradient is zero.
-        dtypes: Element type of each cotangent, by its name.
-        leaves: Results of ``nodes`` that could be made elsewhere, and how.
+        saved: Forward values that ``nodes`` read; the forward session returns them.
+        cotangents: Name of the cotangent of each differentiated value; an input of ``nodes``.
+        gradients: Name of the gradient of each variable. Variables that the differentiated values
+            do not depend on are absent: their gradient is zero.
+        dtypes: Element types of the cotangents, by name.
+        leaves: Results of ``nodes`` that can be computed outside the graph, with the computation.
     """
 
     nodes: tuple[Node, ...]
@@ -68,7 +67,7 @@ def differentiate(
     *,
     independent: bool = False,
 ) -> Backward:
-    """The graph that maps cotangents of ``outputs`` to gradients with respect to ``wrt``.
+    """Return the graph that maps cotangents of ``outputs`` to gradients with respect to ``wrt``.
 
     Args:
         graph: Canonical forward graph.
@@ -76,11 +75,11 @@ def differentiate(
         outputs: Values to differentiate; any value of the graph.
         wrt: Values to differentiate with respect to: parameters, inputs or intermediate values.
             The gradient of an intermediate value is total: through all that depends on it.
-        independent: Whether values of ``wrt`` count as variables of their own even where one is
-            computed from another: gradients are then partial, with all other ``wrt`` held fixed.
+        independent: True for partial derivatives: values of ``wrt`` are independent variables, even
+            if one is computed from another.
 
     Returns:
-        Backward nodes, and what to feed and fetch.
+        The backward nodes, with the names of their inputs and outputs.
 
     Raises:
         UnknownNameError: A name is not a value of the graph.
@@ -114,7 +113,7 @@ def differentiate(
 
 
 class _Sweep:
-    """The cotangents found so far, by value."""
+    """State of the reverse sweep: the cotangents of each value."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class _Sweep:
         self._parts.setdefault(value, []).append(cotangent)
 
     def total(self, value: str) -> str:
-        """The sum of the parts; summed once, then remembered."""
+        """Return the sum of the cotangents of a value; it is computed once."""
         parts = self._parts[value]
         # Two at a time: ONNX Runtime's Sum of three takes 1.4 times as long as two of its Add.
         parts[:] = [reduce(lambda total, part: self._builder.op("Add", total, part), parts)]
@@ -176,7 +175,7 @@ class _Sweep:
         return self._rules[node.qualified_op](self._builder, node, g, wanted)
 
     def _refuse(self, node: Node) -> NoReturn:
-        """Raise the reason why a node was not rewritten, or say that nobody knows how to."""
+        """Raise the reason why a node has no lowering, or the error for an unknown operator."""
         lowering = find_lowering(node, self._graph)
         if lowering is not None:
             lowering(LoweringBuilder(self._graph, self._facts, f"{node.name}/"), node)
@@ -184,7 +183,7 @@ class _Sweep:
 
 
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
-    """Those of ``nodes`` that ``results`` depend on, in their order."""
+    """Select the nodes that ``results`` depend on, in their order."""
     wanted, selected = set(results), []
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):
@@ -212,7 +211,7 @@ def _unsupported(node: Node, opset: int) -> UnsupportedOpError:
 
 
 def _before(node: Node, graph: Graph, wrt: Sequence[str]) -> list[str]:
-    """The values of ``wrt`` that a node depends on."""
+    """Return the values of ``wrt`` that a node depends on."""
     upstream = set(node.inputs) | set(node.captures)
     for earlier in reversed(graph.nodes[: graph.nodes.index(node)]):
         if upstream.intersection(earlier.outputs):

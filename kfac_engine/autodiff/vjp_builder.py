@@ -99,36 +99,36 @@ class VjpBuilder(NodeBuilder):
     # -- facts about forward values ---------------------------------------------------------------
 
     def is_forward(self, name: str) -> bool:
-        """Whether ``name`` is a value of the forward graph (its extra nodes included)."""
+        """Check whether ``name`` is a value of the forward graph or of its extra nodes."""
         return name in self._forward_values
 
     def dtype(self, name: str) -> DType:
-        """Element type of a forward value."""
+        """Return the element type of a forward value."""
         return self._facts[name].dtype
 
     def rank(self, name: str) -> int:
-        """Number of axes of a forward value."""
+        """Return the number of axes of a forward value."""
         return len(self._facts[name].shape)
 
     def sample_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a forward value in the sample run.
+        """Return the shape of a forward value in the sample run.
 
-        For constants and parameters it holds always. For other values only its length and *which
-        sides are one* hold for every batch: take sizes from ``shape`` or ``count``.
+        The shape of a constant or parameter is fixed. For other values only the rank and *which
+        sizes are one* are the same in every batch: get sizes from ``shape`` or ``count``.
 
         Returns:
-            One size an axis.
+            One size for each axis.
         """
         return self._facts[name].shape
 
     def shape(self, name: str) -> str:
-        """The run-time shape of a forward value: ``(rank,)``, int64."""
+        """Add the run-time shape of a forward value: ``(rank,)``, int64."""
         if name in self.graph.constants:
             return self.constant(self.sample_shape(name), "int64")
         return self.forward("Shape", name)[0]
 
     def count(self, name: str, axes: Sequence[int]) -> str:
-        """The run-time number of elements of a forward value along ``axes``: 0-d, in its type."""
+        """Add the run-time number of entries of a value along ``axes``: 0-d, in its type."""
         sizes = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))[0]
         product = self.forward("ReduceProd", sizes, keepdims=0)[0]
         return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])[0]
@@ -136,56 +136,56 @@ class VjpBuilder(NodeBuilder):
     # -- shared pieces of rules --------------------------------------------------------------------
 
     def reshape_like(self, g: str, like: str) -> str:
-        """``g`` with the run-time shape of the forward value ``like``."""
-        # A size of zero is meant: without `allowzero` it would copy a size of ``g``.
+        """Reshape ``g`` to the run-time shape of the forward value ``like``."""
+        # Without `allowzero` a size of zero would mean the size of ``g``.
         return self.op("Reshape", g, self.shape(like), allowzero=1)
 
     def pad(self, value: str, pads: str, axes: str, rank: int) -> str:
-        """``value`` with zeros around it: ``pads`` before and after, one each of ``axes``."""
-        # ONNX Runtime 1.31 moves a Transpose past a Pad without a look at its operand `axes`, which
-        # permutes the wrong entries: all axes are named, in order.
+        """Pad ``value`` with zeros along ``axes``; ``pads`` has the sizes before and after."""
+        # ONNX Runtime 1.31 ignores the operand `axes` when it moves a Transpose past a Pad, and
+        # permutes wrong entries. The node therefore has pads for all axes, in order.
         known = self.constants.get(axes, self.graph.constants.get(axes))
         if known is None:
-            least = self.forward(
+            begin = self.forward(
                 "Mod", self.forward("Cast", axes, to=_INT64)[0], self.constant(rank)
             )
-            last = self.forward("Add", least[0], self.constant(rank))
-            places = self.forward("Concat", *least, *last, axis=0)[0]
+            end = self.forward("Add", begin[0], self.constant(rank))
+            places = self.forward("Concat", *begin, *end, axis=0)[0]
         else:
             places = self.constant([*(known % rank), *(known % rank + rank)])
         none = self.constant([0] * 2 * rank)
         return self.op("Pad", value, self.op("ScatterElements", none, places, pads, axis=0))
 
     def cast_like(self, value: str, like: str) -> str:
-        """``value`` in the element type of the forward value ``like``: True becomes one."""
+        """Convert ``value`` to the element type of the forward value ``like``: True becomes one."""
         return self.op("Cast", value, to=FLOAT_CODES[self.dtype(like).name])
 
     def zeros(self, like: str) -> str:
-        """Zeros with the run-time shape and the element type of the forward value ``like``."""
+        """Add zeros with the run-time shape and the element type of the forward value ``like``."""
         zero = np.zeros(1, dtype=self.dtype(like))
         return self.op("ConstantOfShape", self.shape(like), value=zero)
 
     def unbroadcast(self, g: str, result: str, operand: str) -> str:
-        """Adjoint of broadcasting ``operand`` to ``result``: sums ``g`` over the stretched axes.
+        """Add the adjoint of a broadcast: the sum of ``g`` over the broadcast axes.
 
         Args:
-            g: Has the shape of the forward value ``result``.
+            g: Value with the shape of the forward value ``result``.
             result: Forward value with the broadcast shape.
-            operand: Forward value that was broadcast; the outcome has its shape.
+            operand: Forward value that was broadcast; the sum has its shape.
 
         Returns:
-            The name of the sum; ``g`` itself where nothing was stretched.
+            The name of the sum; ``g`` itself if no axis was broadcast.
         """
         wide, narrow = self.sample_shape(result), self.sample_shape(operand)
         lead = len(wide) - len(narrow)
-        stretched = [
+        broadcast = [
             axis
             for axis in range(len(wide))
             if axis < lead or (narrow[axis - lead] == 1 and wide[axis] != 1)
         ]
-        if not stretched:
+        if not broadcast:
             return g
-        summed = self.op("ReduceSum", g, self.constant(stretched, "int64"), keepdims=1)
+        summed = self.op("ReduceSum", g, self.constant(broadcast, "int64"), keepdims=1)
         return summed if lead == 0 else self.reshape_like(summed, operand)
 
     # -- private ----------------------------------------------------------------------------------

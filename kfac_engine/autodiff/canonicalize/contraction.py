@@ -1,4 +1,4 @@
-"""Sums of products of data and one weight, by the letters of their axes: as one matrix product.
+"""Writes a contraction of data and a weight as one matrix product, by the letters of the axes.
 
 Every axis has a letter. It is a *position* if the weight lacks it, *summed* if the result lacks it,
 a *feature* if the data lack it, and a *slot* (an expert, a head) if all three have it.
@@ -27,27 +27,27 @@ class Letters:
 
     @property
     def positions(self) -> str:
-        """In the order of the result if that begins with one, else of the data."""
+        """Position axes, in the order of the result if it starts with one, else of the data."""
         source = self.result if self.result[:1] not in self.weight else self.data
         return "".join(letter for letter in source if letter not in self.weight)
 
     @property
     def summed(self) -> str:
-        """In the order of the weight, as all that follow."""
+        """Summed axes, in the order of the weight."""
         return "".join(letter for letter in self.weight if letter not in self.result)
 
     @property
     def features(self) -> str:
-        """Axes that the data lack."""
+        """Feature axes, which the data lack, in the order of the weight."""
         return "".join(letter for letter in self.weight if letter not in self.data)
 
     @property
     def slots(self) -> str:
-        """Axes that all three have."""
+        """Slot axes, which all three have, in the order of the weight."""
         return "".join(e for e in self.weight if e in self.data and e in self.result)
 
     def is_plain(self) -> bool:
-        """Whether no axis is summed alone or runs along a diagonal, and there is a batch."""
+        """Check for a matrix product with a batch: no diagonal, no sum over one operand only."""
         strings = self.data, self.weight, self.result
         once = all(len(set(letters)) == len(letters) for letters in strings)
         positions = set(self.data) - set(self.weight) <= set(self.result)
@@ -70,10 +70,10 @@ def write_product(
     also written as ``(positions, slots, summed)`` and ``(positions, slots, features)``.
 
     Args:
-        b: Writes the nodes.
-        letters: Of the axes.
-        data: The data.
-        weight: The weight.
+        b: Receives the nodes.
+        letters: Letters of the axes.
+        data: Name of the data.
+        weight: Name of the weight.
         sizes: Letter to length, for the axes of the weight.
         result: Name of the result.
     """
@@ -81,28 +81,28 @@ def write_product(
     k, f = (prod(sizes[e] for e in part) for part in (letters.summed, letters.features))
     leading = len(letters.positions)
     order = letters.slots + letters.summed
-    rows = _turned(b, data, letters.data, letters.positions + order)
+    rows = _transposed(b, data, letters.data, letters.positions + order)
     rows = _reshaped(b, rows, leading, order, [*slots, k])
-    matrix = _turned(b, weight, letters.weight, order + letters.features)
+    matrix = _transposed(b, weight, letters.weight, order + letters.features)
     matrix = _reshaped(b, matrix, 0, order + letters.features, [*slots, k, f])
     order = letters.slots + letters.features
     product = _slotwise(b, rows, matrix, leading) if slots else b.op("MatMul", rows, matrix)
     if len(order) != len(slots) + 1:
         apart = b.constant([*[0] * leading, *(sizes[letter] for letter in order)])
         product = b.op("Reshape", product, apart)
-    _turned(b, product, letters.positions + order, letters.result)
+    _transposed(b, product, letters.positions + order, letters.result)
     b.nodes[-1] = replace(b.nodes[-1], outputs=(result,))
 
 
 def _slotwise(b: LoweringBuilder, rows: str, matrix: str, leading: int) -> str:
-    """``(positions, slots, summed)`` times a matrix for each slot."""
-    # The last position goes behind the slots and back: its own inverse.
+    """Multiply ``(positions, slots, summed)`` by a matrix for each slot."""
+    # The permutation exchanges the last position and the slots; it is its own inverse.
     swap = (*range(leading - 1), leading, leading - 1, leading + 1)
     rows = b.op("Transpose", rows, perm=swap)
     return b.op("Transpose", b.op("MatMul", rows, matrix), perm=swap)
 
 
-def _turned(b: LoweringBuilder, value: str, letters: str, wanted: str) -> str:
+def _transposed(b: LoweringBuilder, value: str, letters: str, wanted: str) -> str:
     if letters == wanted:
         return value
     return b.op("Transpose", value, perm=tuple(letters.index(letter) for letter in wanted))

@@ -1,8 +1,7 @@
-"""Products of data with weights, each in one form: the weight a matrix on the right, unscaled.
+"""Converts products of data and weights to one form: an unscaled matrix on the right.
 
-Exporters write the same layer in many ways. Here they become one, so that what looks for layers
-has to know one. The function stays the same, parameters stay as the file has them, and scales move
-from weights to the data.
+Exporters write the same layer in many forms. One form remains, so that the discovery of layers has
+one case. The function and the parameters do not change; scales move from weights to data.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -13,20 +12,24 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine.autodiff.canonicalize.contraction import Letters, write_product
-from kfac_engine.autodiff.canonicalize.weights import merged, moved, unscaled
+from kfac_engine.autodiff.canonicalize.weights import (
+    merge_rearrangements,
+    move_scales_to_data,
+    rearranged,
+)
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-# Writes a node whose operand at the index is a weight; nothing where its form is right or unknown.
+# Rewrites a node whose operand at the index is a weight; adds no node if no rewrite is needed.
 _Rewrite: TypeAlias = Callable[[LoweringBuilder, Node, int], None]
 
-_SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale a channel
+_SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale for each channel
 
 
 def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]) -> Graph:
-    """The same function, its products with weights in one form.
+    """Convert the products with weights of a graph to one form.
 
     Args:
         graph: Canonical graph.
@@ -34,10 +37,11 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
         parameters: Names of the weights.
 
     Returns:
-        The graph, the given one where nothing changes; new values are called after their node.
+        A graph of the same function; ``graph`` itself if no product changes.
     """
-    graph, facts = unscaled(merged(graph, parameters), facts, parameters)
-    weights, data = moved(graph, parameters), of_data(graph)
+    graph = merge_rearrangements(graph, parameters)
+    graph, facts = move_scales_to_data(graph, facts, parameters)
+    weights, data = rearranged(graph, parameters), of_data(graph)
     written: dict[str, Sequence[Node]] = {}
     constants = dict(graph.constants)
     for node in graph.nodes:
@@ -56,30 +60,30 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
 
 
 def _gemm(b: LoweringBuilder, node: Node, index: int) -> None:
-    """``α·op(A)·op(B) + β·C``, the weight on the right, without α, β and a transposition of data.
+    """Write ``α·op(A)·op(B) + β·C`` with the weight on the right and transposed data.
 
-    With a bias it is ``β·(x·W + C)`` where ``x`` is the data times ``α / β``.
+    With a bias the form is ``β·(x·W + C)``, where ``x`` is the data times ``α / β``.
     """
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
     bias = node.inputs[2] if len(node.inputs) > 2 and beta else ""
     last = beta if bias else 1.0
-    data_turned, weight_turned = (
+    data_transposed, weight_transposed = (
         bool(integer(node, name, 0))
         for name in (("transA", "transB") if index else ("transB", "transA"))
     )
     left = index == 0  # yᵀ = x·Wᵀ + Cᵀ
     x, weight = node.inputs[1 - index], node.inputs[index]
-    if not alpha or (not left and not data_turned and alpha == last == 1):
+    if not alpha or (not left and not data_transposed and alpha == last == 1):
         return
-    if data_turned != left:
+    if data_transposed != left:
         x = b.op("Transpose", x, perm=(1, 0))
     if alpha != last:
         x = b.op("Mul", x, b.scalar(alpha / last, node.inputs[0]))
-    if weight_turned != left:
+    if weight_transposed != left:
         weight = b.op("Transpose", weight, perm=(1, 0))
     y = b.op("MatMul", x, weight)
     if bias:
-        y = b.op("Add", y, _turned_bias(b, bias) if left else bias)
+        y = b.op("Add", y, _transposed_bias(b, bias) if left else bias)
     if left:
         y = b.op("Transpose", y, perm=(1, 0))
     if last != 1:
@@ -87,8 +91,8 @@ def _gemm(b: LoweringBuilder, node: Node, index: int) -> None:
     b.nodes[-1] = replace(b.nodes[-1], outputs=node.outputs)
 
 
-def _turned_bias(b: LoweringBuilder, bias: str) -> str:
-    """What is added to the transposed result."""
+def _transposed_bias(b: LoweringBuilder, bias: str) -> str:
+    """Transpose a bias, for the sum with a transposed result."""
     rank = len(b.facts[bias].shape)
     if rank == 1:
         return b.op("Unsqueeze", bias, b.constant([1]))
@@ -104,7 +108,7 @@ def _matmul(b: LoweringBuilder, node: Node, index: int) -> None:
     rank = max(len(shape) for shape in shapes)
     outer = ascii_lowercase[: rank - 2]
     inner = ("XS", "SY", "XY") if index == 1 else ("SY", "XS", "XY")
-    if len(shapes[1]) == 1:  # one number a row: the weight is a column
+    if len(shapes[1]) == 1:  # the weight is one column
         inner = (inner[0], "S", inner[0].replace("S", ""))
     letters = Letters(*(outer + pair for pair in inner))
     _contract(b, names, shapes, letters, node.outputs[0])
@@ -130,12 +134,12 @@ def _contract(
     letters: Letters,
     result: str,
 ) -> None:
-    """Write data (the first operand) times a weight, if that is one product of matrices."""
+    """Write the product of data and a weight if it is one matrix product."""
     data, weight = (
         dict(zip(spelled[-len(shape) :], shape, strict=True))
         for spelled, shape in zip((letters.data, letters.weight), shapes, strict=True)
     )
-    # An operand does not have the axes along which it is stretched to the other's length.
+    # Axes along which an operand is broadcast do not count as its axes.
     axes = [
         {e: size for e, size in sizes.items() if not (size == 1 and e in other and e in to_keep)}
         for sizes, other, to_keep in (
@@ -156,13 +160,13 @@ def _contract(
 def _squeezed(
     b: LoweringBuilder, value: str, sizes: Mapping[str, int], letters: Mapping[str, int]
 ) -> str:
-    """A value without those axes that are not kept."""
+    """Remove the axes of a value whose letters are not in ``letters``."""
     axes = [axis for axis, letter in enumerate(sizes) if letter not in letters]
     return b.op("Squeeze", value, b.constant(axes)) if axes else value
 
 
 def _group_normalization(b: LoweringBuilder, node: Node, index: int) -> None:
-    """Scale and shift as operators of their own where they have one number a group."""
+    """Write scale and shift as separate operators if they have one number for each group."""
     if b.graph.opset >= _SCALE_PER_CHANNEL or index != 1:
         return
     x, scale, shift = node.inputs

@@ -3,7 +3,7 @@
 from collections.abc import Set
 from dataclasses import replace
 
-from kfac_engine.autodiff.canonicalize.weights import SCALINGS, moved
+from kfac_engine.autodiff.canonicalize.weights import SCALINGS, rearranged
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.graph.analysis.rearrangements import MOVES
@@ -22,7 +22,7 @@ def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
     Returns:
         The same function; the given graph where all such operands are constants.
     """
-    weights = moved(graph, parameters)
+    weights = rearranged(graph, parameters)
     known = _computed_from_constants(graph, parameters)
     wanted = {
         name
@@ -35,8 +35,8 @@ def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
         return graph
     nodes = needed(graph.nodes, wanted)
     reads = {name for node in nodes for name in node.inputs}
-    held = {name: array for name, array in graph.constants.items() if name in reads}
-    model = compact_model(nodes, [], list(wanted), held, graph.opset)
+    inputs = {name: array for name, array in graph.constants.items() if name in reads}
+    model = compact_model(nodes, [], list(wanted), inputs, graph.opset)
     session = Session(model, threads=1, optimize=False, what="the operands of weights")
     values = session.run(list(wanted), {})
     names = {name: f"{name}/settled" for name in wanted}

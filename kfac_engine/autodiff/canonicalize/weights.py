@@ -1,4 +1,4 @@
-"""Weights on their way to the data: constant scales moved over to the data, equal steps merged."""
+"""Moves constant scales from weights to data, and merges equal rearrangements of weights."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from kfac_engine.graph.analysis.rearrangements import MOVES
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-# Operators linear in the data and in a weight: the index of the one to that of the other.
+# Operators that are linear in two operands: the index of each to that of the other.
 _PRODUCTS: Mapping[str, Mapping[int, int]] = {
     "Conv": {1: 0},
     "ConvTranspose": {1: 0},
@@ -20,17 +20,17 @@ _PRODUCTS: Mapping[str, Mapping[int, int]] = {
 SCALINGS = frozenset({"Mul", "Div"})
 
 
-def moved(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
-    """Parameters, and values that hold entries of one in another order."""
+def rearranged(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
+    """Return the parameters, and values with entries of a parameter in another order."""
     values = set(parameters)
     for node in graph.nodes:
-        if _moves_one_of(values, node):
+        if _rearranges(values, node):
             values.update(node.outputs)
     return frozenset(values - {""})
 
 
-def _moves_one_of(weights: Set[str], node: Node) -> bool:
-    """Whether a node moves the entries of weights about."""
+def _rearranges(weights: Set[str], node: Node) -> bool:
+    """Check whether a node rearranges the entries of weights."""
     if node.domain:
         return False
     if node.op == "Concat":
@@ -38,19 +38,19 @@ def _moves_one_of(weights: Set[str], node: Node) -> bool:
     return node.op in MOVES and node.inputs[0] in weights
 
 
-def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
-    """The same values; of nodes that move the entries of a weight about alike one is read.
+def merge_rearrangements(graph: Graph, parameters: Iterable[str]) -> Graph:
+    """Merge nodes that rearrange the entries of a weight in the same way.
 
-    The result of an ``Identity`` of a weight is the weight.
+    The result of an ``Identity`` of a weight becomes the weight.
 
     Args:
         graph: Canonical graph.
         parameters: Names of the weights.
 
     Returns:
-        The graph; the given one where nothing was written twice.
+        The graph with the same values; ``graph`` itself if no two nodes are equal.
     """
-    weights = moved(graph, parameters)
+    weights = rearranged(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}
     fixed = captured.union(graph.outputs)
     names: dict[str, str] = {}
@@ -58,7 +58,7 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
     nodes = []
     for old in graph.nodes:
         node = replace(old, inputs=tuple(names.get(name, name) for name in old.inputs))
-        if _moves_one_of(weights, node):
+        if _rearranges(weights, node):
             same = first.setdefault(_content(node, graph.constants), node)
             if node.op == "Identity":
                 names[node.outputs[0]] = node.inputs[0]
@@ -69,7 +69,7 @@ def merged(graph: Graph, parameters: Iterable[str]) -> Graph:
 
 
 def _content(node: Node, constants: Mapping[str, Array]) -> object:
-    """What tells a node from others but its names; constants count by value."""
+    """Return the content of a node without its names; constants are compared by value."""
     operands = tuple(
         (array.dtype.name, array.shape, array.tobytes())
         if (array := constants.get(name)) is not None
@@ -80,10 +80,10 @@ def _content(node: Node, constants: Mapping[str, Array]) -> object:
     return node.op, node.inputs[0], operands, repr(sorted(node.attributes.items())), named
 
 
-def unscaled(
+def move_scales_to_data(
     graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
 ) -> tuple[Graph, Mapping[str, Fact]]:
-    """The same values; a constant that multiplies a weight multiplies the data instead.
+    """Multiply the data by the constants that multiply weights.
 
     Args:
         graph: Canonical graph.
@@ -91,10 +91,10 @@ def unscaled(
         parameters: Names of the weights.
 
     Returns:
-        The graph, and facts about its values; the given ones where no weight is scaled.
+        The graph with the same values, and its facts; the given ones if no weight is scaled.
     """
-    weights, data = moved(graph, parameters), of_data(graph)
-    names: dict[str, str] = {}  # scaled value to what it is without the scale
+    weights, data = rearranged(graph, parameters), of_data(graph)
+    names: dict[str, str] = {}  # scaled value to the value without its scale
     factors: dict[str, list[_Factor]] = {}  # by the name of the product
     for node in graph.nodes:
         factor = _factor(node, graph.constants, weights, parameters)
@@ -118,16 +118,16 @@ def unscaled(
                 product, inputs=tuple(names.get(name, name) for name in product.inputs)
             )
         elif not node.domain and node.op in MOVES and node.inputs[0] in names:
-            # The scaled values stay for whoever asks for them; the products read these.
-            nodes.append(moved_on := _beside(node, names))
-            pairs = zip(node.outputs, moved_on.outputs, strict=True)
+            # Other readers keep the scaled values; the products read the values without scale.
+            nodes.append(copy := _without_scale(node, names))
+            pairs = zip(node.outputs, copy.outputs, strict=True)
             known |= {new: known[old] for old, new in pairs if old}
         nodes.append(product)
     return replace(graph, nodes=tuple(nodes)), known
 
 
-def _beside(node: Node, names: dict[str, str]) -> Node:
-    """The same move of a weight without its scale; enters the new names of the results."""
+def _without_scale(node: Node, names: dict[str, str]) -> Node:
+    """Return the same rearrangement without the scale; add the new names to ``names``."""
     outputs = tuple(f"{name}/unscaled" if name else "" for name in node.outputs)
     names |= zip(node.outputs, outputs, strict=True)
     inputs = names[node.inputs[0]], *node.inputs[1:]
@@ -140,9 +140,9 @@ class _Factor:
 
     Attributes:
         op: ``"Mul"`` or ``"Div"``.
-        constant: Its name.
-        weight: Name of what it scales.
-        source: Name of the node that does.
+        constant: Name of the constant.
+        weight: Name of the scaled value.
+        source: Name of the scaling node.
         operand: Index of the operand.
     """
 
@@ -153,7 +153,7 @@ class _Factor:
     operand: int = 0
 
     def applied(self, node: Node) -> tuple[Node, Node]:
-        """What computes the scaled operand, and the node that reads it."""
+        """Return a node that scales an operand of ``node``, and the node that reads the result."""
         name = f"{node.name}/{self.source}"
         scaling = Node(self.op, (node.inputs[self.operand], self.constant), (name,), name=name)
         operands = list(node.inputs)
@@ -164,13 +164,13 @@ class _Factor:
 def _factor(
     node: Node, constants: Mapping[str, Array], weights: Set[str], parameters: Set[str]
 ) -> _Factor | None:
-    """The number that a node multiplies a weight by."""
+    """Return the number that a node multiplies or divides a weight by."""
     if node.domain or node.op not in SCALINGS:
         return None
     number, weight = node.inputs[::-1] if node.inputs[0] in weights else node.inputs
     if weight not in weights or number not in constants or number in parameters:
         return None
-    # One number on one axis adds no axes to any data; c / W is not linear.
+    # A larger constant could broadcast the data; c / W is not linear in W.
     array = constants[number]
     if array.size != 1 or array.ndim > 1 or (node.op == "Div" and weight != node.inputs[0]):
         return None
@@ -178,7 +178,7 @@ def _factor(
 
 
 def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, int]]:
-    """Products of a weight with data, with the index of the data; empty if it has other uses."""
+    """Return products of a weight and data, with the index of the data; empty for other uses."""
     products: list[tuple[Node, int]] = []
     for node, index in graph.consumers.get(value, ()):
         moves = not node.domain and node.op in MOVES and index == 0

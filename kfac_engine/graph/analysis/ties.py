@@ -1,7 +1,7 @@
-"""Weights that are equal in a file: one weight, which an exporter wrote down twice.
+"""Finds equal weights: one weight that an exporter wrote twice.
 
-Exporters write a table that also ends the network, transposed, as two constants. The file alone
-does not say whether they are to stay equal: a user does.
+Exporters write an embedding table that is also the transposed output matrix as two constants. The
+file does not tell whether they must stay equal: the user decides.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ class Tie:
     """A weight and its copy.
 
     Attributes:
-        first: The weight that comes first in the file.
-        copy: The other one.
+        first: Name of the weight that comes first in the file.
+        copy: Name of the equal weight after it.
         transposed: Whether the copy is the transpose of the weight.
     """
 
@@ -34,7 +34,7 @@ class Tie:
 
 
 def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie, ...]:
-    """Weights with two axes or more that equal one before them, as they are or transposed.
+    """Find weights of at least two axes that equal an earlier weight or its transpose.
 
     Args:
         constants: Arrays by name.
