@@ -129,3 +129,10 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
             assert anchor in {slug(heading) for heading in headings}, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_python_file_that_a_page_names_exists(page):
+    for name in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")):
+        folders = [ROOT, ROOT / "kfac_engine", *(ROOT / "kfac_engine").glob("*/"), page.parent]
+        assert any((folder / name).is_file() for folder in folders), name
