@@ -12,17 +12,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Without the program's name; by default those of the process, which a signal then
-            ends right here.
+        arguments: Arguments without the name of the program; by default those of the process. A
+            signal then ends the process here.
 
     Returns:
-        The exit status: 0 done, 2 the input is wrong, 1 a bug, more than 128 after a signal.
+        The exit status: 0 if done, 2 if the input is wrong, 1 for a bug, above 128 after a signal.
     """
     if arguments is not None:
         return run(list(arguments))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # Where an encoding lacks "⊗" or a letter of a name, its escape is shown.
+            # If an encoding lacks "⊗" or a letter of a name, its escape is printed.
             stream.reconfigure(errors="backslashreplace")
     status = run(sys.argv[1:])
     exit_after_signal(status)

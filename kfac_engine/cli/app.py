@@ -1,4 +1,4 @@
-"""The program's group of commands, and how a failure becomes one line and an exit status."""
+"""The group of commands; a failure becomes one line on stderr and an exit status."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,14 +35,14 @@ for command in (demo, precondition, inspect, differentiate, bench, doctor):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the program; whatever fails is told in one line on stderr.
+    """Run the program, and report a failure in one line on stderr.
 
     Args:
-        arguments: The command line without the program's name.
+        arguments: Command line without the name of the program.
 
     Returns:
-        0 when done, 2 when the user's input is wrong, 1 for a bug; 130 after Ctrl-C, 143 after
-        SIGTERM: 128 and the number of the signal.
+        0 if the command is done, 2 if the input is wrong, 1 for a bug. After a signal, 128 plus its
+        number: 130 after Ctrl-C, 143 after SIGTERM.
     """
     invocation = Invocation()
     with Interruption() as interruption:
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
                     click.echo(printable(line), err=True)
             status, message = interruption.explanation or _explain(error)
             click.echo(f"error: {one_line(message)}", err=True)
-    # Without an exit of its own (--help has one), click hands back what the command returned: None.
+    # Without an explicit exit, as that of --help, click returns the value of the command: None.
     return status or 0
 
 
@@ -66,7 +66,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return status, describe(error)
     return BUG, (
         f"internal error, {type(error).__name__}: {str(error).rstrip('.')}. This is a bug: please "
-        "report it with what the same command prints with --debug."
+        "report it with the output of the same command and --debug."
     )
 
 
@@ -87,7 +87,7 @@ def _describe_memory(error: MemoryError) -> str:
     )
 
 
-# How the command line spells what messages call by the library's names.
+# Names of the library in messages, to the options of the command line.
 _SPELLINGS = {
     "output=…": "--output",
     "class_axis=": "--class-axis ",

@@ -1,4 +1,4 @@
-"""``doctor``: what this installation consists of, and what will be fast or slow here."""
+"""``doctor``: versions, libraries and devices of this installation, and their problems."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ _PACKAGES = (
     "threadpoolctl", "cupy-cuda12x", "cupy-cuda13x", "matplotlib",
 )  # fmt: skip
 
-# BLAS library to the variables that make it take another kernel than the one for this processor.
+# BLAS library to the variables that select another kernel than that of the processor.
 _KERNEL_VARIABLES = {
     "openblas": ("OPENBLAS_CORETYPE",),
     "mkl": ("MKL_DEBUG_CPU_TYPE", "MKL_ENABLE_INSTRUCTIONS"),
@@ -39,7 +39,7 @@ _OLD_KERNELS = ("Prescott", "Nehalem", "Core2", "Penryn", "Dunnington", "Atom", 
 @json_option
 @debug_option
 def doctor(as_json: bool) -> None:
-    """Show libraries, threads, GPU, and the backend chosen."""
+    """Show versions, libraries, threads, the GPU and the selected backend."""
     report = examine()
     if as_json:
         print_json(report)
@@ -48,7 +48,7 @@ def doctor(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything ``doctor`` knows, as JSON-ready values."""
+    """Return all facts of the report as values that JSON can hold."""
     report: dict[str, Any] = {
         "kfac_engine": __version__,
         "python": platform.python_version(),
@@ -76,7 +76,7 @@ def _usable_cores() -> int | None:
 
 
 def _threads() -> int:
-    """What an engine computes with unless it is told otherwise."""
+    """Return the default number of threads of an engine."""
     from kfac_engine.backend.threads import default_count
 
     return default_count()
@@ -154,7 +154,7 @@ def _warnings(report: Mapping[str, Any]) -> list[str]:
         if has_avx2 and library["kernel"] in _OLD_KERNELS:
             warnings.append(
                 f"{name} runs its {library['kernel']} kernel although this processor has AVX2: "
-                "matrix products take several times longer than they need to."
+                "matrix products take several times as long as with a newer kernel."
             )
         if library["threads"] > usable:
             warnings.append(f"{name} uses {library['threads']} threads on {usable} usable cores.")
@@ -191,6 +191,6 @@ def _print_report(report: Mapping[str, Any]) -> None:
         ("backend", f"auto picks {backend['reason']}"),
         ("model", f"runs on {backend['model']}"),
     ]
-    print_table("kfac_engine doctor", ("what", "found"), rows)
+    print_table("kfac_engine doctor", ("fact", "value"), rows)
     for warning in report["warnings"]:
         say(f"warning: {warning}")

@@ -1,4 +1,4 @@
-"""Arrays from and to files, checked before they take memory and written whole or not at all."""
+"""Arrays in files: sizes are checked before memory is allocated, and writes are atomic."""
 
 import io
 import lzma
@@ -52,12 +52,12 @@ def check_files(
     """Refuse to write over a file that is read, before anything is computed.
 
     Args:
-        outputs: What each file to write is called in messages.
-        inputs: What each file to read is called, but for the model's.
-        model: The model's file; external data belong to it.
+        outputs: Name in messages to file, for the files that are written.
+        inputs: Name in messages to file, for the files that are read besides the model.
+        model: File of the model; its external data count as inputs.
 
     Raises:
-        InputError: A file to write is an input, another output, or lies in no folder.
+        InputError: An output is the same file as an input or another output, or has no folder.
     """
     read = {**inputs, "the model": model}
     if any(path is not None and path.is_file() for path in outputs.values()):
@@ -66,14 +66,14 @@ def check_files(
 
 
 def read_inputs(path: Path, model: Path) -> dict[str, Array]:
-    """The batch in a file.
+    """Return the batch in a file.
 
     Args:
         path: ``.npz`` keyed by input name, or ``.npy`` for a model with one input.
         model: The model's file, which names the input of a lone array.
 
     Returns:
-        Input name to array; whether all names are there is for the engine to say.
+        Input name to array; the engine checks the names.
 
     Raises:
         InputError: The file is missing, broken, or a lone array for several inputs.
@@ -91,7 +91,7 @@ def read_inputs(path: Path, model: Path) -> dict[str, Array]:
 
 
 def read_targets_by_output(path: Path) -> dict[str, Array]:
-    """The targets of several losses.
+    """Return the targets of several losses.
 
     Args:
         path: ``.npz`` keyed by output.
@@ -104,12 +104,14 @@ def read_targets_by_output(path: Path) -> dict[str, Array]:
     """
     arrays = {name: array for name, array in read_arrays(path).items() if name is not None}
     if not arrays:
-        raise InputError(f"'{path}' must be an .npz file with the targets by output: of each loss.")
+        raise InputError(
+            f"'{path}' must be an .npz file with the targets of each loss, keyed by output."
+        )
     return arrays
 
 
 def read_targets(path: Path) -> Array:
-    """The array ``targets`` of a file, or its only array.
+    """Return the array ``targets`` of a file, or its only array.
 
     Args:
         path: ``.npz`` or ``.npy``.
@@ -118,7 +120,7 @@ def read_targets(path: Path) -> Array:
         The array.
 
     Raises:
-        InputError: The file is missing, broken, or does not say which array is meant.
+        InputError: The file is missing, broken, or has several arrays and none of that name.
     """
     arrays = read_arrays(path)
     if TARGETS in arrays:
@@ -130,7 +132,7 @@ def read_targets(path: Path) -> Array:
 
 
 def read_arrays(path: Path) -> dict[str | None, Array]:
-    """All arrays of an ``.npz`` file by name, or the one of an ``.npy`` file under None.
+    """Return the arrays of an ``.npz`` file by name, or that of an ``.npy`` file under None.
 
     Args:
         path: The file.
@@ -139,14 +141,15 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
         The arrays.
 
     Raises:
-        InputError: The file is missing, is of another kind, is broken, or announces absurd sizes.
+        InputError: The file is missing, has another format, is broken, or announces more bytes
+            than it has.
     """
     piped = is_pipe(path)
     if not piped:
         check_file(path)
     try:
         with path.open("rb") as file:
-            return _read_arrays(_kept(file) if piped else file)
+            return _read_arrays(_buffered(file) if piped else file)
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror or error}.") from error
     except KfacError as error:
@@ -157,12 +160,12 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
         ) from error
 
 
-def _kept(pipe: IO[bytes]) -> IO[bytes]:
-    """The bytes of a pipe, refused at once if they do not begin like arrays: it may be endless."""
+def _buffered(pipe: IO[bytes]) -> IO[bytes]:
+    """Return the bytes of a pipe; refuse other data at once, because they may be endless."""
     start = pipe.read(len(_NPY))
     if not start.startswith((_ZIP, _NPY)):
         raise ValueError("the data of this pipe do not begin like arrays")
-    # The arrays need as much memory again, beside these bytes.
+    # The arrays need as much memory again as these bytes.
     return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
 
 
@@ -205,11 +208,11 @@ def _read_array(file: IO[bytes], size: int) -> Array:
 
 
 def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
-    """The user's gradients in a file.
+    """Return the gradients in a file.
 
     Args:
         path: ``.safetensors`` with keys ``<parameter>`` or ``gradient/<parameter>``; natural
-            gradients, as ``precondition`` writes them beside gradients, are passed over.
+            gradients, which ``precondition`` writes into the same file, are ignored.
         known: The model's parameters.
 
     Returns:
@@ -250,7 +253,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
 def write_result(
     path: Path, gradients: Mapping[str, Array], natural_gradients: Mapping[str, Array]
 ) -> None:
-    """Write both in one safetensors file; a failure leaves an older file as it was."""
+    """Write both in one safetensors file; a failure leaves an older file unchanged."""
     from safetensors.numpy import save
 
     arrays = {GRADIENT + name: array for name, array in gradients.items()}

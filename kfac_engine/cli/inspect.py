@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     # Name, shape and reason.
     Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
 
-# Networks have hundreds of constants that are left out for one reason: so many get a row each.
+# Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
 
 
@@ -104,7 +104,7 @@ def print_layers(engine: "ke.Engine") -> None:
 
 
 def _untrained(engine: "ke.Engine") -> "list[Untrained]":
-    """Float constants that are no parameters: name, shape and reason."""
+    """Return name, shape and reason of each float constant that is not a parameter."""
     from kfac_engine.graph.analysis.trainable import excluded_reason
 
     model = _model(engine)
@@ -121,16 +121,16 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
 
 
 def _model(engine: "ke.Engine") -> "OnnxModel":
-    """The model that an engine is made from."""
+    """Return the model of an engine."""
     from kfac_engine.runtime.model import OnnxModel
 
     model = engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine is made from a model"
+    assert isinstance(model, OnnxModel), "an engine has a model"
     return model
 
 
 def _print_uncovered(engine: "ke.Engine") -> None:
-    """Print why parameters without a layer have none; nothing where there are none."""
+    """Print the reason for each parameter without a layer."""
     reasons: dict[str, list[str]] = {}
     for layer in engine.layers:
         if layer.reason:
@@ -143,7 +143,7 @@ def _print_uncovered(engine: "ke.Engine") -> None:
 
 
 def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
-    """Print a line for each weight that has copies in the file."""
+    """Print a line for each weight with copies in the file."""
     copies: dict[str, list[str]] = {}
     for tie in ties:
         turned = ", transposed" if tie.transposed else ""
@@ -154,7 +154,7 @@ def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
 
 
 def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]]:
-    """Rows for constants; many with one reason share a row."""
+    """Yield rows for constants; more than a few with one reason share a row."""
     alike: dict[str, list[Untrained]] = {}
     for entry in untrained:
         alike.setdefault(entry[2].partition(" (")[0], []).append(entry)
@@ -169,12 +169,12 @@ def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]
 
 
 def _names(layer: "LayerReport") -> list[str]:
-    """Parameters of a layer, each with the part that it takes."""
+    """Return the parameters of a layer, each with the part that belongs to it."""
     return [name + part for name, part in zip(layer.parameters, layer.parts, strict=True)]
 
 
 def _print_losses(losses: "tuple[LossReport, ...]") -> None:
-    """Print what each loss reads, and what was found out of the batch."""
+    """Print the tensor that each loss reads, and the axis of the examples."""
     rows = [
         (
             loss.loss.removesuffix("NegativeLogProbLoss"),

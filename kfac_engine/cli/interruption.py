@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM end the program within two seconds, whatever it does.
+"""Ctrl-C and SIGTERM end the program within two seconds, also inside ONNX Runtime and BLAS.
 
-Python calls a handler once the main thread is back from C, and from ONNX Runtime or BLAS that may
-take minutes. So the system also writes the signal's number into a socket that a thread reads. The
-handler shuts the command down in order; the thread ends the process if that takes too long.
+Python calls a handler when the main thread returns from C, which may take minutes. Therefore the
+system also writes the number of the signal into a socket that a thread reads. The handler stops the
+command in order; the thread ends the process if that takes too long.
 """
 
 import os
@@ -41,10 +41,10 @@ class SignalReceived(BaseException):
 class Interruption:
     """A context in which a signal raises SignalReceived, and ends the process soon after.
 
-    Does nothing in threads other than the main one, where Python has no signals.
+    It has no effect outside the main thread, where Python receives no signals.
 
     Attributes:
-        received: Number of the first signal that came; None if none did.
+        received: Number of the first signal; None before it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Interruption:
         self._restore.callback(signal.set_wakeup_fd, older)
         for number in _MESSAGES:
             older_handler = signal.getsignal(number)
-            # A program started by nohup, or in the background, is to ignore some signals.
+            # A program that nohup or a shell starts in the background ignores some signals.
             if older_handler not in {signal.SIG_IGN, None}:
                 self._restore.callback(signal.signal, number, older_handler)
                 signal.signal(number, self._raise)
@@ -80,13 +80,13 @@ class Interruption:
 
     @property
     def explanation(self) -> tuple[int, str] | None:
-        """Exit status and message; None if no signal came."""
+        """Exit status and message; None if there was no signal."""
         if self.received is None:
             return None
         return _SIGNAL_STATUS + self.received, _MESSAGES[self.received]
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        # Another signal must not disturb what the first one ends.
+        # A second signal must not disturb the shutdown by the first.
         if self.received is None and not self._over.is_set():
             self.received = number
             raise SignalReceived
@@ -114,6 +114,6 @@ def exit_after_signal(status: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # whoever read it is gone
+            except OSError:  # the reader of the pipe has ended
                 continue
         os._exit(status)
