@@ -280,8 +280,8 @@ class _SideDamping:
     side: int
 
     @property
-    def sides(self) -> Sequence[FisherFactor]:
-        """The factors whose traces it reads."""
+    def factors(self) -> Sequence[FisherFactor]:
+        """The factors whose traces the damping depends on."""
         return self.block.factors
 
     def __call__(self) -> Level:

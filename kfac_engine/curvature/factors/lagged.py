@@ -1,4 +1,4 @@
-"""Factors of layers used at successive steps: the moment of a use, and that of two in a row."""
+"""Factors of layers used at successive steps: moments of one use and of two successive uses."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,11 +36,11 @@ _SIDES: Mapping[int, tuple[Callable[[Whitened, Backend], _Side], type[_Side]]] =
 
 @dataclass(frozen=True, slots=True)
 class LagMoment(KroneckerMoment):
-    """``C₀`` and ``C₁`` as ``(2, d, d)``: the second moments of a use and of two successive ones.
+    """Second moments ``C₀`` of a use and ``C₁`` of two successive uses, ``(2, d, d)``.
 
-    ``C₁ = Σ x_{τ+1} x_τᵀ / (u·n)``: future × present, over the ``u − 1`` pairs of uses. Divided by
-    the number of uses and not of pairs, it is the moment of a sequence with zeros around it, which
-    keeps the block of both positive semi-definite.
+    ``C₁ = Σ x_{τ+1} x_τᵀ / (u·n)``: future × present, summed over the ``u − 1`` pairs of uses. The
+    divisor is the number of uses, not of pairs: it is the moment of a sequence padded with zeros,
+    whose block is positive semi-definite.
     """
 
     def shape(self, values: Values) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class LagMoment(KroneckerMoment):
                 self._add_pair(out[1], present, future, alpha / (total * towers))
 
     def _pairs(self, rows: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
-        """Rows of uses and of their successors."""
+        """Yield the rows of each use with those of the next use."""
         if len(rows) > 1:
             yield from pairwise(rows)
             return
@@ -79,12 +79,12 @@ class LagMoment(KroneckerMoment):
 
 
 class LaggedFactor(DenseSquareMatrixFactor):
-    """A dense factor that also averages the moment of successive uses, once it is asked to.
+    """A dense factor that can average the moment of successive uses as well.
 
     Args:
         statistic: The moment of a use.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         """Have the moment of two successive uses averaged as well.
 
         Raises:
-            InputError: Batches without it were averaged before.
+            InputError: A batch was averaged before.
         """
         if self.has_lag:
             return
@@ -121,12 +121,12 @@ class LaggedFactor(DenseSquareMatrixFactor):
 
     @property
     def cov(self) -> Array:
-        """``C₀``, ``(d, d)``; a copy."""
+        """A copy of ``C₀``, ``(d, d)``."""
         return self._matrix().copy()
 
     @property
     def cov_dt1(self) -> Array:
-        """``C₁``, ``(d, d)``, future × present; a copy.
+        """A copy of ``C₁``, ``(d, d)``, future × present.
 
         Raises:
             InputError: ``register_cov_dt1`` was not called.
@@ -149,14 +149,14 @@ class LaggedFactor(DenseSquareMatrixFactor):
     # -- inverses of sums over lags -------------------------------------------------------------
 
     def register_series(self, option: int, damping_func: Damping) -> None:
-        """Have one side of a closed form computed at each refresh.
+        """Register one factor of a closed form of the inverse, computed at each refresh.
 
         Args:
             option: 1 or 2; see ``curvature.linalg.lags``.
-            damping_func: Damping of this side.
+            damping_func: Damping of this factor.
 
         Raises:
-            InputError: There is no such option, or the set of registered powers is fixed.
+            InputError: The option is neither 1 nor 2, or the set of registered powers is fixed.
         """
         if option not in _SIDES:
             raise InputError(f"option must be 1 or 2, got {option}.")
@@ -166,18 +166,18 @@ class LaggedFactor(DenseSquareMatrixFactor):
         self._series[option, damping_id(damping_func)] = damping_func
 
     def series(self, option: int, damping_func: Damping) -> _Side:
-        """One side of a closed form, as of the last refresh.
+        """Return one factor of a closed form, as of the last refresh.
 
         Args:
-            option: As registered.
-            damping_func: As registered.
+            option: The registered option.
+            damping_func: The registered damping.
 
         Returns:
-            The side.
+            The factor of the closed form.
 
         Raises:
-            UnknownNameError: It was not registered.
-            NotReadyError: It was not computed yet.
+            UnknownNameError: The option was not registered with this damping.
+            NotReadyError: No refresh has computed it.
         """
         key = option, damping_id(damping_func)
         if key not in self._series:
@@ -192,7 +192,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         return self._solvers[key]
 
     def whitened(self, damping: float) -> Whitened:
-        """The side that products with the block need, from the current averages."""
+        """Return the factor that products with the block use, from the current averages."""
         values, vectors = self.backend.linalg.eighs([self._matrix()])[0]
         lag = self.cov_dt1.astype(values.dtype)
         if damping == 0.0:
@@ -226,7 +226,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
             self._solvers[option, identity] = self._stored(make(side, self.backend))
 
     def _stored(self, side: _Side) -> _Side:
-        """A side in the dtype of the average."""
+        """Return a factor of a closed form in the element type of the average."""
         arrays = {field.name: getattr(side, field.name) for field in fields(side)}
         dtype = self._matrix().dtype
         return replace(side, **{k: array.astype(dtype) for k, array in arrays.items()})

@@ -1,4 +1,4 @@
-"""Second moments of rows that positions were reduced to: one side of KFAC-reduce."""
+"""Second moments of rows that are reduced over positions: a factor of KFAC-reduce."""
 
 from dataclasses import dataclass
 
@@ -46,10 +46,10 @@ class ReducedMoment(KroneckerMoment):
                 beta = 1.0
 
     def _reduced(self, x: Array, dtype: DType, backend: Backend) -> Array:
-        """One row for each example, ``(n, d)``."""
+        """Return a row for each example, ``(n, d)``."""
         positions = self.view.count(x.shape) // max(len(x), 1)
         numbers = positions * self.view.width(x.shape)
-        # Some examples at a time: the rows of a view may be written out.
+        # Examples in chunks: a view may extract its rows into scratch memory.
         step = max(1, backend.scratch_bytes // (numbers * dtype.itemsize))
         parts = []
         for start in range(0, len(x), step):

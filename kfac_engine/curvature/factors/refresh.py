@@ -1,4 +1,4 @@
-"""Refresh of many factors: recomputes what each factor stores beside its average.
+"""Refresh of many factors: recompute the inverses and powers that factors store.
 
 A factor yields requests and receives their results (``FisherFactor.refreshing``).
 """
@@ -39,32 +39,32 @@ class Refreshable(Protocol):
 
 
 def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
-    """Recompute everything registered with these factors from their averages and dampings.
+    """Recompute everything registered with factors from their averages and dampings.
 
-    Nothing is stored before everything asked for at first was computed.
+    Results are stored after the first requests of all factors were computed.
 
     Args:
-        factors: Any; those that store nothing are passed over.
-        backend: The array library of all of them.
+        factors: Factors; a factor that stores nothing is skipped.
+        backend: Array library of the factors.
 
     Raises:
-        NotReadyError: One has no average yet.
+        NotReadyError: A factor has no average yet.
         NonFiniteError: An average holds NaN or infinity.
-        InputError: A damping is wrong, or a matrix with its damping has not the power asked for.
+        InputError: A damping is wrong, or a damped matrix has no such power.
     """
     begin_refresh(factors, backend)()
 
 
 def begin_refresh(factors: Sequence[Refreshable], backend: Backend) -> Callable[[], None]:
-    """A refresh in two steps, so that a device works on inverses while the host goes on.
+    """Begin a refresh, so that a device computes inverses while the host continues.
 
     Args:
         factors: As for ``refresh``.
         backend: As for ``refresh``.
 
     Returns:
-        Waits for the results and stores them, when it is called for the first time; a factor whose
-        average is about to change calls it. Raises an InputError as ``refresh`` does.
+        A function that waits for the results and stores them at its first call. A factor calls it
+        before its average changes. It raises an InputError as ``refresh`` does.
 
     Raises:
         NotReadyError: As for ``refresh``.
@@ -74,68 +74,71 @@ def begin_refresh(factors: Sequence[Refreshable], backend: Backend) -> Callable[
     for factor in due:
         factor.wait()
     with _measured(due, backend):
-        rounds = [factor.refreshing() for factor in due]
-        asked = [next(one) for one in rounds]
-    begun = begin_requests([r for requests in asked for r in requests], backend)
+        refreshes = [factor.refreshing() for factor in due]
+        requests = [next(refreshing) for refreshing in refreshes]
+    results = begin_requests([r for of_factor in requests for r in of_factor], backend)
 
     def finish() -> None:
         for factor in due:
             factor.set_pending(None)
-        _stored(rounds, asked, begun, backend)
+        _store(refreshes, requests, results, backend)
 
     for factor in due:
         factor.set_pending(finish)
     return due[0].wait if due else lambda: None
 
 
-def _stored(
-    rounds: Sequence[Refreshing],
-    asked: Sequence[Sequence[Request]],
+def _store(
+    refreshes: Sequence[Refreshing],
+    requests: Sequence[Sequence[Request]],
     results: Callable[[], list[Result]],
     backend: Backend,
 ) -> None:
-    """Send results to the factors that asked, and do what they ask for next."""
-    while rounds:
-        found = iter(results())
-        shares = [[next(found) for _ in requests] for requests in asked]
-        following = [(one, _sent(one, share)) for one, share in zip(rounds, shares, strict=True)]
-        going = [(one, requests) for one, requests in following if requests is not None]
-        rounds, asked = [one for one, _ in going], [requests for _, requests in going]
-        results = begin_requests([r for requests in asked for r in requests], backend)
+    """Send results to the factors that requested them, and compute their further requests."""
+    while refreshes:
+        following = iter(results())
+        results_of = [[next(following) for _ in of_factor] for of_factor in requests]
+        sent = [(r, _send(r, own)) for r, own in zip(refreshes, results_of, strict=True)]
+        unfinished = [(r, of_factor) for r, of_factor in sent if of_factor is not None]
+        refreshes = [r for r, _ in unfinished]
+        requests = [of_factor for _, of_factor in unfinished]
+        results = begin_requests([r for of_factor in requests for r in of_factor], backend)
 
 
-def _sent(one: Refreshing, results: Sequence[Result]) -> Sequence[Request] | None:
-    """What a factor asks for next; None where it has finished."""
+def _send(refreshing: Refreshing, results: Sequence[Result]) -> Sequence[Request] | None:
+    """Send results to a factor; return its further requests, or None if it has finished."""
     try:
-        return one.send(results)
+        return refreshing.send(results)
     except StopIteration:
         return None
 
 
 @contextmanager
 def _measured(due: Sequence[Refreshable], backend: Backend) -> Iterator[None]:
-    """Averages were found finite, and traces that dampings depend on need no reading of a device.
+    """Check that averages are finite, and provide the traces that dampings depend on.
+
+    One transfer from a device serves all averages and traces.
 
     Raises:
         NonFiniteError: An average holds NaN or infinity.
     """
     averages = {name: average for factor in due for name, average in factor.averages().items()}
     dampings = (damping for factor in due for damping in factor.dampings())
-    sides = list({id(side): side for d in dampings for side in getattr(d, "sides", ())}.values())
-    asked = [side.measured_traces() for side in sides]
+    split = list({id(f): f for d in dampings for f in getattr(d, "factors", ())}.values())
+    measured = [factor.measured_traces() for factor in split]
     arrays = [average.lower(name) for name, average in averages.items()]
-    finite, *found = backend.download([backend.are_finite(arrays), *asked])
+    finite, *traces = backend.download([backend.are_finite(arrays), *measured])
     for name, is_finite in zip(averages, finite, strict=True):
-        # Above the diagonal there may have been anything.
+        # Entries above the diagonal are not defined before ``read``.
         if not is_finite and not _is_finite(averages[name].read(name), backend):
             raise NonFiniteError(f"the average of {name} holds NaN or infinity.")
-    for side, traces in zip(sides, found, strict=True):
-        side.known_traces = traces
+    for factor, of_factor in zip(split, traces, strict=True):
+        factor.known_traces = of_factor
     try:
         yield
     finally:
-        for side in sides:
-            side.known_traces = None
+        for factor in split:
+            factor.known_traces = None
 
 
 def _is_finite(array: Array, backend: Backend) -> bool:

@@ -19,16 +19,16 @@ from kfac_engine.curvature.linalg.spectral import eigh_power
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a factor wants of one matrix.
+    """An operation on a matrix that a factor needs for its refresh.
 
     Attributes:
         operation: Row of ``OPERATIONS``.
-        matrix: ``(d, d)``, symmetric; except for ``"inverse"`` it may be a stack ``(g, d, d)``.
-            For ``"inverse"`` and ``"cholesky"`` the lower triangle is enough. For ``"read"`` any
+        matrix: Symmetric matrix ``(d, d)``, or a stack ``(g, d, d)`` except for ``"inverse"``.
+            ``"inverse"`` and ``"cholesky"`` read its lower triangle only. ``"read"`` accepts any
             array.
-        damping: For ``"inverse"`` and ``"cholesky"``; for each matrix of a stack one.
-        powers: For ``"powers"``: pairs of exponent and damping.
-        clip: For ``"powers"``: least eigenvalue before damping.
+        damping: Damping of ``"inverse"`` and ``"cholesky"``; a stack has a number for each matrix.
+        powers: Pairs of exponent and damping, of ``"powers"``.
+        clip: Least eigenvalue before damping, of ``"powers"``.
     """
 
     operation: str
@@ -40,17 +40,17 @@ class Request:
 
 # Exponents of inverse roots, with the degree of the root.
 _DEGREES: Mapping[float, int] = {-0.5: 2, -0.25: 4}
-# What an operation gives: the inverse; the Cholesky factor and its inverse; each of the powers;
-# eigenvalues and eigenvectors; an array of the host.
+# Result of an operation: the inverse; the Cholesky factor and its inverse; the powers; eigenvalues
+# and eigenvectors; a host array.
 Result: TypeAlias = Sequence[Array]
-# Waits for the results of some requests.
+# Waits for the results of requests.
 Finish: TypeAlias = Callable[[], Sequence[Result]]
-# Yields requests, one or more times, and is sent their results in the same order.
+# Yields requests, once or several times, and receives their results in the same order.
 Refreshing: TypeAlias = Generator[Sequence[Request], Sequence[Result], None]
 
 
 def begin_requests(requests: Sequence[Request], backend: Backend) -> Callable[[], list[Result]]:
-    """Begins all requests, those of one operation together; the results are in their order."""
+    """Begin all requests by operation; return a function that waits for the results in order."""
     groups = []
     for operation, start in OPERATIONS.items():
         together = [request for request in requests if request.operation == operation]
@@ -81,7 +81,7 @@ def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result
     for request, stack in zip(requests, stacks, strict=True):
         both = list(zip(*islice(pairs, len(stack)), strict=True))
         single = request.matrix.ndim == 2
-        results.append([side[0] if single else backend.xp.stack(side) for side in both])
+        results.append([array[0] if single else backend.xp.stack(array) for array in both])
     return results
 
 
@@ -90,15 +90,15 @@ def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
 
 
 def _readings(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
-    return [(found,) for found in backend.download([request.matrix for request in requests])]
+    return [(array,) for array in backend.download([request.matrix for request in requests])]
 
 
 def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
-    """Every power of each matrix: by one decomposition, or without where that is quicker."""
+    """Compute all powers of each matrix, by an eigendecomposition unless roots are faster."""
     results = _roots(backend, requests)
     slow = [request for request in requests if request not in results]
     pairs = backend.linalg.eighs([request.matrix for request in slow])
-    # Eigenvalues ascend: the first ones say which powers there are.
+    # Eigenvalues ascend: the first ones decide which powers exist.
     smallest = backend.download([values[..., 0] for values, _ in pairs])
     for request, pair, least in zip(slow, pairs, smallest, strict=True):
         power = partial(eigh_power, *pair, clip=request.clip, smallest=least)
@@ -108,33 +108,33 @@ def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
 
 
 def _roots(backend: Backend, requests: Sequence[Request]) -> dict[Request, Result]:
-    """The powers of matrices all of whose powers have a quicker way than eigenvectors."""
-    fit = [
+    """Compute the powers of matrices whose powers are all inverse roots of low degree."""
+    suitable = [
         request
         for request in requests
         if request.matrix.ndim == 2
         and not request.clip
         and all(exp in _DEGREES for exp, _ in request.powers)
     ]
-    asked = [(request, exp, damping) for request in fit for exp, damping in request.powers]
+    roots_of = [(request, exp, damping) for request in suitable for exp, damping in request.powers]
     roots = backend.linalg.inverse_roots(
-        [request.matrix for request, _, _ in asked],
-        [damping for _, _, damping in asked],
-        [_DEGREES[exp] for _, exp, _ in asked],
+        [request.matrix for request, _, _ in roots_of],
+        [damping for _, _, damping in roots_of],
+        [_DEGREES[exp] for _, exp, _ in roots_of],
     )
     following = iter(roots)
-    shares = {request: list(islice(following, len(request.powers))) for request in fit}
+    by_request = {request: list(islice(following, len(request.powers))) for request in suitable}
     return {
-        request: [root for root in share if root is not None]
-        for request, share in shares.items()
-        if all(root is not None for root in share)
+        request: [root for root in of_request if root is not None]
+        for request, of_request in by_request.items()
+        if all(root is not None for root in of_request)
     }
 
 
 def _later(
     compute: Callable[[Backend, Sequence[Request]], Sequence[Result]],
 ) -> Callable[[Backend, Sequence[Request]], Finish]:
-    """An operation that is not begun before its results are wanted."""
+    """Return an operation that is computed when its results are requested."""
     return lambda backend, requests: partial(compute, backend, requests)
 
 

@@ -1,4 +1,4 @@
-"""Second moments of a random part of a convolution's patches."""
+"""Second moments of a random subset of the patches of a convolution."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +16,11 @@ from kfac_engine.layers.subsampling import EVERYTHING, Sampling
 
 @dataclass(frozen=True, slots=True)
 class SampledMoment(KroneckerMoment):
-    """Mean of ``x xᵀ`` over the examples and positions that were drawn.
+    """Mean of ``x xᵀ`` over randomly drawn examples and positions.
 
     Attributes:
-        sampling: What is drawn.
-        seed: Of the draws; set for each batch by the factor.
+        sampling: Numbers of examples and positions to draw.
+        seed: Seed of the draws; the factor sets it for each batch.
     """
 
     sampling: Sampling = EVERYTHING
@@ -33,7 +33,7 @@ class SampledMoment(KroneckerMoment):
         rng = np.random.default_rng(self.seed)
         for towers, uses in self._towers():
             pieces = self._drawn(self._arrays(uses, values, backend), values, rng)
-            # ÷ what was kept: the mean of a sample estimates the mean of all.
+            # ÷ number of drawn rows: the mean of a sample estimates the mean of all rows.
             total = sum(self._size(piece) for piece in pieces)
             for array, rows in pieces:
                 self._add_piece(out, array, rows, backend, alpha / (total * towers))
@@ -41,11 +41,11 @@ class SampledMoment(KroneckerMoment):
     def _drawn(
         self, tensors: Sequence[Array], values: Values, rng: np.random.Generator
     ) -> list[tuple[Array, Array | None]]:
-        """The images kept in each tensor of a tower, and the rows kept of them (None: all)."""
+        """Return the drawn images of each tensor of a tower with their drawn rows (None: all)."""
         arrays = []
         for x in tensors:
-            kept = self.sampling.examples(len(x), rng)
-            arrays.append(x if kept is None else x[kept])
+            drawn = self.sampling.examples(len(x), rng)
+            arrays.append(x if drawn is None else x[drawn])
         counts = [self.view.count(x.shape) for x in arrays]
         rows = self.sampling.patches(counts, self.features(values), rng)
         if rows is None:
@@ -66,7 +66,7 @@ class SampledMoment(KroneckerMoment):
             return
         positions = self.view.count(array.shape) // len(array)
         width = self.view.width(array.shape)
-        # Some images at a time: their patches are as large as the kernel, times the images.
+        # Images in chunks: their patches are larger than the images by the size of the kernel.
         step = max(1, backend.scratch_bytes // (positions * width * array.itemsize))
         for start in range(0, len(array), step):
             low, high = np.searchsorted(rows, [start * positions, (start + step) * positions])
@@ -77,15 +77,15 @@ class SampledMoment(KroneckerMoment):
 
 
 class SampledFactor(DenseSquareMatrixFactor):
-    """A dense factor whose statistic draws a new part of every batch.
+    """A dense factor whose statistic draws a new subset of every batch.
 
-    The draws depend on the configuration's seed and on how many batches were seen: the same seed
-    gives the same statistics, and a checkpoint goes on where it was.
+    The draws depend on the seed of the configuration and on the number of averaged batches: equal
+    seeds give equal statistics, and a checkpoint continues the sequence.
 
     Args:
-        statistic: What is measured.
-        backend: Array library; NumPy when left out.
-        config: Holds the seed; the defaults when left out.
+        statistic: Statistic of a random subset.
+        backend: Array library; NumPy by default.
+        config: Options with the seed; the defaults if omitted.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class SampledFactor(DenseSquareMatrixFactor):
     ) -> None:
         super().__init__(statistic, backend=backend, config=config)
         self._moment = statistic
-        self._go_on_from(0)
+        self._continue_from(0)
 
     def arrays(self) -> dict[str, Array]:
         return super().arrays() | {"batches": np.array(self._batches)}
 
     def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
         super().restore(arrays, weight, repeats)
-        self._go_on_from(int(arrays["batches"]))
+        self._continue_from(int(arrays["batches"]))
 
     def _advance(self, measurement: Measurement) -> None:
         super()._advance(measurement)
-        self._go_on_from(self._batches + 1)
+        self._continue_from(self._batches + 1)
 
-    def _go_on_from(self, batches: int) -> None:
-        """Have the next batch drawn from as the one after so many."""
+    def _continue_from(self, batches: int) -> None:
+        """Set the seed of the next batch, which follows a number of batches."""
         self._batches = batches
         self.statistic = replace(self._moment, seed=(self.config.seed, batches))

@@ -1,8 +1,8 @@
 """Statistics of parameters that scale and shift the data: ``s = x ∘ scale + shift``.
 
 An example's gradient is ``[Σ x∘ds, Σ ds]``, each sum over the axes along which the parameter is
-broadcast and over the uses of the parameter. It is short, so its second moment is taken in full or
-of its entries.
+broadcast, and over the uses of the parameter. The statistic is its full second moment, or the
+second moment of each entry.
 """
 
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ class ScaleShiftMoment(LayerPairs):
     The gradient of an example is summed over the uses of the parameters.
 
     Attributes:
-        inputs: Names of the data before scaling, ``[tower]``; a tower without a scale has none.
+        inputs: Names of the data before scaling, ``[tower]``; empty without a scale.
         tensors: Names of output gradients, ``[source][tower]``.
-        scale: Sums for the scale; None without one.
-        shift: Sums for the shift; None without one.
+        scale: Sums for the scale; None without a scale.
+        shift: Sums for the shift; None without a shift.
     """
 
     scale: Reduction | None
     shift: Reduction | None
 
     def entries(self, values: Values) -> int:
-        """Entries of ``v``; a ShapeError where inputs and gradients do not fit each other."""
+        """Return the size of ``v``; a ShapeError if inputs and gradients do not fit."""
         for x_name, ds_name in self.products():
             x, ds = values[x_name].shape, values[ds_name].shape
             if len(x) != len(ds) or any(a not in (1, b) for a, b in zip(x, ds, strict=True)):
@@ -48,8 +48,8 @@ class ScaleShiftMoment(LayerPairs):
         return the_same("entries", sizes)
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        side = self.entries(values)
-        return side, side
+        size = self.entries(values)
+        return size, size
 
     def products(self) -> tuple[tuple[str, str], ...]:
         return tuple(
@@ -62,8 +62,8 @@ class ScaleShiftMoment(LayerPairs):
     def batch_size(self, values: Values) -> int:
         reduction = self.scale or self.shift
         axis = reduction.batch_axis if reduction else 0
-        own = {name: values[name].shape[axis] for name in self._gradient_names()}
-        examples: int = the_same("examples", own)
+        sizes = {name: values[name].shape[axis] for name in self._gradient_names()}
+        examples: int = the_same("examples", sizes)
         return examples * len(self.inputs)
 
     def repeats(self, values: Values) -> int:
@@ -83,20 +83,20 @@ class ScaleShiftMoment(LayerPairs):
     def _gradients(
         self, out: Array, values: Values, backend: Backend
     ) -> Iterator[tuple[int, Array]]:
-        """``v`` of each example, for every tower of every source, in the type of the average."""
+        """Yield ``v`` of each example, for every tower of every source, in the average's type."""
         for source in self.tensors:
             for xs, gradients in zip(self.inputs, source, strict=True):
                 v: Array | None = None
                 for use, name in enumerate(gradients):
                     ds = values[name].astype(out.dtype, copy=False)
                     x = values[xs[use]].astype(out.dtype, copy=False) if xs else None
-                    own = self._of_use(x, ds, backend)
-                    v = own if v is None else v + own
+                    term = self._of_use(x, ds, backend)
+                    v = term if v is None else v + term
                 assert v is not None, "a tower has at least one use"
                 yield len(source), v
 
     def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
-        """The contribution of one use to ``v``."""
+        """Return the contribution of a use to ``v``."""
         if self.scale and self.shift and not self.scale.batch_axis and x is not None:
             axes = self.scale.summed(ds.shape)
             if axes == self.shift.summed(ds.shape):

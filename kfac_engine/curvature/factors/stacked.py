@@ -25,8 +25,8 @@ class GroupedMoment(KroneckerMoment):
     """Mean of ``x xᵀ`` over examples and positions, for each group: ``(groups, d, d)``.
 
     Attributes:
-        groups: Number of groups, runs of neighbours among the channels.
-        taps: Kernel entries that features repeat the channels for; 1 for outputs.
+        groups: Number of groups of consecutive channels.
+        taps: Number of kernel entries in a row of features; 1 for outputs.
     """
 
     groups: int = 1
@@ -61,7 +61,7 @@ class GroupedSquare(LayerSquare):
 
     Attributes:
         groups: Number of groups.
-        taps: Entries of the kernel.
+        taps: Number of kernel entries.
     """
 
     groups: int = 1
@@ -81,9 +81,9 @@ class GroupedSquare(LayerSquare):
 
 
 class StackedSquareFactor(DenseSquareMatrixFactor):
-    """A block-diagonal matrix kept as ``(groups, d, d)``; its dampings have one number a group.
+    """A block-diagonal matrix stored as ``(groups, d, d)``, with a damping for each group.
 
-    All groups are inverted by one batched eigendecomposition. Operands are stacks, too.
+    One batched eigendecomposition inverts all groups. Operands are stacks as well.
     """
 
     @property
@@ -105,7 +105,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         return dense
 
     def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
-        return None  # a stack of them
+        return None  # the power is a stack
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_stack(x, axis=1)
@@ -152,11 +152,11 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         return bool(powers)
 
     def _levels(self, damping_func: Damping) -> Array:
-        """A damping as ``(groups, 1, 1)``."""
+        """Return a damping as ``(groups, 1, 1)``."""
         stack = self._lower()
         levels = self.backend.asarray(damping_func(), stack.dtype).reshape(-1, 1, 1)
-        every: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))
-        return every
+        stacked: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))
+        return stacked
 
     def _check_stack(self, x: Array, axis: int) -> None:
         groups, d, _ = self._lower().shape
@@ -170,18 +170,18 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
 def group_images(
     view: View, x: Array, backend: Backend, groups: int, taps: int
 ) -> tuple[Array, Window]:
-    """What a view reads as images, the channels of each group beside each other."""
+    """Return the images of a view, the channels of each group next to each other."""
     images, window = view.images(x, backend)
     if window.taps == taps:
         return images, window
-    # Rows written out: their features, taps before channels, are channels of single pixels.
-    n, features, *sides = images.shape
-    split = images.reshape(n, taps, groups, features // (taps * groups), *sides)
+    # Extracted patches: their features, taps before channels, are the channels of single pixels.
+    n, features, *spatial_shape = images.shape
+    split = images.reshape(n, taps, groups, features // (taps * groups), *spatial_shape)
     return split.swapaxes(1, 2).reshape(images.shape), window
 
 
 def group_width(features: int, groups: int, taps: int) -> int:
-    """Features of one group; a ShapeError where the channels do not fall into so many groups."""
+    """Return the features of a group; a ShapeError if groups do not divide the channels."""
     if features % (groups * taps):
         raise ShapeError(f"{features // taps} channels cannot fall into {groups} groups.")
     return features // groups

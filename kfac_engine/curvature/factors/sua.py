@@ -1,12 +1,12 @@
 """The input factor of a convolution whose activations are uncorrelated between pixels (SUA).
 
-The second moment of a patch is then known from single pixels: with ``κ`` taps, the mean ``μ`` and
-the covariance ``C`` of a pixel,
+Single pixels determine the second moment of a patch. With ``κ`` taps, and the mean ``μ`` and the
+covariance ``C`` of a pixel, it is
 
     ``M = (I_κ ⊗ C) + m mᵀ``,  ``m = (μ, …, μ)``
 
 in the order ``(*kernel, channels)`` of a patch's features. A bias appends a one to ``m`` and a zero
-to the first term. Damping adds ``δ·I``; the inverse is Sherman and Morrison's.
+to the first term. Damping adds ``δ·I``; the inverse follows from the Sherman–Morrison formula.
 
 Source: Grosse & Martens 2016, arXiv:1602.01407, section 4.2 and theorem 4.
 """
@@ -35,11 +35,11 @@ from kfac_engine.layers.views import View
 
 @dataclass(frozen=True, slots=True)
 class PixelCovariance(KroneckerMoment):
-    """Covariance of pixels over examples and places, ``(C, C)``, with their mean as a last row.
+    """Covariance of pixels over examples and positions, ``(C, C)``, with the mean as last row.
 
     Attributes:
-        taps: Pixels in a patch.
-        centred: Whether ``μ μᵀ`` is taken off the second moment.
+        taps: Number of pixels in a patch.
+        centred: Whether ``μ μᵀ`` is subtracted from the second moment.
         with_mean: Whether the mean is measured: ``(C + 1, C)``.
     """
 
@@ -60,14 +60,14 @@ class PixelCovariance(KroneckerMoment):
         batch: str | None = None,
         exact: bool = False,
     ) -> "PixelCovariance":
-        """The statistic as a configuration wants it.
+        """Return the statistic for a configuration.
 
         Args:
-            config: Says whether pixels have a mean, and what becomes of it.
+            config: Decides whether the mean is modelled and whether it is subtracted.
             tensors: As in ``KroneckerMoment``.
             view: Reads images as rows of channels.
             homogeneous: Whether patches end with a one.
-            taps: Pixels in a patch.
+            taps: Number of pixels in a patch.
             num_uses: As in ``KroneckerMoment``.
             batch: As in ``KroneckerMoment``.
             exact: As in ``KroneckerMoment``.
@@ -105,7 +105,7 @@ class PixelCovariance(KroneckerMoment):
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """``blockdiag(I_κ ⊗ kernel, corner) + weight · update updateᵀ``, never formed.
+    """The matrix ``blockdiag(I_κ ⊗ kernel, corner) + weight · update updateᵀ``, never formed.
 
     Attributes:
         kernel: ``(C, C)``.
@@ -118,7 +118,7 @@ class _Matrix:
     scalars: Array
 
     def times(self, x: Array) -> Array:
-        """The matrix times ``(κ·C (+ 1), k)``."""
+        """Multiply the matrix by ``x``, ``(κ·C (+ 1), k)``."""
         channels = len(self.kernel)
         taps = len(self.update) // channels
         corner, weight = (float(scalar) for scalar in self.scalars)
@@ -130,14 +130,15 @@ class _Matrix:
 
 
 class SpatiallyUncorrelatedFactor(FisherFactor):
-    """The matrix ``M`` of the module, of which only pixels are measured.
+    """The second moment ``M`` of patches, computed from the statistics of pixels.
 
-    Powers 1 and −1 only. Its average holds ``C`` and, where the mean is modelled, ``μ`` below it.
+    It has the powers 1 and −1 only. The average holds ``C`` and, if the mean is modelled, ``μ`` as
+    a further row.
 
     Args:
-        statistic: What is measured.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
+        statistic: Covariance of pixels.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
 
     Attributes:
         stored: Inverses of the last refresh, by damping id.
@@ -159,15 +160,15 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
 
     @property
     def cov(self) -> Array:
-        """The covariance of a pixel, ``(C, C)``; a copy."""
+        """A copy of the covariance of a pixel, ``(C, C)``."""
         return self._covariance().copy()
 
     @property
     def mean(self) -> Array:
-        """The mean of a pixel, ``(C,)``; a copy, zeros where it is not modelled."""
+        """A copy of the mean of a pixel, ``(C,)``; zeros if it is not modelled."""
         average = self.average.read(self.name)
         channels = average.shape[1]
-        mean: Array = average[channels:].sum(axis=0)  # one row or none
+        mean: Array = average[channels:].sum(axis=0)  # no row or one row
         return mean
 
     @property
@@ -191,7 +192,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         return bool(self._registered)
 
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
-        # Of each inverse a kernel between channels, and a vector over patches with two numbers.
+        # Each inverse is a matrix over channels, a vector over patches and two numbers.
         pixels, channels = self._pixels, shape[1]
         patch = pixels.taps * channels + pixels.homogeneous
         return len(self._registered) * (channels * channels + patch + 2)
@@ -247,7 +248,9 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
             return self._damped(float(damping_func())).times(x)
         key = damping_id(damping_func)
         if key not in self._registered:
-            raise UnknownNameError(f"the inverse of {self.name} with this damping was not asked.")
+            raise UnknownNameError(
+                f"the inverse of {self.name} with this damping was not registered."
+            )
         if key not in self.stored:
             raise NotReadyError(f"the inverse of {self.name} was not computed yet: refresh it.")
         return self.stored[key].times(x)
@@ -300,7 +303,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         return average[: average.shape[1]]
 
     def _mean_patch(self) -> Array:
-        """``m``: the mean of a patch, with the one of a bias; zeros where it is not modelled."""
+        """Return ``m``, the mean of a patch with the one of a bias; zeros if it is not modelled."""
         patch: Array = self.backend.xp.zeros(self.side, self._covariance().dtype)
         if self._pixels.with_mean:
             patch[...] = 1.0
@@ -309,7 +312,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         return patch
 
     def _damped(self, damping: float) -> _Matrix:
-        """``M + δ·I``."""
+        """Return ``M + δ·I``."""
         C = self._covariance()
         eye = self.backend.xp.eye(len(C), dtype=C.dtype)
         return _Matrix(C + damping * eye, self._mean_patch(), np.array([damping, 1.0]))

@@ -349,7 +349,7 @@ GOOD = {"x": draw(4, 3), "y": draw(4, 3, seed=1), "t": draw(4, 2, 3), "g": draw(
             "rows",
         ),
         (LayerSquare((("t",),), ((("y",),),), ROWS, ROWS, True), {}, ValueError, "rows"),
-        (GradientSquare(((("x",),), (("g",),)), (4,)), {}, ValueError, "sides"),
+        (GradientSquare(((("x",),), (("g",),)), (4,)), {}, ValueError, "shapes"),
         (GradientSquare(((("x", "g"),),), (4,)), {}, ValueError, "one parameter"),
         (GradientSquare(((("x",),),), ("batch",)), {}, KeyError, "batch"),
         (GradientOuter(((("x",),), (("g",),)), (4,)), {}, ValueError, "entries"),
