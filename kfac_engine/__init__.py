@@ -120,6 +120,8 @@ if TYPE_CHECKING:
     from kfac_engine.training.first_order import Adam as Adam
     from kfac_engine.training.first_order import AdamW as AdamW
     from kfac_engine.training.first_order import Muon as Muon
+    from kfac_engine.training.fit import fit as fit
+    from kfac_engine.training.history import History as History
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
     from kfac_engine.training.report import StepReport as StepReport
 
@@ -207,6 +209,8 @@ _HOMES = {
     "KfacOptimizer": "training.kfac",
     "DampingAdaptation": "training.damping_adaptation",
     "StepReport": "training.report",
+    "fit": "training.fit",
+    "History": "training.history",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -93,6 +93,8 @@ PUBLIC = (
     "KfacOptimizer",
     "DampingAdaptation",
     "StepReport",
+    "fit",
+    "History",
 )
 
 # The errors' built-in parents, which callers may catch instead.

@@ -6,7 +6,7 @@ one rename replaces both states at once.
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,13 +80,19 @@ def write_training(
     write_file(target, [save(tensors, {_HEADER: json.dumps(header)})])
 
 
-def read_training(path: str | Path, engine: Engine, expected: Saved) -> Saved:
+def read_training(
+    path: str | Path,
+    engine: Engine,
+    expected: Saved,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Saved:
     """Read the state of a training run into an engine; return the state of its optimizer.
 
     Args:
         path: A file of ``write_training``.
         engine: The engine of the same model; changed only when the whole file fits.
         expected: The present state of the optimizer, with the same arrays.
+        check: Called with the state of ``fit`` before anything changes; may raise.
 
     Returns:
         The state of the optimizer.
@@ -100,6 +106,8 @@ def read_training(path: str | Path, engine: Engine, expected: Saved) -> Saved:
             f"'{path}' is a state of {header['optimizer']}, and this optimizer is "
             f"{expected.optimizer}; make an optimizer of the same class."
         )
+    if check is not None:
+        check(header["run"])
     slots: dict[str, dict[str, Array]] = {}
     asarray = engine.collection.backend.asarray
     for slot, arrays in expected.slots.items():

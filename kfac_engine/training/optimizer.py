@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -145,6 +145,24 @@ class Optimizer(Sealed, ABC):
             InputError: The file is missing, damaged, or of another model or optimizer.
         """
         self._restore(read_training(path, self.engine, self._saved()))
+
+    def save_run(self, path: Path, run: Mapping[str, object]) -> None:
+        """Write the file of ``save`` together with the state of a run, for ``fit``."""
+        write_training(path, self.engine, self._saved(), run)
+
+    def load_run(self, path: Path, check: Callable[[Mapping[str, Any]], None]) -> Mapping[str, Any]:
+        """Load a file of ``save_run``; return the state of the run.
+
+        Args:
+            path: The file.
+            check: Called with the state of the run before anything changes; may raise.
+
+        Returns:
+            The state of the run.
+        """
+        saved = read_training(path, self.engine, self._saved(), check)
+        self._restore(saved)
+        return saved.run
 
     @abstractmethod
     def _propose(

@@ -1,0 +1,77 @@
+"""The budget of a training run: epochs, steps or seconds, whichever is spent first."""
+
+from dataclasses import dataclass
+
+from kfac_engine.arguments import positive, whole
+
+EPOCHS = 10  # without a budget
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The position of a run.
+
+    Attributes:
+        epoch: Number of complete epochs.
+        batch: Number of batches of the present epoch.
+        steps: Number of batches in total.
+        seconds: Wall time of the run.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The bounds of a run; None for no bound.
+
+    Attributes:
+        epochs: Number of epochs.
+        steps: Number of batches.
+        seconds: Wall time.
+    """
+
+    epochs: int | None
+    steps: int | None
+    seconds: float | None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: A bound is not positive.
+        """
+        for name in ("epochs", "steps"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), least=1)
+        if self.seconds is not None:
+            positive("seconds", self.seconds)
+
+    def spent(self, position: Position, per_epoch: int | None) -> float:
+        """Return the part of the budget that is spent, in [0, 1].
+
+        Args:
+            position: The position of the run.
+            per_epoch: Batches in an epoch; None if it is not known.
+
+        Returns:
+            The largest of the parts of epochs, steps and seconds.
+        """
+        parts = [0.0]
+        if self.epochs is not None:
+            within = min(1.0, position.batch / per_epoch) if per_epoch else 0.0
+            parts.append((position.epoch + within) / self.epochs)
+        if self.steps is not None:
+            parts.append(position.steps / self.steps)
+        if self.seconds is not None:
+            parts.append(position.seconds / self.seconds)
+        return min(1.0, max(parts))
+
+
+def budget_of(epochs: int | None, steps: int | None, seconds: float | None) -> Budget:
+    """Return the budget of a run: ten epochs where no bound is given."""
+    unbounded = epochs is None and steps is None and seconds is None
+    return Budget(EPOCHS if unbounded else epochs, steps, seconds)

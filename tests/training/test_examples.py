@@ -1,0 +1,90 @@
+"""Parts of batches along the axis of the examples, where it is not the first one."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import kfac_engine as ke
+from kfac_engine.training.examples import ExampleAxes
+from tests.training import softmax_net as net
+
+T, N, D, K = 5, 12, 3, 4  # time steps, examples, features, classes
+
+
+def time_first(batch="batch"):
+    """Mean over time of a dense layer of ``x`` ``(T, batch, D)``, plus an offset input ``(K,)``."""
+    weight = np.random.default_rng(0).standard_normal((D, K)).astype(np.float32)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["s"]),
+        helper.make_node("ReduceMean", ["s", "axes"], ["m"], keepdims=0),
+        helper.make_node("Add", ["m", "offset"], ["z"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [T, batch, D]),
+            helper.make_tensor_value_info("offset", TensorProto.FLOAT, [K]),
+        ],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, [batch, K])],
+        [
+            numpy_helper.from_array(weight, "w"),
+            numpy_helper.from_array(np.array([0]), "axes"),
+        ],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+@pytest.fixture
+def data():
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((T, N, D)).astype(np.float32)
+    offset = rng.standard_normal(K).astype(np.float32)
+    return {"x": x, "offset": offset}, rng.integers(0, K, N)
+
+
+def engine(**options):
+    model = time_first(**options)
+    return ke.Engine.from_onnx(model, loss="categorical", backend="numpy", batch_axes={"x": 1})
+
+
+def test_a_part_is_taken_along_the_axis_of_the_examples(data):
+    inputs, targets = data
+    axes = ExampleAxes(engine())
+    assert axes.inputs == {"x": 1}
+    assert axes.check(inputs, targets) == N
+    chosen = np.array([7, 2, 5])
+    part, its_targets = axes.part(inputs, targets, chosen)
+    assert np.array_equal(part["x"], inputs["x"][:, chosen])
+    assert np.array_equal(part["offset"], inputs["offset"])
+    assert np.array_equal(its_targets, targets[chosen])
+
+
+def test_fit_cuts_arrays_along_the_axis_of_the_examples(data):
+    inputs, targets = data
+    history = ke.fit(engine(), data, optimizer="sgd", steps=1, batch_size=4)
+    order = np.random.default_rng([0, 0]).permutation(N)[:4]
+    batch = {"x": inputs["x"][:, order], "offset": inputs["offset"]}
+    assert history.records[0]["loss"] == engine().loss(batch, targets[order])
+
+
+def test_a_model_of_one_batch_size_takes_whole_batches_only(data):
+    fixed = engine(batch=N)
+    assert ExampleAxes(fixed).obstacle
+    with pytest.raises(ke.InputError, match="arrays cannot be cut into batches"):
+        ke.fit(fixed, data, epochs=1)
+    history = ke.fit(fixed, [data], epochs=3, validation=data)
+    assert len(history.records) == 3
+
+
+def test_inputs_with_different_numbers_of_examples_are_refused(data):
+    inputs, targets = data
+    with pytest.raises(ke.ShapeError, match="the inputs have 12 examples"):
+        ExampleAxes(engine()).check(inputs, targets[:-1])
+    with pytest.raises(ke.ShapeError, match="same number of examples; found: none"):
+        ExampleAxes(engine()).count({"offset": inputs["offset"]})
+
+
+def test_a_lone_array_is_the_only_input():
+    x, _ = net.batch()
+    assert ExampleAxes(net.engine()).named(x) == {"x": x}

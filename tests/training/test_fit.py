@@ -1,0 +1,361 @@
+"""``fit``: the loop against the same loop written out, bit-exact resumption, refusals."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.data import demo_model, digits
+from kfac_engine.training.budget import Budget, Position
+from kfac_engine.training.schedules import SCHEDULES
+from tests.training import softmax_net as net
+
+N = 50  # examples: three batches of 16 in an epoch, two examples left out
+
+
+@pytest.fixture
+def data():
+    return net.batch(n=N)
+
+
+def parameters(history):
+    return history.engine.parameters
+
+
+def same(left, right):
+    return all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def options(**changes):
+    return {"optimizer": "sgd", "epochs": 4, "batch_size": 16} | changes
+
+
+# -- the loop --------------------------------------------------------------------------------------
+
+
+def test_fit_is_the_loop_of_shuffled_batches(data):
+    x, y = data
+    history = ke.fit(net.engine(), data, **options(seed=3))
+    by_hand = ke.SGD(net.engine(), 0.01)
+    step = 0
+    for epoch in range(4):
+        order = np.random.default_rng([3, epoch]).permutation(N)
+        for start in (0, 16, 32):
+            chosen = order[start : start + 16]
+            spent = step / 12
+            scale = 1.0 if spent <= 0.6 else (1 - spent) / 0.4
+            report = by_hand.step({"x": x[chosen]}, y[chosen], scale)
+            record = history.records[step]
+            assert record["loss"] == report.loss
+            assert (record["step"], record["epoch"]) == (step + 1, epoch)
+            assert record["learning_rate"] == pytest.approx(0.01 * scale)
+            step += 1
+    assert len(history.records) == 12
+    assert same(parameters(history), by_hand.engine.parameters)
+    assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(history.records))
+
+
+def test_another_seed_is_another_order(data):
+    one, other = (ke.fit(net.engine(), data, **options(seed=seed)) for seed in (0, 1))
+    assert not same(parameters(one), parameters(other))
+
+
+@pytest.mark.parametrize("form", ["lone array", "model", "named targets"])
+def test_data_and_models_have_several_forms(data, form):
+    x, y = data
+    expected = ke.fit(net.engine(), ({"x": x}, y), **options())
+    engine = net.engine()
+    if form == "lone array":
+        history = ke.fit(engine, (x, y), **options())
+    elif form == "named targets":
+        history = ke.fit(engine, (x, {"z": y}), **options())
+    else:
+        history = ke.fit(net.model(), (x, y), loss="categorical", **options())
+    assert same(parameters(history), parameters(expected))
+
+
+def test_batches_come_in_the_order_of_an_iterable(data):
+    x, y = data
+    batches = [({"x": x[i : i + 7]}, y[i : i + 7]) for i in range(0, 49, 7)]
+    history = ke.fit(net.engine(), batches, **options(epochs=2, schedule="constant"))
+    by_hand = ke.SGD(net.engine(), 0.01)
+    for inputs, targets in batches * 2:
+        by_hand.step(inputs, targets)
+    assert same(parameters(history), by_hand.engine.parameters)
+    assert [record["epoch"] for record in history.records] == [0] * 7 + [1] * 7
+
+
+class Endless:
+    """Batches without a length."""
+
+    def __iter__(self):
+        step = 0
+        while True:
+            x, y = net.batch(step)
+            yield x, y
+            step += 1
+
+
+def test_an_iterable_may_have_no_end():
+    assert len(ke.fit(net.engine(), Endless(), optimizer="adam", steps=5).records) == 5
+
+
+def test_the_budget_that_is_spent_first_ends_the_run(data):
+    assert len(ke.fit(net.engine(), data, **options(steps=5)).records) == 5
+    assert len(ke.fit(net.engine(), data, **options(steps=500)).records) == 12
+    # A budget of seconds that is spent after the first step.
+    assert len(ke.fit(net.engine(), data, **options(seconds=1e-9)).records) == 1
+
+
+def test_fewer_examples_than_a_batch_are_one_batch(data):
+    history = ke.fit(net.engine(), data, **options(batch_size=1000, epochs=3))
+    assert len(history.records) == 3
+
+
+def test_a_validation_is_recorded_at_the_end_of_epochs_and_of_the_run(data):
+    x, y = net.batch(7, n=20)
+    engine = net.engine()
+    history = ke.fit(
+        engine,
+        data,
+        validation=(x, y),
+        metrics=("loss", "accuracy"),
+        **options(steps=5),
+    )
+    found = ["validation_loss" in record for record in history.records]
+    assert found == [False, False, True, False, True]
+    last = history.records[-1]
+    theta = engine.parameters
+    assert last["validation_loss"] == pytest.approx(net.loss(theta, x, y), rel=1e-12)
+    assert last["accuracy"] == np.mean(net.forward(theta, x)[1].argmax(1) == y)
+
+
+def test_callbacks_see_each_step_and_may_end_the_run(data):
+    seen = []
+
+    def callback(record, optimizer):
+        seen.append((record["step"], optimizer.steps))
+        return record["step"] == 7
+
+    x, y = net.batch(7)
+    history = ke.fit(net.engine(), data, callbacks=[callback], validation=(x, y), **options())
+    assert seen == [(step, step) for step in range(1, 8)]
+    assert "validation_loss" in history.records[-1]
+
+
+def test_the_log_has_a_line_of_json_for_each_record(data, tmp_path):
+    path = tmp_path / "run.jsonl"
+    x, y = net.batch(7)
+    history = ke.fit(net.engine(), data, log=path, validation=(x, y), **options())
+    assert [json.loads(line) for line in path.read_text().splitlines()] == history.records
+
+
+def test_a_skipped_batch_has_no_loss_in_the_log(data, tmp_path):
+    x, y = net.batch()
+    bad = x.copy()
+    bad[0] = np.nan
+    optimizer = ke.SGD(net.engine(), 0.1, non_finite="skip")
+    batches = [(x, y), (bad, y), (x, y)]
+    path = tmp_path / "run.jsonl"
+    history = ke.fit(optimizer.engine, batches, optimizer=optimizer, epochs=1, log=path)
+    losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    assert losses[1] is None
+    assert losses[0] == history.records[0]["loss"]
+    assert optimizer.skipped == 1
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adam", "adamw", "muon", "sgd"])
+def test_every_optimizer_learns_the_digits(optimizer):
+    images, labels = digits()
+    history = ke.fit(
+        demo_model("mlp"),
+        (images[:1536], labels[:1536]),
+        optimizer=optimizer,
+        epochs=12,
+        validation=(images[1536:], labels[1536:]),
+        metrics=("loss", "accuracy"),
+    )
+    # A guess is right for one image of ten.
+    assert history.records[-1]["accuracy"] > 0.75
+    assert history.records[-1]["loss"] < 0.5 * history.records[0]["loss"]
+
+
+# -- resumption ------------------------------------------------------------------------------------
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def interrupt_at(step):
+    def callback(record, optimizer):
+        if record["step"] == step:
+            raise InterruptionError
+
+    return callback
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adam"])
+@pytest.mark.parametrize("given", ["arrays", "batches"])
+def test_a_run_resumes_with_equal_bits(data, optimizer, given, tmp_path):
+    x, y = data
+    if given == "batches":
+        data = [(x[i : i + 10], y[i : i + 10]) for i in range(0, 50, 10)]
+
+    def run(**more):
+        log = tmp_path / "run.jsonl"
+        changes = {"optimizer": optimizer, "log": log, "validation": net.batch(7)}
+        return ke.fit(net.engine(), data, **options(**changes, **more))
+
+    whole = run()
+    store = {"checkpoint": tmp_path / "run", "checkpoint_every": 2}
+    with pytest.raises(InterruptionError):
+        run(**store, callbacks=[interrupt_at(6)])
+    # The last checkpoint is that of step 4: step 6 is lost and done again.
+    resumed = run(**store, resume=True)
+    assert same(parameters(whole), parameters(resumed))
+    assert len(whole.records) == len(resumed.records)
+    for left, right in zip(whole.records, resumed.records, strict=True):
+        assert {**left, "seconds": 0} == {**right, "seconds": 0}
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == resumed.records
+
+
+def test_a_finished_run_is_not_continued_and_a_longer_one_is(data, tmp_path):
+    store = {"checkpoint": tmp_path, "resume": True, "schedule": "constant"}
+    first = ke.fit(net.engine(), data, **options(epochs=2, **store))
+    again = ke.fit(net.engine(), data, **options(epochs=2, **store))
+    assert again.records == first.records
+    assert same(parameters(first), parameters(again))
+    longer = ke.fit(net.engine(), data, **options(epochs=4, **store))
+    whole = ke.fit(net.engine(), data, **options(epochs=4, schedule="constant"))
+    assert len(longer.records) == 12
+    assert same(parameters(longer), parameters(whole))
+
+
+def test_a_checkpoint_is_written_after_each_epoch(data, tmp_path):
+    with pytest.raises(InterruptionError):
+        ke.fit(net.engine(), data, checkpoint=tmp_path, callbacks=[interrupt_at(5)], **options())
+    resumed = ke.fit(net.engine(), data, checkpoint=tmp_path, resume=True, **options())
+    assert len(resumed.records) == 12
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 8}])
+def test_a_run_of_other_options_is_not_resumed(data, change, tmp_path):
+    ke.fit(net.engine(), data, checkpoint=tmp_path, **options())
+    engine = net.engine()
+    with pytest.raises(ke.InputError, match=rf"and this run has {next(iter(change))}="):
+        ke.fit(engine, data, checkpoint=tmp_path, resume=True, **options(**change))
+    assert same(engine.parameters, net.weights())
+
+
+def test_a_run_of_another_optimizer_is_not_resumed(data, tmp_path):
+    ke.fit(net.engine(), data, checkpoint=tmp_path, **options())
+    with pytest.raises(ke.InputError, match="is a state of SGD, and this optimizer is Adam"):
+        ke.fit(net.engine(), data, checkpoint=tmp_path, resume=True, **options(optimizer="adam"))
+
+
+def test_the_state_of_an_optimizer_alone_is_not_resumed(data, tmp_path):
+    ke.SGD(net.engine(), 0.01).save(tmp_path / "training.safetensors")
+    with pytest.raises(ke.InputError, match="is the state of an optimizer, not of fit"):
+        ke.fit(net.engine(), data, checkpoint=tmp_path, resume=True, **options())
+
+
+# -- schedules, budgets and refusals ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("constant", [1, 1, 1, 1, 1]),
+        ("cosine", [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0]),
+        ("tail", [1, 1, 1, 0.625, 0]),
+    ],
+)
+def test_a_schedule_is_a_function_of_the_part_spent(name, values):
+    factors = [SCHEDULES[name](spent) for spent in (0, 0.25, 0.5, 0.75, 1)]
+    assert factors == pytest.approx(values, abs=1e-15)
+
+
+def test_a_schedule_may_be_a_function(data):
+    parts = []
+
+    def schedule(spent):
+        parts.append(spent)
+        return 0.0
+
+    history = ke.fit(net.engine(), data, **options(epochs=2, schedule=schedule))
+    assert parts == pytest.approx([i / 6 for i in range(6)])
+    assert same(parameters(history), net.weights())
+
+
+def test_the_largest_part_of_a_budget_counts():
+    budget = Budget(epochs=4, steps=100, seconds=10.0)
+    position = Position(epoch=1, batch=5, steps=15, seconds=2.0)
+    assert budget.spent(position, per_epoch=10) == 0.375
+    assert budget.spent(position, per_epoch=None) == 0.25
+    assert Budget(None, 100, 10.0).spent(position, 10) == 0.2
+    assert Budget(None, 10, None).spent(position, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "epochs must be a whole number of at least 1"),
+        ({"steps": 1.5}, "steps must be a whole number"),
+        ({"seconds": -1}, "seconds must be a positive number"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"schedule": 1}, "schedule must be one of constant, cosine, tail, or a function"),
+        ({"optimizer": 3}, "optimizer must be one of kfac, adam"),
+        ({"resume": True}, "resume=True needs the folder"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be a whole number"),
+        ({"metrics": "loss"}, "metrics must be a list"),
+        ({"log": "missing/folder/run.jsonl"}, "cannot write the log"),
+    ],
+)
+def test_a_wrong_option_is_refused(data, changes, message):
+    with pytest.raises(ke.InputError, match=message):
+        ke.fit(net.engine(), data, **options(**changes))
+
+
+@pytest.mark.parametrize(
+    "change", [{"optimizer": "lbfgs"}, {"schedule": "step"}, {"metrics": ["f1"]}]
+)
+def test_an_unknown_name_lists_the_known_ones(data, change):
+    with pytest.raises(ke.UnknownNameError, match="choose one of"):
+        ke.fit(net.engine(), data, **options(**change))
+
+
+def test_an_optimizer_of_another_engine_is_refused(data):
+    optimizer = ke.SGD(net.engine(), 0.1)
+    with pytest.raises(ke.InputError, match="belongs to another engine"):
+        ke.fit(net.engine(), data, optimizer=optimizer)
+
+
+def test_wrong_data_are_refused(data):
+    x, y = data
+    cases = {
+        "must be a pair": 3,
+        "is an iterator": iter([(x, y)]),
+        "each batch must be a pair": [x],
+        "no batch left": [],
+        "the targets have shape": (x, y[:-1]),
+        "have no examples": (x[:0], y[:0]),
+    }
+    for message, wrong in cases.items():
+        with pytest.raises(ke.InputError, match=message):
+            ke.fit(net.engine(), wrong, **options())
+
+
+def test_the_example_of_the_page_on_training_runs(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    (example,) = [block for block in blocks if "ke.fit(" in block]
+    exec(compile(example, "training.md", "exec"), {})
+    assert (tmp_path / "trained.onnx").exists()
