@@ -56,7 +56,7 @@ def lowering(*ops: str) -> Callable[[Lowering], Lowering]:
 
 
 def find_lowering(node: Node, graph: Graph) -> Lowering | None:
-    """What rewrites ``node`` of ``graph``; None where it has a rule or nobody knows how to."""
+    """Return the lowering of a node; None if it has a derivative rule, or no lowering."""
     row = load_lowerings().get(node.qualified_op)
     if row is not None or node.qualified_op in load_rules() or node.qualified_op in ZERO_DERIVATIVE:
         return row
@@ -66,7 +66,7 @@ def find_lowering(node: Node, graph: Graph) -> Lowering | None:
 
 @cache
 def load_lowerings() -> Registry[Lowering]:
-    """The full table: imports every family once."""
+    """Return the full table; imports every family once."""
     for family in _FAMILIES:
         import_module(f"{__name__}.{family}")
     return LOWERINGS

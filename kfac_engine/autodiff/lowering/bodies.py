@@ -1,4 +1,4 @@
-"""Bodies of If, Loop and Scan, written into the graph around them."""
+"""Writes the bodies of If, Loop and Scan into the outer graph."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from kfac_engine.graph.passes.bodies import Body, renamed
 
 
 def constants_of(b: LoweringBuilder, body: Body) -> dict[str, str]:
-    """The constants of a body as constants of the graph: their old names to their new ones."""
+    """Add the constants of a body to the graph; return their new names by their old ones."""
     return {name: b.constant(array) for name, array in body.graph.constants.items()}
 
 

@@ -10,7 +10,7 @@ _SMALL_BYTES = 4096
 
 
 def write_definition(b: LoweringBuilder, node: Node) -> None:
-    """The nodes by which ONNX defines the operator of ``node``.
+    """Write the nodes of the ONNX definition of an operator.
 
     Args:
         b: Writes them.

@@ -1,4 +1,4 @@
-"""Dropout in training mode, made to show which elements it kept."""
+"""Adds the mask to the results of Dropout in training mode."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("Dropout")
 def dropout(b: LoweringBuilder, node: Node) -> None:
-    """The same node, with its mask as a second result wherever it may drop anything."""
+    """Write the same node, with the mask as second result if it can be in training mode."""
     if drops(b.graph, node) and not any(node.outputs[1:]):
         node = replace(node, outputs=(node.outputs[0], f"{b.prefix}mask"))
     b.nodes.append(node)

@@ -16,7 +16,7 @@ from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How a value between pixels is put together along one axis.
+    """Interpolation kernel along one axis.
 
     Attributes:
         offsets: Taps, counted from the pixel below.
@@ -28,7 +28,7 @@ class Kernel:
 
 
 def _cubic(a: float) -> Kernel:
-    """Cubic convolution (Keys 1981, equation 4, for any a)."""
+    """Return the weights of cubic convolution (Keys 1981, equation 4, for any a)."""
     return Kernel(
         (-1, 0, 1, 2),
         (
@@ -49,7 +49,7 @@ KERNELS: Mapping[str, Kernel] = {
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """The taps of all places along one axis.
+    """Pixels and weights of all positions along one axis.
 
     Attributes:
         pixels: Numbers of pixels, int64, ``(*places, taps)``; all of them exist.
@@ -63,7 +63,7 @@ class Taps:
 
 
 class Axis:
-    """One axis of an image.
+    """Axis of an image.
 
     Args:
         b: Writes the nodes.
@@ -82,19 +82,19 @@ class Axis:
         self.length = b.cast(self.side, self._dtype.name)
 
     def number(self, value: float | Sequence[float] | Array) -> str:
-        """A constant in the image's type."""
+        """Add a constant in the element type of the image."""
         return self._builder.constant(np.asarray(value, self._dtype))
 
     def last(self) -> str:
-        """Where the last pixel is."""
+        """Return the position of the last pixel."""
         return self._builder.op("Sub", self.length, self.number(1))
 
     def clipped(self, places: str) -> str:
-        """Places outside moved to the first or last pixel."""
+        """Clip positions to the first and last pixel."""
         return self._builder.op("Clip", places, self.number(0), self.last())
 
     def reflected(self, places: str, *, corners: bool) -> str:
-        """Places outside mirrored: at the centre of the outermost pixels, or at their edge."""
+        """Reflect positions at the centers of the outermost pixels, or at their edges."""
         b = self._builder
         begin = self.number(0 if corners else -0.5)
         # An image of one pixel, mirrored at its centre, has no extent; any other number will do.
@@ -108,14 +108,14 @@ class Axis:
         return b.op("Add", there, begin)
 
     def inside(self, places: str, margin: float) -> str:
-        """Whether places are at most ``margin`` outside."""
+        """Check whether positions are at most ``margin`` outside of the image."""
         b = self._builder
         after = b.op("GreaterOrEqual", places, self.number(-margin))
         limit = b.op("Add", self.last(), self.number(margin))
         return b.op("And", after, b.op("LessOrEqual", places, limit))
 
     def taps(self, places: str, kernel: Kernel, *, outside: str, corners: bool = False) -> Taps:
-        """Taps around places, in the image's type.
+        """Return the taps around positions, in the element type of the image.
 
         Args:
             places: Any shape.
@@ -143,7 +143,7 @@ class Axis:
 
 
 def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps]) -> str:
-    """The pixels under all taps, times their weights.
+    """Multiply the pixels of all taps by their weights.
 
     Args:
         b: Writes the nodes.
@@ -169,19 +169,19 @@ def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps
 
 
 def pixel_rows(b: LoweringBuilder, image: str) -> str:
-    """``(n, channels, *pixels)`` as ``(n · pixels, channels)``."""
+    """Reshape ``(n, channels, *pixels)`` to ``(n · pixels, channels)``."""
     rank = len(b.facts[image].shape)
     last = b.op("Transpose", image, perm=(0, *range(2, rank), 1))
     return b.op("Flatten", last, axis=rank - 1)
 
 
 def pixel_count(b: LoweringBuilder, image: str) -> str:
-    """Number of pixels of one image, 0-d."""
+    """Return the number of pixels of an image, 0-d."""
     return b.op("ReduceProd", b.op("Shape", image, start=2), keepdims=0)
 
 
 def first_rows(b: LoweringBuilder, image: str, shape: Sequence[int]) -> str:
-    """Row of the first pixel of each image, where an image has ``prod(sides)`` parts."""
+    """Return the row of the first pixel of each image; an image has ``prod(shape)`` parts."""
     zero, one = b.constant(np.array(0)), b.constant(np.array(1))
     parts = b.constant(np.array(prod(shape)))
     count = b.op("Mul", b.op("Gather", b.op("Shape", image), zero), parts)

@@ -1,7 +1,7 @@
-"""Values that constants and sizes decide: trip counts, conditions, positions in a sequence.
+"""Computes values that constants and sizes determine: trip counts, conditions, positions.
 
-A size is known from the sample run. What is written with its help is right for batches that lead to
-the same values, so it is tied to a check, in nodes, which fails on all others.
+Sizes come from the sample run. Nodes that depend on them are correct only for batches with the same
+values: a check in nodes fails for all other batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from kfac_engine.sessions.session import Session
 
 
 class KnownValues:
-    """What is decided without data, evaluated and remembered.
+    """Values that do not depend on data; each is computed once.
 
     Args:
         b: Its graph and the facts of its sample run.
 
     Attributes:
-        checks: Name to value of all that was asked for and took sizes or weights to decide.
+        checks: Values that depend on sizes or weights, by name.
     """
 
     def __init__(self, b: LoweringBuilder) -> None:
@@ -36,7 +36,7 @@ class KnownValues:
         self._zeros: dict[str, str] = {}
 
     def get(self, name: str) -> Array | None:
-        """A value of the graph; None if it depends on data or chance."""
+        """Return a value of the graph; None if it depends on data or is random."""
         graph = self._builder.graph
         if name in graph.constants and graph.constants[name].dtype.kind != "f":
             return graph.constants[name]
@@ -49,16 +49,16 @@ class KnownValues:
         return value
 
     def zeros(self, node: Node) -> list[str]:
-        """0-d integer zeros that can only be computed where all checks hold.
+        """Add 0-d integer zeros whose computation fails if a check fails.
 
-        Each is written once, where it is first asked for: ask before anything that would fail on
-        another batch too, and say less.
+        Each zero is written once, at the first call. Call this before nodes that would fail on
+        another batch with a less clear message.
 
         Args:
-            node: What is rewritten, for messages.
+            node: The rewritten node, for messages.
 
         Returns:
-            One for each check.
+            A name for each check.
         """
         for name, array in self.checks.items():
             if name not in self._zeros:
@@ -67,13 +67,13 @@ class KnownValues:
 
 
 def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result: str = "") -> str:
-    """Hand a value on, unless something is not as it was in the sample run.
+    """Pass a value on; fail if a checked value differs from the sample run.
 
     Args:
-        b: Writes the nodes.
-        node: What is rewritten, for messages.
-        value: A tensor, sequence or optional value.
-        known: What has to be, for tensors.
+        b: Receives the nodes.
+        node: The rewritten node, for messages.
+        value: Name of a tensor, sequence or optional value.
+        known: The checks; only tensors can be checked.
         result: Name of the result, a value of the graph with the type of ``value``; may be omitted
             where ``value`` is in the graph.
 
@@ -89,12 +89,12 @@ def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result
 
 
 def gated_reads(b: LoweringBuilder, node: Node, known: KnownValues) -> dict[str, str]:
-    """Names for what a node with bodies reads, checked where its results cannot be.
+    """Return checked names for the operands of a node whose results cannot be checked.
 
     Args:
-        b: Writes the nodes.
-        node: Has bodies.
-        known: What has to be.
+        b: Receives the nodes.
+        node: Node with bodies.
+        known: The checks.
 
     Returns:
         Name of each floating-point value that is not constant to its new name; nothing where all
@@ -111,7 +111,7 @@ def gated_reads(b: LoweringBuilder, node: Node, known: KnownValues) -> dict[str,
 
 
 def _zero_if_same(b: LoweringBuilder, node: Node, name: str, array: Array) -> str:
-    """A 0-d integer zero that can only be computed where the value ``name`` is ``array``."""
+    """Add a 0-d integer zero whose computation fails unless the value ``name`` is ``array``."""
     same = b.cast(b.op("Equal", name, b.constant(array)), "int64")
     least = b.op("ReduceMin", b.op("Reshape", same, b.constant([-1])), keepdims=1)
     # One element cannot be brought to the shape (0,), in any runtime.
@@ -123,7 +123,7 @@ def _zero_if_same(b: LoweringBuilder, node: Node, name: str, array: Array) -> st
 
 
 class Origin:
-    """The inputs and random draws that a value is computed from.
+    """Inputs, constants and random values that a value depends on.
 
     Args:
         graph: Holds the value.
@@ -131,15 +131,15 @@ class Origin:
         name: Of the value.
 
     Attributes:
-        undecided: Inputs, and results drawn at random, that it depends on.
-        sized: Whether sizes are among what decides it.
-        varies: Whether another batch, or other weights, may lead to another value.
+        undecided: Inputs and random results that the value depends on.
+        sized: Whether the value depends on sizes.
+        varies: Whether the value may change with the batch or with the weights.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact], name: str) -> None:
         self._graph, self._name = graph, name
         self._nodes: list[Node] = []
-        self._held: dict[str, Array] = {}
+        self._inputs: dict[str, Array] = {}
         self.undecided: list[str] = []
         self.sized = False
         waiting, seen = [name], {name}
@@ -147,13 +147,13 @@ class Origin:
             value = waiting.pop()
             node = graph.producers.get(value)
             if value in graph.constants:
-                self._held[value] = graph.constants[value]
+                self._inputs[value] = graph.constants[value]
             elif value in graph.fixed:
-                self._held[value] = graph.fixed[value]
+                self._inputs[value] = graph.fixed[value]
             elif node is None or draws(graph, node):
                 self.undecided.append(value)
             elif node.op in ONLY_SHAPES and node.inputs[0] in facts:
-                self._held[value] = _size(node, facts[node.inputs[0]])
+                self._inputs[value] = _size(node, facts[node.inputs[0]])
                 self.sized = True
             else:
                 self._nodes.append(node)
@@ -161,19 +161,19 @@ class Origin:
                 new = [read for read in reads if read and read not in seen]
                 waiting += new
                 seen.update(new)
-        fixed = not graph.fixed.keys().isdisjoint(self._held)
-        weighed = any(array.dtype.kind == "f" for array in self._held.values())
+        fixed = not graph.fixed.keys().isdisjoint(self._inputs)
+        weighed = any(array.dtype.kind == "f" for array in self._inputs.values())
         self.varies = self.sized or fixed or weighed
 
     def value(self) -> Array:
-        """The value, where nothing is undecided."""
+        """Compute the value; ``undecided`` must be empty."""
         if not self._nodes:
-            return self._held[self._name]
+            return self._inputs[self._name]
         nodes = sorted(self._nodes, key=lambda node: self._graph.positions[node.name])
-        return _evaluated(self._graph, nodes, self._held, self._name)
+        return _evaluated(self._graph, nodes, self._inputs, self._name)
 
     def why_undecided(self) -> str:
-        """The inputs that determine the value, and the remedy where there is one."""
+        """Return the inputs that determine the value, and the remedy if there is one."""
         listed = ", ".join(f"'{value}'" for value in self.undecided)
         numbers = {entry.name for entry in self._graph.inputs if entry.is_setting}
         if not numbers.issuperset(self.undecided):

@@ -1,7 +1,7 @@
-"""If, Loop and Scan, unrolled: the nodes of their bodies as often as they run.
+"""Unrolls If, Loop and Scan: writes the nodes of a body once for each iteration.
 
-How often that is, and which branch is taken, must be decided by constants and sizes. What depends
-on sizes is checked whenever the graph runs.
+Constants and sizes must determine the number of iterations and the branch. The graph checks the
+sizes whenever it is executed.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin, gated, gated_reads
-from kfac_engine.autodiff.lowering.steps import stacked, taken_apart
+from kfac_engine.autodiff.lowering.steps import split_steps, stacked
 from kfac_engine.autodiff.lowering.trips import trip_count
 from kfac_engine.autodiff.rules.attributes import integer, integers
 from kfac_engine.graph.passes.bodies import body_of
@@ -21,7 +21,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("If")
 def if_(b: LoweringBuilder, node: Node) -> None:
-    """The branch taken, where constants and sizes decide; refused where data does."""
+    """Write one branch, if constants and sizes determine the condition; else refuse."""
     known = KnownValues(b)
     condition = known.get(node.inputs[0])
     if condition is None:
@@ -37,7 +37,7 @@ def if_(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("Loop")
 def loop(b: LoweringBuilder, node: Node) -> None:
-    """The body once an iteration, where constants and sizes decide how many; else refused."""
+    """Write the body for each iteration, if constants and sizes determine their number."""
     body = body_of(node, "body", b.graph.opset)
     known = KnownValues(b)
     count = trip_count(b, node, body, known)
@@ -65,7 +65,7 @@ def loop(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("Scan")
 def scan(b: LoweringBuilder, node: Node) -> None:
-    """The body once a slice, for as many slices as the sample run has."""
+    """Write the body for each slice of the sample run."""
     body = body_of(node, "body", b.graph.opset)
     count = integer(node, "num_scan_inputs", 0)
     states, sequences = list(node.inputs[:-count]), node.inputs[-count:]
@@ -73,7 +73,7 @@ def scan(b: LoweringBuilder, node: Node) -> None:
     axes = _listed(node, "scan_input_axes", count)
     signs = _signs(node, "scan_input_directions", count)
     slices = [
-        taken_apart(b, node, value, axis % len(b.facts[value].shape))[::sign]
+        split_steps(b, node, value, axis % len(b.facts[value].shape))[::sign]
         for value, axis, sign in zip(sequences, axes, signs, strict=True)
     ]
     outer = constants_of(b, body)
@@ -95,10 +95,10 @@ def scan(b: LoweringBuilder, node: Node) -> None:
 
 
 def _listed(node: Node, name: str, count: int) -> tuple[int, ...]:
-    """One number for each sequence; zeros where the attribute is not set."""
+    """Return a number for each sequence; zeros if the attribute is not set."""
     return integers(node, name, (0,) * count)
 
 
 def _signs(node: Node, name: str, count: int) -> list[int]:
-    """1 for sequences from the front, -1 for those from the back."""
+    """Return 1 for each forward sequence and -1 for each backward sequence."""
     return [-1 if backward else 1 for backward in _listed(node, name, count)]

@@ -1,4 +1,4 @@
-"""Fused operators of ONNX Runtime's own domain, taken apart into standard ones.
+"""Writes fused operators of the domain ``com.microsoft`` in standard operators.
 
 Normalizations are in ``microsoft_norms``, attention in ``microsoft_attention``.
 """
@@ -15,7 +15,7 @@ from kfac_engine.graph.structure import AttributeValue, Node
 
 @lowering("com.microsoft::QuickGelu")
 def quick_gelu(b: LoweringBuilder, node: Node) -> None:
-    """``x · sigmoid(α x)``."""
+    """Write ``x · sigmoid(α x)``."""
     x = node.inputs[0]
     gate = b.op("Sigmoid", b.op("Mul", x, b.scalar(number(node, "alpha", 1.702), x)))
     b.op("Mul", x, gate, result=node.outputs[0])
@@ -23,7 +23,7 @@ def quick_gelu(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::Gelu", "com.microsoft::BiasGelu")
 def gelu(b: LoweringBuilder, node: Node) -> None:
-    """``x (1 + erf(x/√2)) / 2``, of a sum if there are two operands."""
+    """Write ``x (1 + erf(x/√2)) / 2``; ``x`` is the sum of the operands."""
     x, like = _sum(b, node), node.inputs[0]
     bell = b.op("Erf", b.op("Mul", x, b.scalar(1 / sqrt(2), like)))
     half = b.op("Mul", x, b.scalar(0.5, like))
@@ -32,7 +32,7 @@ def gelu(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::FastGelu")
 def fast_gelu(b: LoweringBuilder, node: Node) -> None:
-    """``x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2``, of a sum if there are two operands."""
+    """Write ``x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2``; ``x`` is the sum of the operands."""
     x, like = _sum(b, node), node.inputs[0]
     square = b.op("Mul", b.op("Mul", x, x), b.scalar(0.044715, like))
     inner = b.op("Mul", x, b.op("Add", square, b.scalar(1, like)))
@@ -51,7 +51,7 @@ def _sum(b: LoweringBuilder, node: Node) -> str:
 
 @lowering("com.microsoft::FusedMatMul", "com.microsoft::TransposeMatMul")
 def fused_matmul(b: LoweringBuilder, node: Node) -> None:
-    """``α A B``, either transposed: in the last two axes, or with the first axis behind a batch."""
+    """Write ``α A B``; the attributes transpose the last axes, or move the first axis back."""
     x, y = node.inputs
     left, right = _transposed(b, node, x, "A"), _transposed(b, node, y, "B")
     _scaled(b, b.op("MatMul", left, right), number(node, "alpha", 1.0), x, node.outputs[0])
@@ -69,14 +69,14 @@ def _transposed(b: LoweringBuilder, node: Node, name: str, which: str) -> str:
 
 
 def _scaled(b: LoweringBuilder, value: str, factor: float, like: str, result: str) -> None:
-    """``value`` times ``factor``, under the name ``to``."""
+    """Write ``value`` times ``factor``."""
     if factor == 1.0:
         b.op("Identity", value, result=result)
     else:
         b.op("Mul", value, b.scalar(factor, like), result=result)
 
 
-# Activations that may be fused, and which of the numbers beside them they take.
+# Activations that may be fused, with their parameters.
 _ACTIVATIONS = {
     "Elu": ("alpha",),
     "HardSigmoid": ("alpha", "beta"),
@@ -92,7 +92,7 @@ _ACTIVATIONS = {
 
 @lowering("com.microsoft::FusedGemm")
 def fused_gemm(b: LoweringBuilder, node: Node) -> None:
-    """Gemm, then an activation."""
+    """Write Gemm, then an activation."""
     copied = ("alpha", "beta", "transA", "transB")
     product = b.write("Gemm", node.inputs, ("",), _subset(node, copied))[0]
     given = {
@@ -105,7 +105,7 @@ def fused_gemm(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::FusedConv")
 def fused_conv(b: LoweringBuilder, node: Node) -> None:
-    """Conv, plus a residual, then an activation."""
+    """Write Conv, plus a residual, then an activation."""
     x, weight, bias, residual = (*node.inputs, "", "")[:4]
     copied = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     operands = (x, weight, bias) if bias else (x, weight)
@@ -135,18 +135,18 @@ def _activate(b: LoweringBuilder, node: Node, value: str, given: dict[str, float
     b.write(activation, (value,), node.outputs, taken)
 
 
-# -- other spellings of standard operators ---------------------------------------------------------
+# -- other forms of standard operators ---------------------------------------------------------
 
 
 @lowering("com.microsoft::GatherND", "com.microsoft::Trilu")
 def renamed(b: LoweringBuilder, node: Node) -> None:
-    """The standard operator of the same name."""
+    """Write the standard operator of the same name."""
     b.write(node.op, node.inputs, node.outputs, node.attributes)
 
 
 @lowering("com.microsoft::ExpandDims")
 def expand_dims(b: LoweringBuilder, node: Node) -> None:
-    """Unsqueeze with one axis."""
+    """Write Unsqueeze with one axis."""
     x, axis = node.inputs
     axes = b.op("Reshape", b.cast(axis, "int64"), b.constant([1]))
     b.op("Unsqueeze", x, axes, result=node.outputs[0])
@@ -154,7 +154,7 @@ def expand_dims(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::GridSample")
 def grid_sample(b: LoweringBuilder, node: Node) -> None:
-    """The standard operator, whose modes have got other names."""
+    """Write the standard operator, whose modes have other names."""
     modes = {"bilinear": "linear", "bicubic": "cubic"} if b.graph.opset >= 20 else {}
     mode = text(node, "mode", "bilinear")
     attributes = {**node.attributes, "mode": modes.get(mode, mode)}

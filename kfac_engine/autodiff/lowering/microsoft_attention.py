@@ -1,6 +1,6 @@
-"""Attention operators of ONNX Runtime's own, taken apart into products and Softmax.
+"""Writes the attention operators of ``com.microsoft`` as products and Softmax.
 
-Heads are laid out as ``(n, heads, length, size)`` throughout.
+Heads have the layout ``(n, heads, length, size)``.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ _TO_HEADS = (0, 2, 1, 3)
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What the operators do in common.
+    """Options of all attention operators.
 
     Attributes:
         scale: Factor of the scores; zero stands for 1 / √size.
-        masked: What is added to the score of a key that is padding.
-        causal: Whether a query sees no later key.
-        window: How many keys before its own a query sees; negative for all.
-        softcap: Scores are bent to stay below this; zero for not at all.
+        masked: Summand of the score of a padding key.
+        causal: Whether later keys are invisible to a query.
+        window: Number of visible keys before that of the query; negative for all.
+        softcap: Soft upper limit of the scores; zero for none.
     """
 
     scale: float
@@ -37,7 +37,7 @@ class _Form:
 
 @lowering("com.microsoft::Attention")
 def attention(b: LoweringBuilder, node: Node) -> None:
-    """Projections to queries, keys and values by one matrix, then attention."""
+    """Write projections to queries, keys and values by one matrix, then attention."""
     x, weights, bias, mask, past, added, _ = (*node.inputs, *[""] * 7)[:7]
     y, present = (*node.outputs, "")[:2]
     if past or integer(node, "do_rotary", 0):
@@ -63,7 +63,7 @@ def attention(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::MultiHeadAttention")
 def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
-    """Attention of queries, keys and values that are projected already."""
+    """Write attention of projected queries, keys and values."""
     query, key, value, bias, mask, added, past_k, past_v, *cache = (*node.inputs, *[""] * 9)[:10]
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
     if any(cache) or scores:
@@ -85,9 +85,9 @@ def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::GroupQueryAttention")
 def group_query_attention(b: LoweringBuilder, node: Node) -> None:
-    """Causal attention from the first token on, several heads sharing keys and values.
+    """Write causal attention from the first token on; groups of heads share keys and values.
 
-    All examples of a batch have the same length: what follows the end of one has no meaning.
+    All examples of a batch have the same length: results after the end of a sequence are undefined.
     """
     given = dict(zip(_GROUP_OPERANDS, node.inputs, strict=False))
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
@@ -132,7 +132,7 @@ _GROUP_OPERANDS = (
 def _projected(
     b: LoweringBuilder, node: Node, operands: tuple[str, ...], bias: str, heads: int
 ) -> tuple[str, str, str]:
-    """Heads of queries, keys and values; keys and values may come in heads already."""
+    """Return the heads of queries, keys and values; keys and values may be heads already."""
     ranks = [len(b.facts[name].shape) if name else 0 for name in operands]
     if ranks not in ([3, 3, 3], [3, 4, 4]) or (bias and ranks[1] == 4):
         raise b.refuse(node, "packed operands are not covered")
@@ -151,7 +151,7 @@ def _projected(
 def _grouped(
     b: LoweringBuilder, given: dict[str, str], heads: int, shared: int
 ) -> tuple[str, str, str]:
-    """Heads of queries, keys and values; all in the first operand if it is alone."""
+    """Return the heads of queries, keys and values; a single operand contains all three."""
     query, key, value = given["query"], given.get("key", ""), given.get("value", "")
     if not key:
         size = b.facts[query].shape[-1] // (heads + 2 * shared)
@@ -161,19 +161,19 @@ def _grouped(
 
 
 def _heads(b: LoweringBuilder, x: str, heads: int) -> str:
-    """``(n, length, heads · size)`` with the heads as an axis of their own."""
+    """Reshape ``(n, length, heads · size)`` to heads."""
     split = b.op("Reshape", x, b.constant([0, 0, heads, -1]))
     return b.op("Transpose", split, perm=_TO_HEADS)
 
 
 def _merged(b: LoweringBuilder, x: str, result: str) -> None:
-    """The heads behind one another again."""
+    """Write heads as ``(n, length, heads · size)``."""
     transposed = b.op("Transpose", x, perm=_TO_HEADS)
     b.op("Reshape", transposed, b.constant([0, 0, -1]), result=result)
 
 
 def _repeated(b: LoweringBuilder, x: str, times: int) -> str:
-    """Each head ``times`` times in a row."""
+    """Repeat each head ``times`` times."""
     if times == 1:
         return x
     apart = b.op("Unsqueeze", x, b.constant([2]))
@@ -193,7 +193,7 @@ def _attend(
     added: list[str],
     result: str,
 ) -> None:
-    """``softmax(scale · q kᵀ + added) v``, heads merged."""
+    """Write ``softmax(scale · q kᵀ + added) v`` with merged heads."""
     q, k, v = heads
     like = node.inputs[0]
     scores = b.op("MatMul", q, b.op("Transpose", k, perm=(0, 1, 3, 2)))
@@ -214,7 +214,7 @@ def _attend(
 
 
 def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
-    """Which keys (along the last axis) a query sees: none that is later, or too long ago."""
+    """Return a mask of visible keys (last axis): no later key, and none before the window."""
     queries, keys = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (q, k))
     zero, one = b.constant(0), b.constant(1)
     last = b.op("Range", b.op("Sub", keys, queries), keys, one)
@@ -228,7 +228,7 @@ def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
 
 
 def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> str:
-    """What is added to scores for keys that are padding; empty without a mask."""
+    """Return the summand of the scores for padding keys; empty without a mask."""
     # Masks are lengths (n), or zero for padding in (n, keys) or (n, queries, keys).
     if not mask:
         return ""

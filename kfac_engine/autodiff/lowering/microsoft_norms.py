@@ -1,4 +1,4 @@
-"""Normalizations of ONNX Runtime's own, with their residual sums and tables of embeddings."""
+"""Writes the normalizations of ``com.microsoft``, with residual sums and embeddings."""
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
@@ -8,7 +8,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("com.microsoft::SkipLayerNormalization")
 def skip_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """LayerNormalization over the last axis of a sum, which may be a result too."""
+    """Write LayerNormalization over the last axis of a sum; the sum may be a result."""
     x, skip, scale, shift, bias = (*node.inputs, "", "")[:5]
     *results, total = (*node.outputs, "", "", "")[:4]
     summed = _sum(b, (x, skip, bias), total)
@@ -18,7 +18,7 @@ def skip_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::EmbedLayerNormalization")
 def embed_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """LayerNormalization of the sum of embeddings: of words, positions and perhaps segments."""
+    """Write LayerNormalization of the sum of word, position and optional segment embeddings."""
     words, segments, table, places, parts, scale, shift, mask, ids = (*node.inputs, "", "")[:9]
     y, counts, total = (*node.outputs, "", "")[:3]
     if counts and not mask:
@@ -36,7 +36,7 @@ def embed_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SimplifiedLayerNormalization")
 def simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """``x / √(mean x² + ε) · scale``, the mean over the axes from ``axis`` on."""
+    """Write ``x / √(mean x² + ε) · scale``, with the mean over the axes from ``axis`` on."""
     x, scale = node.inputs
     rank = len(b.facts[x].shape)
     axes = tuple(range(integer(node, "axis", -1) % rank, rank))
@@ -45,7 +45,7 @@ def simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::SkipSimplifiedLayerNormalization")
 def skip_simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """``SimplifiedLayerNormalization`` over the last axis of a sum, which may be a result too."""
+    """Write ``SimplifiedLayerNormalization`` over the last axis of a sum, a possible result."""
     x, skip, scale, bias = (*node.inputs, "")[:4]
     y, mean, inverse, total = (*node.outputs, "", "", "")[:4]
     if mean:
@@ -55,7 +55,7 @@ def skip_simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 
 def _sum(b: LoweringBuilder, parts: tuple[str, ...], result: str) -> str:
-    """The sum of the parts that there are, called ``to`` if that is given."""
+    """Write the sum of the parts with names, as ``result`` if that is not empty."""
     first, *others = (part for part in parts if part)
     *middle, last = others
     for part in middle:
@@ -66,7 +66,7 @@ def _sum(b: LoweringBuilder, parts: tuple[str, ...], result: str) -> str:
 def _layer_normalization(
     b: LoweringBuilder, operands: tuple[str, ...], epsilon: float, results: list[str]
 ) -> None:
-    """The standard operator over the last axis, with those results that are asked for."""
+    """Write LayerNormalization over the last axis, with the named results."""
     given = [name for name in operands if name]
     while not results[-1]:
         results.pop()

@@ -10,7 +10,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("com.microsoft::MatMulNBits")
 def matmul_n_bits(b: LoweringBuilder, node: Node) -> None:
-    """``A W + bias`` with ``Wᵀ = (q − zero) · scale``, zero and scale being those of a block.
+    """Write ``A W + bias`` with ``Wᵀ = (q − zero) · scale`` for each block.
 
     ``A`` enters as it is, whatever accuracy the kernel may use.
     """
@@ -33,7 +33,7 @@ def matmul_n_bits(b: LoweringBuilder, node: Node) -> None:
 
 
 def _zero(b: LoweringBuilder, node: Node, zeros: str, each: str) -> str:
-    """The number that stands for zero, in each block."""
+    """Return the zero point of each block."""
     a, bits = node.inputs[0], integer(node, "bits", 4)
     if not zeros:
         return b.scalar(2.0 ** (bits - 1), a)
@@ -48,7 +48,7 @@ def _zero(b: LoweringBuilder, node: Node, zeros: str, each: str) -> str:
 
 
 def _unpacked(b: LoweringBuilder, packed: str, bits: int, shape: str) -> str:
-    """Whole numbers from bytes, the lower half of a byte first, in another shape."""
+    """Unpack integers from bytes, the lower half of a byte first, and reshape them."""
     if bits == 8:
         return b.op("Reshape", packed, shape)
     lower = b.op("BitwiseAnd", packed, b.constant(15, "uint8"))

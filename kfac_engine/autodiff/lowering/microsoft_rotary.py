@@ -1,4 +1,4 @@
-"""Rotary position embedding as ONNX Runtime's own operators do it."""
+"""Writes the rotary position embeddings of the domain ``com.microsoft``."""
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
@@ -10,7 +10,7 @@ _TO_HEADS = (0, 2, 1, 3)
 
 @lowering("com.microsoft::RotaryEmbedding")
 def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
-    """Pairs of features, turned by an angle that grows with the position."""
+    """Rotate pairs of features by an angle proportional to the position."""
     x, ids, cos, sin = node.inputs
     if integer(node, "is_packed_batching", 0):
         raise b.refuse(node, "packed batches are not covered")
@@ -31,7 +31,7 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
 
 
 def positions(b: LoweringBuilder, ids: str, x: str) -> str:
-    """Positions ``(n or 1, length)``: as given, or counted on from one or from 0.
+    """Return positions ``(n or 1, length)``: the operand, or consecutive numbers.
 
     Args:
         b: Writes the nodes.
@@ -49,7 +49,7 @@ def positions(b: LoweringBuilder, ids: str, x: str) -> str:
 
 
 def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, str]:
-    """Cosine and sine at each position, ``(n or 1, 1, length, size / 2)``."""
+    """Return cosine and sine at each position, ``(n or 1, 1, length, size / 2)``."""
     heads = b.constant([1])
     one, other = (b.op("Unsqueeze", b.op("Gather", t, places), heads) for t in (cos, sin))
     return one, other
@@ -58,7 +58,7 @@ def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, st
 def rotated(
     b: LoweringBuilder, x: str, waves: tuple[str, str], width: int, interleaved: bool
 ) -> str:
-    """Heads with their first ``width`` features turned.
+    """Rotate the first ``width`` features of heads.
 
     Args:
         b: Writes the nodes.

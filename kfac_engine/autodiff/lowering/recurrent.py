@@ -1,8 +1,8 @@
-"""LSTM, GRU and RNN, unrolled over the length of the sample run.
+"""Unrolls LSTM, GRU and RNN over the sequence length of the sample run.
 
-Every gate matrix is cut out of its parameter once, and then used once a step, as the weight of a
-dense layer. The batch stays dynamic. The length does not: the node that takes the steps apart fails
-on another one, and its name says why.
+Every gate matrix is sliced from its parameter once and used in every step, as the weight of a dense
+layer. The batch size stays dynamic. The length is fixed: for another length the node that splits
+the steps fails, and its name gives the reason.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.lowering.recurrent_activations import activations, clipping
 from kfac_engine.autodiff.lowering.recurrent_cells import KINDS, Kit, State, Weights
-from kfac_engine.autodiff.lowering.steps import taken_apart
+from kfac_engine.autodiff.lowering.steps import split_steps
 from kfac_engine.autodiff.rules.attributes import integer, text
 from kfac_engine.graph.structure import Node
 
@@ -24,15 +24,15 @@ _OPERANDS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 
 @lowering("LSTM", "GRU", "RNN")
 def recurrent(b: LoweringBuilder, node: Node) -> None:
-    """Gemm and activations, step by step, for as many steps as the sample run has."""
+    """Write Gemm and activations for each step of the sample run."""
     _Unrolled(b, node).write()
 
 
 class _Unrolled:
-    """The steps of one node.
+    """Unrolled steps of a node.
 
     Args:
-        b: Writes them.
+        b: Receives the nodes.
         node: LSTM, GRU or RNN.
     """
 
@@ -48,7 +48,7 @@ class _Unrolled:
         """Write all steps in all directions, then the results that have names."""
         b, node = self._builder, self._node
         weights, states, kits = self._weights(), self._initial_states(), self._kits()
-        inputs = taken_apart(b, node, self._operands["X"], axis=0)
+        inputs = split_steps(b, node, self._operands["X"], axis=0)
         masks = self._masks(len(inputs))
         sequences = []
         for index, sign in enumerate(self._signs):
@@ -66,7 +66,7 @@ class _Unrolled:
                 rows = (b.op("Unsqueeze", part, self._zero) for part in parts)
                 b.op("Concat", *rows, result=name, axis=0)
 
-    # -- what a step is given ----------------------------------------------------------------------
+    # -- operands of a step ----------------------------------------------------------------------
 
     def _weights(self) -> list[Weights]:
         roles = (self._per_direction(role) for role in ("W", "R", "B", "P"))
@@ -95,7 +95,7 @@ class _Unrolled:
         return [tuple(name or zeros for name in state) for state in zip(*given, strict=True)]
 
     def _kits(self) -> list[Kit]:
-        """One for each direction."""
+        """Return the operands of the cell for each direction."""
         b, node, default = self._builder, self._node, self._kind.activations
         names = node.attributes.get("activations") or default * len(self._signs)
         assert isinstance(names, tuple)
@@ -110,7 +110,7 @@ class _Unrolled:
         ]
 
     def _per_direction(self, role: str) -> tuple[str, ...]:
-        """An operand without its axis of directions, once for each; ``""`` if it is left out."""
+        """Split an operand by directions; ``""`` for each if it is omitted."""
         name, count = self._operands.get(role, ""), len(self._signs)
         if not name:
             return ("",) * count
@@ -121,7 +121,7 @@ class _Unrolled:
         return tuple(self._builder.op("Squeeze", piece, self._zero) for piece in pieces)
 
     def _cut(self, value: str, *gates: int) -> tuple[str, ...]:
-        """Rows in pieces of so many gates each; ``""`` for each if there is nothing to cut."""
+        """Split rows into parts of the given numbers of gates; ``""`` for each without a value."""
         if not value or len(gates) == 1:
             return (value,) * len(gates)
         sizes = self._builder.constant([count * self._hidden for count in gates])
@@ -130,7 +130,7 @@ class _Unrolled:
     # -- examples of several lengths ---------------------------------------------------------------
 
     def _masks(self, length: int) -> list[str]:
-        """For each step the examples that are not over yet, ``(n, 1)``; ``""`` for all of them."""
+        """Return for each step which examples have not ended, ``(n, 1)``; ``""`` if none has."""
         lengths = self._operands.get("sequence_lens", "")
         known = self._builder.graph.constants.get(lengths)
         if not lengths or (known is not None and (known == length).all()):
@@ -143,14 +143,14 @@ class _Unrolled:
         ]
 
     def _chosen(self, mask: str, new: State, old: State) -> State:
-        """The new state of examples that are not over, the old one of the others."""
+        """Select the new state for examples that have not ended, else the old state."""
         if not mask:
             return new
         pairs = zip(new, old, strict=True)
         return tuple(self._builder.op("Where", mask, after, before) for after, before in pairs)
 
     def _valid(self, mask: str, h: str) -> str:
-        """The output of a step: zero for examples that are over."""
+        """Return the output of a step: zero for examples that have ended."""
         if not mask:
             return h
         return self._builder.op("Where", mask, h, self._builder.scalar(0, self._operands["X"]))
@@ -158,7 +158,7 @@ class _Unrolled:
     # -- results -----------------------------------------------------------------------------------
 
     def _write_sequence(self, sequences: Sequence[Sequence[str]], result: str) -> None:
-        """All outputs, ``(steps, directions, n, h)``, from one list for each direction."""
+        """Write all outputs, ``(steps, directions, n, h)``."""
         b = self._builder
         shape = b.constant([len(sequences[0]), 1, -1, self._hidden])
         rows = [b.op("Reshape", b.op("Concat", *outputs, axis=0), shape) for outputs in sequences]

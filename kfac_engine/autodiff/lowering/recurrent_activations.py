@@ -1,4 +1,4 @@
-"""Activations of LSTM, GRU and RNN, which name them in an attribute."""
+"""Writes the activations of LSTM, GRU and RNN."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,13 +13,13 @@ Activation: TypeAlias = Callable[[str], str]
 
 
 def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple[Activation, ...]:
-    """Functions that write an activation each.
+    """Return functions that write activations.
 
     Args:
-        b: Writes them.
-        node: Its ``activation_alpha`` and ``activation_beta`` list the numbers of those that have
-            one, in their order.
-        names: As the node has them; upper and lower case are the same.
+        b: Receives the nodes.
+        node: Node with the parameters of activations in ``activation_alpha`` and
+            ``activation_beta``.
+        names: Names of activations, of the node; case is ignored.
 
     Returns:
         One function for each name.
@@ -44,11 +44,11 @@ def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple
 
 
 def clipping(b: LoweringBuilder, node: Node) -> Activation:
-    """Bounds a value by the node's ``clip``; hands it on where there is none."""
+    """Return a function that clips a value by the attribute ``clip``; identity without it."""
     bound = number(node, "clip", 0)
     if not bound:
         return lambda value: value
-    low, high = (b.scalar(side, node.inputs[0]) for side in (-bound, bound))
+    low, high = (b.scalar(limit, node.inputs[0]) for limit in (-bound, bound))
     return lambda value: b.op("Clip", value, low, high)
 
 
@@ -71,7 +71,7 @@ def _elu(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
 
 
 def _thresholded(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
-    """``x`` above α, else zero."""
+    """Write ``x`` above α, else zero."""
     above = b.op("Greater", x, b.scalar(alpha, node.inputs[0]))
     return b.op("Where", above, x, b.scalar(0, node.inputs[0]))
 
@@ -81,19 +81,19 @@ def _hard_sigmoid(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: 
 
 
 def _affine(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
-    """``α x + β``."""
+    """Write ``α x + β``."""
     slope, shift = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
     return b.op("Add", b.op("Mul", x, slope), shift)
 
 
 def _scaled_tanh(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
-    """``α tanh(β x)``."""
+    """Write ``α tanh(β x)``."""
     outer, inner = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
     return b.op("Mul", b.op("Tanh", b.op("Mul", x, inner)), outer)
 
 
-# Writer, then the defaults of alpha and beta for those that have them. NaN where there is none that
-# ONNX Runtime shares: without a number its ThresholdedRelu begins at 0, the specification's at 1.
+# Function, then the defaults of alpha and beta. NaN: ONNX Runtime and the specification share no
+# default. The default threshold of ThresholdedRelu is 0 in ONNX Runtime and 1 in ONNX.
 _Row: TypeAlias = tuple[Callable[..., str], *tuple[float, ...]]
 _ACTIVATIONS: Mapping[str, _Row] = {
     "relu": (_plain("Relu"),),

@@ -1,7 +1,7 @@
-"""One step of LSTM, GRU and RNN, in products and activations.
+"""Writes one step of LSTM, GRU and RNN in products and activations.
 
-Gates lie side by side in the rows of the weights, in ONNX's order. Both products of a step have the
-bias that the file has for them, so that each is a dense layer of its own, used once a step.
+The rows of the weights are the gates, in ONNX's order. Both products of a step have the bias in the
+file, so that each is a dense layer with one use in every step.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ class Weights:
     """Operands of one direction.
 
     Attributes:
-        W: Of the input, ``(gates·h, d)``.
-        R: Of the state, ``(gates·h, h)``; for a GRU that resets the state before the product two
-            parts, those of the gates and that of the candidate.
-        bias_w: Added to the product with ``W``; ``""`` for none.
-        bias_r: Added to the products with ``R``, one each.
-        peepholes: Of an LSTM, ``(h,)`` each for the input, output and forget gate; ``""`` for none.
+        W: Weights of the input, ``(gates·h, d)``.
+        R: Weights of the state, ``(gates·h, h)``. A GRU that resets the state before the product
+            has two parts, for the gates and for the candidate.
+        bias_w: Bias of the product with ``W``; ``""`` for none.
+        bias_r: Biases of the products with ``R``.
+        peepholes: Weights ``(h,)`` of an LSTM for input, output and forget gate; ``""`` for none.
     """
 
     W: str
@@ -41,11 +41,11 @@ class Kit:
     """Operands of a cell: builder, activations in ONNX's order (f, g, h), and bounds.
 
     Attributes:
-        b: Writes the nodes.
-        node: Whose cell it is.
+        b: Receives the nodes.
+        node: The recurrent node.
         hidden: Size of the state.
-        activations: One function each.
-        clip: Bounds what goes into f and g; does nothing where the node has no ``clip``.
+        activations: Functions that write the activations.
+        clip: Function that clips the operands of f and g; identity without ``clip``.
     """
 
     b: LoweringBuilder
@@ -58,17 +58,17 @@ class Kit:
         return self.b.op("Sub", self.b.scalar(1, self.node.inputs[0]), value)
 
     def bounded(self, index: int, value: str) -> str:
-        """Activation ``index`` of a value within bounds."""
+        """Apply activation ``index`` to a clipped value."""
         return self.activations[index](self.clip(value))
 
     def parts(self, value: str, *gates: int) -> tuple[str, ...]:
-        """Columns cut into pieces of so many gates."""
+        """Split the columns into parts of the given numbers of gates."""
         sizes = self.b.constant([gate * self.hidden for gate in gates])
         return self.b.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
 
 
 def product(b: LoweringBuilder, x: str, weight: str, bias: str) -> str:
-    """``x Wᵀ + b``."""
+    """Write ``x Wᵀ + b``."""
     operands = (x, weight, bias) if bias else (x, weight)
     return b.op("Gemm", *operands, transB=1)
 
@@ -79,12 +79,12 @@ Cell: TypeAlias = Callable[[Kit, Weights, str, State], State]
 
 
 def rnn(kit: Kit, weights: Weights, x: str, state: State) -> State:
-    """``h' = f(x Wᵀ + h Rᵀ + b)``."""
+    """Write ``h' = f(x Wᵀ + h Rᵀ + b)``."""
     return (kit.bounded(0, _sum_of_products(kit, weights, x, state[0])),)
 
 
 def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
-    """Long short-term memory; the state is ``(h, c)``."""
+    """Write a step of long short-term memory; the state is ``(h, c)``."""
     h, c = state
     b = kit.b
     i, o, f, g = kit.parts(_sum_of_products(kit, weights, x, h), 1, 1, 1, 1)
@@ -104,7 +104,7 @@ def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
 
 
 def gru(kit: Kit, weights: Weights, x: str, state: State) -> State:
-    """Gated recurrent unit: ``h' = (1 − z) g(…) + z h``."""
+    """Write a step of a gated recurrent unit: ``h' = (1 − z) g(…) + z h``."""
     h, b = state[0], kit.b
     from_x = product(b, x, weights.W, weights.bias_w)
     gates_x, x_part = kit.parts(from_x, 2, 1)
@@ -127,13 +127,13 @@ def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One of the three operators.
+    """Description of one of the three operators.
 
     Attributes:
-        cell: Its step.
-        gates: Blocks of rows in its weights.
-        states: Values that go from step to step.
-        activations: The default ones.
+        cell: Function that writes a step.
+        gates: Number of blocks of rows in the weights.
+        states: Number of states.
+        activations: Default activations.
     """
 
     cell: Cell

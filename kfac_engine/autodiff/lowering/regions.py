@@ -20,7 +20,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("RoiAlign")
 def roi_align(b: LoweringBuilder, node: Node) -> None:
-    """Of each region a few bins; of each bin the mean or maximum of a few places."""
+    """Write the mean or maximum over sampled positions, for each bin of each region."""
     image, _, batch = node.inputs
     high, wide = _RoiAxis(b, node, 0), _RoiAxis(b, node, 1)
     first = b.op("Mul", b.cast(batch, "int64"), pixel_count(b, image))
@@ -44,7 +44,7 @@ def roi_align(b: LoweringBuilder, node: Node) -> None:
 
 
 class _RoiAxis:
-    """The places of all regions along one axis.
+    """Sampling positions of all regions along one axis.
 
     Attributes:
         taps: Of all places; those of height as ``(regions, bins, places, 1, 1)``, those of width as
@@ -85,7 +85,7 @@ class _RoiAxis:
 
 
 def _places_in_bins(b: LoweringBuilder, line: Axis, step: str, ratio: int) -> tuple[str, str]:
-    """How many places the bins of each region have, ``(regions or 1, 1, 1)``, and their numbers."""
+    """Return the number of positions in a bin, ``(regions or 1, 1, 1)``, and their indices."""
     if ratio > 0:
         return line.number(np.full((1, 1, 1), ratio)), line.number(np.arange(ratio))
     count = b.op("Ceil", step)
@@ -100,7 +100,7 @@ def _places_in_bins(b: LoweringBuilder, line: Axis, step: str, ratio: int) -> tu
 
 @lowering("MaxRoiPool")
 def max_roi_pool(b: LoweringBuilder, node: Node) -> None:
-    """The maximum of all pixels of a bin, first along lines, then along columns.
+    """Write the maximum of all pixels of a bin, along rows and then along columns.
 
     Corners are rounded to pixels: they have no derivative.
 
@@ -122,7 +122,7 @@ def max_roi_pool(b: LoweringBuilder, node: Node) -> None:
 
 
 def _pixels_of_bins(b: LoweringBuilder, node: Node, axis: int) -> str:
-    """Which pixels along an axis belong to each bin of each region, ``(regions, bins, pixels)``."""
+    """Return whether pixels of an axis belong to a bin: Booleans, ``(regions, bins, pixels)``."""
     image, regions = node.inputs
     bins = integers(node, "pooled_shape", ())[axis]
     line = Axis(b, image, 2 + axis)

@@ -1,6 +1,6 @@
-"""Operators that read images at computed places: gathers of pixels, and sums of them with weights.
+"""Writes operators that sample images at computed positions, as weighted sums of gathered pixels.
 
-Places may depend on parameters too: their derivative is that of the weights.
+Positions may depend on parameters: their derivative is that of the weights.
 """
 
 from math import prod
@@ -28,7 +28,7 @@ _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 @lowering("GridSample")
 def grid_sample(b: LoweringBuilder, node: Node) -> None:
-    """Images of any rank, read where a grid says, in coordinates from −1 to 1."""
+    """Sample images of any rank at the positions of a grid, in coordinates from −1 to 1."""
     image = node.inputs[0]
     spatial = len(b.facts[image].shape) - 2
     taps = [_grid_taps(b, node, axis) for axis in range(spatial)]
@@ -40,7 +40,7 @@ def grid_sample(b: LoweringBuilder, node: Node) -> None:
 
 
 def _grid_taps(b: LoweringBuilder, node: Node, axis: int) -> Taps:
-    """The taps along one spatial axis; the grid names the last axis first."""
+    """Return the taps along one spatial axis; the grid has the last axis first."""
     image, grid = node.inputs
     spatial = len(b.facts[image].shape) - 2
     mode = text(node, "mode", "bilinear")
@@ -68,7 +68,7 @@ def _grid_taps(b: LoweringBuilder, node: Node, axis: int) -> Taps:
 
 @lowering("AffineGrid")
 def affine_grid(b: LoweringBuilder, node: Node) -> None:
-    """Places of pixels and a one, times each matrix, whose rows name the last axis first."""
+    """Multiply homogeneous pixel positions by each matrix; its rows have the last axis first."""
     matrices, size = node.inputs
     spatial = b.facts[matrices].shape[1]
     spatial_shape = b.op("Slice", size, b.constant([2]), b.constant([2 + spatial]))
@@ -83,7 +83,7 @@ def affine_grid(b: LoweringBuilder, node: Node) -> None:
 
 
 def _even_places(b: LoweringBuilder, node: Node, axis: int, spatial_shape: str) -> str:
-    """Places along one axis of all pixels, ``(*sides)``."""
+    """Return the positions of all pixels along one axis, ``(*spatial_shape)``."""
     matrices = node.inputs[0]
     one, two = (b.scalar(number, matrices) for number in (1, 2))
     size = b.op("Gather", spatial_shape, b.constant(np.array(axis)))
@@ -110,17 +110,17 @@ def _even_places(b: LoweringBuilder, node: Node, axis: int, spatial_shape: str) 
 
 @lowering("DeformConv")
 def deform_conv(b: LoweringBuilder, node: Node) -> None:
-    """A convolution whose taps are moved by offsets: read pixels, then a pixelwise convolution.
+    """Gather pixels at offset positions, then convolve pixelwise.
 
     Source: Zhu, Hu, Lin & Dai 2019, arXiv:1811.11168, equations 1 and 2.
     """
     image, weight, offset, bias, mask = (*node.inputs, "", "")[:5]
     outs, ins, *kernel = b.facts[weight].shape
     if len(kernel) != 2:
-        raise b.refuse(node, f"its kernel has the sides {kernel}; only two axes are known")
+        raise b.refuse(node, f"its kernel has shape {kernel}; only two spatial axes are covered")
     groups, taps = integer(node, "offset_group", 1), prod(kernel)
     places = _deformed(b, node, kernel)
-    # Groups of channels that move together count as images of their own.
+    # Groups of channels with common offsets count as separate images.
     apart = b.op("Concat", b.constant([0, groups, -1]), b.op("Shape", image, start=2), axis=0)
     last = b.op("Transpose", b.op("Reshape", image, apart), perm=(0, 1, 3, 4, 2))
     rows = b.op("Flatten", last, axis=4)
@@ -147,7 +147,7 @@ def deform_conv(b: LoweringBuilder, node: Node) -> None:
 
 
 def _deformed(b: LoweringBuilder, node: Node, kernel: list[int]) -> list[Taps]:
-    """The taps of all places along both axes; places are ``(n, groups, taps, y, x)``."""
+    """Return the taps along both axes, at positions ``(n, groups, taps, y, x)``."""
     image, offset = node.inputs[0], node.inputs[2]
     groups = integer(node, "offset_group", 1)
     places_shape = b.op("Shape", offset, start=2)

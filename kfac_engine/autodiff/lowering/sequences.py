@@ -1,7 +1,6 @@
-"""Sequences and optional values, traced back to the tensors that were put into them.
+"""Replaces reads of sequences and optional values by reads of their tensors.
 
-That is possible where constants and sizes decide the order: nodes that take tensors out then read
-the tensors themselves, and nobody reads the sequence any more.
+Constants and sizes must determine the order of the tensors. The sequences then have no reader.
 """
 
 import numpy as np
@@ -15,15 +14,15 @@ from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.passes.bodies import body_of
 from kfac_engine.graph.structure import Node
 
-# -- what lies in a sequence -----------------------------------------------------------------------
+# -- content of a sequence -----------------------------------------------------------------------
 
 
 def elements(b: LoweringBuilder, node: Node, sequence: str, known: KnownValues) -> tuple[str, ...]:
-    """The tensors in a sequence.
+    """Return the names of the tensors in a sequence.
 
     Args:
         b: For the graph, and for errors.
-        node: Who reads the sequence.
+        node: Reader of the sequence.
         sequence: Its name.
         known: What constants and sizes decide; remembers what was asked for.
 
@@ -54,7 +53,7 @@ _RELAYS = frozenset({"Identity", "Optional", "OptionalGetElement"})
 
 
 def _maker(b: LoweringBuilder, node: Node, value: str, relays: frozenset[str] = _RELAYS) -> Node:
-    """The node that makes a sequence or optional value, behind those that hand it on."""
+    """Return the node that computes a sequence or optional value; follow Identity nodes."""
     while True:
         maker = b.graph.producers.get(value)
         if maker is None:
@@ -76,7 +75,7 @@ _CHANGES = {"SequenceInsert": _insert, "SequenceErase": _erase}
 
 
 def _position(b: LoweringBuilder, node: Node, index: int, known: KnownValues, last: int) -> int:
-    """Operand ``index`` as a position from 0 to ``last``, which it is where it is left out."""
+    """Return operand ``index`` as a position from 0 to ``last``; ``last`` if it is omitted."""
     name = node.inputs[index] if len(node.inputs) > index else ""
     if not name:
         return last
@@ -93,7 +92,7 @@ def _position(b: LoweringBuilder, node: Node, index: int, known: KnownValues, la
 
 @lowering("SequenceAt")
 def sequence_at(b: LoweringBuilder, node: Node) -> None:
-    """The tensor that lies there, where constants and sizes decide which one; else refused."""
+    """Write the tensor at the position, if constants and sizes determine it; else refuse."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     at = _position(b, node, 1, known, len(tensors) - 1)
@@ -102,7 +101,7 @@ def sequence_at(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("ConcatFromSequence")
 def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
-    """Concat, where constants and sizes decide what lies in the sequence; else refused."""
+    """Write Concat, if constants and sizes determine the tensors of the sequence; else refuse."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     result = node.outputs[0]
@@ -116,7 +115,7 @@ def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SequenceLength")
 def sequence_length(b: LoweringBuilder, node: Node) -> None:
-    """A constant, where constants and sizes decide what lies in the sequence; else refused."""
+    """Write a constant, if constants and sizes determine the length; else refuse."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     gated(b, node, b.constant(len(tensors)), known, node.outputs[0])
@@ -124,7 +123,7 @@ def sequence_length(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("OptionalGetElement")
 def optional_get_element(b: LoweringBuilder, node: Node) -> None:
-    """What was put into the optional value."""
+    """Write the content of the optional value."""
     value = node.inputs[0]
     if value not in b.facts:
         maker = _maker(b, node, value, frozenset({"Identity"}))
@@ -139,7 +138,7 @@ def optional_get_element(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SplitToSequence")
 def split_to_sequence(b: LoweringBuilder, node: Node) -> None:
-    """Split, into as many parts as in the sample run."""
+    """Write Split, into as many parts as in the sample run."""
     x, split = (*node.inputs, "")[:2]
     axis = integer(node, "axis", 0)
     side = b.facts[x].shape[axis]
@@ -163,7 +162,7 @@ def split_to_sequence(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SequenceMap")
 def sequence_map(b: LoweringBuilder, node: Node) -> None:
-    """The body once an element, where constants and sizes decide how many there are."""
+    """Write the body for each element, if constants and sizes determine their number."""
     known = KnownValues(b)
     body = body_of(node, "body", b.graph.opset)
     # Those after the first may be tensors, which the body is given whole each time.
@@ -175,9 +174,9 @@ def sequence_map(b: LoweringBuilder, node: Node) -> None:
     ]
     if known.checks:
         raise b.refuse(node, "sizes decide what lies in its sequences")
-    held = constants_of(b, body)
+    inner = constants_of(b, body)
     rows = [
-        write_body(b, body, {**held, **dict(zip(body.inputs, row, strict=True))})
+        write_body(b, body, {**inner, **dict(zip(body.inputs, row, strict=True))})
         for row in zip(*columns, strict=True)
     ]
     for index, result in enumerate(node.outputs):

@@ -1,4 +1,4 @@
-"""The short-time Fourier transform: frames of the signal, each transformed by itself."""
+"""Writes the short-time Fourier transform as Fourier transforms of frames."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("STFT")
 def stft(b: LoweringBuilder, node: Node) -> None:
-    """Gathers frames, weighs them by the window, and transforms them."""
+    """Gather frames, multiply them by the window, and transform them."""
     signal, step, window, length = (*node.inputs, "", "")[:4]
     parts = b.facts[signal].shape[2:] or (1,)
     if len(b.facts[signal].shape) == 2:
@@ -31,7 +31,7 @@ def stft(b: LoweringBuilder, node: Node) -> None:
 
 
 def _frames(b: LoweringBuilder, signal: str, step: str, points: str) -> str:
-    """Where in the signal the points of each frame are, ``(frames, points)``."""
+    """Return the indices of the points of each frame, ``(frames, points)``."""
     samples = b.op("Gather", b.op("Shape", signal), _one(b))
     steps = b.op("Div", b.op("Sub", samples, points), step)
     zero = b.constant(np.array(0))
@@ -41,7 +41,7 @@ def _frames(b: LoweringBuilder, signal: str, step: str, points: str) -> str:
 
 
 def _transformed(b: LoweringBuilder, frames: str, onesided: int, result: str) -> str:
-    """The transform of ``(n, frames, points, parts)`` along the points."""
+    """Transform ``(n, frames, points, parts)`` along the points."""
     if b.graph.opset < 20:
         return b.op("DFT", frames, axis=2, onesided=int(onesided), result=result)
     axis = b.constant(np.array(2))
@@ -53,5 +53,5 @@ def _one(b: LoweringBuilder) -> str:
 
 
 def _whole(b: LoweringBuilder, number: str) -> str:
-    """A length as a 0-d int64."""
+    """Convert a length to a 0-d int64."""
     return b.op("Reshape", b.cast(number, "int64"), b.constant([], "int64"))

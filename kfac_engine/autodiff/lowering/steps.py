@@ -1,4 +1,4 @@
-"""Values taken apart along an axis and put together again: what unrolling begins and ends with."""
+"""Splits values into steps along an axis, and stacks them again."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,20 +11,19 @@ from kfac_engine.graph.structure import Node
 MOST_STEPS = 1024
 
 
-def taken_apart(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[str, ...]:
-    """The slices of a value along an axis, as many as the sample run shows.
+def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[str, ...]:
+    """Split a value into the slices of the sample run along an axis.
 
-    On a batch with another number of slices the runtime refuses to split, and names the node: the
-    name says why.
+    On a batch with another number of slices the Split node fails; its name gives the reason.
 
     Args:
-        b: Writes the nodes.
-        node: What is unrolled, for messages.
-        value: Of the graph.
-        axis: Its axis of steps; the slices do not have it.
+        b: Receives the nodes.
+        node: The unrolled node, for messages.
+        value: Name of a value of the graph.
+        axis: Axis of the steps; the slices do not have it.
 
     Returns:
-        One name each.
+        Names of the slices.
 
     Raises:
         UnsupportedOpError: There are no steps, or too many to unroll.
@@ -38,25 +37,25 @@ def taken_apart(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[
 
 
 def stacked(b: LoweringBuilder, values: Sequence[str], axis: int, result: str = "") -> str:
-    """Join values along a new axis; returns the name of the result."""
+    """Stack values along a new axis; return the name of the result."""
     at = b.constant([axis])
     rows = [b.op("Unsqueeze", value, at) for value in values]
     return b.op("Concat", *rows, result=result, axis=axis)
 
 
 def check_steps(b: LoweringBuilder, node: Node, length: int) -> int:
-    """``length``, where that many steps can be unrolled.
+    """Check that a number of steps can be unrolled, and return it.
 
     Args:
-        b: For the error.
-        node: What is unrolled.
-        length: Number of its steps.
+        b: Builder, for the error.
+        node: The unrolled node.
+        length: Number of steps.
 
     Returns:
         The same number.
 
     Raises:
-        UnsupportedOpError: It is none, or too large.
+        UnsupportedOpError: The number is zero or too large.
     """
     if not 0 < length <= MOST_STEPS:
         raise b.refuse(node, f"it has {length} steps, and from 1 to {MOST_STEPS} can be unrolled")
@@ -64,6 +63,6 @@ def check_steps(b: LoweringBuilder, node: Node, length: int) -> int:
 
 
 def label_last(b: LoweringBuilder, label: str) -> None:
-    """Put words into the name of the last node, for the message when the runtime fails there."""
+    """Append ``label`` to the name of the last node, which messages of ONNX Runtime show."""
     last = b.nodes[-1]
     b.nodes[-1] = replace(last, name=f"{last.name} ({label})")

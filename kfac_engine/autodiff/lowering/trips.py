@@ -1,4 +1,4 @@
-"""How often the body of a Loop runs, where that can be told without data."""
+"""Computes the trip count of a Loop that does not depend on data."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -16,9 +16,9 @@ from kfac_engine.sessions.session import Session
 
 
 def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> int:
-    """The number of iterations of a Loop.
+    """Return the number of iterations of a Loop.
 
-    Only what its condition is made of is computed, iteration by iteration: counters, mostly.
+    Only the values that the condition depends on are computed in each iteration.
 
     Args:
         b: For errors.
@@ -46,7 +46,7 @@ def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -
 
 
 def _operand(b: LoweringBuilder, node: Node, known: KnownValues, index: int) -> Array | None:
-    """The limit or the first condition; None where the node has none."""
+    """Return the limit or the first condition; None if the node has none."""
     name = node.inputs[index] if len(node.inputs) > index else ""
     return _known(b, node, known, name) if name else None
 
@@ -60,7 +60,7 @@ def _known(b: LoweringBuilder, node: Node, known: KnownValues, name: str) -> Arr
 
 
 def _condition(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> Iterator[bool]:
-    """Whether the loop goes on after its first iteration, its second, and so on."""
+    """Yield the condition of the loop after each iteration."""
     nodes, states = _deciding(body)
     held = dict(body.graph.constants)
     given = {body.inputs[0]: np.asarray(0), body.inputs[1]: np.asarray(True)}
@@ -89,7 +89,7 @@ def _condition(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -
 
 
 def _deciding(body: Body) -> tuple[list[Node], list[int]]:
-    """The nodes that the condition is made by, and the inputs that carry what it depends on."""
+    """Return the nodes that the condition depends on, and the indices of its states."""
     carried = {i: body.inputs[i] for i in range(2, len(body.inputs))}
     wanted, states = {body.graph.outputs[0]}, list[int]()
     while True:
