@@ -17,8 +17,11 @@ import click
 from kfac_engine.cli.options import one_or_all
 
 HEADING = "Options of the engine"
-# Fields that a command has as an option of its own: --exp, --refresh-every, --inputs.
-_ELSEWHERE = frozenset({"exps", "schedule", "sample_inputs"})
+# Fields that a command has as an option of its own (--exp, --refresh-every, --inputs), and fields
+# for products that no command computes.
+_ELSEWHERE = frozenset(
+    {"exps", "schedule", "sample_inputs", "compute_cholesky", "compute_cholesky_inverse"}
+)
 # Fields that the gradient of a model depends on, besides losses and outputs.
 OBJECTIVE = (
     "class_axis", "find_logits", "loss_weights", "reduction", "freeze", "gradient_dtype",

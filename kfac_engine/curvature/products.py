@@ -59,6 +59,7 @@ class CurvatureMatrixVectorProductComputer:
         wrt_tensors: Names of the values that vectors belong to, usually parameters. They count as
             independent variables, even where one is computed from another.
         trace: The evaluation of the batch.
+        weights: Weight of each tower of each loss; None for the coefficients of the losses.
 
     Raises:
         InputError: There is no loss or no value, or the trace cannot be differentiated forward.
@@ -70,12 +71,12 @@ class CurvatureMatrixVectorProductComputer:
         layer_collection: LayerCollection,
         wrt_tensors: Sequence[str],
         trace: DifferentiableTrace,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        self._losses = tuple(
-            (loss.coefficient, tower)
-            for loss in layer_collection.registered_losses
-            for tower in loss.towers
-        )
+        losses = layer_collection.registered_losses
+        towers = [(loss.coefficient, tower) for loss in losses for tower in loss.towers]
+        coefficients = [k for k, _ in towers] if weights is None else weights
+        self._losses = tuple(zip(coefficients, (tower for _, tower in towers), strict=True))
         self._wrt = (wrt_tensors,) if isinstance(wrt_tensors, str) else tuple(wrt_tensors)
         self._trace = trace
         self._inputs = tuple(dict.fromkeys(n for _, loss in self._losses for n in loss.inputs))

@@ -144,6 +144,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         collection,
         exps=options.exps,
         estimation_mode=options.estimation_mode,
+        compute_cholesky=options.compute_cholesky,
+        compute_cholesky_inverse=options.compute_cholesky_inverse,
         seed=options.seed,
         examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
     )

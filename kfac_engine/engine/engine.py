@@ -28,7 +28,7 @@ from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import (
     batch_size,
     check_products,
-    checked_gradients,
+    checked_vectors,
 )
 from kfac_engine.errors import NotReadyError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
@@ -71,7 +71,6 @@ class Engine(TrainableModel):
         self.estimator = estimator
         self.schedule = schedule
         self.counter = 0
-        self._assembly = assembly
         self._found = assembly.found
         self._exps = tuple(exps)
         hints = (layer.hint for layer in self.layers if layer.hint)
@@ -208,11 +207,55 @@ class Engine(TrainableModel):
             NotReadyError: Nothing was observed yet.
         """
         number("exp", exp)
-        if any(factor.average.value is None for factor in self.estimator.factors):
-            raise NotReadyError("there are no statistics yet; call observe() or step() first.")
-        given = checked_gradients(self._model, self.collection.backend, gradients)
+        vectors = self._checked(gradients)
         with single_threaded_blas():
-            return self._precondition(given, exp)
+            return self._precondition(vectors, exp)
+
+    def multiply_cholesky(
+        self, vectors: Mapping[str, Array], transpose: bool = False
+    ) -> dict[str, Array]:
+        """Return ``B v`` with the factor ``B`` of the damped Fisher matrix, ``B Bᵀ = F + λI``.
+
+        ``B`` belongs to the last refresh and needs the option ``compute_cholesky``.
+
+        Args:
+            vectors: Parameter name to array, as for ``precondition``.
+            transpose: Whether the product is ``Bᵀ v``.
+
+        Returns:
+            Parameter name to array, new.
+
+        Raises:
+            UnknownNameError: A name is not a parameter, or the option is not set.
+            KfacError: As for ``precondition``.
+        """
+        product, checked = self.estimator.products.cholesky(transpose), self._checked(vectors)
+        with single_threaded_blas():
+            return self._multiply(checked, product, self.damping**0.5, 0.5)
+
+    def multiply_cholesky_inverse(
+        self, vectors: Mapping[str, Array], transpose: bool = False
+    ) -> dict[str, Array]:
+        """Return ``B⁻¹ v``; see ``multiply_cholesky``. It needs ``compute_cholesky_inverse``.
+
+        With ``transpose`` the product is ``B⁻ᵀ v``: of standard normal numbers ``v`` it has the
+        covariance ``(F + λI)⁻¹``.
+
+        Args:
+            vectors: Parameter name to array, as for ``precondition``.
+            transpose: Whether the product is ``B⁻ᵀ v``.
+
+        Returns:
+            Parameter name to array, new.
+
+        Raises:
+            UnknownNameError: A name is not a parameter, or the option is not set.
+            KfacError: As for ``precondition``.
+        """
+        product = self.estimator.products.cholesky_inverse(transpose)
+        checked = self._checked(vectors)
+        with single_threaded_blas():
+            return self._multiply(checked, product, self.damping**-0.5, -0.5)
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -267,6 +310,12 @@ class Engine(TrainableModel):
         if self.counter == 0:
             examples = batch_size(self._task.batch, inputs) or self._task.batch.size
             self._footprint.require(examples, available_memory)
+
+    def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
+        """Check vectors that are to be multiplied by blocks, which need statistics."""
+        if any(factor.average.value is None for factor in self.estimator.factors):
+            raise NotReadyError("there are no statistics yet; call observe() or step() first.")
+        return checked_vectors(self._model, self.collection.backend, vectors)
 
     def _plan(self) -> Plan:
         return plan(self.counter, self.estimator.refreshes.works, self.schedule)

@@ -55,6 +55,8 @@ class EngineOptions:
         estimation_mode: Estimation mode of the Fisher matrix. ``"gradients"`` samples targets from
             the model.
         exps: Powers of the Fisher matrix to precondition with. ``step`` uses the first.
+        compute_cholesky: Store Cholesky factors for ``multiply_cholesky``.
+        compute_cholesky_inverse: Store their inverses for ``multiply_cholesky_inverse``.
         approximations: Approximation of a kind of layer, in place of the default.
         schedule: Schedule of the updates of statistics and inverses.
         threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
@@ -86,6 +88,8 @@ class EngineOptions:
     ema_decay: float = 0.95
     estimation_mode: str = "gradients"
     exps: Sequence[float] = (-1,)
+    compute_cholesky: bool = False
+    compute_cholesky_inverse: bool = False
     approximations: Mapping[str, str] | None = None
     schedule: Schedule | None = None
     threads: int | None = None
@@ -115,7 +119,8 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least=1)
         whole("seed", self.seed, least=0)
-        flag("tie_weights", self.tie_weights)
+        for name in ("tie_weights", "compute_cholesky", "compute_cholesky_inverse"):
+            flag(name, getattr(self, name))
         chosen_passes(self.graph_passes)
         for name, like in _DICTIONARIES.items():
             given = getattr(self, name)

@@ -8,6 +8,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.evaluation import Evaluation, Pair
 from kfac_engine.engine.model_arrays import ModelArrays
@@ -34,6 +35,7 @@ class TrainableModel(Sealed):
 
     def __init__(self, assembly: Assembly) -> None:
         self.objective = assembly.task.objective
+        self._assembly = assembly
         self._model = assembly.model
         self._task = assembly.task
         self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
@@ -169,6 +171,20 @@ class TrainableModel(Sealed):
     def losses(self) -> tuple[LossReport, ...]:
         """Every loss with the value it reads, and what was found out of the batch."""
         return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
+
+    def curvature_products(self, trace: Trace) -> CurvatureProducts:
+        """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
+
+        Args:
+            trace: The batch, as ``trace`` returns it. The Hessian matrix needs its targets.
+
+        Returns:
+            Products with vectors that are given by parameter, and quadratic forms.
+
+        Raises:
+            KfacError: The values that the losses read do not fit the losses.
+        """
+        return CurvatureProducts(self._assembly, self._arrays, trace)
 
     # -- gradients --------------------------------------------------------------------------------
 

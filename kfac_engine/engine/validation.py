@@ -65,43 +65,43 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
             )
 
 
-def checked_gradients(
-    model: OnnxModel, backend: Backend, gradients: Mapping[str, Array]
+def checked_vectors(
+    model: OnnxModel,
+    backend: Backend,
+    vectors: Mapping[str, Array],
+    what: str = "the gradient of",
 ) -> dict[str, Array]:
-    """Gradients that a caller gives, by parameter, as arrays of the backend in single precision.
+    """Check arrays of a caller that have the shapes of parameters, such as gradients.
 
     Args:
-        model: Knows the parameters.
+        model: The model with the parameters.
         backend: Array library.
-        gradients: Parameter name to array, from any library.
+        vectors: Parameter name to array, from any library.
+        what: Noun that precedes the name of a parameter in messages.
 
     Returns:
-        Parameter name to array.
+        Parameter name to array of the backend; half precision is converted to float32.
 
     Raises:
         UnknownNameError: A name is not a parameter.
-        InputError: Weights that are tied have different gradients.
-        ShapeError: A gradient has another shape than its parameter.
-        NonFiniteError: A gradient holds NaN or infinity.
+        InputError: Weights that are tied have different arrays.
+        ShapeError: An array has another shape than its parameter.
+        NonFiniteError: An array holds NaN or infinity.
     """
     checked: dict[str, Array] = {}
-    for name, value in model.from_file_layout(gradients).items():
+    for name, value in model.from_file_layout(vectors).items():
         parameter = model.parameters.get(name)
         if parameter is None:
             raise UnknownNameError(
                 f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
             )
-        checked[name] = array = in_single(
-            numeric(f"the gradient of '{name}'", backend.asarray(value))
-        )
+        checked[name] = array = in_single(numeric(f"{what} '{name}'", backend.asarray(value)))
         if array.shape != parameter.shape:
-            raise ShapeError(
-                f"the gradient of '{name}' has shape {array.shape}, not {parameter.shape}."
-            )
-    found = backend.download([backend.are_finite(list(checked.values()))])[0]
-    for name, finite in zip(checked, found, strict=True):
+            raise ShapeError(f"{what} '{name}' has shape {array.shape}, not {parameter.shape}.")
+    are_finite = backend.download([backend.are_finite(list(checked.values()))])[0]
+    for name, finite in zip(checked, are_finite, strict=True):
         if not finite:
-            raise NonFiniteError(f"the gradient of '{name}' holds NaN or infinity.")
+            raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")
     return checked
 
 

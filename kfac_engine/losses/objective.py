@@ -127,6 +127,22 @@ class Objective:
                     total[name] = total[name] + part if name in total else part
         return total
 
+    def weights(self, values: Values, *, examples: int | None = None) -> tuple[float, ...]:
+        """Return the weight of each tower of each loss in ``value``, and in its Fisher matrix.
+
+        Args:
+            values: Loss inputs by name.
+            examples: As for ``value``.
+
+        Returns:
+            The coefficient of the loss times the divisor of the reduction, for each tower.
+        """
+        return tuple(
+            loss.coefficient * self._gradient_weight(tower, values, examples)
+            for loss in self.losses
+            for tower in loss.towers
+        )
+
     def fisher_scales(self, values: Values, *, examples: int | None = None) -> dict[str, float]:
         """Return the factor of the cotangents of each loss input: the root of its Fisher weight.
 

@@ -1,0 +1,152 @@
+"""Products of whole curvature matrices with vectors over the parameters, by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kfac_engine._types import Array
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer, Vectors
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.model_arrays import ModelArrays
+from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.validation import check_finite, checked_vectors
+from kfac_engine.errors import InputError
+from kfac_engine.runtime.trace import Trace
+
+
+class CurvatureProducts:
+    """Products of the Fisher, Gauss–Newton and Hessian matrix of one batch, without a matrix.
+
+    The matrices are those of the engine's loss under its reduction. They belong to all parameters
+    together, have no block structure, and contain no damping. With the reduction ``"mean"`` the
+    Fisher matrix is ``1/(n·t) Σ Jᵀ k F J`` over ``n`` examples with ``t`` positions each, where
+    ``J`` is the Jacobian matrix of the values that the losses read, ``F`` the Fisher matrix of a
+    loss with respect to them and ``k`` its coefficient.
+
+    A vector has one array for each parameter, in the shape and layout of the file, from any
+    library. Parameters that are absent count as zeros. The first product on a batch of a new shape
+    takes the time of building a session.
+
+    Source: Martens 2014, arXiv:1412.1193, sections 8 and 9.
+
+    Args:
+        assembly: The model with its losses.
+        arrays: Converts arrays of the model.
+        trace: The batch. The Hessian matrix needs its targets.
+    """
+
+    def __init__(self, assembly: Assembly, arrays: ModelArrays, trace: Trace) -> None:
+        self._assembly, self._model = assembly, assembly.model
+        self._arrays, self._trace = arrays, trace
+        self._weights = assembly.task.objective.weights(trace)
+
+    def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the Fisher matrix times a vector.
+
+        Args:
+            vector: Parameter name to array.
+
+        Returns:
+            Parameter name to array, for all parameters.
+
+        Raises:
+            UnknownNameError: A name is not a parameter.
+            ShapeError: An array has another shape than its parameter.
+            NonFiniteError: An array or the product holds NaN or infinity.
+            UnsupportedOpError: An operator cannot be differentiated twice.
+        """
+        return self._multiply(vector, self._computer(self._names).multiply_fisher)
+
+    def multiply_ggn(self, vector: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the generalized Gauss–Newton matrix times a vector.
+
+        It equals the Fisher matrix for losses on natural parameters, and exists for these only.
+
+        Args:
+            vector: Parameter name to array.
+
+        Returns:
+            Parameter name to array, for all parameters.
+
+        Raises:
+            UnsupportedError: A loss does not read natural parameters.
+            KfacError: As for ``multiply_fisher``.
+        """
+        return self._multiply(vector, self._computer(self._names).multiply_ggn)
+
+    def multiply_hessian(self, vector: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the Hessian matrix of the loss on the targets of the batch, times a vector.
+
+        Args:
+            vector: Parameter name to array.
+
+        Returns:
+            Parameter name to array, for all parameters.
+
+        Raises:
+            InputError: The trace has no targets.
+            KfacError: As for ``multiply_fisher``.
+        """
+        return self._multiply(vector, self._computer(self._names).multiply_hessian)
+
+    def quadratic_forms(self, *vectors: Mapping[str, Array]) -> NDArray[np.float64]:
+        """Return ``vᵢᵀ F vⱼ`` for all pairs of vectors, with ``F`` the Fisher matrix.
+
+        Each vector takes one product with the Jacobian matrix and no backward pass. Inner products
+        are sums in float64.
+
+        Args:
+            *vectors: Parameter name to array, each; all with the same names.
+
+        Returns:
+            ``(m, m)`` for ``m`` vectors, symmetric and positive semidefinite up to rounding.
+
+        Raises:
+            InputError: There is no vector, or the names differ.
+            KfacError: As for ``multiply_fisher``.
+        """
+        if not vectors or any(vector.keys() != vectors[0].keys() for vector in vectors):
+            raise InputError("give one vector at least, and all vectors with the same parameters.")
+        checked = [self._checked(vector) for vector in vectors]
+        with single_threaded_blas(), quiet():
+            computer = self._computer(tuple(checked[0]))
+            images = [
+                computer.multiply_fisher_factor_transpose(tuple(vector.values()))
+                for vector in checked
+            ]
+            forms = [[_inner(one, other) for other in images] for one in images]
+        return np.array(forms)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(self._model.parameters)
+
+    def _computer(self, names: Sequence[str]) -> CurvatureMatrixVectorProductComputer:
+        collection = self._assembly.collection
+        return CurvatureMatrixVectorProductComputer(collection, names, self._trace, self._weights)
+
+    def _checked(self, vector: Mapping[str, Array]) -> dict[str, Array]:
+        backend = self._assembly.collection.backend
+        return checked_vectors(self._model, backend, vector, "the vector of")
+
+    def _multiply(
+        self, vector: Mapping[str, Array], product: Callable[[Vectors], Sequence[Array]]
+    ) -> dict[str, Array]:
+        checked = self._checked(vector)
+        with single_threaded_blas(), quiet():
+            arrays = [
+                checked[name] if name in checked else np.zeros_like(parameter)
+                for name, parameter in self._model.parameters.items()
+            ]
+            products = dict(zip(self._names, product(arrays), strict=True))
+        check_finite(products, self._model.memory_space, "the product of")
+        return self._model.to_file_layout(self._arrays.for_backend(products))
+
+
+def _inner(one: Sequence[Array], other: Sequence[Array]) -> float:
+    """The inner product of two vectors that have one array for each loss."""
+    return sum(float((a * b).sum(dtype=np.float64)) for a, b in zip(one, other, strict=True))
