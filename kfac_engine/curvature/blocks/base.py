@@ -1,4 +1,4 @@
-"""What every block is: the Fisher matrix of some parameters, multiplied without being formed."""
+"""The base class of blocks: products with the Fisher matrix of a layer, which is never formed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,34 +15,34 @@ from kfac_engine.errors import InputError, NotReadyError, RegistrationError, Uns
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
-# What a caller may write for the tensors of one tower: a name, or names over uses.
+# The tensors of a tower: a name, or names over uses.
 TowerNames: TypeAlias = str | Sequence[str]
 # grads_list[source][tower] for layers, grads_list[source] for generic blocks.
 GradsList: TypeAlias = Sequence[Sequence[TowerNames]] | Sequence[TowerNames]
 
 
 class FactorOwner(Protocol):
-    """What a block asks of the collection it belongs to."""
+    """The part of a collection that its blocks use."""
 
     backend: Backend
     config: CollectionConfig
 
     @property
     def batch_value(self) -> str | None:
-        """Name of a value whose first axis is the batch, if one is known."""
+        """Name of a value whose first axis is the batch; None if unknown."""
 
     @property
     def batch_is_exact(self) -> bool:
-        """Whether that axis is known to hold examples alone, no positions."""
+        """Whether the first axis of that value holds examples only, no positions."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The declared shape of a tensor; None where it is not known before a batch."""
+        """Return the declared shape of a tensor; None if it is unknown before the first batch."""
 
     def require_shape(self, name: str) -> tuple[int, ...]:
-        """The declared shape of a tensor; an error where it is not known."""
+        """Return the declared shape of a tensor; an InputError if it is unknown."""
 
     def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
-        """The factor ``cls(*args)``, made once and shared."""
+        """Return the factor ``cls(*args)``, which equal arguments share."""
 
 
 class FisherBlock(InverseProducts, ABC):
@@ -52,7 +52,7 @@ class FisherBlock(InverseProducts, ABC):
         collection: Owner of the factors, the backend and the configuration.
 
     Attributes:
-        params: The parameters, set when the block is registered.
+        params: The parameters; set at registration.
     """
 
     def __init__(self, collection: FactorOwner) -> None:
@@ -65,21 +65,22 @@ class FisherBlock(InverseProducts, ABC):
     @property
     @abstractmethod
     def num_registered_towers(self) -> int:
-        """Mini-batch shards registered so far."""
+        """Number of registered towers (shards of a batch)."""
 
     @abstractmethod
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
-        """Names of what the loss is differentiated with respect to, one entry a tower."""
+        """Return the names of tensors whose gradients the block reads, for each tower."""
 
     def instantiate_factors(
         self, grads_list: GradsList, damping: float | Callable[[], float]
     ) -> None:
-        """Make (or share) the factors.
+        """Create the factors, or use those of equal statistics.
 
         Args:
-            grads_list: Names of gradients of the loss with respect to ``tensors_to_compute_grads``:
+            grads_list: Names of the gradients with respect to ``tensors_to_compute_grads``:
                 ``[source][tower]`` for layers, ``[source]`` for generic blocks.
-            damping: λ; ``λ·I`` is approximately added to the block. A callable is read at refresh.
+            damping: λ; ``λ·I`` is approximately added to the block. A callable is evaluated at each
+                refresh.
 
         Raises:
             InputError: The damping is negative or not finite.
@@ -95,26 +96,26 @@ class FisherBlock(InverseProducts, ABC):
 
     @abstractmethod
     def _make_factors(self, grads_list: GradsList) -> None:
-        """Make the factors for these gradients."""
+        """Create the factors for gradients ``[source][tower]`` or ``[source]``."""
 
     # -- factors --------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def factors(self) -> tuple[FisherFactor, ...]:
-        """The block's factors, input side first."""
+        """The factors of the block, the input factor first."""
 
     @abstractmethod
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the factors' averages, from the shapes of the parameters."""
+        """Return the shapes of the averages of the factors, from the shapes of the parameters."""
 
     @property
     def damping(self) -> float:
-        """λ, divided by what the block's own coefficient multiplies back in.
+        """λ divided by the number of uses × positions, which multiplies the block.
 
         Raises:
             NotReadyError: The factors were not instantiated.
-            InputError: The damping has become negative or is not finite.
+            InputError: The damping is negative or not finite.
         """
         if self._damping is None:
             raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
@@ -122,53 +123,57 @@ class FisherBlock(InverseProducts, ABC):
 
     @abstractmethod
     def register_matpower(self, exp: float) -> None:
-        """Have the power computed at each refresh."""
+        """Register a power, which each refresh computes."""
 
     @abstractmethod
     def register_cholesky(self) -> None:
-        """Have the Cholesky factor computed at each refresh."""
+        """Register the Cholesky factor, which each refresh computes."""
 
     @abstractmethod
     def register_cholesky_inverse(self) -> None:
-        """Have the inverse Cholesky factor computed at each refresh."""
+        """Register the inverse Cholesky factor, which each refresh computes."""
 
     # -- products -------------------------------------------------------------------------------
 
     @property
     def work(self) -> float:
-        """Multiplications of a product with the block, about; few before the first batch."""
+        """Approximate number of multiplications of a product; small before the first batch."""
         return float(sum(prod(shape_of(factor)) for factor in self.factors))
 
     @abstractmethod
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
-        """The damped block to the power ``exp``, times a vector.
+        """Multiply the damped block to the power ``exp`` by a vector.
 
         Args:
-            vector: An array, or one for each parameter of a tuple, in their shapes.
+            vector: An array in the shape of the parameter, or a tuple with an array for each
+                parameter.
             exp: 1, or a registered power.
 
         Returns:
-            In the form of ``vector``; new arrays.
+            New arrays in the form of ``vector``.
         """
 
     @abstractmethod
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
-        """``B`` or ``Bᵀ`` times a vector, where ``B Bᵀ`` is the damped block."""
+        """Return ``B`` or ``Bᵀ`` times a vector, where ``B Bᵀ`` is the damped block."""
 
     @abstractmethod
     def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
-        """``B⁻¹`` or ``B⁻ᵀ`` times a vector; ``B⁻ᵀ`` of white noise is a sample of N(0, F⁻¹)."""
+        """Return ``B⁻¹`` or ``B⁻ᵀ`` times a vector.
+
+        ``B⁻ᵀ`` times white noise is a sample of N(0, F⁻¹).
+        """
 
     @abstractmethod
     def full_fisher_block(self) -> Array:
-        """The undamped block as a dense matrix, in the order of the packed parameters."""
+        """Return the undamped block as a dense matrix, in the order of the packed parameters."""
 
     # -- private ----------------------------------------------------------------------------------
 
     def _operand(self, vector: Vector) -> Vector:
-        """A vector, from any library, as floating-point arrays of the backend."""
+        """Return a vector of any library as floating-point arrays of the backend."""
         arrays = tuple(self._collection.backend.asarray(part) for part in parts(vector))
-        # A product in whole numbers would be cut off.
+        # A product of integers would be truncated.
         arrays = tuple(a.astype("float64") if a.dtype.kind in "biu" else a for a in arrays)
         return arrays if isinstance(vector, tuple | list) else arrays[0]
 
@@ -183,7 +188,7 @@ class FisherBlock(InverseProducts, ABC):
 
 
 class Towers:
-    """Names of inputs and outputs of one layer, tower by tower."""
+    """Names of the inputs and outputs of a layer for each tower."""
 
     def __init__(self) -> None:
         self.inputs: list[Uses] = []
@@ -204,16 +209,16 @@ class Towers:
         self.outputs.append(s)
 
     def gradients(self, grads_list: GradsList) -> Tensors:
-        """Names of output gradients, ``[source][tower]``, each a tuple over uses.
+        """Return names of output gradients, ``[source][tower]``, each a tuple over uses.
 
         Args:
-            grads_list: As ``FisherBlock.instantiate_factors`` takes it.
+            grads_list: As in ``FisherBlock.instantiate_factors``.
 
         Returns:
-            The same, in tuples.
+            The names in nested tuples.
 
         Raises:
-            InputError: There is no source, or one has not one entry a tower.
+            InputError: There is no source, or the entries of a source are not those of the towers.
         """
         if not grads_list or any(isinstance(s, str) or len(s) != len(self) for s in grads_list):
             raise InputError(
@@ -227,17 +232,17 @@ class Towers:
 
 
 def parts(vector: Vector) -> tuple[Array, ...]:
-    """A vector over a block as a tuple, one array a parameter; an UnsupportedError for rows."""
+    """Return a vector as a tuple with an array for each parameter; refuse rows."""
     if isinstance(vector, Rows):
         raise UnsupportedError("this block multiplies whole arrays, not rows of them.")
     return tuple(vector) if isinstance(vector, tuple | list) else (vector,)
 
 
 def shape_of(factor: FisherFactor) -> tuple[int, ...]:
-    """Shape of a factor's average; empty before the first batch."""
+    """Return the shape of a factor's average; empty before the first batch."""
     return () if factor.average.value is None else factor.average.value.shape
 
 
 def uses(names: TowerNames) -> Uses:
-    """Names over uses as a tuple."""
+    """Return names over uses as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)

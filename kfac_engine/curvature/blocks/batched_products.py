@@ -1,4 +1,4 @@
-"""Products with many blocks, side by side."""
+"""Products with many blocks in parallel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,28 +18,28 @@ Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
 def batched_products(
     pairs: Sequence[tuple[FisherBlock, Vector]], product: Product, backend: Backend
 ) -> list[Vector]:
-    """The product of each block with its vector.
+    """Multiply each block by its vector, in parallel.
 
     Args:
-        pairs: Blocks, none of them twice, and what to multiply.
-        product: A product, which neither changes a block nor what it is made of.
-        backend: Of the blocks.
+        pairs: Distinct blocks with their vectors.
+        product: Product of a block and a vector; must not change blocks or factors.
+        backend: Array library of the blocks.
 
     Returns:
         The products, in the order of the pairs.
 
     Raises:
-        KfacError: As the product raises it, for one of the pairs.
+        KfacError: The product raised it for a pair.
     """
-    found: dict[int, Vector] = {}
+    products: dict[int, Vector] = {}
 
-    def do(index: int, block: FisherBlock, vector: Vector) -> None:
-        found[index] = product(block, vector)
+    def multiply(index: int, block: FisherBlock, vector: Vector) -> None:
+        products[index] = product(block, vector)
 
     backend.run_parallel(
-        [Task(pair[0].work, partial(do, i, *pair)) for i, pair in enumerate(pairs)]
+        [Task(pair[0].work, partial(multiply, i, *pair)) for i, pair in enumerate(pairs)]
     )
-    return [found[index] for index in range(len(pairs))]
+    return [products[index] for index in range(len(pairs))]
 
 
 def multiply_blocks(
@@ -86,33 +86,33 @@ def multiply_blocks(
 
 
 def by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:
-    """Vectors over all parameters, one by one.
+    """Return the vectors of all parameters by name.
 
     Args:
-        vecs_and_vars: Pairs of an array and its parameter, or of several of each.
+        vecs_and_vars: Pairs of an array and its parameter, or of a tuple of arrays and parameters.
         registered: All parameters.
 
     Returns:
         Parameter to array, or to rows of an embedding.
 
     Raises:
-        ShapeError: A pair has another number of arrays than parameters.
-        InputError: A parameter is missing, comes twice or is not registered.
+        ShapeError: The numbers of arrays and parameters of a pair differ.
+        InputError: A parameter is missing, occurs twice or is not registered.
     """
-    given: dict[str, Any] = {}
+    vectors: dict[str, Any] = {}
     for vector, key in vecs_and_vars:
         names = uses(key)
         arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
         if len(arrays) != len(names):
             raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
-        if given.keys() & set(names):
-            raise InputError(f"products take every parameter once; {key} comes again.")
-        given.update(zip(names, arrays, strict=True))
-    if set(given) != set(registered):
-        missing = sorted(set(registered) - set(given))
-        extra = sorted(set(given) - set(registered))
+        if vectors.keys() & set(names):
+            raise InputError(f"products take every parameter once; {key} occurs twice.")
+        vectors.update(zip(names, arrays, strict=True))
+    if set(vectors) != set(registered):
+        missing = sorted(set(registered) - set(vectors))
+        extra = sorted(set(vectors) - set(registered))
         raise InputError(
             f"products take every registered parameter once; missing: {missing}, not registered: "
             f"{extra}."
         )
-    return given
+    return vectors

@@ -1,4 +1,4 @@
-"""How the input side of a convolution's Kronecker block is kept."""
+"""Forms of the input factor of a convolution."""
 
 from functools import partial
 
@@ -13,24 +13,26 @@ from kfac_engine.layers.views import PatchView, RowView, View
 
 
 def patches_side(form: LayerForm) -> Side:
-    """Dense, of the part of a batch that the form names."""
+    """Return a dense input factor over the sampled part of a batch."""
     if not form.sampling.active:
         return DENSE
     return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
 
 
 def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
-    """Of single pixels, taken as uncorrelated between places; strides and padding do not matter.
+    """Return an input factor of single pixels, uncorrelated between positions (SUA).
+
+    Strides and padding have no effect on it.
 
     Args:
-        form: A convolution's.
-        config: Says whether pixels have a mean.
+        form: Layout of the convolution.
+        config: Decides whether the mean of pixels is modelled.
 
     Returns:
-        The side.
+        The form of the factor.
 
     Raises:
-        UnsupportedError: Patches are masked: what a pixel is then depends on its place.
+        UnsupportedError: Patches are masked, so that the pixels of different positions differ.
     """
     patches = form.input_view
     if not isinstance(patches, PatchView):
@@ -48,7 +50,7 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
         batch: str | None,
         exact: bool,
     ) -> PixelCovariance:
-        del view  # of patches: never extracted
+        del view  # patches are not extracted
         return PixelCovariance.configured(
             config,
             tensors=tensors,

@@ -1,4 +1,4 @@
-"""The EKFAC block: a Kronecker product's eigenvectors with eigenvalues of their own."""
+"""The EKFAC block: the eigenvectors of a Kronecker product with measured eigenvalues."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from kfac_engine.curvature.factors.statistics import KroneckerMoment
 class EigenbasisFB(LayerDiagonalFB):
     """``F ≈ (U_A ⊗ U_G) diag(s) (U_A ⊗ U_G)ᵀ``, damped by λ (George et al. 2018, section 3).
 
-    Any power can be taken of the current eigenvalues. The Cholesky factor is the symmetric square
-    root. Positions are summed within an example, so the block needs no factor for their number.
+    Powers are those of the current eigenvalues. The Cholesky factor is the symmetric square root.
+    Positions are summed within an example, so that no count multiplies the block.
     """
 
     @property
@@ -39,9 +39,11 @@ class EigenbasisFB(LayerDiagonalFB):
         exact = collection.batch_is_exact
         a = KroneckerMoment((inputs,), form.input_view, bias, batch=batch, exact=exact)
         ds = KroneckerMoment(gradients, form.output_view, batch=batch, exact=exact)
-        sides = (
+        kronecker_factors = (
             collection.make_or_get_factor(DenseSquareMatrixFactor, (a,)),
             collection.make_or_get_factor(DenseSquareMatrixFactor, (ds,)),
         )
         squares = RotatedSquare(inputs, gradients, form.input_view, form.output_view, bias)
-        self._factor = collection.make_or_get_factor(EigenbasisFactor, (squares, *sides))
+        self._factor = collection.make_or_get_factor(
+            EigenbasisFactor, (squares, *kronecker_factors)
+        )

@@ -1,8 +1,8 @@
 """Kronecker blocks of embeddings: ``F ≈ u·t · diag(A) ⊗ G``, multiplying dense vectors or rows.
 
-``A`` is the part of the rows that have each identifier, ``G`` the second moment of the output
-gradients. The gradient of an embedding has as many rows that are not zero as a batch has
-identifiers: given as ``Rows``, it is multiplied without touching the others.
+``A`` is the fraction of rows that contain each token id, ``G`` the second moment of the output
+gradients. The nonzero rows of the gradient of an embedding are those of the token ids of a batch.
+A product with ``Rows`` reads these rows only.
 """
 
 from kfac_engine._types import Array, Rows, Vector
@@ -12,17 +12,17 @@ from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
 from kfac_engine.layers.layer_forms import LayerForm
 
-IDENTIFIERS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
+TOKEN_IDS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 
 
 class EmbeddingKroneckerFB(MultiUseKroneckerFB):
-    """A Kronecker block of a table whose rows are picked by identifiers.
+    """A Kronecker block of a table whose rows are selected by token ids.
 
     Args:
         collection: Owner of the factors.
-        form: How the tensors of one use are laid out; its input view is ``TokenIdView``.
-        num_uses: Uses; may be left out if a tower lists them.
-        output_side: How ``G`` is kept.
+        form: Layout of the tensors of one use; its input view is ``TokenIdView``.
+        num_uses: Number of uses; optional if a tower lists them.
+        output_side: Form of ``G``.
     """
 
     def __init__(
@@ -33,9 +33,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
         *,
         output_side: Side = DENSE,
     ) -> None:
-        super().__init__(
-            collection, form, num_uses, input_side=IDENTIFIERS, output_side=output_side
-        )
+        super().__init__(collection, form, num_uses, input_side=TOKEN_IDS, output_side=output_side)
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         if not isinstance(vector, Rows):
@@ -61,7 +59,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
         return self._scaled(vector, values, exp)
 
     def _rows(self, rows: Rows) -> Rows:
-        """Rows as floating-point numbers: a product in whole numbers would be cut off."""
+        """Return rows in floating point; a product of integers would be truncated."""
         if rows.values.dtype.kind == "f":
             return rows
         return Rows(rows.indices, rows.values.astype("float64"), rows.num_rows)

@@ -1,8 +1,8 @@
 """Blocks of convolutions in groups: one block for each group, computed together.
 
-``F ≈ ⊕_g t · A_g ⊗ G_g``: parameters of different groups are taken as uncorrelated, although all
-meet the same example; each group is a convolution of its own. Damping is split in each group by the
-traces of its own factors. The packed order is group by group.
+``F ≈ ⊕_g t · A_g ⊗ G_g``: each group is a convolution, and the parameters of different groups are
+assumed to be uncorrelated. Each group splits its damping by the traces of its own factors. The
+packed order is group by group.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class GroupedKroneckerFB(KroneckerProductFB):
 
     Args:
         collection: Owner of the factors.
-        form: How the convolution is laid out.
+        form: Layout of the convolution.
     """
 
     def __init__(self, collection: FactorOwner, form: GroupedForm) -> None:
@@ -40,19 +40,19 @@ class GroupedKroneckerFB(KroneckerProductFB):
         self._stack = form.shape
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        del shapes  # the filter's, which the form knows
+        del shapes  # the form has the shape of the filter
         groups, d_in, d_out = self._stack
         return (groups, d_in, d_in), (groups, d_out, d_out)
 
     def split_damping(self) -> tuple[Level, Level]:
-        """Split ``damping`` between the sides of each group.
+        """Split ``damping`` between the factors of each group.
 
         Returns:
-            ``(λ_A, λ_G)``, one number a group each.
+            ``(λ_A, λ_G)``, each with a number for each group.
         """
         root = float(np.sqrt(self.damping))
         A, G = self.input_factor, self.output_factor
-        assert isinstance(A, StackedSquareFactor)  # by the sides
+        assert isinstance(A, StackedSquareFactor)
         assert isinstance(G, StackedSquareFactor)
         _, d_in, d_out = self._stack
         if self._collection.config.pi_type == "off":
@@ -65,11 +65,11 @@ class GroupedKroneckerFB(KroneckerProductFB):
     def full_fisher_block(self) -> Array:
         xp = self._collection.backend.xp
         groups, d_in, d_out = self._stack
-        side = d_in * d_out
+        size = d_in * d_out
         A, G = (factor.average.read(factor.name) for factor in self.factors)
-        block: Array = xp.zeros((groups * side, groups * side), A.dtype)
+        block: Array = xp.zeros((groups * size, groups * size), A.dtype)
         for group in range(groups):
-            where = slice(group * side, (group + 1) * side)
+            where = slice(group * size, (group + 1) * size)
             block[where, where] = self.repeats * xp.kron(A[group], G[group])
         return block
 
@@ -79,7 +79,7 @@ class GroupedDiagonalFB(LayerDiagonalFB):
 
     Args:
         collection: Owner of the factor.
-        form: How the convolution is laid out.
+        form: Layout of the convolution.
     """
 
     def __init__(self, collection: FactorOwner, form: GroupedForm) -> None:
@@ -87,7 +87,7 @@ class GroupedDiagonalFB(LayerDiagonalFB):
         self._grouped = form
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        del shapes  # the filter's, which the form knows
+        del shapes  # the form has the shape of the filter
         return (self._grouped.shape,)
 
     def _make_factors(self, grads_list: GradsList) -> None:
@@ -104,7 +104,7 @@ class GroupedDiagonalFB(LayerDiagonalFB):
 
 
 def single_filter(params: Params) -> str:
-    """The filter of a depthwise convolution; an UnsupportedError where there is a bias."""
+    """Return the filter of a depthwise convolution; an UnsupportedError if it has a bias."""
     if isinstance(params, str):
         return params
     raise UnsupportedError(

@@ -1,9 +1,9 @@
 """Kronecker-factored blocks: ``F ≈ c · A ⊗ G``.
 
-``A`` is the second moment of a layer's inputs, ``G`` that of its output gradients, both means over
-uses, examples and positions; ``c`` is the number of uses × positions for each example. One block
-serves dense layers (c = 1), convolutions (c = output locations; KFC) and layers shared over
-independent uses.
+``A`` is the second moment of the inputs of a layer, and ``G`` that of its output gradients. Both
+are means over uses, examples and positions. ``c`` is the number of uses × positions for each
+example. One block serves dense layers (c = 1), convolutions (c = output locations; KFC) and layers
+with independent uses.
 
 Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); Grosse & Martens
 2016, arXiv:1602.01407, equation 23; Martens, Ba & Johnson 2018, section 3.2 (independent uses).
@@ -46,12 +46,12 @@ def _line(d: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side of a Kronecker block is kept.
+    """The form of a factor of a Kronecker block.
 
     Attributes:
-        statistic: Makes the statistic, with the arguments of ``KroneckerMoment``.
-        factor: Averages it.
-        shape: Shape of the average, from the side of the matrix.
+        statistic: Creates the statistic; takes the arguments of ``KroneckerMoment``.
+        factor: Class of the factor.
+        shape: Returns the shape of the average for a matrix of a given size.
     """
 
     statistic: Callable[..., KroneckerMoment]
@@ -68,9 +68,9 @@ class KroneckerProductFB(FisherBlock):
 
     Args:
         collection: Owner of the factors.
-        form: How the layer's tensors and parameters are laid out.
-        input_side: How ``A`` is kept.
-        output_side: How ``G`` is kept.
+        form: Layout of the tensors and parameters of the layer.
+        input_side: Form of ``A``.
+        output_side: Form of ``G``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class KroneckerProductFB(FisherBlock):
         return len(self._towers)
 
     def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a mini-batch shard.
+        """Add a tower.
 
         Args:
             inputs: Name of the layer's input, or names over uses.
@@ -132,12 +132,12 @@ class KroneckerProductFB(FisherBlock):
 
     @property
     def input_factor(self) -> FisherFactor:
-        """``A``."""
+        """The input factor ``A``."""
         return self._instantiated(self._input_factor)
 
     @property
     def output_factor(self) -> FisherFactor:
-        """``G``."""
+        """The output factor ``G``."""
         return self._instantiated(self._output_factor)
 
     @property
@@ -151,10 +151,10 @@ class KroneckerProductFB(FisherBlock):
 
     @property
     def repeats(self) -> int:
-        """``c``: uses × positions for each example.
+        """Number ``c`` of uses × positions for each example.
 
         Raises:
-            NotReadyError: No batch was seen and the output's shape was not declared.
+            NotReadyError: No batch was measured, and the shape of the output was not declared.
         """
         if self.output_factor.repeats is not None:
             return self.output_factor.repeats
@@ -164,24 +164,25 @@ class KroneckerProductFB(FisherBlock):
                 f"the number of positions in the layer of {self.params} is known after the first "
                 f"update of its statistics."
             )
-        known = [shape for shape in shapes if shape is not None]
-        return rows_per_example(known, self.form.output_view, self.form.num_uses)
+        declared = [shape for shape in shapes if shape is not None]
+        return rows_per_example(declared, self.form.output_view, self.form.num_uses)
 
     @property
     def damping(self) -> float:
-        """``λ / c**p`` (p is the configuration's ``normalize_damping_power``).
+        """Damping ``λ / c**p`` of the Kronecker product.
 
-        With p = 1 the identity that damping adds to ``c·A ⊗ G`` is ``λ·I``.
+        The exponent ``p`` is ``normalize_damping_power`` of the configuration. With ``p = 1``, the
+        damping adds ``λ·I`` to ``c·A ⊗ G``.
         """
         power = self._collection.config.normalize_damping_power
         normalizer: float = float(self.repeats) ** power
         return super().damping / normalizer
 
     def split_damping(self) -> tuple[Level, Level]:
-        """Split ``damping`` between the sides, by the current undamped factors.
+        """Split ``damping`` between the factors by the traces of their current averages.
 
         Returns:
-            ``(λ_A, λ_G)`` with ``λ_A·λ_G`` = ``damping``; where factors are stacks, for each group.
+            ``(λ_A, λ_G)`` with ``λ_A·λ_G = damping``; arrays over groups if factors are stacks.
 
         Source: Martens & Grosse 2015, section 6.3.
         """
@@ -209,8 +210,8 @@ class KroneckerProductFB(FisherBlock):
     @property
     def work(self) -> float:
         a, g = (shape_of(factor) for factor in self.factors)
-        both_sides = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
-        return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(both_sides, 1)
+        sizes = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
+        return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(sizes, 1)
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
@@ -238,7 +239,7 @@ class KroneckerProductFB(FisherBlock):
     # -- private ----------------------------------------------------------------------------------
 
     def _between(self, left: Array, right: Array, vector: Vector, scale: float) -> Vector:
-        """``scale · left V right`` of symmetric matrices, the vector taken where it lies."""
+        """Return ``scale · left V right`` for symmetric matrices, without packing the vector."""
         backend, packing = self._collection.backend, self.form.packing
         parts = packing.parts(vector, self.params)
         dtype = backend.xp.result_type(left, right, *parts)
@@ -248,7 +249,7 @@ class KroneckerProductFB(FisherBlock):
         return packing.joined(out, vector)
 
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
-        """``√c·L_A V L_Gᵀ`` and its three relatives: the right side is transposed by default."""
+        """Return ``√c·L_A V L_Gᵀ``, or the product with the inverse, the transpose or both."""
         vector = self._operand(vector)
         (A, damping_a), (G, damping_g) = self._damped()
         V = self._pack(vector)
@@ -274,7 +275,7 @@ class KroneckerProductFB(FisherBlock):
 
 @dataclass(frozen=True, slots=True, eq=True)
 class _SideDamping:
-    """The damping of one side of a block, read when a factor is refreshed."""
+    """The damping of a factor of a block, evaluated at each refresh."""
 
     block: KroneckerProductFB
     side: int

@@ -1,9 +1,8 @@
-"""Kronecker blocks of layers used several times, the uses taken as independent.
+"""Kronecker blocks of layers with several uses, which are assumed to be independent.
 
-``F ≈ u·t · A ⊗ G`` with means over all uses (Martens, Ba & Johnson 2018, section 3.2): the general
-Kronecker block, with uses among its rows. The tensors of a tower are given as a list over uses, or
-as one tensor that holds them all, ``(u·n, …)`` or ``(u, n, …)``; inputs, outputs and gradients may
-differ in that.
+``F ≈ u·t · A ⊗ G`` with means over all uses (Martens, Ba & Johnson 2018, section 3.2). The tensors
+of a tower are a list over uses, or one tensor of all uses, ``(u·n, …)`` or ``(u, n, …)``. Inputs,
+outputs and gradients may have different forms.
 """
 
 from dataclasses import replace
@@ -19,10 +18,10 @@ class MultiUseKroneckerFB(KroneckerProductFB):
 
     Args:
         collection: Owner of the factors.
-        form: How the tensors and parameters of one use are laid out.
-        num_uses: Uses; may be left out if a tower lists them.
-        input_side: How ``A`` is kept.
-        output_side: How ``G`` is kept.
+        form: Layout of the tensors and parameters of one use.
+        num_uses: Number of uses; optional if a tower lists them.
+        input_side: Form of ``A``.
+        output_side: Form of ``G``.
     """
 
     def __init__(
@@ -39,19 +38,19 @@ class MultiUseKroneckerFB(KroneckerProductFB):
 
     @property
     def num_uses(self) -> int:
-        """Uses of the layer.
+        """Number of uses of the layer.
 
         Raises:
-            InputError: Nobody said how many there are.
+            InputError: The number was not given.
         """
         return count_uses(self._num_uses)
 
     def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a mini-batch shard.
+        """Add a tower.
 
         Args:
-            inputs: Names of the layer's input over uses, or one name of all of them.
-            outputs: Names of its output before any nonlinearity, likewise.
+            inputs: Names of the layer's input over uses, or the name of a tensor of all uses.
+            outputs: Names of the layer's output before any nonlinearity, in either form.
         """
         if not isinstance(inputs, str) or not isinstance(outputs, str):
             self._num_uses = count_uses(self._num_uses, inputs, outputs)
@@ -65,33 +64,33 @@ class MultiUseKroneckerFB(KroneckerProductFB):
 
 
 def count_uses(num_uses: int | None, *tensors: TowerNames) -> int:
-    """The number of uses that everything given agrees on.
+    """Return the number of uses, from a number and from lists of names.
 
     Args:
-        num_uses: As a caller said; None if not.
-        tensors: Names; a list has one for each use.
+        num_uses: The number that the caller gave; None if omitted.
+        tensors: Names; a list has a name for each use.
 
     Returns:
-        At least one.
+        The number of uses, at least one.
 
     Raises:
-        InputError: Neither a number nor a list was given, or it is below one.
-        RegistrationError: They differ.
+        InputError: Neither a number nor a list was given, or the number is below one.
+        RegistrationError: The number and the lengths of lists differ.
     """
-    given = {len(names) for names in tensors if not isinstance(names, str)}
+    counts = {len(names) for names in tensors if not isinstance(names, str)}
     if num_uses is not None:
-        given.add(num_uses)
-    if not given:
+        counts.add(num_uses)
+    if not counts:
         raise InputError(
             "You must supply a value for the num_uses argument when the uses of a layer are not "
             "given as a list."
         )
-    if len(given) > 1:
+    if len(counts) > 1:
         raise RegistrationError(
-            f"the uses of one layer are counted differently: {sorted(given)}; num_uses and the "
+            f"the uses of one layer are counted differently: {sorted(counts)}; num_uses and the "
             f"lengths of all lists must be equal."
         )
-    (uses,) = given
+    (uses,) = counts
     if uses < 1:
         raise InputError(f"a layer must be used at least once, got num_uses={uses}.")
     return uses

@@ -1,9 +1,9 @@
-"""KFAC-reduce: a layer that sees many positions, as one that sees their mean.
+"""KFAC-reduce: a Kronecker block of a layer whose positions are averaged.
 
-Two Kronecker approximations of such a layer are exact in two cases. ``kron``, KFAC-expand, takes
-each position as an example of its own, which is right where the loss sums over positions.
-KFAC-reduce takes an example's gradient ``Σ_t a_t ds_tᵀ`` as ``(mean_t a_t) (Σ_t ds_t)ᵀ``, which is
-right where the network averages over positions before its loss. Without positions both are K-FAC.
+A layer with positions has two Kronecker approximations. ``kron`` (KFAC-expand) treats each position
+as an example, which is exact if the loss sums over positions. KFAC-reduce replaces the gradient of
+an example, ``Σ_t a_t ds_tᵀ``, by ``(mean_t a_t) (Σ_t ds_t)ᵀ``, which is exact if the network
+averages over positions before its loss. Without positions both are K-FAC.
 
 Source: Eschenhagen et al. 2023, arXiv:2311.00636, section 3.3.
 """
@@ -25,7 +25,7 @@ class ReducedKroneckerFB(KroneckerProductFB):
 
     Args:
         collection: Owner of the factors.
-        form: How the layer's tensors and parameters are laid out.
+        form: Layout of the tensors and parameters of the layer.
     """
 
     def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
@@ -33,5 +33,5 @@ class ReducedKroneckerFB(KroneckerProductFB):
 
     @property
     def repeats(self) -> int:
-        """One: positions are reduced."""
+        """Number of rows for each example, 1: positions are reduced."""
         return 1

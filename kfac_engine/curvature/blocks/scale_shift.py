@@ -18,11 +18,11 @@ from kfac_engine.layers.broadcast import Reduction
 
 @dataclass(frozen=True, slots=True)
 class ScaleShiftForm:
-    """How a scale, a shift or both are broadcast against the data.
+    """The broadcast of a scale, a shift or both against the data.
 
     Attributes:
-        scale: None without one.
-        shift: None without one.
+        scale: Sums for the scale; None without a scale.
+        shift: Sums for the shift; None without a shift.
     """
 
     scale: Reduction | None
@@ -30,15 +30,15 @@ class ScaleShiftForm:
 
 
 class ScaleShiftFB(SingleLayerFB):
-    """The block of a scale, a shift or both, the vector being ``[scale, shift]``, row-major each.
+    """The block of a scale, a shift or both; vectors are ``[scale, shift]``, each row-major.
 
-    The parameters may be used several times: a tower then lists the data of each use.
+    A tower lists the data of each use of the parameters.
 
     Args:
         collection: Owner of the factor.
-        form: How the parameters are broadcast.
-        statistic: Of their per-example gradients.
-        factor: Averages it.
+        form: Broadcast of the parameters.
+        statistic: Statistic of the per-example gradients.
+        factor: Class of the factor.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class ScaleShiftFB(SingleLayerFB):
         self._factor_class = factor
 
     def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a mini-batch shard.
+        """Add a tower.
 
         Args:
-            inputs: Names of the data before scaling, one a use; empty without a scale.
-            outputs: Names of the data after it, likewise.
+            inputs: Names of the data before scaling, for each use; empty without a scale.
+            outputs: Names of the scaled and shifted data, for each use.
 
         Raises:
             RegistrationError: Inputs and outputs list different numbers of uses.

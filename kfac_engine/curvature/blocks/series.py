@@ -1,4 +1,4 @@
-"""Blocks of a layer used at successive steps, with the correlation between steps.
+"""Blocks of layers used at successive steps, with the correlation between steps.
 
 Source: Martens, Ba & Johnson 2018, section 3.5; the algebra is in ``curvature.linalg.lags``.
 """
@@ -36,7 +36,7 @@ def _both_moments(d: int) -> tuple[int, ...]:
     return 2, d, d
 
 
-# Measures the lag only when asked to: independent uses and successive ones can share a factor.
+# Measures the lag after ``register_cov_dt1`` only: blocks of both kinds can share a factor.
 USES = Side(KroneckerMoment, LaggedFactor)
 _SUCCESSIVE_USES = Side(KroneckerMoment, LaggedFactor, _both_moments)
 
@@ -46,13 +46,13 @@ class SeriesFB(MultiUseKroneckerFB):
 
     Args:
         collection: Owner of the factors.
-        form: How the tensors and parameters of one use are laid out.
-        num_uses: Uses; may be left out if a tower lists them, in their order in time.
+        form: Layout of the tensors and parameters of one use.
+        num_uses: Number of uses; optional if a tower lists them in the order of time.
         option: 1 (symmetric lag moments, weights ``u − |d|``) or 2 (any lag moments, infinite
             sequence, weights ``u``).
 
     Raises:
-        InputError: There is no such option.
+        InputError: The option is neither 1 nor 2.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class SeriesFB(MultiUseKroneckerFB):
 
     @property
     def _positions(self) -> int:
-        """Rows of one use for each example: they count as independent, each its own sequence."""
+        """Number of positions of a use for each example, each an independent sequence."""
         return self.repeats // self.form.num_uses
 
     def _multiplied(self, V: Array, damping_a: float, damping_g: float) -> Array:
         A, G = self._lagged()
         multiply, _ = _OPTIONS[self._option]
-        sides = A.whitened(damping_a), G.whitened(damping_g)
-        product = multiply(V, *sides, self.form.num_uses, self._collection.backend)
+        whitened = A.whitened(damping_a), G.whitened(damping_g)
+        product = multiply(V, *whitened, self.form.num_uses, self._collection.backend)
         return self._positions * product
 
     def _solved(self, V: Array) -> Array:
@@ -132,7 +132,6 @@ class SeriesFB(MultiUseKroneckerFB):
         return solve(V, A, G, self.form.num_uses) / self._positions
 
     def _lagged(self) -> tuple[LaggedFactor, LaggedFactor]:
-        # By the sides this class chose.
         return cast("tuple[LaggedFactor, LaggedFactor]", self.factors)
 
     def _check_power(self, exp: float) -> None:

@@ -22,7 +22,7 @@ from kfac_engine.layers.layer_forms import LayerForm
 
 
 class SingleFactorFB(FisherBlock):
-    """A block that is one matrix over the concatenated parameters, damped by λ."""
+    """A block that is a single matrix over the concatenated parameters, damped by λ."""
 
     def __init__(self, collection: FactorOwner) -> None:
         super().__init__(collection)
@@ -30,7 +30,7 @@ class SingleFactorFB(FisherBlock):
 
     @property
     def factor(self) -> FisherFactor:
-        """The matrix.
+        """The factor that averages the matrix.
 
         Raises:
             NotReadyError: The factors were not instantiated.
@@ -90,7 +90,7 @@ class SingleFactorFB(FisherBlock):
         return column
 
     def _check_declared(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Refuse arrays of other shapes than the parameters, where those are known."""
+        """Check the shapes of arrays against the declared shapes of the parameters."""
         names = () if self.params is None else uses(self.params)
         if names and len(names) != len(shapes):
             raise InputError(
@@ -103,7 +103,7 @@ class SingleFactorFB(FisherBlock):
                 )
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
-        assert not isinstance(like, Rows)  # they were refused by parts
+        assert not isinstance(like, Rows)  # `parts` refused rows
         if not isinstance(like, tuple | list):
             return column.reshape(like.shape).astype(like.dtype)
         pieces, start = [], 0
@@ -115,7 +115,7 @@ class SingleFactorFB(FisherBlock):
 
 
 class NaiveFullFB(SingleFactorFB):
-    """The outer product of the batch gradient: any parameters, no structure.
+    """The second moment of the gradient of any parameters, without structure.
 
     Args:
         collection: Owner of the factors.
@@ -135,7 +135,7 @@ class NaiveFullFB(SingleFactorFB):
         return len(self._batch)
 
     def register_additional_tower(self, batch_size: int | str) -> None:
-        """Add a mini-batch shard: its size, or the name of a value with the batch axis first."""
+        """Add a tower: its batch size, or the name of a value whose first axis is the batch."""
         self._batch.append(batch_size)
 
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
@@ -156,7 +156,7 @@ class NaiveFullFB(SingleFactorFB):
 
 
 class NaiveDiagonalFB(NaiveFullFB):
-    """The squared batch gradient of one parameter.
+    """The squared gradient of one parameter.
 
     Args:
         collection: Owner of the factors.
@@ -182,7 +182,7 @@ class NaiveDiagonalFB(NaiveFullFB):
 
 
 class SingleLayerFB(SingleFactorFB):
-    """A block with a single factor, of a layer with one input and one output."""
+    """A block with a single factor, for a layer with one input and one output."""
 
     def __init__(self, collection: FactorOwner) -> None:
         super().__init__(collection)
@@ -193,11 +193,11 @@ class SingleLayerFB(SingleFactorFB):
         return len(self._towers)
 
     def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a mini-batch shard.
+        """Add a tower.
 
         Args:
             inputs: Name of the layer's input.
-            outputs: Name of its output.
+            outputs: Name of the layer's output.
 
         Raises:
             RegistrationError: Several uses are listed.
@@ -218,7 +218,7 @@ class LayerDiagonalFB(SingleLayerFB):
 
     Args:
         collection: Owner of the factors.
-        form: How the layer's tensors and parameters are laid out.
+        form: Layout of the tensors and parameters of the layer.
     """
 
     def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
@@ -240,13 +240,13 @@ class LayerDiagonalFB(SingleLayerFB):
 
     @property
     def damping(self) -> float:
-        """``λ·c / c**p``: the multiple of the identity that a Kronecker block would add.
+        """Damping ``λ·c / c**p``, the multiple of the identity that a Kronecker block adds.
 
-        c is the number of positions, p the configuration's ``normalize_damping_power``; λ itself
-        for p = 1.
+        ``c`` is the number of positions, ``p`` is ``normalize_damping_power`` of the configuration.
+        With ``p = 1`` the damping is ``λ``.
 
         Raises:
-            NotReadyError: p is not 1, and no batch was seen.
+            NotReadyError: ``p`` is not 1, and no batch was measured.
         """
         power = self._collection.config.normalize_damping_power
         if power == 1:
