@@ -1,4 +1,4 @@
-"""A chart for each suite: times of all contenders case by case, or growth along each axis."""
+"""Charts of suites: times of all contenders for each case, or growth along each axis."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 _INCHES_A_BAR, _INCHES_A_CASE, _WIDTH, _PANEL = 0.16, 0.14, 9.0, 4.6
 _DOTS_AN_INCH = 120
-# The same in every chart.
+# A contender has the same colour in every chart.
 _COLOURS = {who: f"C{i}" for i, who in enumerate(CONTENDERS)}
 
 
 def chart_folder(folder: Path) -> Path:
-    """A folder in which charts can be drawn: better to know before anything is measured.
+    """Return a folder for charts; an error is raised before anything is measured.
 
     Args:
-        folder: Made if it is not there.
+        folder: Folder, created if it is missing.
 
     Returns:
         The folder.
 
     Raises:
         BackendError: matplotlib is not installed.
-        InputError: There can be no such folder.
+        InputError: The folder cannot be created.
     """
     if find_spec("matplotlib") is None:
         raise BackendError(
@@ -41,24 +41,26 @@ def chart_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"no folder {folder} can be made: {error.strerror}.") from error
+        raise InputError(f"cannot create the folder {folder}: {error.strerror}.") from error
     return folder
 
 
-def draw(folder: Path, contests: Mapping[str, Sequence[Row]], growth: Sequence[Point] = ()) -> None:
+def draw(
+    folder: Path, comparisons: Mapping[str, Sequence[Row]], growth: Sequence[Point] = ()
+) -> None:
     """Write ``<suite>.png`` for each suite, and ``scaling.png``.
 
     Args:
-        folder: As ``chart_folder`` gives it.
-        contests: Name of a suite to rows.
+        folder: Result of ``chart_folder``.
+        comparisons: Name of a suite to rows.
         growth: Points of the suite ``scaling``.
     """
     from matplotlib.figure import Figure
 
-    for name, rows in contests.items():
+    for name, rows in comparisons.items():
         height = 1.2 + _INCHES_A_BAR * len(rows) + _INCHES_A_CASE * len(_by_case(rows))
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        _draw_contest(figure.subplots(), name, rows)
+        _draw_comparison(figure.subplots(), name, rows)
         _write(folder / f"{name}.png", figure)
     if growth:
         figure = Figure(figsize=(_WIDTH, _PANEL), layout="constrained")
@@ -71,8 +73,8 @@ def _write(path: Path, figure: "Figure") -> None:
     write_rendered(path, partial(figure.savefig, format="png", dpi=_DOTS_AN_INCH))
 
 
-def _draw_contest(axes: Any, name: str, rows: Sequence[Row]) -> None:
-    """A group of bars for each case, a colour for each contender, quartiles as whiskers."""
+def _draw_comparison(axes: Any, name: str, rows: Sequence[Row]) -> None:
+    """Draw a group of bars for each case, a colour for each contender, quartiles as whiskers."""
     cases = _by_case(rows)
     places, ticks, top = {}, [], 0.0
     for found in cases.values():
@@ -90,7 +92,7 @@ def _draw_contest(axes: Any, name: str, rows: Sequence[Row]) -> None:
         axes.barh(
             [places[row.case, who] for row in own], middle, height=0.9, label=who,
             xerr=(below, above), error_kw={"elinewidth": 0.8}, color=_COLOURS[who],
-            # The bars of ours stand out in print, too.
+            # Hatched bars of this package can be recognized in print.
             hatch="//" if who == OURS else "",
         )  # fmt: skip
     axes.set_yticks(ticks, list(cases))
@@ -106,7 +108,7 @@ def _draw_contest(axes: Any, name: str, rows: Sequence[Row]) -> None:
 
 
 def _draw_growth(times: Any, memory: Any, points: Sequence[Point]) -> None:
-    """Lines from the smallest size of each axis, both relative to it."""
+    """Draw time and memory along each axis, relative to its smallest size."""
     for axis in dict.fromkeys(point.axis for point in points):
         own = [point for point in points if point.axis == axis]
         sizes = [point.size / own[0].size for point in own]

@@ -1,4 +1,4 @@
-"""Every job by its definition in plain NumPy: the truth that others are measured against."""
+"""Every job by its definition in NumPy: the truth for all contenders."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     average: Array = data.zeros(d, d)
 
     def run() -> Array:
-        z = _seen(x, kernel, stride, pad).transpose(4, 5, 1, 0, 2, 3).reshape(d, -1)
+        z = _windows(x, kernel, stride, pad).transpose(4, 5, 1, 0, 2, 3).reshape(d, -1)
         average[...] = DECAY * average + (1 - DECAY) / z.shape[1] * (z @ z.T)
         return average
 
@@ -41,7 +41,7 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     average: Array = data.zeros(shape[1], d, d)
 
     def run() -> Array:
-        z = _seen(x, kernel, stride, pad).transpose(1, 4, 5, 0, 2, 3).reshape(shape[1], d, -1)
+        z = _windows(x, kernel, stride, pad).transpose(1, 4, 5, 0, 2, 3).reshape(shape[1], d, -1)
         product = z @ z.swapaxes(1, 2)
         average[...] = DECAY * average + (1 - DECAY) / z.shape[2] * product
         return average
@@ -49,8 +49,8 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     return run
 
 
-def _seen(x: Array, kernel: int, stride: int, pad: int) -> Array:
-    """``(n, channels, oh, ow, kh, kw)``, a view."""
+def _windows(x: Array, kernel: int, stride: int, pad: int) -> Array:
+    """Return the windows of images, ``(n, channels, oh, ow, kh, kw)``, a view."""
     padded = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
     return sliding_window_view(padded, (kernel, kernel), (2, 3))[:, :, ::stride, ::stride]
 

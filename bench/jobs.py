@@ -1,4 +1,4 @@
-"""What is measured: each job is one result, which several contenders compute."""
+"""The jobs that are measured: each is one result, which several contenders compute."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,23 +8,23 @@ from typing import Any, TypeAlias
 from kfac_engine.backend.window import Window
 from kfac_engine.registry import Registry
 
-# A way to a job's result: an array or a list of them of any library, or several by name, which the
-# next run may overwrite.
+# Computes the result of a job: an array or a list of arrays of any library, or several by name. The
+# next run may overwrite it.
 Run: TypeAlias = Callable[[], Any]
 
 DECAY = 0.95
 DAMPING = 1e-3
 
 _FLOAT = 4  # bytes of a float32
-# What runs have to do that are all alike.
+# Kind of the runs of a job that are all alike.
 _ALL = "all"
-# What a step results in. Gradients have gone through a whole network in single precision; natural
-# ones through inverses besides, which magnify what lies along directions of little curvature. One
-# ReLU whose input rounds to the other side of zero is felt in the third digit.
+# Parts of the result of a step. Gradients are computed in single precision through a whole network,
+# natural gradients through inverses too, which magnify directions of low curvature. A ReLU whose
+# input rounds to the other side of zero changes the third digit.
 GRADIENT, NATURAL = "gradient", "natural gradient"
 _STEP_TOLERANCES = {GRADIENT: 5e-3, NATURAL: 2e-2}
 
-# Factor sides of the 54 layers of a ResNet-50 as (d_in, d_out, how many layers).
+# Shapes of the 54 layers of a ResNet-50 as (d_in, d_out, number of layers).
 RESNET50 = (
     (147, 64, 1), (64, 64, 1), (576, 64, 3), (64, 256, 4), (256, 64, 2), (256, 128, 1),
     (1152, 128, 4), (128, 512, 4), (256, 512, 1), (512, 128, 3), (512, 256, 1), (2304, 256, 6),
@@ -35,19 +35,19 @@ RESNET50 = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One result.
+    """One result to compute.
 
     Attributes:
-        operation: What every contender has a function for.
-        name: Its sizes, for the table.
-        sizes: The function's arguments.
-        multiplications: Of the definition done in full, for a rate; 0 if nobody counts them.
-        traffic: Bytes that are read or written at least once, whoever does it.
-        tolerance: Largest difference from the definition relative to its largest entry.
-        tolerances: Parts of the result that have another one.
-        turn: What each run of a contender's turn has to do, from the second run of all on: the
-            first is only checked.
-        shares: How often each of these comes in use, as a share of all runs.
+        operation: Name of the function of every contender.
+        name: Sizes as text, for the table.
+        sizes: Arguments of the function.
+        multiplications: Multiplications of the definition, for a rate; 0 if undefined.
+        traffic: Bytes that every algorithm reads or writes at least once.
+        tolerance: Largest accepted difference from the definition, relative to its largest entry.
+        tolerances: Parts of the result with another tolerance.
+        turn: Kind of each run of a contender's turn. It starts with the second run of all; the
+            first run is only checked.
+        shares: Frequency of each kind in training, as a share of all runs.
     """
 
     operation: str
@@ -62,14 +62,14 @@ class Job:
 
 
 def dense(rows: int, d: int) -> Job:
-    """Second moment of the inputs of a dense layer with bias, averaged in place."""
+    """Return the job: second moment of the inputs of a dense layer with bias, averaged in place."""
     name, sizes, side = f"{rows} rows of {d}", {"rows": rows, "d": d}, d + 1.0
     # An average is read and written.
     return Job("dense", name, sizes, rows * side**2, _FLOAT * (rows * d + 2 * side**2))
 
 
 def patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Job:
-    """Second moment of the patches that a 2-d convolution sees, averaged in place."""
+    """Return the job: second moment of the patches of a 2-d convolution, averaged in place."""
     count, d = patch_count(shape, kernel, stride, pad), shape[1] * kernel**2
     sizes = {"shape": shape, "kernel": kernel, "stride": stride, "pad": pad}
     name = f"{'×'.join(map(str, shape))}, {kernel}×{kernel}, stride {stride}"
@@ -79,7 +79,7 @@ def patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Job:
 
 
 def depthwise(shape: tuple[int, ...], kernel: int, pad: int) -> Job:
-    """Second moments of the patches of each channel, averaged in place."""
+    """Return the job: second moments of the patches of each channel, averaged in place."""
     count = patch_count(shape, kernel, 1, pad)
     sizes = {"shape": shape, "kernel": kernel, "stride": 1, "pad": pad}
     name = f"{'×'.join(map(str, shape))}, {kernel}×{kernel}, depthwise"
@@ -88,37 +88,37 @@ def depthwise(shape: tuple[int, ...], kernel: int, pad: int) -> Job:
 
 
 def patch_count(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> int:
-    """Patches that a convolution over images of this shape sees."""
+    """Return the number of patches of a convolution over images of this shape."""
     return shape[0] * prod(square_window(kernel, stride, pad).output_shape(shape[2:]))
 
 
 def square_window(kernel: int, stride: int, pad: int) -> Window:
-    """The window of a 2-d convolution that treats both axes alike."""
+    """Return the window of a 2-d convolution with equal settings for both axes."""
     return Window((kernel,) * 2, (stride,) * 2, (1, 1), (pad,) * 2, (pad,) * 2)
 
 
 def inverse(d: int) -> Job:
-    """Damped inverse of a factor."""
+    """Return the job: damped inverse of a factor."""
     return Job("inverse", f"{d} × {d}", {"d": d}, float(d) ** 3, _FLOAT * 2 * float(d) ** 2)
 
 
 def power(d: int, exp: float) -> Job:
-    """A power of a damped factor; no rate, as each way counts differently."""
+    """Return the job: power of a damped factor; algorithms differ in multiplications: no rate."""
     # Powers near −1 magnify single-precision rounding by the condition, which is about 10 here.
     return Job("power", f"{d} × {d} to the {exp:g}", {"d": d, "exp": exp}, tolerance=1e-4)
 
 
 def precondition(name: str, layers: tuple[tuple[int, int, int], ...]) -> Job:
-    """Gradients of many layers between the inverses of their factors: two products each."""
+    """Return the job: gradients multiplied by the inverses of both factors of their layers."""
     work = sum(k * (a * float(g) * (a + g)) for a, g, k in layers)
     # Factors are read, gradients read and written.
     traffic = _FLOAT * sum(k * (a**2 + g**2 + 2.0 * a * g) for a, g, k in layers)
-    # Inverses of averages in single precision, whose rank is far below their side.
+    # Inverses of averages in single precision, whose rank is far below the number of rows.
     return Job("precondition", name, {"layers": layers}, work, traffic, tolerance=5e-4)
 
 
 def step(network: str, batch: int, kind: str) -> Job:
-    """Steps of training; the kinds are those of ``STEPS``."""
+    """Return the job: training steps of a kind of ``STEPS``."""
     sizes = {"network": network, "batch": batch, "kind": kind}
     name, periods = f"{network}, batch {batch}, {kind}", STEPS[kind]
     if periods is None:
@@ -130,14 +130,15 @@ def step(network: str, batch: int, kind: str) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class Periods:
-    """How often factors and inverses move.
+    """Periods of the updates of factors and inverses.
 
-    A step has inverses to make, or factors alone, or neither. A hundred steps of every contender
-    would take an hour: each sort is timed in a shorter period, and counts as often as in use.
+    A step updates inverses and factors, or factors only, or neither. A hundred steps of every
+    contender would take an hour: each kind is timed in a shorter period and weighted by its
+    frequency in training.
 
     Attributes:
-        measured: Steps between factors, and between inverses, as they are timed.
-        used: The same as it is in use.
+        measured: Steps between updates of factors, and of inverses, while timed.
+        used: The same numbers in training.
     """
 
     measured: tuple[int, int]
@@ -145,17 +146,17 @@ class Periods:
 
     @property
     def turn(self) -> tuple[str, ...]:
-        """What is due in each step of a period, of which step 0 comes last."""
+        """Kind of each step of a period; step 0 is last."""
         factors, inverses = self.measured
-        sorts = (
+        kinds = (
             "inverses" if step == inverses else "gradient" if step % factors else "factors"
             for step in range(1, inverses + 1)
         )
-        return tuple(sorts)
+        return tuple(kinds)
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """How often each sort of step comes in use."""
+        """Frequency of each kind of step in training."""
         factors, inverses = self.used
         return {
             "inverses": 1 / inverses,

@@ -1,4 +1,4 @@
-"""What times depend on besides the code: processor, libraries, their kernels and threads."""
+"""Facts about the machine that times depend on: processor, libraries, BLAS kernels, threads."""
 
 import os
 import platform
@@ -15,16 +15,16 @@ from kfac_engine.backend.threads import usable_cores
 _PACKAGES = (
     "numpy", "scipy", "onnxruntime", "torch", "jax", "kfac-jax", "curvlinops-for-pytorch",
 )  # fmt: skip
-# What makes OpenBLAS take another kernel than the one for this processor.
+# Environment variable that selects a kernel of OpenBLAS.
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 _AVX512, _OLDER_KERNELS = "avx512f", frozenset({"Haswell", "Zen", "Sandybridge", "Prescott"})
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Everything, JSON-ready.
+    """Return the facts as values that JSON can hold.
 
     Args:
-        threads: Of each contender.
+        threads: Number of threads of each contender.
 
     Returns:
         Fact to value.
@@ -39,7 +39,7 @@ def machine(threads: int) -> dict[str, Any]:
         for library in threadpool_info()
         if library["user_api"] == "blas"
     ]
-    # In whichever order they were loaded.
+    # The order of loading is arbitrary.
     blas.sort(key=str)
     return {
         "platform": platform.platform(),
@@ -55,7 +55,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def print_machine(console: Console, found: Mapping[str, object]) -> None:
-    """Print the facts of ``machine``, one a line, and how threads are used."""
+    """Print the facts of ``machine``, one a line, and the use of threads."""
     for name, value in found.items():
         for item in value if isinstance(value, list) else [value]:
             pairs = item.items() if isinstance(item, dict) else ()
@@ -80,13 +80,13 @@ def _warnings(kernels: list[str]) -> list[str]:
     if older and _AVX512 in _processor("flags").split():
         warnings.append(
             f"BLAS runs its {', '.join(sorted(older))} kernel although this processor has AVX-512: "
-            "products take up to twice as long as they need to."
+            "products take up to twice as long as with a newer kernel."
         )
     return warnings
 
 
 def _processor(field: str) -> str:
-    """A field of the first processor in /proc/cpuinfo; empty where there is none."""
+    """Return a field of the first processor in /proc/cpuinfo, or an empty text."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     values = (line.partition(":")[2].strip() for line in lines if line.startswith(field))

@@ -1,4 +1,4 @@
-"""One job: every contender's result is checked, then they are timed in turn."""
+"""Measure one job: check the result of every contender, then time the contenders in turns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,44 +12,43 @@ from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS
 from kfac_engine.bench.jobs import Job
 from kfac_engine.bench.processes import Process
 from kfac_engine.bench.resource_usage import Usage
-from kfac_engine.bench.roofline import Ceiling
+from kfac_engine.bench.roofline import Roofline
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.errors import BackendError
 
-# Rounds follow from the time that one takes: enough for a median, not for an afternoon. Who needs
-# half a minute for a turn has one.
+# The number of rounds follows from the duration of one: seconds for all rounds, fewest and most
+# rounds, and the duration of a turn beyond which a contender has one round.
 _SECONDS, _FEWEST, _MOST, _ENDLESS = 8.0, 3, 7, 30.0
-# A round runs quick jobs so often that the clock which tells what others ran, in hundredths of a
-# second, has something to say; slow ones need no run that warms the caches.
+# A round repeats a fast job for ``_BLOCK`` seconds, because the clock of other processes counts in
+# hundredths of a second. Slow jobs need no run that warms the caches.
 _BLOCK, _MOST_RUNS, _SLOW, _VERY_SLOW = 0.05, 100, 0.25, 5.0
-# Threads of the contender that came before spin while they wait for work, for up to a quarter of a
-# second.
+# The threads of the previous contender spin for up to a quarter of a second.
 _SETTLING = 0.3
-# Of one core for each core: above this, what others ran is felt in the times.
+# Share of the wall time above which the CPU time of other processes disturbs the times.
 DISTURBING_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found for one contender and one job.
+    """Measurement of one contender on one job.
 
     Attributes:
         case: Name of the job.
-        contender: Who.
-        seconds: Wall times; of steps, those of each sort, weighted as they come in use.
-        cpu_seconds: Mean time on processors, all threads together: what remains fair where other
-            processes ran, for one thread; several wait by spinning, which counts.
-        ratio: The median of ours divided by this contender's: below 1 where ours is faster.
+        contender: Name of the contender.
+        seconds: Wall times; for steps, the times of each kind, weighted by its frequency.
+        cpu_seconds: Mean CPU time of all threads. Other processes hardly change it for one thread;
+            several threads may wait by spinning, which counts.
+        ratio: Median of this package divided by the median of the contender.
         errors: Part of the result to its largest difference from the definition relative to the
             largest entry.
-        rate: Multiplications of the definition a second; 0 if nobody counts them.
-        fraction: Of the machine's ceiling that this is, that of products or of copies, whichever is
-            nearer; more than 1 for who needs fewer multiplications. 0 if nobody counts them.
-        peak_bytes: Memory that a run takes at most beyond what it starts with: mostly the first,
-            which may compile, and may keep what later ones need.
+        rate: Multiplications of the definition a second; 0 if their number is undefined.
+        fraction: Least time of the job divided by its time; more than 1 for algorithms with fewer
+            multiplications than the definition. 0 if their number is undefined.
+        peak_bytes: Largest increase of the memory during a run. Mostly that of the first run, which
+            may compile and allocate.
         others: CPU time of other processes while this ran, as a share of the wall time.
-        switches: How often a run had to yield a core.
-        runs: How many were timed.
+        switches: Number of involuntary context switches of a run.
+        runs: Number of timed runs.
     """
 
     case: str
@@ -74,22 +73,23 @@ class Row:
 def measure(
     job: Job,
     processes: Mapping[str, Process],
-    ceiling: Ceiling,
+    ceiling: Roofline,
     repeats: int | None = None,
 ) -> list[Row]:
     """Check the results of a job and time it.
 
     Args:
-        job: What to do.
-        processes: Contenders, the definition among them; those that cannot do it are passed over.
-        ceiling: Of the machine.
-        repeats: Rounds, in place of as many as fit.
+        job: The job.
+        processes: Processes of contenders, including the definition; contenders without this job
+            are ignored.
+        ceiling: Rates of the machine.
+        repeats: Number of rounds; None for as many as fit into the time.
 
     Returns:
-        A row for each that is timed.
+        A row for each timed contender.
 
     Raises:
-        BackendError: Our result is not that of the definition.
+        BackendError: The result of the package differs from the definition.
     """
     known = {n: p for n, p in processes.items() if CONTENDERS[n].can_check(job)}
     first = {name: process.prepare(job) for name, process in known.items()}
@@ -104,10 +104,10 @@ def measure(
 
 
 def _errors(job: Job, results: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, float]]:
-    """Differences from the definition, by contender and part.
+    """Return the differences from the definition by contender and part.
 
     Raises:
-        BackendError: Ours is off.
+        BackendError: The difference of the package exceeds the tolerance.
     """
     truth = results[DEFINITION]
     errors = {
@@ -130,11 +130,11 @@ def _error(found: Array, truth: Array) -> float:
 def _in_turn(
     job: Job, processes: Mapping[str, Process], repeats: int | None
 ) -> dict[str, list[Usage]]:
-    """Rounds of contenders that take turns, so that a busy moment hits all of them."""
+    """Run rounds in which contenders take turns, so that other processes disturb all alike."""
     turn = len(job.turn)
     pilots = {n: p.run(turn, warm=0, settle=_SETTLING) for n, p in processes.items()}
     seconds = {name: sum(usage.times) for name, usage in pilots.items()}
-    # What is slow the first time is not so for want of caches: it counts.
+    # A slow first turn is not slow because of cold caches: it counts.
     counted = {name: seconds[name] > _SLOW for name in pilots}
     usages = {name: [pilot] if counted[name] else [] for name, pilot in pilots.items()}
     fitting = _fitting([s for s in seconds.values() if s <= _ENDLESS])
@@ -150,7 +150,7 @@ def _in_turn(
 
 
 def _fitting(seconds: Sequence[float]) -> int:
-    """Rounds, from the time that each contender's turn takes."""
+    """Return the number of rounds from the duration of each contender's turn."""
     if not seconds:
         return 1
     one = sum(_SETTLING + max(_BLOCK, s if s > _SLOW else 2 * s) for s in seconds)
@@ -159,7 +159,7 @@ def _fitting(seconds: Sequence[float]) -> int:
 
 
 def _times(job: Job, usages: Sequence[Usage]) -> Spread:
-    """Of a run as it is on average in use."""
+    """Return the times of a run, averaged over the kinds of runs by their frequency."""
     spreads = {s: spread(times) for s, times in _sorted(job, [u.times for u in usages]).items()}
     return Spread(
         median=sum(job.shares[sort] * found.median for sort, found in spreads.items()),
@@ -169,7 +169,7 @@ def _times(job: Job, usages: Sequence[Usage]) -> Spread:
 
 
 def _sorted(job: Job, turns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """What some turns took, by what each run had to do."""
+    """Return the times of runs by the kind of the run."""
     found: dict[str, list[float]] = {}
     for times in turns:
         for number, time in enumerate(times):
@@ -183,7 +183,7 @@ def _row(
     times: Mapping[str, Spread],
     errors: Mapping[str, float],
     usages: Sequence[Usage],
-    ceiling: Ceiling,
+    ceiling: Roofline,
     peak_bytes: int,
 ) -> Row:
     runs, wall = sum(len(u.times) for u in usages), sum(sum(u.times) for u in usages)

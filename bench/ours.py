@@ -1,4 +1,4 @@
-"""Every job as the package does it."""
+"""Every job computed by this package."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +31,7 @@ from kfac_engine.layers.views import patch_view
 
 
 class _Moment:
-    """A second moment, completed when it is compared: factors do so when somebody reads it all."""
+    """A second moment whose upper triangle is written when it is read, as in factors."""
 
     def __init__(self, lower: Array) -> None:
         self._lower = lower
@@ -96,7 +96,7 @@ def _power(d: int, exp: float) -> Run:
 
 
 def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
-    """As ``Engine.step`` does it: blocks find their inverses, which come of statistics."""
+    """Multiply gradients by the inverses of registered factors, as ``Engine.step`` does."""
     gradients, values, shapes, shared = {}, {}, {}, {}
     for d_in, d_out, count in layers:
         size = f"{d_in}×{d_out}"
@@ -124,7 +124,7 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
 
 
 def _step(network: str, batch: int, kind: str) -> Run:
-    """One step, or one gradient alone."""
+    """Return the run of a step, or of a plain gradient."""
     periods = STEPS[kind]
     if periods is None:
         return ours_gradient.step(network, batch, kind)

@@ -25,9 +25,9 @@ class Process:
     """A running contender.
 
     Attributes:
-        name: Of the contender.
-        python: The process; it ends with ``close``.
-        folder: For results.
+        name: Name of the contender.
+        python: The process; ``close`` ends it.
+        folder: Folder of the results.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Process:
     folder: Path = field(repr=False)
 
     def prepare(self, job: Job) -> tuple[dict[str, Array], Usage]:
-        """Set a job up.
+        """Prepare a job and run it once.
 
         Args:
-            job: One that the contender can do, or check.
+            job: A job that the contender can do or check.
 
         Returns:
-            The result of its first run by parts, and what that used.
+            The parts of the result by name, and the resources of the run.
         """
         path = self.folder / f"{self.name}.npz"
         order = {"setup": job.operation, "sizes": dict(job.sizes), "result": str(path)}
@@ -52,34 +52,34 @@ class Process:
         return result, usage
 
     def run(self, runs: int, *, warm: int, settle: float) -> Usage:
-        """Run the job and say what that used.
+        """Run the prepared job.
 
         Args:
-            runs: How often.
-            warm: How many runs before them warm the caches.
-            settle: Seconds to wait before them.
+            runs: Number of runs.
+            warm: Number of earlier runs that warm the caches.
+            settle: Seconds to wait before the runs.
 
         Returns:
-            What the runs used.
+            Resources of the runs.
         """
         return Usage(**self._ask({"runs": runs, "warm": warm, "settle": settle}))
 
     def close(self, *failure: object) -> None:
-        """End the process, in the middle of a run if there was a failure that ends all."""
+        """End the process; after a failure, also in the middle of a run."""
         if any(failure):
             self.python.kill()
-        # Nothing more to read is its sign to end.
+        # The process ends when its input is closed.
         self.python.communicate()
 
     def _ask(self, order: Mapping[str, object]) -> dict[str, Any]:
-        """The answer to an order.
+        """Return the answer to an order.
 
         Raises:
             BackendError: The process ended.
         """
         assert self.python.stdin is not None
         assert self.python.stdout is not None
-        # A process that has ended reads nothing: its missing answer tells.
+        # A process that has ended reads nothing; its answer is missing then.
         with suppress(BrokenPipeError):
             self.python.stdin.write(json.dumps(order) + "\n")
             self.python.stdin.flush()
@@ -95,11 +95,11 @@ class Process:
 
 @contextmanager
 def running(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
-    """Processes of these contenders; they end with the context.
+    """Start processes of contenders; they end with the context.
 
     Args:
-        names: Of contenders that are installed.
-        threads: Of each.
+        names: Names of contenders that are installed.
+        threads: Number of threads of each.
 
     Yields:
         Name to process.
@@ -112,7 +112,7 @@ def running(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
             command = [sys.executable, "-m", "kfac_engine.bench.worker", module, str(threads)]
             python = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                # Interruptions come here first: they end the others without a word of theirs.
+                # Signals reach only this process, which ends the others.
                 env=environment(threads), start_new_session=True,
             )  # fmt: skip
             processes[name] = Process(name, python, folder)

@@ -1,4 +1,4 @@
-"""What runs used of the machine, and what others used meanwhile."""
+"""Time and memory of runs, and the CPU time of other processes meanwhile."""
 
 import os
 import sys
@@ -13,21 +13,21 @@ if sys.platform != "win32":
     import resource
 
 _STAT = Path("/proc/stat")
-# Of a line of /proc/stat: time that nothing ran, and waiting for disks.
+# Columns of /proc/stat with idle time: idle and waiting for disks.
 _IDLE_COLUMNS = (3, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Some runs, one right after the other.
+    """Resources of consecutive runs.
 
     Attributes:
         times: Wall time of each run, in seconds.
         cpu_times: Time on processors of each run, all threads of this process together.
-        others_seconds: CPU time of everything else on the machine; 0 where nobody tells. The system
-            counts in hundredths of a second: it may fall below 0, so add up before you judge.
-        switches: How often this process had to yield a core; 0 where unknown.
-        peak_bytes: Resident memory at its highest above that at the start; 0 where nobody tells.
+        others_seconds: CPU time of all other processes; 0 if the system does not count it. The unit
+            of the system is a hundredth of a second, so that single values may be negative.
+        switches: Number of involuntary context switches; 0 if unknown.
+        peak_bytes: Largest increase of the resident memory; 0 if unknown.
     """
 
     times: tuple[float, ...]
@@ -38,14 +38,14 @@ class Usage:
 
 
 def used(run: Callable[[], object], runs: int = 1) -> Usage:
-    """Run something and say what it took.
+    """Call a function and measure its resources.
 
     Args:
-        run: The something.
-        runs: How often.
+        run: The function.
+        runs: Number of calls.
 
     Returns:
-        What all of the runs took.
+        Resources of all calls.
     """
     resident, times, cpu = resident_bytes(), [], []
     forget_peak()
@@ -73,7 +73,7 @@ def _switches() -> int:
 
 
 def _busy_seconds() -> float:
-    """CPU time that the whole machine has spent."""
+    """Return the CPU time of all processes since the start of the machine."""
     if not _STAT.is_file():
         return 0.0
     ticks = [int(word) for word in _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]

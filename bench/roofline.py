@@ -1,8 +1,8 @@
-"""What this machine can do at best, measured: products of matrices and copies of memory.
+"""Best rates of this machine, measured: matrix products and memory copies.
 
     python -m kfac_engine.bench.roofline 2
 
-Runs in a process of its own, whose BLAS was given so many threads when it was loaded.
+The measurement runs in a process of its own, whose BLAS loads with this number of threads.
 """
 
 import json
@@ -21,18 +21,19 @@ from kfac_engine.errors import BackendError
 _SIDE = 2048
 _BYTES = 256 << 20
 _ROUNDS = 5
-# Below this share of the best rate, times are not those of the machine at its best.
+# Below this share of the best rate, the machine counts as slower than at its best.
 _SLOWED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Ceiling:
-    """The best of a few runs.
+class Roofline:
+    """The best rates of a few runs.
 
     Attributes:
-        threads: How many computed, and copied.
-        multiplications: A second, of a product of two square float32 matrices by NumPy's BLAS.
-        copied_bytes: A second, read and written alike counted once.
+        threads: Number of threads that multiply and copy.
+        multiplications: Multiplications a second, in a product of two square float32 matrices by
+            NumPy's BLAS.
+        copied_bytes: Copied bytes a second; a byte that is read and written counts once.
     """
 
     threads: int
@@ -40,20 +41,20 @@ class Ceiling:
     copied_bytes: float
 
     def least_seconds(self, multiplications: float, traffic: float) -> float:
-        """The time of a job that does nothing but multiply, or nothing but move its data.
+        """Return the lower bound of the time of a job.
 
         Args:
-            multiplications: In full, as the definition does them.
-            traffic: Bytes that must be read or written at least once.
+            multiplications: Number of multiplications of the definition.
+            traffic: Number of bytes that must be read or written at least once.
 
         Returns:
-            The longer of the two; 0 for neither.
+            The longer of the time to multiply and the time to move the data; 0 if both are 0.
         """
         # Every copied byte is read and written.
         return max(multiplications / self.multiplications, traffic / (2 * self.copied_bytes))
 
     def __str__(self) -> str:
-        """As it is told to people."""
+        """Return the rates as text."""
         return (
             f"{2e-9 * self.multiplications:.0f} GFLOP/s (sgemm), "
             f"{1e-9 * self.copied_bytes:.1f} GB/s (copy)"
@@ -61,57 +62,57 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """How a suite went: hosts of virtual machines give more at one time than at another.
+class SuiteConditions:
+    """Conditions of the run of a suite: the rates of a virtual machine change with time.
 
     Attributes:
-        seconds: It took.
-        before: Ceiling when it began.
-        after: Ceiling when it ended.
-        best: Of all ceilings until then.
-        missing: What could not be measured.
+        seconds: Duration of the suite.
+        before: Rates before the suite.
+        after: Rates after the suite.
+        best: Best rates so far.
+        missing: Jobs that could not be measured.
     """
 
     seconds: float
-    before: Ceiling
-    after: Ceiling
-    best: Ceiling
+    before: Roofline
+    after: Roofline
+    best: Roofline
     missing: tuple[str, ...] = ()
 
     @property
     def slowed(self) -> bool:
-        """Whether the machine multiplied more slowly at one end than it has before."""
+        """Whether the machine multiplied more slowly before or after the suite than at its best."""
         least = min(self.before.multiplications, self.after.multiplications)
         return least < _SLOWED * self.best.multiplications
 
 
-def higher(one: Ceiling, other: Ceiling) -> Ceiling:
-    """The better rates of two measurements of the same threads."""
-    return Ceiling(
+def higher(one: Roofline, other: Roofline) -> Roofline:
+    """Return the better rates of two measurements with the same number of threads."""
+    return Roofline(
         one.threads,
         max(one.multiplications, other.multiplications),
         max(one.copied_bytes, other.copied_bytes),
     )
 
 
-def ceilings(threads: int) -> list[Ceiling]:
-    """Ceilings of one thread, two, four, …, in processes of their own.
+def ceilings(threads: int) -> list[Roofline]:
+    """Measure the rates of 1, 2, 4, … threads, each in a process of its own.
 
     Args:
-        threads: The most, which come last.
+        threads: Largest number of threads.
 
     Returns:
-        One for each count.
+        The rates for each number of threads; the largest number is last.
     """
     counts = [*(2**k for k in range(threads.bit_length()) if 2**k < threads), threads]
     return [ceiling(count) for count in counts]
 
 
-def ceiling(threads: int) -> Ceiling:
-    """The ceiling of so many threads, in a process of its own.
+def ceiling(threads: int) -> Roofline:
+    """Measure the rates of a number of threads, in a process of its own.
 
     Args:
-        threads: How many.
+        threads: Number of threads.
 
     Returns:
         The rates.
@@ -125,16 +126,16 @@ def ceiling(threads: int) -> Ceiling:
     )
     if done.returncode:
         raise BackendError(f"measuring the machine's ceiling failed: {done.stderr.strip()}")
-    return Ceiling(**json.loads(done.stdout))
+    return Roofline(**json.loads(done.stdout))
 
 
-def measure_ceiling(threads: int, side: int = _SIDE, nbytes: int = _BYTES) -> Ceiling:
-    """Measure both in this process.
+def measure_ceiling(threads: int, side: int = _SIDE, nbytes: int = _BYTES) -> Roofline:
+    """Measure the rates in this process.
 
     Args:
-        threads: That copy; those of BLAS are as this process has them.
-        side: Of the matrices.
-        nbytes: To copy.
+        threads: Number of threads that copy; BLAS uses the threads that it was loaded with.
+        side: Number of rows of the matrices.
+        nbytes: Number of bytes to copy.
 
     Returns:
         The rates.
@@ -147,7 +148,7 @@ def measure_ceiling(threads: int, side: int = _SIDE, nbytes: int = _BYTES) -> Ce
         copy = min(
             _seconds(lambda: list(pool.map(np.copyto, targets, sources))) for _ in range(_ROUNDS)
         )
-    return Ceiling(threads, float(side) ** 3 / product, nbytes / copy)
+    return Roofline(threads, float(side) ** 3 / product, nbytes / copy)
 
 
 def _seconds(run: Callable[[], object]) -> float:

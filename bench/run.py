@@ -1,4 +1,4 @@
-"""The suites in order: what is asked for is run, printed, and written down."""
+"""Run the suites in order, print their tables and write their measurements."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,28 +19,28 @@ from kfac_engine.bench.measure import Row, measure
 from kfac_engine.bench.memory import run_memory
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.report import print_suite, read_report, restored, write_json
-from kfac_engine.bench.roofline import Ceiling, Course, ceiling, ceilings, higher
+from kfac_engine.bench.roofline import Roofline, SuiteConditions, ceiling, ceilings, higher
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
 from kfac_engine.system.writing import check_outputs
 
-# Of output that does not go to a terminal: wide enough for a table.
+# Width of output that does not go to a terminal: wide enough for a table.
 _FILE_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may choose besides the suites.
+    """Options of a run besides the names of the suites.
 
     Attributes:
-        compare: Peers that take part; they must be installed.
-        threads: Of each contender; None for one a usable core.
-        repeats: Rounds of each job; None for as many as fit.
-        profile: Whether the suite ``step`` also prints where its time goes.
+        compare: Names of peers; they must be installed.
+        threads: Number of threads of each contender; None for the number of usable cores.
+        repeats: Number of rounds of each job; None for as many as fit into the time.
+        profile: Whether the suite ``step`` also prints the time of each stage.
         plot: Folder for a chart of each suite that compares contenders.
-        resume: Whether suites that the JSON file has already are kept instead of run.
+        resume: Whether to skip the suites that the JSON file has already.
     """
 
     compare: Sequence[str] = ()
@@ -56,23 +56,23 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every suite is given.
+    """Settings that every suite receives.
 
     Attributes:
-        console: Where to print.
-        contenders: Names.
-        ceiling: Of the machine, the highest found so far.
-        latest: The one found last.
-        threads: Of each contender.
-        repeats: Rounds of each job; None for as many as fit.
-        profile: Whether steps are taken apart.
-        failures: Jobs and suites without measurements, so far.
+        console: Console to print on.
+        contenders: Names of the contenders.
+        ceiling: Best rates of the machine so far.
+        latest: Rates of the machine after the last suite.
+        threads: Number of threads of each contender.
+        repeats: Number of rounds of each job; None for as many as fit into the time.
+        profile: Whether the suite ``step`` prints the time of each stage.
+        failures: Names of jobs and suites that failed so far.
     """
 
     console: Console
     contenders: Sequence[str]
-    ceiling: Ceiling
-    latest: Ceiling
+    ceiling: Roofline
+    latest: Roofline
     threads: int
     repeats: int | None = None
     profile: bool = False
@@ -92,36 +92,36 @@ def run_suites(
     """Run suites and print a table for each.
 
     Args:
-        names: Of the suites, in this order; all but ``gpu`` if empty.
-        json_path: Where to write the measurements too, after each suite.
-        options: Who takes part, and how.
+        names: Names of suites, in order; empty for all but ``gpu``.
+        json_path: File of the measurements, written after each suite.
+        options: Options of the run.
 
     Raises:
-        UnknownNameError: No suite or peer has this name.
-        BackendError: A peer is not installed; or, when all else is done, a result is not that of
-            its definition, or a suite needs what is not here.
+        UnknownNameError: A name is not that of a suite or a peer.
+        BackendError: A peer is not installed; or, after all other suites, a result differs from
+            its definition, or a suite needs a device or a package that is missing.
         InputError: The number of threads is wrong, a file cannot be written or resumed, or a folder
-            not made.
+            cannot be created.
     """
     suites = known_suites()
-    # Where there is a GPU is for the user to say: without one that suite only raises.
+    # Without a GPU this suite only raises an error: it runs if the user names it.
     todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
     contenders, threads = select_contenders(options.compare), checked_threads(options.threads)
-    found = machine(threads)
+    facts = machine(threads)
     path = None if json_path is None else Path(json_path)
     check_outputs({"--json": path})
     folder = None if options.plot is None else chart_folder(Path(options.plot))
     if options.resume and path is None:
-        raise InputError("--resume goes on with a file of measurements: name it with --json.")
-    report: dict[str, dict[str, Any]] = {"machine": found, "course": {}, "suites": {}}
+        raise InputError("--resume continues a file of measurements: name it with --json.")
+    report: dict[str, dict[str, Any]] = {"machine": facts, "course": {}, "suites": {}}
     if options.resume and path is not None:
-        report.update(read_report(path, found))
-    setting = _prepared(found, contenders, options)
+        report.update(read_report(path, facts))
+    setting = _prepared(facts, contenders, options)
     for name, run in todo.items():
         if name in report["suites"]:
-            setting.console.print(f"{name}: kept as {path} has it")
+            setting.console.print(f"{name}: skipped, {path} has it")
             continue
-        rows, course = _taken(setting, name, run)
+        rows, course = _measured(setting, name, run)
         _print_course(setting.console, name, course)
         setting = replace(setting, ceiling=course.best, latest=course.after)
         report["course"][name] = asdict(course)
@@ -132,31 +132,31 @@ def run_suites(
         _draw_all(folder, report["suites"])
     if setting.failures:
         raise BackendError(
-            f"not measured: {'; '.join(setting.failures)}. What went wrong is printed above; all "
-            "else is measured."
+            f"not measured: {'; '.join(setting.failures)}. The reasons are printed above; all "
+            "other jobs are measured."
         )
 
 
-def _prepared(found: dict[str, Any], contenders: Sequence[str], options: Options) -> Setting:
-    """Tell what machine it is, and find its ceilings, which join the facts."""
-    # Brackets in messages are what they are, no markup.
+def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options) -> Setting:
+    """Print the facts about the machine, and measure its rates."""
+    # Brackets in messages are not markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=_FILE_WIDTH)
-    print_machine(console, found)
-    limits = ceilings(found["threads"])
-    found["ceilings"] = [asdict(limit) for limit in limits]
+    print_machine(console, facts)
+    limits = ceilings(facts["threads"])
+    facts["ceilings"] = [asdict(limit) for limit in limits]
     for limit in limits:
         plural = "s" if limit.threads > 1 else ""
         console.print(f"ceiling with {limit.threads} thread{plural}: {limit}")
     best = limits[-1]
     return Setting(
-        console, contenders, best, best, found["threads"], options.repeats, options.profile
+        console, contenders, best, best, facts["threads"], options.repeats, options.profile
     )
 
 
-def _taken(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], Course]:
-    """The rows of a suite, and how it went; one that fails is told of, and the others go on."""
+def _measured(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], SuiteConditions]:
+    """Return the rows and the conditions of a suite; print its error if it fails."""
     start, failed, rows = perf_counter(), len(setting.failures), list[Any]()
     try:
         rows.extend(run(setting, name))
@@ -164,7 +164,7 @@ def _taken(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], Cour
         setting.failures.append(name)
         setting.console.print(f"error: {error}")
     seconds, after = perf_counter() - start, ceiling(setting.threads)
-    return rows, Course(
+    return rows, SuiteConditions(
         seconds, setting.latest, after, higher(setting.ceiling, after),
         missing=tuple(setting.failures[failed:]),
     )  # fmt: skip
@@ -175,21 +175,21 @@ def _draw_all(folder: Path, suites: Mapping[str, Sequence[Mapping[str, Any]]]) -
     draw(folder, comparisons, restored(Point, suites.get("scaling", ())))
 
 
-def _print_course(console: Console, name: str, course: Course) -> None:
+def _print_course(console: Console, name: str, course: SuiteConditions) -> None:
     console.print(
         f"{name} took {course.seconds:.0f} s; ceiling before it: {course.before}; after it: "
         f"{course.after}"
     )
     if course.slowed:
         console.print(
-            f"! the machine was slower than at its best, {course.best}: ratios of contenders "
-            "remain fair, their times are too long"
+            f"! the machine was slower than at its best, {course.best}: times are too long, "
+            "ratios of contenders remain valid"
         )
     console.print()
 
 
 def known_suites() -> Registry[Suite]:
-    """Name to suite: the comparisons, then those that have no contenders."""
+    """Return the suites by name: comparisons, then suites without contenders."""
     suites: Registry[Suite] = Registry("suite", dict.fromkeys(SUITES, _run_comparisons))
     for name, run in _ALONE.items():
         suites.add(name, run)
@@ -197,14 +197,14 @@ def known_suites() -> Registry[Suite]:
 
 
 def _run_comparisons(setting: Setting, name: str) -> list[Row]:
-    """A job that fails is told of, and the others go on."""
+    """Measure the jobs of a suite; print the error of a job that fails."""
     rows: list[Row] = []
     for number, job in enumerate(SUITES[name], start=1):
-        # The table comes last, minutes later.
+        # The table follows minutes later.
         setting.console.print(f"{name}, {number} of {len(SUITES[name])}: {job.name}")
         able = [who for who in setting.contenders if CONTENDERS[who].can_check(job)]
         try:
-            # Anew for each job: no memory is at hand from the one before.
+            # New processes for each job: no memory remains from the previous job.
             with running(able, setting.threads) as processes:
                 rows += measure(job, processes, setting.ceiling, setting.repeats)
         except BackendError as error:

@@ -1,18 +1,18 @@
-"""Exponents: how a cost grows with a size."""
+"""Exponents of the growth of a cost with a size."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# What exponents may exceed the expected ones by before they are marked: fits over a few sizes.
+# Tolerance of an exponent, which is fitted over a few sizes, and the mark of a larger one.
 MARGIN, _MARK = 0.15, " !"
 
 
 def fitted(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of the line through the logarithms."""
+    """Return the slope of the least-squares line through the logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
-def growth(found: float, expected: float) -> str:
-    """An exponent beside the expected one, marked if it is larger."""
-    return f"size^{found:.2f}, at most {expected:g}{_MARK * (found > expected + MARGIN)}"
+def growth(exponent: float, expected: float) -> str:
+    """Return an exponent and the expected bound as text, marked if the bound is exceeded."""
+    return f"size^{exponent:.2f}, at most {expected:g}{_MARK * (exponent > expected + MARGIN)}"

@@ -1,4 +1,4 @@
-"""Wall times of repeated runs, summed up."""
+"""Median and quartiles of repeated runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Spread:
 
 
 def spread(times: Sequence[float]) -> Spread:
-    """Median and quartiles; of a single time, that time."""
+    """Return median and quartiles; all three are the time if there is only one."""
     low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     return Spread(median(times), low, high)
 
 
 def milliseconds(seconds: float) -> str:
-    """Milliseconds with three digits or all that come before the point."""
+    """Return milliseconds as text with three digits, or all digits before the point."""
     found = 1e3 * seconds
     return f"{found:.{0 if found >= 100 else 1 if found >= 10 else 2}f}"

@@ -1,9 +1,9 @@
-"""A contender's own process: takes orders, one JSON line each, and answers likewise.
+"""The process of a contender: it reads orders and writes answers, one line of JSON each.
 
-Orders are ``{"setup": operation, "sizes": {…}, "result": path}``, which prepares a job, writes the
-result of its first run and answers what that took, and ``{"runs": n, "warm": …, "settle": …}``,
-which after so many seconds of pause runs it so often and answers what that used; ``warm`` runs
-before them, which do not count, warm the caches.
+- ``{"setup": operation, "sizes": {…}, "result": path}`` prepares a job, runs it once and writes the
+  result into a file. The answer has the resources of this run.
+- ``{"runs": n, "warm": m, "settle": s}`` waits ``s`` seconds, makes ``m`` runs that warm the caches
+  and then ``n`` timed runs. The answer has the resources of the timed runs.
 """
 
 import gc
@@ -22,17 +22,17 @@ from kfac_engine._types import Array
 from kfac_engine.bench.environment import keep_to_cores
 from kfac_engine.bench.resource_usage import used
 
-# What a result is called that has no parts.
+# Name of a result without parts.
 RESULT = "result"
 
 
 def serve(module: str, orders: TextIO, answers: TextIO) -> None:
-    """Obey until there are no more orders.
+    """Execute orders until the input ends.
 
     Args:
-        module: Name of the contender's module, with its ``OPERATIONS``.
-        orders: Lines.
-        answers: Lines.
+        module: Name of the contender's module, which defines ``OPERATIONS``.
+        orders: Lines of orders.
+        answers: Receives the lines of answers.
     """
     operations = import_module(module).OPERATIONS
     run: Callable[[], Any] | None = None
@@ -44,7 +44,7 @@ def serve(module: str, orders: TextIO, answers: TextIO) -> None:
             run = operations[order["setup"]](**order["sizes"])
             answer = _first(run, order["result"])
         else:
-            assert run is not None, "nothing was set up"
+            assert run is not None, "no job is set up"
             answer = _timed(run, **order)
         print(json.dumps(answer), file=answers, flush=True)
 
@@ -67,20 +67,20 @@ def _timed(run: Callable[[], Any], runs: int, warm: int, settle: float) -> dict[
 
 
 def _parts(result: Any) -> dict[str, Any]:
-    """A result by its parts, each one array."""
+    """Return the parts of a result as arrays by name."""
     parts = result if isinstance(result, Mapping) else {RESULT: result}
     return {name: _joined(part) for name, part in parts.items()}
 
 
 def _joined(result: Any) -> Array:
-    """An array as it is; a list of them one after the other."""
+    """Return an array unchanged, or the concatenation of a list of arrays."""
     if not isinstance(result, list):
         return np.asarray(result)
     return np.concatenate([np.asarray(array).ravel() for array in result])
 
 
 if __name__ == "__main__":
-    # Libraries print where they like; only answers go to the channel.
+    # Libraries may print on stdout; only answers may go to the channel.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     keep_to_cores(int(sys.argv[2]))

@@ -15,7 +15,7 @@ from typing import Any
 
 from kfac_engine.bench.contenders import DEFINITION, OURS, OURS_PLAIN
 from kfac_engine.bench.measure import DISTURBING_SHARE
-from kfac_engine.bench.roofline import Ceiling, Course
+from kfac_engine.bench.roofline import Roofline, SuiteConditions
 from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.timing import milliseconds
 from scripts import bench_goals
@@ -181,9 +181,9 @@ def _course(course: Mapping[str, Any] | None) -> Iterator[str]:
         )
 
 
-def _restored(course: Mapping[str, Any]) -> Course:
-    ceilings = {when: Ceiling(**course[when]) for when in ("before", "after", "best")}
-    return Course(seconds=course["seconds"], missing=tuple(course["missing"]), **ceilings)
+def _restored(course: Mapping[str, Any]) -> SuiteConditions:
+    ceilings = {when: Roofline(**course[when]) for when in ("before", "after", "best")}
+    return SuiteConditions(seconds=course["seconds"], missing=tuple(course["missing"]), **ceilings)
 
 
 def _beside_columns(times: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -15,12 +15,12 @@ from kfac_engine.bench.contenders import (
 from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.resource_usage import Usage
-from kfac_engine.bench.roofline import Ceiling, Course, higher, measure_ceiling
+from kfac_engine.bench.roofline import Roofline, SuiteConditions, higher, measure_ceiling
 from kfac_engine.curvature.schedule import Schedule, Work, plan
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
 
-CEILING = Ceiling(threads=1, multiplications=1e9, copied_bytes=1e9)
-SLOW = Ceiling(threads=1, multiplications=7e8, copied_bytes=2e9)
+CEILING = Roofline(threads=1, multiplications=1e9, copied_bytes=1e9)
+SLOW = Roofline(threads=1, multiplications=7e8, copied_bytes=2e9)
 # One small job of every operation that has a definition.
 SMALL = {
     "dense": jobs.dense(9, 5),
@@ -267,7 +267,7 @@ def test_a_run_that_was_interrupted_is_resumed(small_run, tmp_path, capsys, monk
     capsys.readouterr()
     run.run_suites(["small", "other"], path, options=run.Options(threads=1, resume=True))
     assert len(small_run) == 2
-    assert "small: kept" in capsys.readouterr().out
+    assert "small: skipped" in capsys.readouterr().out
     suites = json.loads(path.read_text())["suites"]
     assert suites["small"] == before
     assert set(suites) == {"small", "other"}
@@ -289,7 +289,7 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [0, 2]
     # Resumed, what has gaps is measured again.
     run.run_suites(["small", "other"], path, options=run.Options(threads=1, resume=True))
-    assert "other: kept" in capsys.readouterr().out
+    assert "other: skipped" in capsys.readouterr().out
     suites = json.loads(path.read_text())["suites"]
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [2, 2]
 
@@ -345,7 +345,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(small
     ids=["steady", "slower at the end", "slower at the beginning"],
 )
 def test_a_suite_is_slowed_if_the_machine_multiplies_below_its_best(before, after, slowed):
-    assert Course(1.0, before, after, higher(before, after)).slowed == slowed
+    assert SuiteConditions(1.0, before, after, higher(before, after)).slowed == slowed
 
 
 def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(
@@ -353,7 +353,7 @@ def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(
 ):
     monkeypatch.setattr("kfac_engine.bench.charts.find_spec", lambda name: True)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"no folder .* can be made: Not a directory"):
+    with pytest.raises(InputError, match=r"cannot create the folder .*: Not a directory"):
         run.run_suites(["small"], options=run.Options(threads=1, plot=tmp_path / "file" / "x"))
     monkeypatch.setattr("kfac_engine.bench.charts.find_spec", lambda name: None)
     with pytest.raises(BackendError, match="charts need matplotlib"):

@@ -6,7 +6,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.bench import run
-from kfac_engine.bench.roofline import Ceiling
+from kfac_engine.bench.roofline import Roofline
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def one_small_case(monkeypatch):
     cases = [job for job in run.SUITES["inverse"] if job.name == "64 × 64"]
     assert cases
     monkeypatch.setattr(run, "SUITES", {"inverse": cases})
-    monkeypatch.setattr(run, "ceilings", lambda threads: [Ceiling(threads, 1e9, 1e9)])
-    monkeypatch.setattr(run, "ceiling", lambda threads: Ceiling(threads, 1e9, 1e9))
+    monkeypatch.setattr(run, "ceilings", lambda threads: [Roofline(threads, 1e9, 1e9)])
+    monkeypatch.setattr(run, "ceiling", lambda threads: Roofline(threads, 1e9, 1e9))
 
 
 def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
