@@ -1,8 +1,8 @@
-"""The gradient of a model as one plain ONNX model, which any runtime executes.
+"""Writes the gradient of a model as one plain ONNX model, which any runtime executes.
 
-Forward and backward graph are joined; with a loss, that too is written as operators. Weights stay
-in the file: the result takes the model's inputs and the targets (without a loss: a cotangent) and
-gives the loss and the gradients. It can be differentiated again.
+The result has the forward graph, the loss and the backward graph. Its inputs are those of the model
+and the targets, or a cotangent without a loss. Its outputs are the loss and the gradients. The
+weights stay constants of the file. The result can be differentiated again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,39 +60,38 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     gradient_dtype: GradientDType = "file",
     path: str | Path | None = None,
 ) -> ModelProto:
-    """The gradient of a model as an ONNX model of standard operators.
+    """Return the gradient of a model as an ONNX model of standard operators.
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, or a list of them,
-            one an output; without one the gradient is that of ``⟨cotangent, output⟩``.
-        output: The output to differentiate, or a list; may be left out where there is one.
-        wrt: Patterns of parameter and input names, or a single one; the trainable parameters by
-            default.
-        freeze: Patterns of parameter names to leave out, or a single one.
+        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, or a list with a
+            loss for each output. Without a loss, the function is ``⟨cotangent, output⟩``.
+        output: Name of the differentiated output, or a list; may be omitted for a single output.
+        wrt: Pattern of parameter and input names, or several; the trainable parameters by default.
+        freeze: Pattern of parameter names to exclude, or several.
         class_axis: Axis of the classes or features in the output.
-        find_logits: Whether a loss on an output of probabilities reads the logits that the model
-            makes them of.
-        loss_weights: What each loss is multiplied by; ones by default.
+        find_logits: Whether a loss on an output of probabilities reads the logits from which the
+            model computes them.
+        loss_weights: Factor of each loss; ones by default.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
-        sample_inputs: A batch to find shapes with, where none can be made up.
-        batch_axes: Input name to the axis that holds its examples; found by running the model when
-            left out.
-        gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for
-            their own, or ``"float32"``, which is what everything in between is computed in.
-        path: Where to write the result as well. With more than 2 GB of weights it is needed: they
-            go into ``<name>.data`` beside it, and what is returned only refers to them.
+        sample_inputs: A batch that determines shapes, if none can be generated.
+        batch_axes: Axis of the examples of each input, by name; determined by sample runs if
+            omitted.
+        gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for the
+            type in the file, or ``"float32"``, the type of the computation.
+        path: Path of a file for the result. Required for more than 2 GB of weights: they are
+            written to ``<name>.data`` in the same folder, and the returned model refers to them.
 
     Returns:
-        A model with the inputs of the old one and ``targets`` (for several losses ``targets of
-        <output>``; or ``cotangent``), and the outputs ``loss`` (or the output) and
-        ``gradient/<name>`` for each name. Where the model is a gradient model and has a value
-        called so, a number follows: ``cotangent_2``, ``gradient/<name>_2``.
+        A model with the inputs of ``model`` and ``targets`` (``targets of <output>`` for several
+        losses, ``cotangent`` without a loss). Its outputs are ``loss``, or the output without a
+        loss, and ``gradient/<name>`` for each name. If the model has a value of such a name, a
+        number follows: ``cotangent_2``, ``gradient/<name>_2``.
 
     Raises:
         InputError: The file, the loss or an option is wrong.
-        UnknownNameError: A name or pattern goes by nothing.
-        UnsupportedOpError: An operator in between has no derivative rule.
+        UnknownNameError: A name does not exist, or a pattern matches no name.
+        UnsupportedOpError: An operator on a path from ``wrt`` to the output has no derivative rule.
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
@@ -111,7 +110,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         shape = _declared(loaded, value, facts[value])
     else:
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
-        graph, facts = _minimised(loaded, (graph, facts), options, reduction, sample_inputs)
+        graph, facts = _append_losses(loaded, (graph, facts), options, reduction, sample_inputs)
         value, shape = LOSS, ()
     left = left_out(graph, facts, [value], names) if wrt is None else {}
     names = tuple(name for name in names if name not in left)
@@ -135,7 +134,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
 
 def _declared(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
-    """The shape a file declares for an output, where that is what the model computes."""
+    """Return the declared shape of an output if it agrees with the sample run, else None sizes."""
     shape = loaded.output_shapes.get(value, ())
     fits = len(shape) == len(fact.shape) and all(
         declared == size
@@ -145,14 +144,14 @@ def _declared(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
     return shape if fits else (None,) * len(fact.shape)
 
 
-def _minimised(
+def _append_losses(
     loaded: LoadedModel,
     known: tuple[Graph, Mapping[str, Fact]],
     options: LossOptions,
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
 ) -> tuple[Graph, dict[str, Fact]]:
-    """The graph of the losses."""
+    """Append the losses to the graph; return the graph and its facts."""
     graph, facts = known
     heads, batch = bind_losses(graph, facts, options, inputs)
     terms = []
@@ -191,7 +190,7 @@ def _only_output(
 def _chosen(
     graph: Graph, patterns: str | Sequence[str] | None, freeze: str | Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Parameters and inputs that match; without patterns the trainable parameters."""
+    """Return the matching parameters and inputs; without patterns the trainable parameters."""
     if patterns is None:
         return trainable_parameters(graph, freeze=freeze)
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -201,7 +200,7 @@ def _chosen(
     candidates += [name for name, array in graph.constants.items() if array.dtype.kind == "f"]
     what = "floating-point input or weight"
     frozen = matching(freeze or (), candidates, what)
-    # In the order of the patterns.
+    # The order is that of the patterns.
     chosen = dict.fromkeys(n for p in patterns for n in matching(p, candidates, what))
     return tuple(name for name in chosen if name not in frozen)
 
@@ -214,7 +213,7 @@ def _written(
     names: Sequence[str],
     stored: Mapping[str, DType],
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """The joint graph with readable names for what goes in and comes out, and its constants."""
+    """Build the joint model with readable names of inputs and outputs, and its constants."""
     value, shape = result
     joint = joint_graph(graph, backward)
     cotangent = backward.cotangents[value]
@@ -240,7 +239,7 @@ def _written(
 def _model(
     joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """What of ``joint`` the outputs need, in float32 between borders of stored types."""
+    """Build a model of the nodes that the outputs need, with casts from and to stored types."""
     names = [entry.name for entry in outputs]
     nodes = needed(joint.nodes, names)
     read = {name for node in nodes for name in (*node.inputs, *node.captures)}
@@ -264,7 +263,7 @@ def _model(
 
 
 def _free(name: str, graph: Graph) -> str:
-    """``name``, or with a number where the model is a gradient model and has it already."""
+    """Append a number to ``name`` if a value of the graph has this name."""
     taken, index = set(graph.values()), 1
     while (free := name if index == 1 else f"{name}_{index}") in taken:
         index += 1
@@ -276,7 +275,7 @@ def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:
 
 
 def _result(name: str, target: str, gradient: str | None) -> list[Node]:
-    """Names a gradient; zeros where the output does not depend on the value."""
+    """Return a node that names a gradient, or zeros if the output does not depend on the value."""
     if gradient is not None:
         return [Node("Identity", (gradient,), (target,), name=f"node_{target}")]
     return [Node("Sub", (name, name), (target,), name=f"node_{target}")]

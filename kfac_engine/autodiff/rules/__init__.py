@@ -1,7 +1,7 @@
-"""The table of derivative rules: one function per operator, one file per family of operators.
+"""The table of derivative rules: a function for each operator, a file for each family.
 
-A rule receives the node, the cotangents of its outputs and which operands want one, and writes the
-cotangents of the operands with a ``VjpBuilder``::
+A rule receives a node, the cotangents of its outputs and the indices of operands that need one. It
+adds the cotangents of these operands to a ``VjpBuilder``::
 
     @vjp_rule("Tanh")
     def tanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
@@ -12,8 +12,8 @@ cotangents of the operands with a ``VjpBuilder``::
 Conventions:
 
 - ``g[i]`` is the name of the cotangent of output ``i``; outputs without one are absent.
-- ``wanted`` holds the operand indices worth computing; others may be left out of the result.
-- A wanted operand missing from the result means: its derivative is zero by definition.
+- ``wanted`` has the indices of operands that need a cotangent; others may be absent.
+- If a wanted operand is absent from the result, its derivative is zero by definition.
 - Graphs are at opset 18 or newer: rules read the opset-18 form of every operator.
 """
 
@@ -39,8 +39,8 @@ _FAMILIES = (
 
 RULES: Registry[Rule] = Registry("derivative rule")
 
-# Operators whose results do not change, or change only in jumps, with their operands: the
-# derivative is zero wherever it exists, so the reverse sweep stops there.
+# Piecewise constant operators: the derivative is zero wherever it exists, and the reverse sweep
+# stops.
 ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """
     And ArgMax ArgMin Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
@@ -52,8 +52,8 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """.split()  # noqa: SIM905 (a list literal would be forty lines)
 )
 
-# Operators that round real numbers to whole ones that stand for them. Zero would be their
-# derivative too, but whoever asks for it wants another: they are refused by name.
+# Operators that round real numbers to integers. Their derivative is zero, too, but users of
+# quantized models expect another one: they are refused by name.
 QUANTIZERS: frozenset[str] = frozenset(
     {
         "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear",
@@ -76,7 +76,7 @@ def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
 
 @cache
 def load_rules() -> Registry[Rule]:
-    """The full table: imports every family once."""
+    """Return the full table; imports every family once."""
     for family in _FAMILIES:
         import_module(f"{__name__}.{family}")
     return RULES

@@ -55,7 +55,7 @@ def prelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Clip")
 def clip(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent goes to x inside the bounds, else to the bound."""
+    """Add the cotangent to x inside the bounds, else to the bound."""
     x, low, high = (*node.inputs, "", "")[:3]
     # y = min(max(x, low), high), in this order: an empty interval gives high.
     at_low = b.op("Less", x, low) if low else ""
@@ -138,7 +138,7 @@ def selu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def _exponential_unit(
     b: VjpBuilder, node: Node, g: str, depth: float, slope: float
 ) -> Mapping[int, str]:
-    """Of y = slope·x for x > 0, else depth·(exp(x) − 1), whose derivative there is y + depth."""
+    """For y = slope·x for x > 0, else depth·(exp(x) − 1), whose derivative there is y + depth."""
     x, y = node.inputs[0], node.outputs[0]
     left = b.op("Add", y, b.scalar(depth, x))
     return {0: b.op("Mul", g, b.op("Where", _positive(b, x), b.scalar(slope, x), left))}
@@ -169,7 +169,7 @@ def _gelu_slope(b: VjpBuilder, node: Node) -> str:
 
 
 def _gelu_tanh_slope(b: VjpBuilder, node: Node) -> str:
-    """Of y = x (1 + t)/2 with t = tanh(u), u = √(2/π)(x + 0.044715 x³): (1 + t)/2 + x t′/2."""
+    """For y = x (1 + t)/2 with t = tanh(u), u = √(2/π)(x + 0.044715 x³): (1 + t)/2 + x t′/2."""
     x, c = node.inputs[0], sqrt(2 / pi)
     t = b.op("Tanh", polynomial(b, x, (0, c, 0, 0.044715 * c)))
     sech2 = b.op("Sub", b.scalar(1, x), b.op("Mul", t, t))
@@ -198,7 +198,7 @@ def log_softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 
 def _defined(b: VjpBuilder, y: str) -> str:
-    """Probabilities, zero in rows that are masked throughout where others are selected instead."""
+    """Return probabilities; zero in completely masked rows if these are replaced."""
     # Such rows are 0/0. What is not selected has cotangent zero, but zero times NaN is NaN.
     return b.op("Where", b.op("IsNaN", y), b.scalar(0, y), y) if _is_selected(b, y) else y
 
@@ -223,6 +223,6 @@ def _positive(b: VjpBuilder, x: str) -> str:
 
 
 def _sum_where(b: VjpBuilder, mask: str, g: str, bound: str) -> str:
-    """The gradient of a bound of Clip: the sum of ``g`` where the bound is what one sees."""
+    """Write the gradient of a bound of Clip: the sum of ``g`` where the result is the bound."""
     total = b.op("ReduceSum", b.op("Where", mask, g, b.scalar(0, bound)), keepdims=0)
     return b.reshape_like(total, bound)

@@ -1,9 +1,8 @@
-"""Convolutions over one, two or three spatial axes.
+"""Derivatives of convolutions over one, two or three spatial axes.
 
-Which form is chosen where, and what it was measured against, is in ``geometry``, for kernels in
-``kernels``.
-Sizes of images stay open. Sizes of kernels are read from the sample run: a weight that is computed
-from parameters has the same sides in every batch.
+The choice of forms and its measurements are in ``geometry``, for kernels in ``kernels``. Sizes of
+images stay dynamic. Shapes of kernels come from the sample run: a weight that is computed from
+parameters has the same shape in every batch.
 """
 
 from dataclasses import replace
@@ -16,12 +15,12 @@ from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
-_LAST = -(2**63) + 1  # where a backward slice ends that takes in index zero
+_LAST = -(2**63) + 1  # end of a backward slice that includes index zero
 
 
 @vjp_rule("Conv")
 def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """A convolution for each operand; the bias gets the sum over examples and positions."""
+    """Write a convolution for image and kernel, and a sum over positions for the bias."""
     window = sliding(node, b.sample_shape(node.inputs[1])[2:])
     group = integer(node, "group", 1)
     gradients = {}
@@ -36,7 +35,7 @@ def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("ConvTranspose")
 def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Conv and ConvTranspose are adjoint: the image takes the place of Conv's cotangent."""
+    """Write the adjoint Conv; the image takes the place of the cotangent of Conv."""
     x, weight = node.inputs[:2]
     window = sliding(node, b.sample_shape(weight)[2:])
     group = integer(node, "group", 1)
@@ -64,7 +63,7 @@ def _pads_itself(node: Node) -> bool:
 
 
 def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
-    """The cotangent of all that the taps reach, where cropping follows from the result's size."""
+    """Pad the cotangent to all pixels of the taps, if cropping depends on the result size."""
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
     size = b.forward("Shape", y, start=2)[0]
@@ -81,7 +80,7 @@ def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
 
 
 def _image(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """Cotangent of the image: a convolution with the kernel turned around, or ConvTranspose."""
+    """Write the cotangent of the image: Conv with the reversed kernel, or ConvTranspose."""
     x, weight = node.inputs[:2]
     begins = tuple(r - p for r, p in zip(window.reaches, window.begins, strict=True))
     ends = tuple(r - p for r, p in zip(window.reaches, window.ends, strict=True))
@@ -93,7 +92,7 @@ def _image(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int)
 
 
 def _transposed_kernel(b: VjpBuilder, weight: str, window: SlidingWindow, group: int) -> str:
-    """The kernel with input and output channels exchanged and every spatial axis reversed."""
+    """Exchange the channels of the kernel and reverse every spatial axis."""
     outs, ins = b.sample_shape(weight)[:2]
     spatial = window.axes
     kernel = weight

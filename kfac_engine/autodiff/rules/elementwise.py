@@ -14,7 +14,7 @@ _TWO_OVER_ROOT_PI = 1.1283791670955126
 
 @vjp_rule("Add", "Sum")
 def add(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The sum hands its cotangent to every operand."""
+    """Pass the cotangent of the sum to every operand."""
     return _each(b, node, dict.fromkeys(wanted, g[0]))
 
 
@@ -70,7 +70,7 @@ def power(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Max", "Min")
 def extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent goes to the operand that was chosen."""
+    """Pass the cotangent to the selected operand."""
     y = node.outputs[0]
     chosen = [b.cast_like(b.op("Equal", x, y), y) for x in node.inputs]
     # Operands that tie share the cotangent.
@@ -80,7 +80,7 @@ def extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 @vjp_rule("Mod")
 def modulo(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Of y = x₀ − q x₁ with a whole number q: the cotangent and −q times it."""
+    """For y = x₀ − q x₁ with an integer q: the cotangent and −q times it."""
     dividend, divisor = node.inputs
     wide = {0: g[0]}
     if 1 in wanted:
@@ -93,7 +93,7 @@ def modulo(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("Where")
 def where(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent goes to the branch that was taken."""
+    """Pass the cotangent to the selected operand."""
     condition, y = node.inputs[0], node.outputs[0]
     zero = b.scalar(0, y)
     branches = {1: (g[0], zero), 2: (zero, g[0])}
@@ -101,7 +101,7 @@ def where(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 def _each(b: VjpBuilder, node: Node, wide: dict[int, str]) -> Gradients:
-    """Cotangents with the result's shape, summed to the shapes of the operands."""
+    """Sum cotangents with the shape of the result to the shapes of the operands."""
     y = node.outputs[0]
     return {i: b.unbroadcast(name, y, node.inputs[i]) for i, name in wide.items()}
 
@@ -156,7 +156,7 @@ def erf(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 def polynomial(b: VjpBuilder, x: str, coefficients: Sequence[float]) -> str:
-    """A polynomial of the forward value ``x``, coefficients in rising order, by Horner's rule."""
+    """Evaluate a polynomial of ``x`` by Horner's rule; coefficients in rising order."""
     *lower, last = coefficients
     result = b.scalar(last, x)
     for coefficient in reversed(lower):

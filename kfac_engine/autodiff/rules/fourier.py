@@ -17,7 +17,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("DFT")
 def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The transform in the other direction, cut or filled up to the length of the signal."""
+    """Transform in the other direction; cut or pad the result to the signal length."""
     axis = _axis(b, node)
     onesided, inverse = (integer(node, name, 0) for name in ("onesided", "inverse"))
     if onesided and inverse:
@@ -38,7 +38,7 @@ def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
-    """Adjoint of half a spectrum to a real signal: all but its ends stand for two numbers."""
+    """Write the adjoint of half a spectrum to a real signal: inner entries count twice."""
     x, y = node.inputs[0], node.outputs[0]
     inputs, outputs = (b.sample_shape(name)[axis] for name in (x, y))
     if inputs > outputs // 2 + 1:
@@ -61,7 +61,7 @@ def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
 
 
 def _axis(b: VjpBuilder, node: Node) -> int:
-    """The axis of the signal, which became an operand with operator set 20."""
+    """Return the axis of the signal: an attribute, or an operand from operator set 20 on."""
     rank = b.rank(node.inputs[0])
     if b.graph.opset < 20:
         return integer(node, "axis", 1) % rank
@@ -75,7 +75,7 @@ def _axis(b: VjpBuilder, node: Node) -> int:
 
 
 def _transformed(b: VjpBuilder, node: Node, signal: str, axis: int, inverse: int) -> str:
-    """The transform of all of ``signal``, one-sided where ``node`` makes reals of a spectrum."""
+    """Transform ``signal``; one-sided if ``node`` converts a spectrum to real numbers."""
     half = integer(node, "onesided", 0) * integer(node, "inverse", 0)
     if b.graph.opset < 20:
         return b.op("DFT", signal, axis=axis, inverse=inverse, onesided=half)
@@ -92,7 +92,7 @@ def _float(b: VjpBuilder, value: str, like: str) -> str:
 
 
 def _fitted(b: VjpBuilder, value: str, old: str, new: str, place: tuple[int, int]) -> str:
-    """``value`` with ``new`` instead of ``old`` entries along one axis of so many."""
+    """Cut or pad ``value`` from ``old`` to ``new`` entries along an axis."""
     axis, rank = place
     more = b.forward("Sub", new, old)[0]
     pads = b.forward("Concat", b.constant([0]), more, axis=0)[0]

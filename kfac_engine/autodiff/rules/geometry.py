@@ -1,15 +1,15 @@
-"""How Conv and the pools slide over an image, and the way back from windows to pixels.
+"""Windows of Conv and pools, and their adjoint from windows to pixels.
 
-Several graphs compute the same cotangent. These are chosen; milliseconds are of ONNX Runtime 1.31
-on one thread, for 16 images of 28·28 pixels where nothing else is said:
+Several graphs compute the same cotangent. The table lists the chosen form; milliseconds of ONNX
+Runtime 1.31 on one thread, for 16 images of 28·28 pixels unless stated otherwise:
 
-| of | form | ms | instead of | ms |
+| operator | form | ms | instead of | ms |
 |---|---|---|---|---|
 | Conv 1×1, unit strides, 64 → 128 | Conv, kernel transposed | 1.6 | ConvTranspose | 2.1 |
-| Conv 3×3, unit strides, 64 → 64 | Conv, kernel turned | 8.4 | ConvTranspose | 7.4 |
+| Conv 3×3, unit strides, 64 → 64 | Conv, kernel reversed | 8.4 | ConvTranspose | 7.4 |
 | the same, 4 images of 56·56 pixels | | 13.1 | | 16.6 |
-| Conv 3×3, depthwise, 96 | Conv, kernel turned | 2.6 | ConvTranspose | 3.1 |
-| Conv 3×3, 8 groups, 64 → 64 | ConvTranspose | 2.6 | Conv, kernel turned | 7.6 |
+| Conv 3×3, depthwise, 96 | Conv, kernel reversed | 2.6 | ConvTranspose | 3.1 |
+| Conv 3×3, 8 groups, 64 → 64 | ConvTranspose | 2.6 | Conv, kernel reversed | 7.6 |
 | Conv, strided | ConvTranspose | | Conv of a cotangent with zeros between | |
 | MaxPool in tiles | comparison with copied maxima | 2.3 | indices | 4.6 |
 | MaxPool 3×3, stride 2, 8 images of 64·112·112 | indices | 58 | a comparison for each tap | |
@@ -17,8 +17,8 @@ on one thread, for 16 images of 28·28 pixels where nothing else is said:
 | AveragePool 3×3, unit strides, 32 images of 64 | AveragePool | 1.7 | ConvTranspose | 4.3 |
 | AveragePool 3×3, stride 2, 32 images of 64 | ConvTranspose | 2.7 | a matrix for each axis | 1.1 |
 
-Matrices lose to ConvTranspose in the last row once images are large: their work grows with the
-third power of a side. Maxima are compared tile by tile, with 32 images of 32 channels.
+In the last row matrices are slower than ConvTranspose for large images: their time is cubic in the
+image size. The comparison of maxima was measured with 32 images of 32 channels.
 """
 
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
@@ -28,11 +28,11 @@ from kfac_engine.graph.structure import Node
 
 
 def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
-    """The window that the attributes of ``node`` describe.
+    """Return the window that the attributes of a node describe.
 
     Args:
         node: A convolution or pool.
-        kernel: Taps an axis.
+        kernel: Taps along each axis.
 
     Returns:
         The window, with automatic padding resolved where it does not depend on the image.
@@ -63,16 +63,16 @@ def _resolved(window: SlidingWindow) -> SlidingWindow:
 
 
 def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[str, str]:
-    """Run-time padding of SAME: as much as the windows of ``y`` stick out of the image ``x``.
+    """Add the run-time padding of SAME: the extent of the windows of ``y`` beyond the image ``x``.
 
     Args:
         b: The builder.
-        window: Has ``same`` set.
+        window: Window with ``same`` set.
         x: Image, a forward value.
         y: Result, a forward value.
 
     Returns:
-        Padding before and after the pixels, int64, a size each spatial axis.
+        Padding before and after the pixels, int64, a size for each spatial axis.
     """
     one, two, zero = b.constant([1]), b.constant([2]), b.constant([0])
     last = b.forward("Sub", b.forward("Shape", y, start=2)[0], one)[0]
@@ -88,11 +88,11 @@ def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[
 def spread(
     b: VjpBuilder, window: SlidingWindow, g: str, weight: str, x: str, y: str, group: int = 1
 ) -> str:
-    """The adjoint of a convolution: each window adds its cotangent to the pixels it saw.
+    """Write the adjoint of a convolution: each window adds its cotangent to its pixels.
 
     Args:
         b: The builder.
-        window: Where the windows are.
+        window: The windows.
         g: Cotangent of the windows, ``(n, d_out, *positions)``.
         weight: ``(d_out, d_in / group, *kernel)``.
         x: Forward value with the spatial sizes of the image.

@@ -1,13 +1,13 @@
-"""The cotangent of a convolution's kernel: for each tap, cotangent times the pixels under that tap.
+"""Cotangent of the kernel of a convolution: for each tap, cotangent times the pixels at the tap.
 
-Slices for each tap would take longer to copy than to multiply. So operands are shifted by
-convolutions with kernels of ones and zeros, which ONNX Runtime spreads over threads: the image
-along its last axes, the cotangent against it along the first ones. One product then holds every
-pair of shifts, which is every tap. With strides, or where that makes fewer numbers, the image takes
-all shifts. On a CPU most of these products are made elsewhere in the end (``_is_quicker_alone``).
+Copying a slice for each tap takes longer than the product. Instead, convolutions with kernels of
+ones and zeros shift the operands, in all threads: the image along its last axes, the cotangent in
+the opposite direction along the first axes. One product then has every pair of shifts, which is
+every tap. With strides, or if the operands are smaller, only the image is shifted. On a CPU most of
+these products are computed outside of the graph (``_is_faster_outside``).
 Milliseconds of ONNX Runtime 1.31 on two threads:
 
-| of | shifted | ms | a slice and a product each tap | convolution with the cotangent |
+| images, kernel | shifted | ms | slice and product for each tap | convolution with the cotangent |
 |---|---|---|---|---|
 | 128 × 16 × 32 × 32, 3×3, 16 → 16 | both | 9.5 | 20.8 | 36.7 |
 | 128 × 64 × 8 × 8, 3×3, 64 → 64 | both | 6.2 | 9.7 | 15.6 |
@@ -35,19 +35,19 @@ from kfac_engine.graph.structure import Node
 _LEAST_CHANNELS = 4
 _LEAST_MULTIPLIED = 1e6
 
-# Shifted operands may be so many times as large as they were: what bounds their memory.
+# Shifted operands may be this many times as large as the operands, which bounds their memory.
 _MOST_SHIFTS = 9
 
 
 def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """Cotangent of the kernel of a convolution.
+    """Write the cotangent of the kernel of a convolution.
 
     Args:
         b: The builder.
         node: A ``Conv`` with image, kernel and result; padding resolved in ``window``.
         g: Cotangent of the result.
-        window: How the kernel slides.
-        group: Groups of channels.
+        window: Window of the convolution.
+        group: Number of groups of channels.
 
     Returns:
         A value in the shape of the kernel.
@@ -57,14 +57,14 @@ def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, g
         gradient = _as_kernel(b, node, g, window, group)
     else:
         gradient = _product_of_shifts(b, node, g, window, shifts)
-    if _is_quicker_alone(b, node, window, group):
+    if _is_faster_outside(b, node, window, group):
         outs, ins = b.sample_shape(node.inputs[1])[:2]
         b.leaves[gradient] = KernelGradient(node.inputs[0], g, window, outs, ins)
     return gradient
 
 
-def _is_quicker_alone(b: VjpBuilder, node: Node, window: SlidingWindow, group: int) -> bool:
-    """Whether the product is worth doing outside ONNX Runtime, by the sizes of the sample run."""
+def _is_faster_outside(b: VjpBuilder, node: Node, window: SlidingWindow, group: int) -> bool:
+    """Check by the sizes of the sample run whether BLAS is faster than the nodes of the graph."""
     weight = node.inputs[1]
     outs, ins = b.sample_shape(weight)[:2]
     multiplied = prod(b.sample_shape(weight)) * prod(b.sample_shape(node.outputs[0])[2:])
@@ -78,11 +78,11 @@ def _is_quicker_alone(b: VjpBuilder, node: Node, window: SlidingWindow, group: i
 
 @dataclass(frozen=True, slots=True)
 class _Shifts:
-    """Who is shifted along which axes.
+    """Division of the spatial axes between shifts of cotangent and image.
 
     Attributes:
-        cut: The first ``cut`` spatial axes are those of the cotangent's shifts.
-        written: Numbers of both operands for each position of the result.
+        cut: Number of spatial axes, from the first, along which the cotangent is shifted.
+        written: Size of both shifted operands for each position of the result.
     """
 
     cut: int
@@ -90,10 +90,10 @@ class _Shifts:
 
 
 def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:
-    """The division of shifts that writes the fewest numbers; None where all write too many."""
+    """Return the division with the smallest operands; None if all are too large."""
     outs, ins = b.sample_shape(node.inputs[1])[:2]
     kernel, pads = window.kernel, (window.begins, window.ends)
-    inside = all(p <= reach for side in pads for p, reach in zip(side, window.reaches, strict=True))
+    inside = all(p <= reach for ends in pads for p, reach in zip(ends, window.reaches, strict=True))
     divisible = window.unit_strides and inside and not window.same
     choices = [
         _Shifts(cut, ins * prod(kernel[cut:]) + outs * prod(kernel[:cut]))
@@ -107,7 +107,7 @@ def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:
 def _product_of_shifts(
     b: VjpBuilder, node: Node, g: str, window: SlidingWindow, shifts: _Shifts
 ) -> str:
-    """The product over examples and positions of the shifted operands, in the kernel's order."""
+    """Multiply the shifted operands over examples and positions; result in kernel order."""
     x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
     outs, ins, *kernel = b.sample_shape(weight)
     along_g, along_x = kernel[: shifts.cut], kernel[shifts.cut :]
@@ -115,7 +115,7 @@ def _product_of_shifts(
     image = _shifted(b, image, weight, ins, _only_last(window, shifts.cut))
     g = _shifted(b, g, weight, outs, _against(window, shifts.cut), backwards=True)
     if window.taps * outs * ins <= shifts.written * prod(b.sample_shape(y)[2:]):
-        # Products of examples are smaller than what they are made of: nothing needs turning.
+        # Products of single examples are smaller than their operands: no transposition is needed.
         rows = b.op("Reshape", g, b.constant([0, outs * prod(along_g), -1]))
         columns = b.op("Reshape", image, b.constant([0, ins * prod(along_x), -1]))
         each = b.op("MatMul", rows, b.op("Transpose", columns, perm=(0, 2, 1)))
@@ -133,7 +133,7 @@ def _product_of_shifts(
 
 
 def _only_last(window: SlidingWindow, cut: int) -> SlidingWindow:
-    """The window without its first ``cut`` axes."""
+    """Return the window without its first ``cut`` axes."""
     none, ones = (0,) * cut, (1,) * cut
     return replace(
         window,
@@ -145,7 +145,7 @@ def _only_last(window: SlidingWindow, cut: int) -> SlidingWindow:
 
 
 def _against(window: SlidingWindow, cut: int) -> SlidingWindow:
-    """How the cotangent slides, backwards, along the first ``cut`` axes of an image.
+    """Return the window of the cotangent, reversed, along the first ``cut`` axes of an image.
 
     Args:
         window: Unit strides, and padding within the kernel's reach.
@@ -179,14 +179,14 @@ def _shifted(
     *,
     backwards: bool = False,
 ) -> str:
-    """What lies under each tap of a window.
+    """Write the pixels at each tap of a window as channels.
 
     Args:
         b: The builder.
-        value: ``(n, channels, *sides)``.
+        value: ``(n, channels, *spatial_shape)``.
         like: A forward value of its element type.
-        channels: Of ``value``.
-        window: How the taps slide.
+        channels: Number of channels of ``value``.
+        window: Window with the taps.
         backwards: Whether the last tap comes first.
 
     Returns:
@@ -203,7 +203,7 @@ def _shifted(
 
 
 def _as_kernel(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """A convolution of the image whose kernel is the cotangent."""
+    """Write a convolution of the image whose kernel is the cotangent."""
     # Examples take the place of input channels; strides and dilations change roles.
     x, weight = node.inputs[:2]
     spatial = window.axes
@@ -221,7 +221,7 @@ def _as_kernel(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: 
 
 
 def _padded(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> str:
-    """The image with its padding."""
+    """Pad the image explicitly."""
     pads = b.constant(window.begins + window.ends)
     if window.same:
         pads = b.forward("Concat", *same_padding(b, window, x, y), axis=0)[0]
@@ -233,7 +233,7 @@ def _padded(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> str:
 def _examples_as_channels(
     b: VjpBuilder, image: str, ins: int, window: SlidingWindow, group: int
 ) -> str:
-    """``(n, group · ins, *pixels)`` to ``(ins, group · n, *pixels)``."""
+    """Convert ``(n, group · ins, *pixels)`` to ``(ins, group · n, *pixels)``."""
     spatial = window.axes
     if group == 1:
         return b.op("Transpose", image, perm=(1, 0, *spatial))

@@ -11,7 +11,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("Gemm")
 def gemm(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Products with the other operand, transposed as the flags ask; C as broadcast."""
+    """Multiply by the other operand, transposed by the attributes; sum for C."""
     A, B = node.inputs[:2]
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
     # Any number but zero transposes.
@@ -32,7 +32,7 @@ def gemm(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("MatMul")
 def matmul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Products with the other operand, transposed."""
+    """Multiply by the other operand, transposed."""
     A, B = node.inputs
     left, right = _PRODUCTS[b.rank(A) == 1, b.rank(B) == 1]
     gradients = {}
@@ -44,7 +44,7 @@ def matmul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 
 def _left_matrix(b: VjpBuilder, node: Node, g: str) -> str:
-    """G Bᵀ, summed over batch axes that A lacks."""
+    """Write G Bᵀ, summed over batch axes that A lacks."""
     A, B = node.inputs
     if b.rank(A) == b.rank(B) == 2:
         return b.op("Gemm", g, B, transB=1)
@@ -56,7 +56,7 @@ def _left_matrix(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
-    """Aᵀ g, summed over batch axes that B lacks."""
+    """Write Aᵀ G, summed over batch axes that B lacks."""
     A, B = node.inputs
     rank = b.rank(A)
     if b.rank(B) == 2:
@@ -66,25 +66,25 @@ def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _left_of_vector(b: VjpBuilder, node: Node, g: str) -> str:
-    """Of y = A v: the outer product of g and v, for each matrix of A."""
+    """For y = A v, write the outer product of g and v, for each matrix of A."""
     return b.op("Mul", b.op("Unsqueeze", g, b.constant([-1])), node.inputs[1])
 
 
 def _vector_on_right(b: VjpBuilder, node: Node, g: str) -> str:
-    """Of y = A v: Aᵀ g, summed over all rows of all matrices."""
+    """For y = A v, write Aᵀ g, summed over all rows of all matrices."""
     A, v = node.inputs
     row = b.op("Reshape", g, b.constant([1, -1]))
     return b.reshape_like(b.op("MatMul", row, _rows(b, A, b.rank(A))), v)
 
 
 def _right_of_vector(b: VjpBuilder, node: Node, g: str) -> str:
-    """Of y = v B: the outer product of v and g, for each matrix of B."""
+    """For y = v B, write the outer product of v and g, for each matrix of B."""
     v = b.op("Unsqueeze", node.inputs[0], b.constant([1]))
     return b.op("Mul", v, b.op("Unsqueeze", g, b.constant([-2])))
 
 
 def _vector_on_left(b: VjpBuilder, node: Node, g: str) -> str:
-    """Of y = v B: B g, summed over all matrices."""
+    """For y = v B, write B g, summed over all matrices."""
     v, B = node.inputs
     product = b.op("MatMul", B, b.op("Unsqueeze", g, b.constant([-1])))
     batch = b.constant(range(b.rank(B) - 2))
@@ -110,12 +110,12 @@ _PRODUCTS = {
 
 
 def _rows(b: VjpBuilder, value: str, rank: int) -> str:
-    """All matrices of a batch on top of each other: ``(rows, columns)``."""
+    """Stack all matrices of a batch vertically: ``(rows, columns)``."""
     return value if rank == 2 else b.op("Flatten", value, axis=-1)
 
 
 def _columns(b: VjpBuilder, value: str, rank: int) -> str:
-    """All matrices of a batch side by side: ``(rows, matrices · columns)``."""
+    """Stack all matrices of a batch horizontally: ``(rows, matrices · columns)``."""
     order = (rank - 2, *range(rank - 2), rank - 1)
     return b.op("Flatten", b.op("Transpose", value, perm=order), axis=1)
 

@@ -21,7 +21,7 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class _Standardised:
-    """Backward values: ``value`` is h, ``inverse`` is 1/σ; ``axes`` names the axes."""
+    """Standardized values: ``value`` is h, ``inverse`` is 1/σ, ``axes`` the name of the axes."""
 
     value: str
     inverse: str
@@ -37,7 +37,7 @@ def _standardise(b: VjpBuilder, x: str, axes: Sequence[int], epsilon: str) -> _S
 
 
 def _destandardise(b: VjpBuilder, h: _Standardised, gh: str, slope: str = "") -> str:
-    """The formula of the module's docstring; ``slope`` is mean(gh · h) if that is known."""
+    """Apply the formula of the module docstring; ``slope`` is mean(gh · h) if known."""
     mean = b.op("ReduceMean", gh, h.axes, keepdims=1)
     slope = slope or b.op("ReduceMean", b.op("Mul", gh, h.value), h.axes, keepdims=1)
     rest = b.op("Sub", b.op("Sub", gh, mean), b.op("Mul", h.value, slope))
@@ -46,7 +46,7 @@ def _destandardise(b: VjpBuilder, h: _Standardised, gh: str, slope: str = "") ->
 
 @vjp_rule("LayerNormalization")
 def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Over the last axes; Mean and InvStdDev are results as well."""
+    """Normalize over the last axes; Mean and InvStdDev are results, too."""
     x, scale = node.inputs[:2]
     first = integer(node, "axis", -1) % b.rank(x)
     axes = range(first, b.rank(x))
@@ -68,7 +68,7 @@ def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 
 
 def _as_computed(b: VjpBuilder, node: Node, axes: Sequence[int]) -> _Standardised:
-    """The forward pass has both at hand; in float64 the deviation it hands over is rounded."""
+    """Return h and 1/σ of the forward pass; for float64 compute them, since 1/σ is rounded."""
     x, scale, shift = (*node.inputs, "")[:3]
     if b.dtype(x) != np.float32:
         return _standardise(b, x, axes, _epsilon(b, node))
@@ -80,7 +80,7 @@ def _as_computed(b: VjpBuilder, node: Node, axes: Sequence[int]) -> _Standardise
 
 
 def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -> str:
-    """Through the first output, with ``along`` = g h."""
+    """Differentiate the first output, with ``along`` = g h."""
     x, scale = node.inputs[:2]
     gh = b.op("Mul", g, scale)
     shape = b.sample_shape(scale)
@@ -93,7 +93,7 @@ def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -
 
 
 def _of_statistic(b: VjpBuilder, h: _Standardised, output: int, g: str, count: str) -> str:
-    """Through the outputs Mean (1) and InvStdDev (2), whose derivative is −h/(n σ²)."""
+    """Differentiate the outputs Mean (1) and InvStdDev (2); the latter has −h/(n σ²)."""
     share = b.op("Div", g, count)
     if output == 1:
         return share
@@ -103,13 +103,13 @@ def _of_statistic(b: VjpBuilder, h: _Standardised, output: int, g: str, count: s
 
 @vjp_rule("InstanceNormalization")
 def instance_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Over the pixels of each example and channel."""
+    """Normalize over the pixels of each example and channel."""
     return _channelwise(b, node, g[0], range(2, b.rank(node.inputs[0])), wanted)
 
 
 @vjp_rule("GroupNormalization")
 def group_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Over the channels and pixels of each group of channels."""
+    """Normalize over the channels and pixels of each group of channels."""
     x, scale = node.inputs[:2]
     groups = b.constant([0, integer(node, "num_groups", 1), -1])
     # Before operator set 21 there is one scale a group: groups take the place of channels.
@@ -134,7 +134,7 @@ _SCALE_PER_CHANNEL = 21
 
 @vjp_rule("LpNormalization")
 def lp_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Of y = x/s with a norm s: (g − s′ Σ g y)/s, s′ being y or sign(x); zero where s is."""
+    """For y = x/s with a norm s: (g − s′ Σ g y)/s with s′ = y or sign(x); zero if s is zero."""
     x, y = node.inputs[0], node.outputs[0]
     axis = b.constant([integer(node, "axis", -1)])
     reduction, slope = _NORMS[integer(node, "p", 2)]
@@ -157,7 +157,7 @@ _NORMS: Mapping[int, tuple[str, Callable[[VjpBuilder, str, str], str]]] = {
 def local_response_normalization(
     b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 ) -> Gradients:
-    """Of y = x s^(−β), s = bias + α mean(x²) over nearby channels: g s^(−β) − 2αβ x mean(g y/s)."""
+    """For y = x s^(−β), s = bias + α mean(x²) of channels: g s^(−β) − 2αβ x mean(g y/s)."""
     x, y = node.inputs[0], node.outputs[0]
     alpha, beta = number(node, "alpha", 1e-4), number(node, "beta", 0.75)
     # Odd: ONNX Runtime refuses other sizes. So a window holds the channels whose windows hold it.
@@ -173,7 +173,7 @@ def local_response_normalization(
 
 
 def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
-    """Means over windows of channels, zeros beside the first and last, in the shape of ``x``."""
+    """Average over windows of channels with zero padding, in the shape of ``x``."""
     channels = b.forward("Gather", b.shape(x), b.constant([1]))[0]
     shape = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
     half = size // 2
@@ -186,7 +186,7 @@ def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
 
 @vjp_rule("BatchNormalization")
 def batch_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Over examples and pixels of each channel, or by given statistics."""
+    """Normalize over examples and pixels of each channel, or by running statistics."""
     if not integer(node, "training_mode", 0):
         return _given_statistics(b, node, g[0], wanted)
     if set(g) != {0}:
@@ -202,7 +202,7 @@ def batch_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 def _channelwise(
     b: VjpBuilder, node: Node, g: str, axes: Sequence[int], wanted: Wanted
 ) -> Gradients:
-    """Of y = scale · h + shift, with one scale and one shift a channel, h over some ``axes``."""
+    """Differentiate y = scale · h + shift with a scale and a shift for each channel."""
     # A scale is the same all along the axes, so it stands before the means of the docstring above:
     # gx = scale (g − mean(g) − h mean(g h)) / σ. Scale and shift get sums of the same means.
     x, scale = node.inputs[:2]
@@ -222,7 +222,7 @@ def _channelwise(
 
 
 def _given_statistics(b: VjpBuilder, node: Node, g: str, wanted: Wanted) -> Gradients:
-    """Inference: mean and variance are operands (exporters also pass computed ones)."""
+    """Differentiate the inference form: mean and variance are operands, maybe computed."""
     x, scale, _, mean, variance = node.inputs
     inverse = b.op("Reciprocal", b.op("Sqrt", b.op("Add", variance, _epsilon(b, node))))
     slope = b.op("Mul", scale, inverse)
@@ -243,12 +243,12 @@ def _given_statistics(b: VjpBuilder, node: Node, g: str, wanted: Wanted) -> Grad
 
 
 def _per_channel(b: VjpBuilder, value: str, rank: int) -> str:
-    """A vector over channels, shaped to multiply an image with ``rank`` axes."""
+    """Reshape a vector over channels, for products with images of ``rank`` axes."""
     return value if rank == 2 else b.op("Unsqueeze", value, b.constant(range(1, rank - 1)))
 
 
 def _sum_channels(b: VjpBuilder, value: str, rank: int) -> str:
-    """The sum over all ``rank`` axes but the channels'."""
+    """Sum over all ``rank`` axes but that of the channels."""
     axes = [axis for axis in range(rank) if axis != 1]
     return b.op("ReduceSum", value, b.constant(axes), keepdims=0)
 

@@ -15,7 +15,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("MaxPool")
 def max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Each cotangent goes to the pixel that won; in tiles it is shared among equals."""
+    """Add each cotangent to the largest pixel; divide it among equal pixels of a tile."""
     window = sliding(node, integers(node, "kernel_shape", ()))
     compares = _tiles(window)
     return {0: _compared(b, node, g[0], window) if compares else _by_index(b, node, g[0])}
@@ -31,7 +31,7 @@ def _by_index(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _compared(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
-    """Of tiles: a pixel won if it equals the maximum of its tile."""
+    """Compare each pixel with the maximum of its tile."""
     _refuse_larger(b, node, window)
     # Asking MaxPool for indices makes it ten times slower. Measured with 2×2 tiles of 32 images of
     # 32·28·28 pixels, forward and backward together: 2.3 ms in this form, 4.6 ms with indices.
@@ -43,7 +43,7 @@ def _compared(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
 
 
 def _tiled(b: VjpBuilder, value: str, x: str, window: SlidingWindow) -> str:
-    """Each element repeated over its tile; zeros where the image has a rest that no tile covers."""
+    """Repeat each entry over its tile; pixels outside of all tiles become zero."""
     scales = b.constant(np.array([1, 1, *window.kernel], dtype="float32"))
     tiles = b.op(
         "Resize", value, "", scales, mode="nearest",
@@ -56,7 +56,7 @@ def _tiled(b: VjpBuilder, value: str, x: str, window: SlidingWindow) -> str:
 
 @vjp_rule("AveragePool")
 def average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Each window shares its cotangent among the pixels that it averaged."""
+    """Divide the cotangent of each window among its pixels."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
     _refuse_misplaced(node, window)
@@ -65,7 +65,7 @@ def average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 @vjp_rule("LpPool")
 def lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Each pixel's share of the norm of its windows."""
+    """Multiply the cotangents by the derivatives of the norms of windows."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
     _refuse_misplaced(node, window)
@@ -77,12 +77,12 @@ def lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("GlobalLpPool")
 def global_lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Each pixel's share of the norm."""
+    """Multiply the cotangent by the derivative of the norm."""
     return {0: b.op("Mul", _over_norm(b, node, g[0]), _signed_power(b, node))}
 
 
 def _over_norm(b: VjpBuilder, node: Node, g: str) -> str:
-    """``g · y^(1−p)``; zero where all pixels are zero, the kink of a norm."""
+    """Write ``g · y^(1−p)``; zero where all pixels are zero, the kink of the norm."""
     y = node.outputs[0]
     nonzero = b.op("Greater", y, b.scalar(0, y))
     norm = b.op("Where", nonzero, y, b.scalar(1, y))
@@ -91,14 +91,14 @@ def _over_norm(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _signed_power(b: VjpBuilder, node: Node) -> str:
-    """``sign(x) · |x|^(p−1)``."""
+    """Write ``sign(x) · |x|^(p−1)``."""
     x = node.inputs[0]
     power = b.op("Pow", b.op("Abs", x), b.scalar(integer(node, "p", 2) - 1, x))
     return b.op("Mul", b.op("Sign", x), power)
 
 
 def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str:
-    """Each window of ``y`` gives its cotangent to all pixels of ``x`` that it saw."""
+    """Add the cotangent of each window of ``y`` to all its pixels of ``x``."""
     if _tiles(window):
         return _tiled(b, g, x, window)
     if window.unit_strides and max(window.dilations) == 1:
@@ -117,13 +117,13 @@ def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str
 
 
 def _tiles(window: SlidingWindow) -> bool:
-    """Whether windows lie side by side."""
+    """Check whether windows are adjacent tiles."""
     return window.kernel == window.strides and not window.padded and max(window.dilations) == 1
 
 
 def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
-    """Raise where ONNX Runtime puts the windows elsewhere than ONNX defines."""
-    # It leaves dilations out of the padding and starts inside the image where strides skip pixels.
+    """Refuse windows that ONNX Runtime places otherwise than ONNX defines."""
+    # It ignores dilations in the padding and starts inside the image if strides skip pixels.
     apart = any(s > k for s, k in zip(window.strides, window.kernel, strict=True))
     if text(node, "auto_pad", "").startswith("SAME") and (apart or max(window.dilations) > 1):
         raise UnsupportedOpError(
@@ -134,9 +134,9 @@ def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
 
 
 def _refuse_larger(b: VjpBuilder, node: Node, window: SlidingWindow) -> None:
-    """Raise where an unpadded window is larger than the image of the sample run."""
-    # ONNX defines no output there; ONNX Runtime pools the few pixels that it finds, by weights of
-    # its own, if the stride is above one. (With a stride of one it fails, as it should.)
+    """Refuse an unpadded window that is larger than the image of the sample run."""
+    # ONNX defines no output for it. With strides above one ONNX Runtime pools the available pixels
+    # with other weights; with unit strides it fails.
     spatial_shape = b.sample_shape(node.inputs[0])[2:]
     if any(size <= reach for size, reach in zip(spatial_shape, window.reaches, strict=True)):
         raise ModelError(
@@ -147,9 +147,9 @@ def _refuse_larger(b: VjpBuilder, node: Node, window: SlidingWindow) -> None:
 
 
 def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
-    """What one pixel weighs in each average: one over the number of pixels that count."""
-    # At the border it depends on count_include_pad, ceil_mode and the version of the operator; the
-    # pool itself tells, when it averages an image of ones: pixels × weight.
+    """Return the weight of a pixel in each average: one over the number of counted pixels."""
+    # At the border the weight depends on count_include_pad, ceil_mode and the operator version. The
+    # pool of an image of ones is pixels × weight.
     x, y = node.inputs[0], node.outputs[0]
     if not window.padded:
         _refuse_larger(b, node, window)
@@ -166,7 +166,7 @@ def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
 
 
 def _count_pixels(b: VjpBuilder, ones: str, kernel: str, window: SlidingWindow) -> str:
-    """How many pixels each window sees; more windows than there are where they are rounded up."""
+    """Count the pixels of each window; with ceil_mode there may be too many windows."""
     if window.same:
         return b.forward(
             "Conv", ones, kernel, auto_pad=window.same,
@@ -186,7 +186,7 @@ def _kernel_of_ones(b: VjpBuilder, x: str, window: SlidingWindow) -> str:
 
 @vjp_rule("GlobalAveragePool")
 def global_average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Every pixel gets its share of the mean."""
+    """Divide the cotangent by the number of pixels."""
     x = node.inputs[0]
     share = b.op("Div", g[0], b.count(x, range(2, b.rank(x))))
     return {0: b.op("Expand", share, b.shape(x))}
@@ -194,7 +194,7 @@ def global_average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 
 @vjp_rule("GlobalMaxPool")
 def global_max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Share each cotangent among the pixels that won."""
+    """Divide each cotangent among the largest pixels."""
     x, y = node.inputs[0], node.outputs[0]
     winners = b.cast_like(b.op("Equal", x, y), x)
     spatial = b.constant(range(2, b.rank(x)))
@@ -207,7 +207,7 @@ def global_max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) ->
 
 @vjp_rule("MaxUnpool")
 def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Each value gets the cotangent of its pixel, unless a later one was put there."""
+    """Gather the cotangent of the pixel of each value; zero for overwritten values."""
     x, indices, y = *node.inputs[:2], node.outputs[0]
     everything = b.constant([-1])
     places = b.forward("Reshape", indices, everything)[0]
@@ -223,14 +223,14 @@ def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 @vjp_rule("Col2Im")
 def col2im(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The patches of the cotangent: a convolution with one channel for each tap."""
+    """Extract the patches of the cotangent by a convolution with one channel for each tap."""
     x, _, block = node.inputs
     if block not in b.graph.constants:
         raise UnsupportedOpError(
             f"no derivative rule for Col2Im with blocks of a computed shape at node "
             f"'{node.name}'; make '{block}' a constant."
         )
-    kernel = tuple(int(side) for side in b.graph.constants[block])
+    kernel = tuple(int(size) for size in b.graph.constants[block])
     window = sliding(node, kernel)
     taps = np.eye(window.taps, dtype=b.dtype(x)).reshape(window.taps, 1, *kernel)
     pixels = b.forward("Shape", node.outputs[0], start=2)[0]

@@ -8,7 +8,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("DequantizeLinear")
 def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Of y = (x − zero point) · scale: each scale gets the sum over what it scales."""
+    """Differentiate y = (x − zero point) · scale: sum over the entries of each scale."""
     x, scale, *zero_point = node.inputs
     # The operator itself tells the whole numbers, at a scale of one.
     one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))[0]
@@ -24,7 +24,7 @@ def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 
 def _sum_of_blocks(b: VjpBuilder, wide: str, x: str, axis: int, block: int) -> str:
-    """The sums over blocks along an axis of ``x``, the last of which may be shorter."""
+    """Sum over blocks along an axis of ``x``; the last block may be shorter."""
     side = b.forward("Gather", b.shape(x), b.constant([axis]))[0]
     missing = b.forward("Mod", b.forward("Neg", side)[0], b.constant([block]))[0]
     pads = b.forward("Concat", b.constant([0]), missing, axis=0)[0]

@@ -59,7 +59,7 @@ def reduce_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 @vjp_rule("ReduceMean")
 def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Every element gets its share."""
+    """Divide the cotangent by the number of entries."""
     r = _reduction(b, node, g)
     every = range(b.rank(r.x)), range(b.rank(node.outputs[0]))
     elements, results = b.count(r.x, every[0]), b.count(node.outputs[0], every[1])
@@ -69,7 +69,7 @@ def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 @vjp_rule("ReduceMax", "ReduceMin")
 def reduce_extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Elements that tie share the cotangent."""
+    """Divide the cotangent among equal extrema."""
     r = _reduction(b, node, g)
     chosen = b.cast_like(b.op("Equal", r.x, r.y), r.x)
     ties = b.op("ReduceSum", chosen, r.axes, keepdims=1, noop_with_empty_axes=1)
@@ -78,7 +78,7 @@ def reduce_extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) ->
 
 @vjp_rule("ReduceProd")
 def reduce_prod(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The product of the *other* elements, which y/x does not give where elements are zero."""
+    """Multiply the cotangent by the product of the *other* entries; y/x fails for zeros."""
     r = _reduction(b, node, g)
     zero, one = b.scalar(0, r.x), b.scalar(1, r.x)
     is_zero = b.op("Equal", r.x, zero)

@@ -28,7 +28,7 @@ _MOVING = {"tf_crop_and_resize", "tf_half_pixel_for_nn"}
 
 @vjp_rule("Resize")
 def resize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """A product with the transposed matrix of each axis; copies of a pixel are added up."""
+    """Multiply by the transposed matrix of each axis, or sum the copies of each pixel."""
     if wanted != {0}:
         raise UnsupportedOpError(
             f"no derivative rule for Resize with respect to its region of interest or its scales "
@@ -52,7 +52,7 @@ def _coordinates(node: Node) -> str:
 
 
 def _tiling(b: VjpBuilder, node: Node) -> tuple[int, ...]:
-    """How often every pixel is repeated along each spatial axis; empty where that is not all."""
+    """Return how often each pixel is repeated along each spatial axis; empty for other modes."""
     name = node.inputs[2] if len(node.inputs) > 2 else ""
     scales = b.graph.constants.get(name)
     rounding = text(node, "nearest_mode", "round_prefer_floor")
@@ -88,13 +88,13 @@ def _by_matrices(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _named_axes(b: VjpBuilder, node: Node) -> tuple[int, ...]:
-    """The axes that scales, sizes and region speak of, in their order."""
+    """Return the axes of scales, sizes and region, in their order."""
     rank = b.rank(node.inputs[0])
     return tuple(axis % rank for axis in integers(node, "axes", range(rank)))
 
 
 def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
-    """Axes that may change. One too many costs a product with the identity."""
+    """Return the axes that may change; a superfluous axis costs a product with the identity."""
     x, y = node.inputs[0], node.outputs[0]
     named = _named_axes(b, node)
     scales = b.graph.constants.get(node.inputs[2] if len(node.inputs) > 2 else "")
@@ -109,7 +109,7 @@ def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
 
 
 def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
-    """The transposed matrix of one axis, ``(old side, new side)``."""
+    """Return the transposed matrix of one axis, ``(old size, new size)``."""
     x, y = node.inputs[0], node.outputs[0]
     at = b.constant([axis])
     old, new = (b.forward("Gather", b.shape(name), at)[0] for name in (x, y))
@@ -123,7 +123,7 @@ def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
 
 
 def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
-    """The identity as channels of images that are one pixel wide."""
+    """Resize the identity as channels of images that are one pixel wide."""
     x, roi, scales, _ = (*node.inputs, "", "", "")[:4]
     place = b.constant([_named_axes(b, node).index(axis)])
     one, whole = b.constant([1]), b.constant([1], "float32")
@@ -142,7 +142,7 @@ def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
 
 
 def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
-    """The region of interest of one axis among three that stay whole."""
+    """Return the region of interest of one axis, with three complete axes."""
     ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))[0]
     begin, end = (b.forward("Gather", roi, at)[0] for at in (place, ends))
     zeros, ones = (b.constant([n, n], b.dtype(roi).name) for n in (0, 1))
@@ -151,7 +151,7 @@ def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
 
 
 def _of_images(node: Node) -> Node:
-    """The same interpolation of images whose four axes are all named."""
+    """Return the same interpolation for images with all four axes."""
     whole = ("axes", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in whole}
     # What lies outside gets a constant: its derivative is zero.
@@ -159,7 +159,7 @@ def _of_images(node: Node) -> Node:
 
 
 def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
-    """The identity as images of full size: the scale follows from all sides together."""
+    """Resize the identity as full-size images: the scale depends on all sizes."""
     x, rank, named = node.inputs[0], b.rank(node.inputs[0]), _named_axes(b, node)
     if "axes" not in node.attributes or 0 in named:
         raise UnsupportedOpError(

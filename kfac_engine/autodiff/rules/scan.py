@@ -8,13 +8,13 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("CumSum")
 def cumulative_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The running sum of the cotangent, from the other end."""
+    """Write the running sum of the cotangent, from the other end."""
     return {0: _from_the_other_end(b, node, g[0])}
 
 
 @vjp_rule("CumProd")
 def cumulative_product(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The sum of g times the other factors, over all results that an element is a factor of."""
+    """Sum g times the other factors, over all results with the entry as factor."""
     # Off zero the other factors are y/x. Of the zeros in a line only the first has a derivative:
     # whatever has a later one for a factor has the first one too.
     x, axis = node.inputs

@@ -18,7 +18,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("ScatterElements")
 def scatter_elements(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Updates get the cotangent of where they went, as the reduction says."""
+    """Gather the cotangents of updates from their targets, by the kind of reduction."""
     x, indices, updates = node.inputs
     axis = integer(node, "axis", 0)
     reduction = text(node, "reduction", "none")
@@ -35,7 +35,7 @@ def scatter_elements(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -
 
 @vjp_rule("ScatterND")
 def scatter_nd(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Updates get the cotangent of where they went, as the reduction says."""
+    """Gather the cotangents of updates from their targets, by the kind of reduction."""
     x, indices, updates = node.inputs
     reduction = text(node, "reduction", "none")
     if reduction in _REDUCED:
@@ -50,7 +50,7 @@ def scatter_nd(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 @vjp_rule("TensorScatter")
 def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The update gets the cotangent of where it went; what it replaced gets none."""
+    """Gather the cotangent of the update from its target; replaced entries get zero."""
     cache, update, *start = node.inputs
     gradients = {}
     if 0 in wanted:
@@ -81,7 +81,7 @@ def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Operands, result and cotangent as lines of elements, and where in x each update went."""
+    """Operands, result and cotangent as flat vectors, with the target index of each update."""
 
     x: str
     y: str
@@ -90,11 +90,11 @@ class _Line:
     places: str
 
     def at_updates(self, b: VjpBuilder, value: str) -> str:
-        """What each update finds where it went."""
+        """Gather a value at the targets of the updates."""
         return b.op("GatherElements", value, self.places, axis=0)
 
     def scattered(self, b: VjpBuilder, value: str, updates: str, reduction: str) -> str:
-        """The operation on other lines."""
+        """Apply the operation to other vectors."""
         return b.op("ScatterElements", value, self.places, updates, axis=0, reduction=reduction)
 
 
@@ -107,7 +107,7 @@ def _reduced(b: VjpBuilder, node: Node, g: str, places: str) -> Gradients:
 
 
 def _of_product(b: VjpBuilder, line: _Line, like: str) -> tuple[str, str]:
-    """The product of the *other* factors, without dividing by zero."""
+    """Multiply the *other* factors, without division by zero."""
     zero, one = b.scalar(0, like), b.scalar(1, like)
     factors = (line.x, line.updates)
     is_zero = [b.op("Equal", factor, zero) for factor in factors]
@@ -131,7 +131,7 @@ def _of_factor(
 
 
 def _of_extremum(b: VjpBuilder, line: _Line, like: str) -> tuple[str, str]:
-    """Candidates that tie share the cotangent."""
+    """Divide the cotangent among equal extrema."""
     won = b.cast_like(b.op("Equal", line.x, line.y), like)
     update_won = b.cast_like(b.op("Equal", line.updates, line.at_updates(b, line.y)), like)
     share = b.op("Div", line.g, line.scattered(b, won, update_won, "add"))

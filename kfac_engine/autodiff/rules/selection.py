@@ -9,13 +9,13 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("Compress")
 def compress(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Zeros where nothing was selected."""
+    """Add the cotangents to the selected entries."""
     return {0: rearranged(b, node, g[0])}
 
 
 @vjp_rule("ReverseSequence")
 def reverse_sequence(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Reversed again."""
+    """Reverse the cotangent again."""
     batch, time = integer(node, "batch_axis", 1), integer(node, "time_axis", 0)
     lengths = node.inputs[1]
     return {0: b.op("ReverseSequence", g[0], lengths, batch_axis=batch, time_axis=time)}
@@ -23,7 +23,7 @@ def reverse_sequence(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -
 
 @vjp_rule("Unique")
 def unique(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Values go back to where they were met first; equal ones later on get nothing."""
+    """Add the cotangent of each value to its first occurrence."""
     x = node.inputs[0]
     first = b.repeat(node, x, outputs=2)[1]
     if "axis" not in node.attributes:
@@ -37,7 +37,7 @@ def unique(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("OneHot")
 def one_hot(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The values off and on get the sums over the elements that show them."""
+    """Sum the cotangents over the entries with the off value and with the on value."""
     indices, depth, values = node.inputs
     axis = integer(node, "axis", -1)
     bits = b.constant([0, 1], b.dtype(values).name)
@@ -50,7 +50,7 @@ def one_hot(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("Range")
 def range_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Of y = start + i · delta; the limit only changes how many there are."""
+    """Differentiate y = start + i · delta; the limit changes only the length."""
     y, start = node.outputs[0], node.inputs[0]
     gradients = {}
     if 0 in wanted:

@@ -80,6 +80,6 @@ def atanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 def _one_minus_square(b: VjpBuilder, x: str) -> str:
-    """(1 − x)(1 + x), which keeps its digits where x is near one."""
+    """Write (1 − x)(1 + x), which is accurate for x near one."""
     one = b.scalar(1, x)
     return b.op("Mul", b.op("Sub", one, x), b.op("Add", one, x))
