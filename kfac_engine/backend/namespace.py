@@ -1,4 +1,4 @@
-"""Which array library an array belongs to, for code that has an array but no backend at hand."""
+"""Array libraries of arrays, for code without a backend."""
 
 import sys
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _LIBRARIES = ("numpy", "cupy")
 
 
 def array_module(array: Array) -> ModuleType:
-    """The array module that owns ``array``: ``numpy``, or ``cupy`` without importing it first.
+    """Return the module of an array: ``numpy``, or ``cupy`` without importing it first.
 
     Args:
         array: An array or scalar of either library.
@@ -38,7 +38,9 @@ def array_module(array: Array) -> ModuleType:
 
 
 def as_array(value: Any) -> Array:
-    """An array of NumPy or CuPy as it is; anything else as NumPy's, shared if possible.
+    """Return an array of NumPy or CuPy unchanged, and other objects as NumPy arrays.
+
+    Memory is shared if possible.
 
     Args:
         value: An array of any library, a number, or nested lists of numbers.
@@ -47,7 +49,7 @@ def as_array(value: Any) -> Array:
         The array.
 
     Raises:
-        InputError: It has a mask, or is nothing that NumPy makes an array of.
+        InputError: The array has a mask, or NumPy cannot convert the object.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise InputError(
@@ -64,19 +66,19 @@ def as_array(value: Any) -> Array:
 
 
 def numeric(what: str, array: Array) -> Array:
-    """The array; an InputError where its entries are text, objects, times or complex numbers."""
+    """Return the array; raise InputError for text, objects, times and complex numbers."""
     if array.dtype.kind in "OSUMmc":
         raise InputError(f"{what} holds {array.dtype}, not real numbers; give an array of numbers.")
     return array
 
 
 def detached(value: Any) -> Any:
-    """A tensor detached from its autograd graph, which other libraries cannot read."""
+    """Return a tensor without its autograd graph, which other libraries cannot read."""
     return value.detach() if getattr(value, "requires_grad", False) else value
 
 
 def read_only(array: Array) -> Array:
-    """The array as a view that cannot be written; a copy for a library without such views."""
+    """Return a read-only view; a copy for a library without such views."""
     if not isinstance(array, np.ndarray):
         copy: Array = array.copy()
         return copy
@@ -86,34 +88,34 @@ def read_only(array: Array) -> Array:
 
 
 def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Values with those of them on the host that lie on a device; others as they are.
+    """Return values with arrays of a device copied to the host, and other values unchanged.
 
     Args:
-        values: Name to array of any library, or what NumPy makes one of.
-        backend: Reads its own arrays, and those of other libraries on its device.
+        values: Name to array of any library, or to an object that NumPy converts.
+        backend: Backend that reads arrays of the device.
 
     Returns:
         Name to value.
 
     Raises:
-        InputError: They are not given by name.
+        InputError: ``values`` is not a mapping.
     """
     shared = in_library(values, backend)
     return {n: backend.to_numpy(shared[n]) if _is_foreign(v) else v for n, v in values.items()}
 
 
 def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Values with arrays of other libraries than NumPy as the backend's; others as they are.
+    """Return values with arrays of other libraries than NumPy as the backend's.
 
     Args:
-        values: Name to array of any library, or what NumPy makes one of.
-        backend: Reads them without a copy where it can.
+        values: Name to array of any library, or to an object that NumPy converts.
+        backend: Backend that reads the arrays, without a copy if possible.
 
     Returns:
         Name to value.
 
     Raises:
-        InputError: They are not given by name.
+        InputError: ``values`` is not a mapping.
     """
     if not isinstance(values, Mapping):
         raise InputError(
@@ -127,5 +129,5 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _library(value: object) -> str:
-    """Top-level package that the type of ``value`` comes from."""
+    """Return the top-level package of the type of ``value``."""
     return type(value).__module__.partition(".")[0]

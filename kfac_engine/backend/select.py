@@ -1,4 +1,4 @@
-"""The choice of an array library: made once, by name, and said aloud."""
+"""Selection of the array library, by name or automatically."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from kfac_engine.errors import BackendError, UnknownNameError
 
 BackendName: TypeAlias = Literal["auto", "numpy", "cupy", "cupy-tf32", "cupy-fp32"]
 
-# TF32 numbers that factors of products are split into on tensor cores; None: what keeps float32.
+# TF32 products for each float32 product on tensor cores; None for float32 accuracy.
 _SPLITS: Mapping[str, int | None] = {"cupy": None, "cupy-tf32": 1, "cupy-fp32": 0}
 
 _LOG = logging.getLogger(__name__)
@@ -26,21 +26,21 @@ _LOG = logging.getLogger(__name__)
 def select(
     name: str = "auto", *, scratch_bytes: int | None = None, threads: int | None = None
 ) -> Backend:
-    """The backend that goes by ``name``.
+    """Return a backend by name.
 
     Args:
         name: ``"numpy"``, ``"cupy"``, or ``"auto"`` for the GPU where one works; the choice of
-            ``"auto"`` is logged. ``"cupy"`` multiplies patches in float32's accuracy on tensor
+            ``"auto"`` is logged. ``"cupy"`` multiplies patches with float32 accuracy on tensor
             cores, ``"cupy-tf32"`` faster with three digits, ``"cupy-fp32"`` without tensor cores.
-        scratch_bytes: Upper bound of the working memory of one primitive; by default 64 MiB on a
-            CPU, 256 MiB on a GPU.
-        threads: That share the work of one primitive on a CPU; by default as ``Workers`` has it.
+        scratch_bytes: Bound of the working memory of one operation; by default 64 MiB on a CPU and
+            256 MiB on a GPU.
+        threads: Number of threads of one operation on a CPU; by default as in ``Workers``.
 
     Returns:
         A new backend.
 
     Raises:
-        BackendError: CuPy was asked for by name and cannot be used.
+        BackendError: CuPy was selected by name and cannot be used.
         UnknownNameError: No backend has this name.
     """
     checked = _checked(name)
@@ -50,14 +50,14 @@ def select(
         checked = "numpy" if isinstance(_gpu(), str) else "cupy"
     if checked == "numpy":
         return NumpyBackend(threads=threads, **bound)
-    found = _gpu()
-    if isinstance(found, str):
-        raise BackendError(f"{found} Choose backend 'numpy' or 'auto' to go without.")
-    return CupyBackend(found, split=_SPLITS[checked], **bound)
+    gpu = _gpu()
+    if isinstance(gpu, str):
+        raise BackendError(f"{gpu} Choose backend 'numpy' or 'auto' to go without.")
+    return CupyBackend(gpu, split=_SPLITS[checked], **bound)
 
 
 def choice_reason(name: str = "auto") -> str:
-    """What ``select(name)`` does on this machine and why, in one line.
+    """Return the backend of ``select(name)`` on this machine with the reason, in one line.
 
     Args:
         name: As for ``select``.
@@ -71,12 +71,12 @@ def choice_reason(name: str = "auto") -> str:
     checked = _checked(name)
     if checked == "numpy":
         return "numpy, as asked for"
-    found = _gpu()
-    asked = "chosen automatically" if checked == "auto" else "as asked for"
-    if not isinstance(found, str):
-        return f"cupy on {found.name}, {asked}"
-    reason = found.rstrip(".")
-    return f"numpy, {asked}: {reason}" if checked == "auto" else f"none: {reason}"
+    gpu = _gpu()
+    origin = "chosen automatically" if checked == "auto" else "as asked for"
+    if not isinstance(gpu, str):
+        return f"cupy on {gpu.name}, {origin}"
+    reason = gpu.rstrip(".")
+    return f"numpy, {origin}: {reason}" if checked == "auto" else f"none: {reason}"
 
 
 def memory_space_of(backend: Backend) -> MemorySpace:
@@ -88,18 +88,18 @@ def memory_space_of(backend: Backend) -> MemorySpace:
 
 @cache
 def owner_named(library: str) -> Backend:
-    """The backend of arrays of a library, with its default working memory."""
+    """Return the backend of a library, with its default working memory."""
     return select(library)
 
 
 def owner(array: Array) -> Backend:
-    """A backend whose arrays ``array`` is one of.
+    """Return the backend of an array's library.
 
     Args:
-        array: Of NumPy or CuPy.
+        array: Array of NumPy or CuPy.
 
     Returns:
-        The same object for every array of a library.
+        The same backend for every array of a library.
 
     Raises:
         InputError: The object belongs to neither library.
@@ -109,7 +109,7 @@ def owner(array: Array) -> Backend:
 
 @cache
 def _gpu() -> CupyDevice | str:
-    """The GPU, proven by one kernel and one product; or why there is none. Asked once."""
+    """Return the GPU after a test of a kernel and a product, or the reason why there is none."""
     try:
         device = CupyDevice()
     except BackendError as failure:
@@ -120,7 +120,7 @@ def _gpu() -> CupyDevice | str:
 
 @cache
 def _gpu_memory_space(device: CupyDevice, tf32: bool) -> CupyMemorySpace:
-    """One stream for all engines: their sessions take turns anyway."""
+    """Return the memory space of a GPU; all engines use its stream in turn."""
     return CupyMemorySpace(CupyBackend(device), tf32=tf32)
 
 

@@ -1,8 +1,8 @@
-"""The full grid of a window of stride one, and the frame around its own outputs.
+"""Full grid and frame of a window of stride one: geometry of Gram matrices of patches on a GPU.
 
-Over the *full grid*, every output position whose patch can see a pixel, the second moment of
-patches depends on the distance of two taps alone. A layer's own outputs are the full grid less a
-*frame*; positions outside the full grid see nothing and count for nothing.
+The *full grid* has every output position whose patch sees a pixel. Over the full grid, the Gram
+matrix of patches depends on the offset of two taps only. The outputs of a layer are the full grid
+minus a *frame*. Positions outside the full grid see only zeros and add nothing.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from kfac_engine.backend.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A box of output positions that see the image through some of the taps only.
+    """A box of output positions that see the image through the same taps.
 
     Attributes:
-        axis: Spatial axis along which the box lies outside the window's own outputs.
-        taps: Adjacent taps of this axis that see anything; of the other axes all count.
-        window: The positions, with these taps.
+        axis: Spatial axis along which the box is outside the outputs of the window.
+        taps: Adjacent taps of this axis that see a pixel; all taps of the other axes count.
+        window: Window over these positions with these taps.
     """
 
     axis: int
@@ -28,14 +28,14 @@ class Slab:
 
 
 def full_grid(window: Window, spatial_shape: tuple[int, ...]) -> tuple[range, ...]:
-    """All output positions that could see a pixel, own or not.
+    """Return all output positions that see a pixel, as a range for each axis.
 
     Args:
-        window: Of stride one.
-        spatial_shape: Pixels of the image an axis.
+        window: Geometry; all strides are one.
+        spatial_shape: Shape of the image.
 
     Returns:
-        A range an axis, counted as the window counts.
+        A range for each axis, in positions of the window.
     """
     return tuple(
         range(begin - reach, begin + side)
@@ -44,51 +44,53 @@ def full_grid(window: Window, spatial_shape: tuple[int, ...]) -> tuple[range, ..
 
 
 def frame(window: Window, spatial_shape: tuple[int, ...]) -> Iterator[Slab]:
-    """The full grid less the window's own outputs, as disjoint slabs.
+    """Yield the full grid minus the outputs of the window, as disjoint slabs.
 
-    A slab lies outside the own outputs along one axis, inside along the axes before it, anywhere in
-    the full grid along those after it. It is as thick as all its positions see the same taps.
+    A slab is outside the outputs along one axis, inside along earlier axes, and covers the full
+    grid along later axes. All its positions see the same taps.
 
     Args:
-        window: Of stride one.
-        spatial_shape: Pixels of the image an axis.
+        window: Geometry; all strides are one.
+        spatial_shape: Shape of the image.
 
     Yields:
-        Slabs that see something.
+        Slabs that see a pixel.
     """
     grid, outputs = full_grid(window, spatial_shape), window.output_shape(spatial_shape)
-    own = [_common(line, range(count)) for line, count in zip(grid, outputs, strict=True)]
+    inner = [_common(line, range(count)) for line, count in zip(grid, outputs, strict=True)]
     around = window
     for axis, line in enumerate(grid):
         around = around.restricted(axis, spatial_shape, line)
-    # From here on positions are counted from the start of the full grid.
-    kept = [
-        range(mine.start - line.start, mine.stop - line.start)
-        for mine, line in zip(own, grid, strict=True)
+    # From here on positions count from the start of the full grid.
+    outputs_in_grid = [
+        range(inside.start - line.start, inside.stop - line.start)
+        for inside, line in zip(inner, grid, strict=True)
     ]
-    for axis, (line, mine) in enumerate(zip(grid, kept, strict=True)):
-        for outside in (range(mine.start), range(mine.stop, len(line))):
+    for axis, (line, inside) in enumerate(zip(grid, outputs_in_grid, strict=True)):
+        for outside in (range(inside.start), range(inside.stop, len(line))):
             yield from _slabs(around, axis, spatial_shape, outside)
-        if not mine:
+        if not inside:
             return
-        around = around.restricted(axis, spatial_shape, mine)
+        around = around.restricted(axis, spatial_shape, inside)
 
 
 def _slabs(
     window: Window, axis: int, spatial_shape: tuple[int, ...], outside: range
 ) -> Iterator[Slab]:
-    """Some positions of one axis, grouped by the taps of that axis that see a pixel from there."""
-    for (first, stop), group in groupby(outside, lambda o: _sight(window, axis, o, spatial_shape)):
+    """Group positions of one axis by the taps of that axis that see a pixel from there."""
+    for (first, stop), group in groupby(
+        outside, lambda o: _seeing_taps(window, axis, o, spatial_shape)
+    ):
         positions = list(group)
         if first < stop:
             taps, run = slice(first, stop), range(positions[0], positions[-1] + 1)
             yield Slab(axis, taps, window.restricted(axis, spatial_shape, run, taps))
 
 
-def _sight(
+def _seeing_taps(
     window: Window, axis: int, output: int, spatial_shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    """First tap of an axis that sees a pixel from ``output``, and the one after the last."""
+    """Return the first tap of an axis that sees a pixel from ``output``, and one past the last."""
     pixel, step = output - window.begins[axis], window.dilations[axis]
     first = max(0, -(pixel // step))
     return first, max(
@@ -97,6 +99,6 @@ def _sight(
 
 
 def _common(a: range, b: range) -> range:
-    """Numbers in both of two ranges of step one; empty at the start of ``a`` if there are none."""
+    """Return the intersection of two ranges; if disjoint, an empty range at ``a.start``."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     return range(start, stop) if start < stop else range(a.start, a.start)

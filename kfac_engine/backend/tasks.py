@@ -1,8 +1,9 @@
-"""Tasks of known size: which of them threads do side by side, and which are divided among threads.
+"""Scheduling of tasks by their work: in threads side by side, or one after the other.
 
-A primitive divides its own work among threads unless it runs inside a task (see ``threads``). Tasks
-of like size are better done side by side, where nothing waits; one that outweighs the others is
-better divided. Both follow from sizes alone, so that the same work gives the same bits every time.
+An operation divides its own work among threads, unless it runs inside a task (see ``threads``).
+Tasks of similar work are faster side by side, where threads do not wait for each other. A task that
+outweighs the others is faster if all threads divide it. The choice depends on sizes only, so equal
+inputs give equal bits.
 """
 
 from collections import deque
@@ -12,24 +13,23 @@ from typing import NamedTuple
 
 from kfac_engine.backend.threads import Workers
 
-# In a millisecond a core does so many multiplications of matrices. Waking a thread and waiting for
-# it takes a tenth of that, and more is lost where two wait for the interpreter in turn: two
-# products of side 256, 3e7 together, are no quicker on two threads.
+# Multiplications of a core in a millisecond. Waking a thread takes a tenth of that, and threads
+# wait for the interpreter: two products of size 256, 3e7 multiplications together, gain nothing.
 WORTH_WAKING = 8e7
-# Multiplications in the time that it takes to read a number from memory.
+# Multiplications in the time of reading an entry from memory.
 TO_READ = 40.0
-# Smaller tasks are Python for the most part, and side by side threads would wait for it in turn.
+# Work below which a task is mostly interpreter time, which threads spend in turn.
 _TINY = 4e6
-# Parts of a task that was divided in equal ones differ by rounding: none of them outweighs.
-_MORE = 1.01
+# Tolerance for equal parts of a task, which differ by rounding.
+_ROUNDING = 1.01
 
 
 class Task(NamedTuple):
-    """Work that depends on no other task of its kind.
+    """Independent work of known size.
 
     Attributes:
-        work: Multiplications, about.
-        do: Does it.
+        work: Number of multiplications, approximately.
+        do: Function that does the work.
     """
 
     work: float
@@ -37,23 +37,25 @@ class Task(NamedTuple):
 
 
 def run_parallel(tasks: Sequence[Task], workers: Workers) -> None:
-    """Do all tasks and wait for them.
+    """Run all tasks and wait for them.
 
     Args:
         tasks: In any order.
         workers: Threads.
 
     Raises:
-        Exception: What a task raised; others may have been left out.
+        Exception: The exception of a task; other tasks may not have run.
     """
-    left = sum(task.work for task in tasks)
-    if left < WORTH_WAKING:
+    remaining = sum(task.work for task in tasks)
+    if remaining < WORTH_WAKING:
         _all(tasks)
         return
     ordered = deque(sorted(tasks, key=lambda task: -task.work))
-    while ordered and (left < WORTH_WAKING or workers.count * ordered[0].work > _MORE * left):
+    while ordered and (
+        remaining < WORTH_WAKING or workers.count * ordered[0].work > _ROUNDING * remaining
+    ):
         first = ordered.popleft()
-        left -= first.work
+        remaining -= first.work
         first.do()
     if ordered:
         tiny = [task for task in ordered if task.work < _TINY]

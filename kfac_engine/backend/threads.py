@@ -1,9 +1,9 @@
-"""One budget of threads: tasks side by side, each with BLAS on a thread of its own.
+"""A thread pool for tasks that call BLAS, with BLAS limited to one thread while tasks run.
 
-A BLAS with several threads keeps them spinning for a while after every product, and NumPy and SciPy
-may each bring a library of their own: on two cores a product of half a millisecond then waits eight
-for the threads of the other library to stop. Here BLAS runs on one thread, threads of Python share
-the work (it lets go of the interpreter), and threads without work sleep.
+The threads of a BLAS spin for a while after every product, and NumPy and SciPy may each load a BLAS
+of their own. On two cores, a product of half a millisecond can then wait eight milliseconds for the
+threads of the other library. So BLAS uses one thread here, and Python threads divide the work:
+BLAS releases the interpreter lock, and threads without work sleep. See ADR 8.
 """
 
 import os
@@ -22,55 +22,55 @@ from threadpoolctl import ThreadpoolController
 
 _INSIDE: ContextVar[bool] = ContextVar("inside a task", default=False)
 
-# Tasks that nobody has begun.
+# Tasks that have not started.
 _Tasks: TypeAlias = "deque[Callable[[], object]]"
-# What threads have ended with: a failure, or nothing to tell.
+# Results of threads: an exception, or None.
 _Ends: TypeAlias = SimpleQueue[BaseException | None]
 
 
 class Workers:
-    """Threads that share tasks.
+    """Thread pool of fixed size; the calling thread is one of its threads.
 
     Args:
-        count: Threads, the caller's included; by default as many as BLAS was given, which is one a
-            core unless the environment says otherwise.
+        count: Number of threads; by default the number of BLAS threads, which is one for each core
+            unless the environment sets another number.
 
     Attributes:
-        count: At least one.
+        count: Number of threads, at least one.
     """
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or default_count()
 
     def run(self, tasks: Iterable[Callable[[], object]]) -> None:
-        """Do every task, in any order, and wait for all of them.
+        """Run all tasks in any order, and wait for them.
 
-        Tasks of one call must not depend on each other; a task that calls ``run`` does its own
-        tasks alone. Put the longest first.
+        Tasks must not depend on each other. A task that calls ``run`` runs its own tasks in its own
+        thread. The longest tasks should be first.
 
         Args:
-            tasks: Functions that release the interpreter for most of their time.
+            tasks: Functions that release the interpreter lock most of the time.
 
         Raises:
-            Exception: What a task raised; tasks that nobody had begun by then are left out.
+            Exception: The exception of a task; tasks that had not started are not run.
         """
         queue = deque(tasks)
         helpers = 0 if _INSIDE.get() else min(self.count, len(queue)) - 1
         with single_threaded_blas():
             if helpers > 0:
-                _work_together(queue, helpers)
+                _run_with_helpers(queue, helpers)
             else:
-                _work(queue)
+                _run_queue(queue)
 
     def row_blocks(self, length: int, *, least: int = 1) -> list[slice]:
-        """``range(length)`` in one part a thread, of equal lengths but for rounding.
+        """Split ``range(length)`` into slices of about equal length, one for each thread.
 
         Args:
-            length: Of an axis.
-            least: Length below which a part is not worth a thread.
+            length: Length of an axis.
+            least: Least length of a slice.
 
         Returns:
-            At least one; one alone inside a task.
+            At least one slice; one inside a task.
         """
         parts = 1 if _INSIDE.get() else max(1, min(self.count, length // max(least, 1)))
         edges = [length * i // parts for i in range(parts + 1)]
@@ -78,63 +78,63 @@ class Workers:
 
 
 def default_count() -> int:
-    """Threads that BLAS is given outside this module, at most one for each usable core."""
-    with _HOLDERS.lock:
-        return _HOLDERS.given if _HOLDERS.count else _given()
+    """Return the number of BLAS threads outside this module, at most one for each usable core."""
+    with _BLAS_LIMIT.lock:
+        return _BLAS_LIMIT.blas_threads if _BLAS_LIMIT.count else _blas_threads()
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-class _Holders:
-    """Who wants BLAS on one thread; the first sets it, the last restores what was before."""
+class _BlasLimit:
+    """Count of the contexts that limit BLAS; the first sets the limit, the last restores it."""
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.count = 0
-        self.given = 1
+        self.blas_threads = 1
         self.limit: Any = None
 
 
-_HOLDERS = _Holders()
+_BLAS_LIMIT = _BlasLimit()
 
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """BLAS on one thread, for the whole process, until the last of those who asked has left."""
-    with _HOLDERS.lock:
-        if _HOLDERS.count == 0:
-            _HOLDERS.given = _given()
-            _HOLDERS.limit = _blas().limit(limits=1)
-        _HOLDERS.count += 1
+    """Limit BLAS to one thread for the whole process, until the last such context ends."""
+    with _BLAS_LIMIT.lock:
+        if _BLAS_LIMIT.count == 0:
+            _BLAS_LIMIT.blas_threads = _blas_threads()
+            _BLAS_LIMIT.limit = _blas().limit(limits=1)
+        _BLAS_LIMIT.count += 1
     try:
         yield
     finally:
-        with _HOLDERS.lock:
-            _HOLDERS.count -= 1
-            if _HOLDERS.count == 0:
-                _HOLDERS.limit.restore_original_limits()
+        with _BLAS_LIMIT.lock:
+            _BLAS_LIMIT.count -= 1
+            if _BLAS_LIMIT.count == 0:
+                _BLAS_LIMIT.limit.restore_original_limits()
 
 
-def _work_together(queue: _Tasks, count: int) -> None:
-    """Do tasks with so many threads beside this one; who wakes too late is not waited for."""
-    helpers = [_idle() for _ in range(count)]
+def _run_with_helpers(queue: _Tasks, count: int) -> None:
+    """Run tasks in this thread and in helpers; a helper that wakes too late is not awaited."""
+    helpers = [_idle_helper() for _ in range(count)]
     tickets, ends = deque(helpers), _Ends()
     for helper in helpers:
         helper.calls.put(partial(copy_context().run, _help, queue, tickets, ends))
     try:
-        _work(queue)
+        _run_queue(queue)
     finally:
-        begun = count
+        started = count
         while tickets:
-            with suppress(IndexError):  # a helper was quicker
+            with suppress(IndexError):  # a helper took the ticket
                 tickets.pop()
-                begun -= 1
-        failures = [ends.get() for _ in range(begun)]
+                started -= 1
+        failures = [ends.get() for _ in range(started)]
         _IDLE.extend(helpers)
     for failure in failures:
         if failure is not None:
@@ -142,31 +142,32 @@ def _work_together(queue: _Tasks, count: int) -> None:
 
 
 def _help(queue: _Tasks, tickets: "deque[_Helper]", ends: _Ends) -> None:
-    """Do tasks, and say how it ended, unless whoever asked has finished already."""
+    """Run tasks and report the end, unless the caller has withdrawn the ticket."""
     try:
         tickets.pop()
     except IndexError:
         return
     try:
-        _work(queue)
-    except BaseException as failure:  # it is raised in the thread that waits
+        _run_queue(queue)
+    except BaseException as failure:  # raised again in the calling thread
         ends.put(failure)
     else:
         ends.put(None)
 
 
 class _Helper:
-    """A thread that sleeps until it is given a call, and again after it.
+    """A thread that sleeps until it receives a call.
 
-    A thread of a pool takes twice as long to meet: its futures and queues wake it by locks.
+    A pool of Python's library takes twice as long to start a task: its futures and queues wake
+    threads by locks.
 
     Attributes:
-        calls: What it does, one after the other; none raises.
+        calls: Calls of the thread, in order; no call raises.
     """
 
     def __init__(self) -> None:
         self.calls = SimpleQueue[Callable[[], None]]()
-        # Nobody waits for it at exit: whoever gave it something has waited already.
+        # A daemon: every caller has waited for its calls before the process exits.
         Thread(target=_serve, args=(self.calls,), name="kfac_engine", daemon=True).start()
 
 
@@ -175,25 +176,25 @@ def _serve(calls: "SimpleQueue[Callable[[], None]]") -> None:
         calls.get()()
 
 
-# Threads that nobody uses. Of one process: after a fork they are gone.
+# Threads without work. A forked process has none of them.
 _IDLE: "deque[_Helper]" = deque()
 
 
-def _idle() -> _Helper:
+def _idle_helper() -> _Helper:
     try:
         return _IDLE.pop()
     except IndexError:
         return _Helper()
 
 
-def _work(queue: _Tasks) -> None:
-    """Do tasks until none is left; after a failure nobody begins another."""
+def _run_queue(queue: _Tasks) -> None:
+    """Run tasks until the queue is empty; an exception empties it."""
     token = _INSIDE.set(True)
     try:
         while queue:
             try:
                 task = queue.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread took the task
                 break
             task()
     except BaseException:
@@ -203,7 +204,7 @@ def _work(queue: _Tasks) -> None:
         _INSIDE.reset(token)
 
 
-def _given() -> int:
+def _blas_threads() -> int:
     counts = [library["num_threads"] for library in _blas().info()]
     return max(1, min(max(counts, default=1), usable_cores()))
 
@@ -213,12 +214,12 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController().select(user_api="blas")
 
 
-def _forget() -> None:
-    """In the child of a fork no thread of the parent lives on."""
-    global _HOLDERS  # its lock may be held by a thread that is gone
-    _HOLDERS = _Holders()
+def _reset_after_fork() -> None:
+    """Reset the module in a forked process, which has no threads of its parent."""
+    global _BLAS_LIMIT  # a thread of the parent may hold its lock
+    _BLAS_LIMIT = _BlasLimit()
     _IDLE.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)

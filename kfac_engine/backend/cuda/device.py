@@ -1,8 +1,8 @@
-"""The GPU through CuPy: calls that only a GPU can answer are here and in ``solvers``.
+"""The GPU through CuPy: this file and ``solvers`` contain the calls that only a GPU can answer.
 
-CuPy is imported when a device is made, not before: it is an extra, and takes its time. Tests run
-everything above this file on a CPU, with a stand-in for CuPy; what is listed here is checked on a
-device by ``tests/gpu``.
+CuPy is imported when a device is created: it is an optional dependency, and its import takes time.
+Tests run all code above this file on a CPU, with a stand-in for CuPy. Tests with the mark ``gpu``
+check the calls of this file on a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from kfac_engine.kernels.launch import Launch
 _PROBE = """
 extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }
 """
-# Kernels hold 64-bit offsets and tensor cores' instructions; older devices have neither.
+# Oldest compute capability for which the kernels are compiled.
 _OLDEST = 70
-# Less scratch than this is not worth trying.
+# Least scratch memory, in bytes.
 _LEAST_SCRATCH = 1 << 20
 
 _T = TypeVar("_T")
@@ -38,10 +38,10 @@ class CupyDevice:
 
     Attributes:
         xp: CuPy.
-        processors: Multiprocessors.
-        name: What the device calls itself, with its compute capability and memory.
+        processors: Number of multiprocessors.
+        name: Name of the device with its compute capability and memory.
         capability: Compute capability, ``90`` for 9.0.
-        tensor_cores: Whether the device multiplies TF32 numbers.
+        tensor_cores: Whether the device has tensor cores for TF32.
         solvers: Factorisations of stacks of matrices.
     """
 
@@ -54,7 +54,7 @@ class CupyDevice:
             self.processors = int(properties["multiProcessorCount"])
             self.memory = int(properties["totalGlobalMem"])
             name = properties["name"].decode()
-            self._prove()
+            self._check()
             self.solvers = Solvers(self.xp)
         except (RuntimeError, OSError, ImportError, AttributeError) as failure:
             raise BackendError(f"the GPU cannot be used: {_first_line(failure)}.") from failure
@@ -65,7 +65,7 @@ class CupyDevice:
     # -- kernels ----------------------------------------------------------------------------------
 
     def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        """Kernel ``name`` of a source, compiled once for each set of options."""
+        """Return kernel ``name`` of a source, compiled once for each set of options."""
         key = source, options
         if key not in self._modules:
             flags = ("-std=c++17", *options)
@@ -74,29 +74,29 @@ class CupyDevice:
         return launch
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
-        """A copy of a host array on the device."""
+        """Return a copy of a host array on the device."""
         array: Array = self.xp.asarray(host)
         return array
 
     def address(self, array: Array) -> int:
-        """Where an array begins in the device's memory."""
-        place: int = array.data.ptr  # type: ignore[attr-defined] # CuPy's
-        return place
+        """Return the address of an array in device memory."""
+        address: int = array.data.ptr  # type: ignore[attr-defined] # CuPy's
+        return address
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """An array with arbitrary content."""
+        """Return an uninitialised array."""
         array: Array = self.xp.empty(tuple(shape), dtype)
         return array
 
     def download(self, array: Array) -> Array:
-        """A copy on the host; waits for the device."""
+        """Return a copy on the host; waits for the device."""
         host: Array = self.xp.asnumpy(array)
         return host
 
     # -- libraries --------------------------------------------------------------------------------
 
     def add_gram(self, rows: Array, out: Array, alpha: float, beta: float) -> None:
-        """Lower triangle of ``out ← beta·out + alpha·rowsᵀ rows``, in place, by cuBLAS.
+        """Compute the lower triangle of ``out ← beta·out + alpha·rowsᵀ rows`` by cuBLAS, in place.
 
         Args:
             rows: ``(k, d)``, C-contiguous, float32 or float64.
@@ -107,17 +107,18 @@ class CupyDevice:
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
 
     def reserve(self, kept: int, scratch: int) -> None:
-        """Take two blocks of memory, which CuPy's pool gives out to later arrays.
+        """Allocate two blocks of memory and return them to CuPy's pool, for later arrays.
 
         Args:
-            kept: Bytes of what stays: averages and inverses.
-            scratch: Bytes of what comes and goes.
+            kept: Bytes of averages and inverses.
+            scratch: Bytes of working memory.
 
         Raises:
-            MemoryLimitError: The device has not so much.
+            MemoryLimitError: The device has less memory.
         """
         try:
-            # Both before either goes back to the pool: else the second would be cut from the first.
+            # Both blocks are allocated before the pool receives either: the second would reuse the
+            # first.
             blocks = [self.xp.cuda.alloc(size) for size in (kept, scratch)]
         except self.xp.cuda.memory.OutOfMemoryError as failure:
             free, total = self._memory_figures()
@@ -129,49 +130,49 @@ class CupyDevice:
         del blocks
 
     def within_memory(self, work: Callable[[int], _T], scratch_bytes: int) -> _T:
-        """The result of ``work``, which is done again with half the memory where there is none.
+        """Run ``work``, and repeat it with half the memory as long as the device has too little.
 
         Args:
-            work: Takes the bytes it may use; can be begun anew.
-            scratch_bytes: What it is given at first.
+            work: Function of the bytes that it may use; it can be restarted.
+            scratch_bytes: Bytes of the first attempt.
 
         Returns:
-            What it returns.
+            The result of ``work``.
 
         Raises:
-            MemoryLimitError: The device has not even memory for the smallest pieces.
+            MemoryLimitError: The device has no memory for the smallest pieces.
         """
-        given = scratch_bytes
+        budget = scratch_bytes
         while True:
             try:
-                return work(given)
+                return work(budget)
             except self.xp.cuda.memory.OutOfMemoryError as failure:
                 self.xp.get_default_memory_pool().free_all_blocks()
-                if given <= _LEAST_SCRATCH:
+                if budget <= _LEAST_SCRATCH:
                     free, total = self._memory_figures()
                     raise MemoryLimitError(
                         f"the GPU has {free} of {total} GB free, which is not "
-                        f"enough for {given / 1e6:.0f} MB of scratch beside a single matrix "
+                        f"enough for {budget / 1e6:.0f} MB of scratch beside a single matrix "
                         f"({_first_line(failure)}); choose approximation 'diagonal' for the "
                         f"largest layers, or a smaller batch."
                     ) from failure
-                given //= 2
+                budget //= 2
 
     def affordable(self, wanted: int) -> int:
-        """The bytes that work may plan with: ``wanted``, halved until the device has as much.
+        """Return the working memory that the device has: ``wanted``, halved until it is available.
 
         Args:
-            wanted: What it would take at most.
+            wanted: Upper bound in bytes.
 
         Returns:
-            What it may take.
+            Available bytes.
 
         Raises:
-            MemoryLimitError: The device has not even memory for the smallest pieces.
+            MemoryLimitError: The device has no memory for the smallest pieces.
         """
 
         def taken(size: int) -> int:
-            self.xp.cuda.alloc(size)  # goes back to CuPy's pool at once, which gives it out again
+            self.xp.cuda.alloc(size)  # released to CuPy's pool at once
             return size
 
         return self.within_memory(taken, wanted)
@@ -179,12 +180,12 @@ class CupyDevice:
     # -- private ----------------------------------------------------------------------------------
 
     def _memory_figures(self) -> tuple[str, str]:
-        """Free and all memory, in GB."""
+        """Return free and total memory in GB."""
         free, total = self.xp.cuda.runtime.memGetInfo()
         return f"{free / 1e9:.2f}", f"{total / 1e9:.2f}"
 
-    def _prove(self) -> None:
-        """One kernel and one product: a device may be there and its compiler or libraries not."""
+    def _check(self) -> None:
+        """Run a kernel and a product: the compiler or a library may be missing."""
         if self.capability < _OLDEST:
             raise RuntimeError(f"its compute capability {self.capability / 10} is below 7.0")
         x = self.xp.zeros((2, 2), np.float32)

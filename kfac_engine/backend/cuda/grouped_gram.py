@@ -1,4 +1,4 @@
-"""Moments and squares of groups of channels by our own kernels, on any ``Device``."""
+"""Gram matrices and squared gradients of groups of channels by CUDA kernels, on any ``Device``."""
 
 from itertools import pairwise
 from math import prod
@@ -14,14 +14,14 @@ from kfac_engine.kernels.launch import Device
 
 
 class GroupProducts:
-    """Products of rows by groups of channels, on one device.
+    """Products of rows for groups of channels, on one device.
 
     Args:
-        device: Where kernels run.
-        scratch_bytes: Bound for what the pieces of one product find.
+        device: Device of the kernels.
+        scratch_bytes: Bound of the partial results of one product.
 
     Attributes:
-        scratch_bytes: As given; may be changed.
+        scratch_bytes: The same bound; it may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int) -> None:
@@ -38,18 +38,18 @@ class GroupProducts:
         alpha: float,
         beta: float,
     ) -> None:
-        """``out ← beta·out + alpha·Σ z zᵀ`` for each group, in place.
+        """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for each group, in place.
 
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(groups, d, d)``, C-contiguous float32.
-            homogeneous: Whether each row ends with a one.
-            alpha: Scale of the new moment.
-            beta: Scale of the old one; zero overwrites.
+            homogeneous: Whether a one is appended to each row.
+            alpha: Scale of the new Gram matrices.
+            beta: Scale of the old matrices; zero overwrites.
 
         Raises:
-            ShapeError: ``out`` has other sides.
+            ShapeError: ``out`` has another shape.
         """
         rows = check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
@@ -71,19 +71,19 @@ class GroupProducts:
         alpha: float,
         beta: float,
     ) -> None:
-        """``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
+        """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
-            ds: ``(n, outputs, *output sides)``, any strides, of the type of ``x``.
+            ds: ``(n, outputs, *output_shape)``, any strides, of the type of ``x``.
             out: ``(groups, d, outputs / groups)``, C-contiguous float32.
-            homogeneous: Whether each row ends with a one.
+            homogeneous: Whether a one is appended to each row.
             alpha: Scale of the new squares.
-            beta: Scale of the old ones; zero overwrites.
+            beta: Scale of the old squares; zero overwrites.
 
         Raises:
-            ShapeError: ``out`` has other sides.
+            ShapeError: ``out`` has another shape.
         """
         outputs = window.output_shape(x.shape[2:])
         if len(ds) != len(x) or prod(ds.shape[2:]) != prod(outputs):
@@ -98,22 +98,22 @@ class GroupProducts:
 
 
 def as_entry_images(x: Array, axes: tuple[int, ...]) -> Array | None:
-    """Data as images ``(n, entries, *summed)``, a view; None where it is none of such."""
-    kept = [axis for axis in range(1, x.ndim) if axis not in axes]
+    """Return a view ``(n, entries, *summed_shape)`` of data; None if there is no such view."""
+    entry_axes = [axis for axis in range(1, x.ndim) if axis not in axes]
     summed = [axis for axis in axes if x.shape[axis] > 1]
-    long = [axis for axis in kept if x.shape[axis] > 1]
-    merges = all(x.strides[a] == x.strides[b] * x.shape[b] for a, b in pairwise(long))
+    long_axes = [axis for axis in entry_axes if x.shape[axis] > 1]
+    merges = all(x.strides[a] == x.strides[b] * x.shape[b] for a, b in pairwise(long_axes))
     if len(summed) > AXES or not merges:
         return None
-    entries = prod(x.shape[axis] for axis in kept)
+    entries = prod(x.shape[axis] for axis in entry_axes)
     spatial_shape = [x.shape[axis] for axis in summed]
-    placed = x.transpose(0, *kept, *summed, *(axis for axis in axes if x.shape[axis] == 1))
+    placed = x.transpose(0, *entry_axes, *summed, *(axis for axis in axes if x.shape[axis] == 1))
     view: Array = placed.reshape(len(x), entries, *spatial_shape)
     return view
 
 
 def merge_axes(x: Array, window: Window) -> tuple[Array, Window]:
-    """Images with no more axes than kernels take: pixels that are patches may lie along one."""
+    """Return images with at most as many axes as kernels support; pixels are joined to one axis."""
     if not window.is_pointwise or x.ndim <= 2 + AXES:
         return x, window
     return x.reshape(*x.shape[:2], -1), pointwise(1)

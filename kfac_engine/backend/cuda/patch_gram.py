@@ -1,4 +1,4 @@
-"""Second moments of patches by our own kernels, on any ``Device``: a CPU can check it."""
+"""Gram matrices of patches by CUDA kernels, on any ``Device``; tests run the kernels on a CPU."""
 
 from math import prod
 
@@ -11,21 +11,21 @@ from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import Pass, Scales, add_products
 from kfac_engine.kernels.patch_sums import add_border, add_patch_squares
 
-# Positions are counted in 32 bits.
+# Bound of the positions of a launch, which kernels count in 32 bits.
 MOST_POSITIONS = 2**31 - 2**16
 
 
 class PatchMoments:
-    """Moments of patches on one device; plans are made and uploaded once for each geometry.
+    """Gram matrices of patches on one device; plans are computed once for each geometry.
 
     Args:
-        device: Where kernels run.
-        scratch_bytes: Bound for what the blocks of one pass find.
-        split: TF32 numbers a factor is split into on tensor cores: 3 keeps float32 accuracy, 1 does
-            not; 0 takes FP32 units.
+        device: Device of the kernels.
+        scratch_bytes: Bound of the partial results of one pass.
+        split: Number of TF32 products for each float32 product on tensor cores: 3 keeps float32
+            accuracy, 1 does not; 0 uses FP32 units.
 
     Attributes:
-        scratch_bytes: As given; may be changed.
+        scratch_bytes: The same bound; it may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:
@@ -45,18 +45,18 @@ class PatchMoments:
         alpha: float,
         beta: float,
     ) -> None:
-        """``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
+        """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
 
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(taps·channels (+ 1), same)``, C-contiguous float32; features tap-major.
-            homogeneous: Whether each patch ends with an implicit one.
-            alpha: Scale of the new moment.
-            beta: Scale of the old one; zero overwrites.
+            homogeneous: Whether a one is appended to each patch.
+            alpha: Scale of the new Gram matrix.
+            beta: Scale of the old matrix; zero overwrites.
 
         Raises:
-            ShapeError: The image does not fit the window, or ``out`` is not of this shape.
+            ShapeError: The image does not fit the window, or ``out`` has another shape.
         """
         features = window.taps * x.shape[1]
         if out.shape != (features + homogeneous,) * 2:
@@ -83,20 +83,20 @@ class PatchMoments:
     def add_squares(
         self, x: Array, window: Window, out: Array, *, alpha: float, beta: float
     ) -> None:
-        """``out ← beta·out + alpha·Σ z²``, feature by feature, in place.
+        """Compute ``out ← beta·out + alpha·Σ z²``, entry by entry, in place.
 
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(taps·channels,)``, C-contiguous float32; features tap-major.
             alpha: Scale of the new squares.
-            beta: Scale of the old ones; zero overwrites.
+            beta: Scale of the old squares; zero overwrites.
         """
         scales = Scales(len(out), alpha, beta)
         add_patch_squares(self._device, x, out, self.geometry(x, window), scales)
 
     def geometry(self, x: Array, window: Window) -> Geometry:
-        """Images and window as kernels take them."""
+        """Return images and window as structs of the kernels."""
         key = window, x.shape, x.strides, x.dtype.itemsize
         if key not in self._geometries:
             self._geometries[key] = image_geometry(x, window)
@@ -108,17 +108,17 @@ class PatchMoments:
         key = window, images, channels, spatial_shape, self.scratch_bytes
         if key not in self._plans:
             host = plan(*key[:4], self._device.processors, self.scratch_bytes)
-            self._plans[key] = tuple(self._uploaded(found) for found in host)
+            self._plans[key] = tuple(self._uploaded(item) for item in host)
         return self._plans[key]
 
-    def _uploaded(self, found: HostPass) -> Pass:
+    def _uploaded(self, host: HostPass) -> Pass:
         upload = self._device.upload
-        structs = (upload(words(array)) for array in (found.grids, found.jobs, found.sums))
-        return Pass(found.aligned, *structs, upload(found.sources))
+        structs = (upload(words(array)) for array in (host.grids, host.jobs, host.sums))
+        return Pass(host.aligned, *structs, upload(host.sources))
 
 
 def image_geometry(x: Array, window: Window) -> Geometry:
-    """Images and window as kernels take them."""
+    """Return images and window as structs of the kernels."""
     strides = tuple(stride // x.dtype.itemsize for stride in x.strides)
     outputs = window.output_shape(x.shape[2:])
     spatial_shape = WindowShape(

@@ -1,15 +1,15 @@
-"""Which products of patches a GPU computes for a moment, and how they add up: geometry only.
+"""Plan of the products of patches for a Gram matrix on a GPU: geometry only.
 
-The lower triangle of ``Σ z zᵀ`` falls into tiles of features. Two plans make them:
+The lower triangle of ``Σ z zᵀ`` consists of tiles of features. There are two plans:
 
-* *direct*: one product for each tile, over the window's own output positions;
-* *shifted*, for strides of one and channels that are a multiple of the tile: over the full grid of
-  positions that see a pixel, a product depends on the distance of its two taps alone, so that few
-  different ones are left (13 instead of 45 for 3 × 3 taps); the frame around the window's own
-  positions is taken off (see ``frame``).
+* *direct*: one product for each tile, over the output positions of the window;
+* *shifted*, for strides of one and channels that are a multiple of the tile. Over the full grid of
+  positions that see a pixel, a product depends on the offset of its two taps only, so few products
+  differ (13 instead of 45 for 3 × 3 taps). The frame around the outputs of the window is subtracted
+  (see ``frame``).
 
-The cheaper is taken. Products over many positions are cut in pieces, so that a device has enough
-blocks to do, and the pieces are added in a fixed order.
+The cheaper plan is chosen. Products over many positions are divided into pieces, so that a device
+has enough blocks, and the pieces are added in a fixed order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ from kfac_engine.backend.window import Window
 from kfac_engine.kernels.geometry import JOB, SUM, grid_struct
 from kfac_engine.kernels.moments import TILE
 
-# Positions a block takes at least: fewer do not pay for its start.
+# Least positions of a block: with fewer, its start dominates.
 _SHORTEST = 512
 # Blocks for each multiprocessor, so that the last wave is short.
 _BLOCKS_EACH = 12
-# What a product costs besides its positions, in positions.
+# Fixed cost of a product, in positions.
 _START = 128
-_DEPTH = 16  # positions that a block of patch_products.cu takes at a time
+_DEPTH = 16  # positions that a block of patch_products.cu loads at a time
 
 
 class Product(NamedTuple):
-    """A tile of a product over one grid: what a job computes, whole."""
+    """A tile of a product over all positions of one grid."""
 
     grid: int
     row: int
@@ -49,12 +49,12 @@ Terms = Mapping[tuple[int, int], Sequence[tuple[Product, bool]]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How tiles come about, before products are cut in pieces.
+    """Products of all tiles, before they are divided into pieces.
 
     Attributes:
-        aligned: Whether channels are a multiple of a tile's side.
+        aligned: Whether the number of channels is a multiple of the tile size.
         grids: Boxes of output positions as ``(begins, outputs)``.
-        terms: Tile of the lower triangle to products, each with whether it is taken off.
+        terms: For each tile of the lower triangle its products, with True for subtraction.
     """
 
     aligned: bool
@@ -62,13 +62,13 @@ class Recipe:
     terms: Terms
 
     def positions(self, grid: int) -> int:
-        """Output positions of one image."""
+        """Return the number of output positions of one image."""
         return prod(self.grids[grid][1])
 
     def cost(self, images: int) -> int:
-        """Positions of all products."""
-        needed = {found for terms in self.terms.values() for found, _ in terms}
-        return sum(images * self.positions(found.grid) + _START for found in needed)
+        """Return the number of positions of all products."""
+        needed = {part for terms in self.terms.values() for part, _ in terms}
+        return sum(images * self.positions(part.grid) + _START for part in needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +91,25 @@ def plan(
     processors: int,
     scratch_bytes: int,
 ) -> tuple[HostPass, ...]:
-    """The passes that make a patch moment.
+    """Return the passes that compute a Gram matrix of patches.
 
     Args:
         window: Geometry.
         images: Number of images.
-        channels: Of each.
-        spatial_shape: Of each.
-        processors: Multiprocessors of the device.
-        scratch_bytes: Bound for what the blocks of a pass find.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image.
+        processors: Number of multiprocessors of the device.
+        scratch_bytes: Bound of the partial results of a pass.
 
     Returns:
         Passes over different tiles of the result.
     """
     ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
     recipes = [way(window, channels, spatial_shape) for way in ways]
-    recipe = min(recipes, key=lambda found: found.cost(images))
+    recipe = min(recipes, key=lambda part: part.cost(images))
     length = _length(recipe, images, processors)
-    room = max(1, scratch_bytes // (TILE**2 * 4))
-    return tuple(_passes(recipe, images, length, room))
+    capacity = max(1, scratch_bytes // (TILE**2 * 4))
+    return tuple(_passes(recipe, images, length, capacity))
 
 
 def _direct(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> Recipe:
@@ -142,7 +142,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
     for i in range(len(taps) * each):
         for j in range(i + 1):
             u, v = taps[i // each], taps[j // each]
-            # The pair with the same distance that lies nearest to the first tap.
+            # The pair of taps with the same offset that is nearest to the first tap.
             apart = [a - b for a, b in zip(u, v, strict=True)]
             first = place[tuple(max(step, 0) for step in apart)] * each + i % each
             second = place[tuple(max(-step, 0) for step in apart)] * each + j % each
@@ -156,30 +156,30 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
 
 
 def _length(recipe: Recipe, images: int, processors: int) -> int:
-    """Positions of a piece: all blocks together fill the device several times."""
-    needed = {found for terms in recipe.terms.values() for found, _ in terms}
-    total = sum(images * recipe.positions(found.grid) for found in needed)
+    """Return the positions of a piece, such that all blocks fill the device several times."""
+    needed = {part for terms in recipe.terms.values() for part, _ in terms}
+    total = sum(images * recipe.positions(part.grid) for part in needed)
     even = -(-total // (processors * _BLOCKS_EACH))
     return -(-max(even, _SHORTEST) // _DEPTH) * _DEPTH
 
 
-def _passes(recipe: Recipe, images: int, length: int, room: int) -> Iterator[HostPass]:
-    """Tiles in groups whose pieces fit the scratch memory; a single tile always does."""
+def _passes(recipe: Recipe, images: int, length: int, capacity: int) -> Iterator[HostPass]:
+    """Yield passes over tiles whose partial results fit the scratch memory, or over one tile."""
     pieces = [-(-images * recipe.positions(grid) // length) for grid in range(len(recipe.grids))]
     group: dict[tuple[int, int], Sequence[tuple[Product, bool]]] = {}
     needed: set[Product] = set()
-    taken = 0
+    used = 0
     for tile, terms in recipe.terms.items():
-        new = {found for found, _ in terms} - needed
-        more = sum(pieces[found.grid] for found in new)
-        if group and taken + more > room:
+        added = {part for part, _ in terms} - needed
+        more = sum(pieces[part.grid] for part in added)
+        if group and used + more > capacity:
             yield _pass(recipe, images, length, group)
-            group, needed, taken = {}, set(), 0
-            new = {found for found, _ in terms}
-            more = sum(pieces[found.grid] for found in new)
+            group, needed, used = {}, set(), 0
+            added = {part for part, _ in terms}
+            more = sum(pieces[part.grid] for part in added)
         group[tile] = terms
-        needed |= new
-        taken += more
+        needed |= added
+        used += more
     yield _pass(recipe, images, length, group)
 
 
@@ -190,13 +190,13 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> HostPass:
     sources: list[int] = []
     for (row, column), terms in group.items():
         begin = len(sources)
-        for found, minus in terms:
-            if found not in pieces:
-                stop = images * recipe.positions(found.grid)
+        for part, minus in terms:
+            if part not in pieces:
+                stop = images * recipe.positions(part.grid)
                 cuts = range(0, stop, length)
-                pieces[found] = range(len(jobs), len(jobs) + len(cuts))
-                jobs += [(*found, cut, min(cut + length, stop)) for cut in cuts]
-            sources += [~index if minus else index for index in pieces[found]]
+                pieces[part] = range(len(jobs), len(jobs) + len(cuts))
+                jobs += [(*part, cut, min(cut + length, stop)) for cut in cuts]
+            sources += [~index if minus else index for index in pieces[part]]
         sums.append((row, column, begin, len(sources)))
     grids = np.concatenate([grid_struct(*box) for box in recipe.grids])
     return HostPass(
