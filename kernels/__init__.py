@@ -1,1 +1,1 @@
-"""CUDA sources of the CuPy backend and what launches them; importing it needs no GPU."""
+"""CUDA sources of the CuPy backend and the functions that launch them; the import needs no GPU."""

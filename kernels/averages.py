@@ -1,4 +1,4 @@
-"""Moving averages of plain arrays, and counts of ids; see ``averages.cu``."""
+"""Launch of moving averages and of counts of ids; see ``averages.cu``."""
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from kfac_engine.kernels.variants import INPUTS
 def update_average(
     device: Device, average: Array, measured: Array, alpha: float, beta: float
 ) -> None:
-    """``average ← beta·average + alpha·measured``, contiguous and of one size.
+    """Compute ``average ← beta·average + alpha·measured``, of contiguous arrays of one size.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         average: Float32.
         measured: Float32, float16 or bfloat16.
-        alpha: Scale of what was measured.
+        alpha: Scale of the measured values.
         beta: Scale of the old values; zero overwrites.
     """
     update = kernel(device, "averages", "update_average", INPUT=INPUTS[measured.dtype.name])
@@ -33,7 +33,7 @@ def update_average(
 
 
 def count_ids(device: Device, ids: Array, counts: Array) -> None:
-    """Add to ``counts`` (int32) how often each row occurs in ``ids`` (int64, contiguous)."""
+    """Add the occurrences of each row in contiguous int64 ``ids`` to int32 ``counts``."""
     count = kernel(device, "averages", "count_ids", INPUT=0)
     arguments = (ids, counts, np.int64(ids.size), int32(counts.size))
     count((blocks_for(ids.size, device),), (BLOCK,), arguments)

@@ -1,4 +1,4 @@
-"""The structs of ``prelude.cuh`` as NumPy sees them: three spatial axes, missing ones first."""
+"""The structs of ``prelude.cuh`` as NumPy types: three spatial axes, missing axes first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,15 +36,15 @@ SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end")], ali
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Images and a window over them; structs are arrays of one entry, which kernels take by value.
+    """Images and a window over them, as structs: arrays of one entry, passed to kernels by value.
 
     Attributes:
         images: Struct ``Images``.
         taps: Struct ``Taps``.
         grid: Struct ``Grid`` of all output positions.
         count: Number of images.
-        channels: Of each.
-        pixels: Of each channel.
+        channels: Channels of each image.
+        pixels: Pixels of each channel.
         positions: Output positions of each image.
     """
 
@@ -59,7 +59,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class WindowShape:
-    """What the kernels need to know of a window, an entry for each spatial axis."""
+    """Sizes of a window, one entry for each spatial axis."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -69,7 +69,7 @@ class WindowShape:
 
 
 def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowShape) -> Geometry:
-    """The geometry of images ``(n, channels, *sides)`` with these strides, in elements."""
+    """Return the geometry of images ``(n, channels, *spatial_shape)``, with strides in elements."""
     count, channels, *sides = shape
     pixel_strides = _leading(strides[2:], 0)
     images = (strides[0], strides[1], pixel_strides, count, channels, _leading(sides, 1))
@@ -86,19 +86,19 @@ def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowShape) 
 
 
 def grid_struct(begins: Sequence[int], outputs: Sequence[int]) -> Struct:
-    """A box of output positions."""
+    """Return the struct of a box of output positions."""
     return np.array([(_leading(begins, 0), _leading(outputs, 1))], GRID)
 
 
 def one_to_one(shape: Sequence[int], strides: Sequence[int]) -> Geometry:
-    """The geometry of images whose every pixel is a patch of its own."""
+    """Return the geometry of images whose patches are their pixels."""
     axes = len(shape) - 2
     ones, zeros = (1,) * axes, (0,) * axes
     return geometry(shape, strides, WindowShape(ones, ones, ones, zeros, tuple(shape[2:])))
 
 
 def words(structs: Struct) -> npt.NDArray[np.int32]:
-    """Structs as rows of 32-bit words, which any array library can hold."""
+    """Return structs as rows of 32-bit words, which every array library supports."""
     return structs.view(np.int32).reshape(structs.size, -1)
 
 

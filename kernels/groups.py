@@ -1,4 +1,4 @@
-"""Products of rows by groups of channels, and sums over positions; see the sources named below."""
+"""Launch of products of rows for groups of channels, and of sums over positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from kfac_engine.kernels.launch import (
 )
 from kfac_engine.kernels.variants import INPUTS, MACROS
 
-# Groups of so few features take the small tile: of a larger one most would be left empty.
+# Largest number of features for the small tile; a large tile would be mostly empty.
 _FEW = 32
 # Blocks for each multiprocessor, so that the last wave is short.
 _BLOCKS_EACH = 8
 _SMALL, _LARGE = MACROS["group_products"]["SIDE"]
-# Lengths of rows whose products fit the registers of a thread; a piece has so many positions at
-# least, for the sums of threads must be added up.
+# Row lengths whose products fit the registers of a thread, and least positions of a piece: the sums
+# of threads must outweigh their addition.
 _FITTING = MACROS["few_products"]["ROWS"]
 _FEW_LEAST = 4096
 _WARPS = 8  # of a block
@@ -37,16 +37,16 @@ _SUM_BLOCK = (32, 8)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What is multiplied: rows ``z`` of each group, and how they join the old values.
+    """Sizes of a product of rows ``z`` for each group, and scales of the result.
 
     Attributes:
-        count: Groups.
-        rows: Of the result of one group: features, with the one.
-        columns: Of it.
-        ones: Whether rows end with a one.
+        count: Number of groups.
+        rows: Rows of the result of one group: features, including the one.
+        columns: Columns of the result of one group.
+        ones: Whether a one is appended to each row.
         alpha: Scale of the sum.
         beta: Scale of the old values; zero overwrites.
-        scratch_bytes: Bound for what the pieces find, if one piece fits.
+        scratch_bytes: Bound of the partial results; exceeded if those of one piece are larger.
     """
 
     count: int
@@ -60,13 +60,13 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How products are found.
+    """Kernel of a product, and its division into pieces.
 
     Attributes:
-        kernel: Which finds them.
-        macros: Of its source, but for the type of images.
-        blocks: Of one piece.
-        least: Images, or positions, of a piece.
+        kernel: Name of the kernel.
+        macros: Macros of its source, except the type of images.
+        blocks: Blocks of one piece.
+        least: Least images, or positions, of a piece.
     """
 
     kernel: str
@@ -78,16 +78,16 @@ class _Form:
 def add_group_moments(
     device: Device, x: Array, out: Array, images: Geometry, groups: Groups
 ) -> None:
-    """``out ← beta·out + alpha·Σ z zᵀ`` of each group.
+    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for each group.
 
     Sources: ``few_products.cu`` for short rows, ``group_products.cu``.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         x: Images of any strides.
         out: ``(groups, rows, rows)`` float32, contiguous.
-        images: Of ``x`` and the window; fewer than 2³¹ positions.
-        groups: Their sizes.
+        images: Geometry of ``x`` and the window; fewer than 2³¹ positions.
+        groups: Sizes and scales.
     """
     row = _in_registers(groups)
     if row:
@@ -96,7 +96,7 @@ def add_group_moments(
         side = _SMALL if groups.rows <= _FEW else _LARGE
         tiles = -(-groups.rows // side)
         blocks = groups.count * tiles * (tiles + 1) // 2
-        # A piece shorter than this costs more to start and to add up than it takes.
+        # Of a shorter piece the start and the addition dominate.
         form = _Form("group_products", {"SQUARE": 0, "SIDE": side}, blocks, 8 * _LARGE)
     _multiply(device, (x, x), out, (images, images), groups, form)
 
@@ -109,15 +109,17 @@ def add_squares(
     images: Geometry,
     groups: Groups,
 ) -> None:
-    """``out ← beta·out + alpha·Σ_n (Σ_t z_nt y_ntᵀ)²`` of each group; sources as for moments.
+    """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt y_ntᵀ)²`` for each group.
+
+    Sources: as for ``add_group_moments``.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         x: Images of any strides.
         y: ``(n, groups·columns, *outputs)``, any strides, of the type of ``x``.
         out: ``(groups, rows, columns)`` float32, contiguous.
-        images: Of ``x`` and the window.
-        groups: Their sizes.
+        images: Geometry of ``x`` and the window.
+        groups: Sizes and scales.
     """
     row = _in_registers(groups)
     if row and groups.columns == 1:
@@ -131,7 +133,7 @@ def add_squares(
 
 
 def _in_registers(groups: Groups) -> int:
-    """The length of a row that is kept in registers; zero where it does not fit."""
+    """Return the row length of the variant with sums in registers; zero if none fits."""
     return next((rows for rows in _FITTING if groups.rows <= rows), 0)
 
 
@@ -143,14 +145,16 @@ def _multiply(
     groups: Groups,
     form: _Form,
 ) -> None:
-    """All pieces, then their sum."""
+    """Launch all pieces, then their sum."""
     first, second = images
     squared = first is not second
     units = first.count if squared else first.count * first.positions
-    room = max(1, groups.scratch_bytes // (4 * out.size))
-    pieces = min(-(-_BLOCKS_EACH * device.processors // form.blocks), room, -(-units // form.least))
+    affordable = max(1, groups.scratch_bytes // (4 * out.size))
+    pieces = min(
+        -(-_BLOCKS_EACH * device.processors // form.blocks), affordable, -(-units // form.least)
+    )
     length = -(-units // max(1, pieces))
-    # Positions of a piece begin at a multiple of what a block takes at a time.
+    # Pieces start at multiples of the positions that a block loads at a time.
     length = length if squared else -(-length // _LARGE) * _LARGE
     pieces = -(-units // length) if units else 0
     sizes = units, length, groups.count, groups.rows, groups.columns, int(groups.ones)
@@ -167,12 +171,12 @@ def _multiply(
 
 
 def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
-    """``sums ← [Σ x∘ds, Σ ds]`` of each example; see ``example_sums.cu``.
+    """Compute ``sums ← [Σ x∘ds, Σ ds]`` of each example; see ``example_sums.cu``.
 
     Args:
-        device: Where to.
-        x: ``(n, entries, *sides)``, any strides.
-        ds: Of the same shape and type.
+        device: Device of the arrays.
+        x: ``(n, entries, *spatial_shape)``, any strides.
+        ds: Array of the same shape and type.
         sums: ``(n, 2·entries)`` float32, contiguous.
     """
     if not sums.size:
@@ -187,10 +191,10 @@ def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
 
 
 def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> None:
-    """``ids ←`` a class of each row; see ``classes.cu``.
+    """Sample a class of each row; see ``classes.cu``.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         logits: ``(outer, classes, inner)``, contiguous.
         uniforms: ``(outer, inner)`` float64, contiguous.
         ids: ``(outer, inner)`` int64, contiguous.
@@ -206,11 +210,11 @@ def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> 
 
 
 def _of_groups(first: Geometry, second: Geometry, groups: int) -> tuple[Struct, Struct]:
-    """Both structs of images, with the channels of one group."""
-    found = first.images.copy(), second.images.copy()
-    for struct in found:
+    """Return both structs of images with the number of channels of one group."""
+    structs = first.images.copy(), second.images.copy()
+    for struct in structs:
         struct["channels"] //= groups
-    return found
+    return structs
 
 
 def _strides(x: Array) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the wrappers of kernels ask of a device, and the sources themselves."""
+"""Interface of a device that runs kernels, and the sources of the kernels."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -22,54 +22,54 @@ class Launch(Protocol):
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[object, ...]
     ) -> None:
-        """Run it: arrays of the device go as pointers, NumPy's scalars and structs by value."""
+        """Launch the kernel; arrays are passed as pointers, NumPy scalars and structs by value."""
 
 
 class Device(Protocol):
-    """Where kernels run: a GPU, or the CPU in tests.
+    """Device that runs kernels: a GPU, or the CPU in tests.
 
     Attributes:
-        processors: Multiprocessors, which share out the blocks of a launch.
+        processors: Number of multiprocessors.
     """
 
     processors: int
 
     def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        """Kernel ``name`` of a source, compiled once for each set of options."""
+        """Return kernel ``name`` of a source, compiled once for each set of options."""
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
-        """A copy of a host array on the device."""
+        """Return a copy of a host array on the device."""
 
     def address(self, array: Array) -> int:
-        """Where an array begins in the device's memory."""
+        """Return the address of an array in device memory."""
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """An array with arbitrary content."""
+        """Return an uninitialised array."""
 
 
 @cache
 def source(name: str) -> str:
-    """The text of ``name.cu`` behind the prelude that all sources share."""
+    """Return the text of ``name.cu`` after the prelude of all sources."""
     folder = files(__package__)
     parts = [(folder / part).read_text("utf-8") for part in ("prelude.cuh", f"{name}.cu")]
     return "\n".join(parts)
 
 
 def kernel(device: Device, file: str, name: str, **macros: int) -> Launch:
-    """Kernel ``name`` of ``file.cu``, compiled with these macros."""
+    """Return kernel ``name`` of ``file.cu``, compiled with these macros."""
     return device.function(source(file), name, options(file, **macros))
 
 
 def blocks_for(numbers: int, device: Device) -> int:
-    """Blocks of a kernel that strides over its numbers: enough to fill the device."""
+    """Return the blocks of a grid-stride loop over ``numbers`` entries."""
     return max(1, min(-(-numbers // BLOCK), 16 * device.processors))
 
 
 def int32(value: int) -> np.int32:
-    """An ``int`` of a kernel."""
+    """Return an ``int`` argument of a kernel."""
     return np.int32(value)
 
 
 def float32(value: float) -> np.float32:
-    """A ``float`` of a kernel."""
+    """Return a ``float`` argument of a kernel."""
     return np.float32(value)

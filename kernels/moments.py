@@ -1,4 +1,4 @@
-"""Symmetric moments: products of patches, and their sum; see the sources named below."""
+"""Launch of Gram matrices of patches: products of patches, and their sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from kfac_engine.kernels.launch import (
 )
 from kfac_engine.kernels.variants import INPUTS
 
-TILE = 64  # side of a tile, in the sources
-_SUBTILE = 32  # what a block of assemble_moment and of mirror does
+TILE = 64  # size of a tile in the sources
+_SUBTILE = 32  # size of the tile of a block of assemble_moment and mirror
 _THIN_BLOCK = (_SUBTILE, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Products that are computed and summed together, on the device.
+    """Products that are computed and summed together, as arrays of the device.
 
     Attributes:
         aligned: Whether all features of a tile have one tap.
         grids: Boxes of output positions.
-        jobs: What each block multiplies.
-        sums: Which parts make which tile of the lower triangle.
-        sources: Indices of parts; ``~index`` is taken off.
+        jobs: Products of the blocks.
+        sums: For each tile of the lower triangle, its range of ``sources``.
+        sources: Indices of partial results; ``~index`` is subtracted.
     """
 
     aligned: bool
@@ -41,17 +41,17 @@ class Pass:
 
     @property
     def part_bytes(self) -> int:
-        """Memory for what the blocks find."""
+        """Memory of the partial results, in bytes."""
         return len(self.jobs) * TILE**2 * 4
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """How a moment joins the old one.
+    """Scales of an accumulation ``out ← beta·out + alpha·new``.
 
     Attributes:
-        features: Side of the moment, without the homogeneous coordinate.
-        alpha: Scale of the new moment.
+        features: Size of the Gram matrix, without the homogeneous coordinate.
+        alpha: Scale of the new matrix.
         beta: Scale of the old values; zero overwrites.
     """
 
@@ -61,7 +61,7 @@ class Scales:
 
     @property
     def arguments(self) -> tuple[np.float32, np.float32]:
-        """As kernels take them."""
+        """Both scales as arguments of a kernel."""
         return float32(self.alpha), float32(self.beta)
 
 
@@ -74,18 +74,18 @@ def add_products(
     scales: Scales,
     split: int,
 ) -> None:
-    """``out ← beta·out + alpha·Σ z zᵀ`` for the first ``features`` rows and columns.
+    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for the first ``features`` rows and columns.
 
     Sources: ``patch_products.cu``, ``moment.cu``.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         x: Images of any strides.
-        out: ``(side, side)`` float32, contiguous.
-        geometry: Of ``x`` and the window.
-        passes: The plan; each pass writes other tiles of ``out``.
-        scales: Of the product and of the old values.
-        split: TF32 numbers a factor is split into: 3 or 1 for tensor cores, 0 for FP32 units.
+        out: ``(size, size)`` float32, contiguous.
+        geometry: Geometry of ``x`` and the window.
+        passes: The plan; the passes write disjoint tiles of ``out``.
+        scales: Scales of the product and of the old values.
+        split: TF32 products for each float32 product: 3 or 1 on tensor cores; 0 for FP32 units.
     """
     parts = device.empty((max(part.part_bytes for part in passes) // 4,), np.float32)
     for part in passes:

@@ -1,4 +1,4 @@
-"""Sums over patches: the border of a moment, and the squares on its diagonal; see the source."""
+"""Launch of sums over patches: the border of a Gram matrix, and the squares on its diagonal."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ from kfac_engine.kernels.launch import (
 from kfac_engine.kernels.moments import Scales
 from kfac_engine.kernels.variants import INPUTS
 
-# Blocks for each multiprocessor, where there are images enough.
+# Blocks for each multiprocessor, if there are enough images.
 _BLOCKS_EACH = 8
-# Fewer images are not worth a piece of their own, which is added up once more.
+# Least images of a piece: the sums of pieces must be added.
 _LEAST_IMAGES = 8
 
 
 class _Totals(NamedTuple):
-    """Sums over images, and how the kernels that read them are compiled."""
+    """Sums over images, with the macros of the kernels that read them."""
 
     sums: Array
     pieces: int
@@ -31,46 +31,46 @@ class _Totals(NamedTuple):
 
 
 def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales) -> None:
-    """Last row and column of ``out`` ← ``beta`` times them plus ``alpha`` (Σ z, number of patches).
+    """Compute the last row and column of ``out ← beta·out + alpha·(Σ z, number of patches)``.
 
     Source: ``patch_sums.cu``.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         x: Images of any strides.
         out: ``(features + 1, features + 1)`` float32, contiguous.
-        geometry: Of ``x`` and the window.
-        scales: Of the sums and of the old values.
+        geometry: Geometry of ``x`` and the window.
+        scales: Scales of the sums and of the old values.
     """
     totals = _sum_images(device, x, geometry, squared=False)
     write = kernel(device, "patch_sums", "border_moment", **totals.macros)
     structs = geometry.images, geometry.taps, geometry.grid
     count = float32(geometry.positions * geometry.count)
-    given = totals.sums, int32(totals.pieces), *structs, count
-    write((len(out),), (BLOCK,), (out, *given, *scales.arguments))
+    arguments = totals.sums, int32(totals.pieces), *structs, count
+    write((len(out),), (BLOCK,), (out, *arguments, *scales.arguments))
 
 
 def add_patch_squares(
     device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales
 ) -> None:
-    """``out ← beta·out + alpha·Σ z²``, feature by feature; see ``patch_sums.cu``.
+    """Compute ``out ← beta·out + alpha·Σ z²``, entry by entry; see ``patch_sums.cu``.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         x: Images of any strides.
         out: ``(features,)`` float32, contiguous.
-        geometry: Of ``x`` and the window.
-        scales: Of the squares and of the old values.
+        geometry: Geometry of ``x`` and the window.
+        scales: Scales of the squares and of the old values.
     """
     totals = _sum_images(device, x, geometry, squared=True)
     add = kernel(device, "patch_sums", "add_patches", **totals.macros)
     structs = geometry.images, geometry.taps, geometry.grid
-    given = totals.sums, int32(totals.pieces), *structs
-    add((scales.features,), (BLOCK,), (out, *given, *scales.arguments))
+    arguments = totals.sums, int32(totals.pieces), *structs
+    add((scales.features,), (BLOCK,), (out, *arguments, *scales.arguments))
 
 
 def _sum_images(device: Device, x: Array, geometry: Geometry, *, squared: bool) -> _Totals:
-    """Each pixel of each channel summed over the images of each piece."""
+    """Sum each pixel of each channel over the images of each piece."""
     across = int(_across(geometry))
     macros = {"SQUARED": int(squared), "ACROSS": across, "INPUT": INPUTS[x.dtype.name]}
     blocks = -(-geometry.channels * geometry.pixels // BLOCK)
@@ -84,7 +84,7 @@ def _sum_images(device: Device, x: Array, geometry: Geometry, *, squared: bool) 
 
 
 def _across(geometry: Geometry) -> bool:
-    """Whether channels lie closer together in memory than pixels."""
+    """Return whether channels are closer together in memory than pixels."""
     (images,) = geometry.images
     strides = [
         step

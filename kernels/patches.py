@@ -1,4 +1,4 @@
-"""Patches written out; see ``patches.cu``."""
+"""Launch of copies of patches; see ``patches.cu``."""
 
 from math import prod
 
@@ -13,9 +13,9 @@ from kfac_engine.kernels.launch import (
 from kfac_engine.kernels.variants import INPUTS
 
 
-def write_patches(device: Device, x: Array, found: Array, geometry: Geometry) -> None:
-    """Fill ``found``, ``(n, positions, taps·channels)``, contiguous, in the type of ``x``."""
+def write_patches(device: Device, x: Array, out: Array, geometry: Geometry) -> None:
+    """Copy patches to ``out``, ``(n, positions, taps·channels)``, contiguous, typed as ``x``."""
     write = kernel(device, "patches", "patches", INPUT=INPUTS[x.dtype.name])
-    blocks = blocks_for(prod(found.shape), device)
+    blocks = blocks_for(prod(out.shape), device)
     structs = geometry.images, geometry.taps, geometry.grid
-    write((blocks,), (BLOCK,), (x, found, *structs))
+    write((blocks,), (BLOCK,), (x, out, *structs))

@@ -1,4 +1,4 @@
-"""Symmetric matrices on the way to a factorisation in float64, and back; see ``symmetric.cu``."""
+"""Launch of conversions of symmetric matrices to damped float64 and back; see ``symmetric.cu``."""
 
 from typing import NamedTuple
 
@@ -14,18 +14,19 @@ from kfac_engine.kernels.launch import (
 )
 from kfac_engine.kernels.variants import INPUTS
 
-# Of the struct Facts: whether all is finite, all is zero, the damping added, and the trace without.
+# Entries of the struct Facts: finite, zero, damping, trace of the undamped matrix.
 FACTS = 4
-_PARTS = 4  # of the struct Part
+_PARTS = 4  # entries of the struct Part
 _SUBTILE = 32
 _THIN_BLOCK = (_SUBTILE, 8)
 
 
 class Floor(NamedTuple):
-    """The least damping of a matrix.
+    """Least damping of a matrix: the larger of two bounds.
 
     Attributes:
-        epsilon: Times its Frobenius norm.
+        epsilon: Factor of the Frobenius norm.
+        least: Bound for any norm.
         least: Whatever its norm.
     """
 
@@ -33,54 +34,54 @@ class Floor(NamedTuple):
     least: float
 
 
-def widen(device: Device, stack: Array, asked: Array, floor: Floor) -> tuple[Array, Array]:
-    """Damped matrices in float64, both triangles, with zeros for what is not finite.
+def widen(device: Device, stack: Array, dampings: Array, floor: Floor) -> tuple[Array, Array]:
+    """Return damped matrices in float64, both triangles, with zeros for NaN and infinity.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         stack: ``(n, d, d)``, float32 or float64, contiguous; the lower triangles are read.
-        asked: ``(n,)`` float64: what to add to each diagonal, at least.
-        floor: What is added where that is more.
+        dampings: ``(n,)`` float64, added to the diagonals.
+        floor: Least damping, added if it is larger.
 
     Returns:
-        New matrices ``(n, d, d)`` and facts about each, ``(n, FACTS)``, float64.
+        New matrices ``(n, d, d)``, and facts about each matrix, ``(n, FACTS)``, float64.
     """
-    count, side, _ = stack.shape
-    tiles = _tiles(side)
+    count, size, _ = stack.shape
+    tiles = _tiles(size)
     kind = INPUTS[stack.dtype.name]
     wide = device.empty(stack.shape, np.float64)
     parts = device.empty((count, tiles, _PARTS), np.float64)
     facts = device.empty((count, FACTS), np.float64)
-    sizes = int32(tiles), int32(side)
+    sizes = int32(tiles), int32(size)
     copy = kernel(device, "symmetric", "widen", INPUT=kind)
     copy((count * tiles,), _THIN_BLOCK, (stack, wide, parts, *sizes))
     damp = kernel(device, "symmetric", "damp", INPUT=kind)
     limits = np.float64(floor.epsilon), np.float64(floor.least)
-    damp((count,), (BLOCK,), (wide, parts, asked, facts, *sizes, *limits))
+    damp((count,), (BLOCK,), (wide, parts, dampings, facts, *sizes, *limits))
     return wide, facts
 
 
 def narrow(device: Device, wide: Array, dtype: npt.DTypeLike) -> Array:
-    """Matrices with both triangles from the lower one, rounded to float32 or kept in float64.
+    """Return matrices with both triangles from lower ones, rounded to float32 or in float64.
 
     Args:
-        device: Where to.
+        device: Device of the arrays.
         wide: ``(n, d, d)`` float64, contiguous; the lower triangles are read.
-        dtype: Of the result.
+        dtype: Element type of the result.
 
     Returns:
         New matrices ``(n, d, d)``.
     """
-    count, side, _ = wide.shape
-    tiles = _tiles(side)
+    count, size, _ = wide.shape
+    tiles = _tiles(size)
     kind = np.dtype(dtype)
-    found = device.empty(wide.shape, kind)
+    narrowed = device.empty(wide.shape, kind)
     copy = kernel(device, "symmetric", "narrow", INPUT=INPUTS[kind.name])
-    copy((count * tiles,), _THIN_BLOCK, (wide, found, int32(tiles), int32(side)))
-    return found
+    copy((count * tiles,), _THIN_BLOCK, (wide, narrowed, int32(tiles), int32(size)))
+    return narrowed
 
 
-def _tiles(side: int) -> int:
-    """Tiles of a lower triangle."""
-    rows = -(-side // _SUBTILE)
+def _tiles(size: int) -> int:
+    """Return the number of tiles of a lower triangle."""
+    rows = -(-size // _SUBTILE)
     return rows * (rows + 1) // 2

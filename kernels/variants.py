@@ -1,14 +1,14 @@
-"""Every way in which a kernel source is compiled."""
+"""Variants of the kernel sources: all sets of compiler options."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-# How a kernel reads images, by their element type: the macro INPUT of prelude.cuh.
+# Values of the macro INPUT of prelude.cuh, by the element type of images.
 INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
 
-_IMAGES = (0, 1, 2)  # INPUT of kernels that compute in float32
+_IMAGES = (0, 1, 2)  # types that kernels accumulate in float32
 
-# Source to its macros and their values. Launches take their options from this table alone.
+# Macros of each source with their values. All launches use options of this table.
 MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "patch_products": {
         "SPLIT": (0, 1, 3),
@@ -29,7 +29,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
 
 
 def options(name: str, **macros: int) -> tuple[str, ...]:
-    """The macros of a source as options of the compiler, with values from the table."""
+    """Return macros of a source as compiler options, after a check against the table."""
     listed = MACROS[name]
     assert macros.keys() == listed.keys(), (name, macros)
     assert all(macros[macro] in values for macro, values in listed.items()), (name, macros)
@@ -37,7 +37,7 @@ def options(name: str, **macros: int) -> tuple[str, ...]:
 
 
 def variants(name: str) -> Iterator[tuple[str, ...]]:
-    """All sets of options that a source is compiled with."""
+    """Yield all sets of compiler options of a source."""
     macros = MACROS[name]
     for values in product(*macros.values()):
         yield options(name, **dict(zip(macros, values, strict=True)))

@@ -15,7 +15,7 @@ SOURCES = sorted(
 # copies, and those that see arrays of the host only.
 COPIES = {
     "asnumpy": ("kfac_engine/backend/cuda/device.py", "kfac_engine/backend/cuda/solvers.py"),
-    "get()": ("kfac_engine/backend/threads.py", "kfac_engine/curvature/collection/__init__.py"),
+    "get()": ("kfac_engine/backend/threads.py", "kfac_engine/compat/mixins/collection.py"),
     "item()": ("kfac_engine/autodiff/lowering/", "kfac_engine/graph/", "kfac_engine/layers/"),
     "tolist()": (
         "kfac_engine/backend/cpu/blas.py",
