@@ -35,23 +35,24 @@ _GEOMETRIES = {
 }
 _HEAD = """# Kernels
 
-Written by `python -m scripts.kernel_report`, which needs no GPU. The sources lie in `kernels/`; each says at its
-head what a block and a thread do.
+To read a kernel, find its result in this table and open its source in `kernels/`; its first comment describes the work of
+a block and of a thread. To change a kernel, edit the source, then run `python -m scripts.compile_kernels` and
+`python -m scripts.kernel_report`, which writes this page. Neither needs a GPU.
 
-| source | what | in place of |
+| source | result | replaces |
 |---|---|---|
-| `patch_products.cu`, `moment.cu` | second moments of patches, read from images | patches written out, and a product |
-| `patch_sums.cu` | sums of patches and of their squares: the bias's row of a moment, the diagonal of one | patches written out, and sums |
-| `symmetric.cu` | from a factor to a damped float64 matrix, its trace and whether it is finite; and back | a dozen passes over float64 matrices |
-| `few_products.cu` | second moments and squared per-example gradients of depthwise filters, in registers | products of each channel |
-| `group_products.cu` | second moments and squared per-example gradients, group by group | stacks of patches, products of each example |
-| `example_sums.cu` | what a scale and a shift take of each example | a product as large as the data, and two sums |
-| `classes.cu` | classes drawn from given uniforms | exponentials, running sums and comparisons as large as the logits |
+| `patch_products.cu`, `moment.cu` | Gram matrices of patches, read from images | copied patches, and a product |
+| `patch_sums.cu` | sums of patches and of their squares: the bias row of a Gram matrix, and its diagonal | copied patches, and sums |
+| `symmetric.cu` | damped float64 matrix of a factor, its trace, and whether it is finite; conversion back | a dozen passes over float64 matrices |
+| `few_products.cu` | Gram matrices and squared per-example gradients of depthwise filters, in registers | products of each channel |
+| `group_products.cu` | Gram matrices and squared per-example gradients of groups of channels | stacks of patches, and products of each example |
+| `example_sums.cu` | per-example gradients of a scale and a shift | a product as large as the data, and two sums |
+| `classes.cu` | classes sampled from uniform numbers | exponentials, running sums and comparisons as large as the logits |
 | `finite.cu` | whether many arrays are finite, in one launch | comparisons as large as the arrays |
-| `averages.cu` | moving averages, and sums of pieces, in one pass; counts of identifiers | three passes; rows of zeros and ones |
-| `patches.cu` | patches written out, for what needs them | |
+| `averages.cu` | moving averages and sums of pieces in one pass; counts of token ids | three passes; one-hot rows |
+| `patches.cu` | copies of patches, for other operations | |
 
-No kernel adds floating-point numbers atomically: results are the same run by run. Offsets have 64 bits.
+No kernel adds floating-point numbers atomically, so results are equal in every run. Offsets have 64 bits.
 """
 
 
@@ -71,9 +72,9 @@ def resources() -> Iterator[str]:
         for taken in kernels.values()
     ]
     spilling = sum(taken.spilled_bytes > 0 for taken in each)
-    yield "## What a block takes\n"
-    yield "Registers of a thread, the most over all variants of a source (types of images, lengths of rows, tensor cores);"
-    yield "in brackets the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
+    yield "## Resources of a block\n"
+    yield "Largest number of registers of a thread over all variants of a source (types of images, lengths of rows, tensor cores),"
+    yield "with the kilobytes of shared memory of a block in brackets. `python -m scripts.compile_kernels` compiles every variant"
     yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory.\n"
     yield f"| kernel | {' | '.join(nvrtc.ARCHITECTURES)} |"
     yield "|---" * (len(nvrtc.ARCHITECTURES) + 1) + "|"
@@ -99,9 +100,9 @@ def cell(taken: nvrtc.Resources) -> str:
 
 
 def _exactness() -> Iterator[str]:
-    yield "## How exact results are\n"
-    yield "Largest error relative to the largest number of the result in float64, on a CPU that runs"
-    yield "every thread of a block, by the order in which threads take turns.\n"
+    yield "## Errors\n"
+    yield "Largest error relative to the largest entry of the result in float64, for each order of threads. A CPU runs every"
+    yield "thread of a block.\n"
     yield f"| kernel | case | {' | '.join(ORDERS)} |"
     yield "|---" * (len(ORDERS) + 2) + "|"
     for kernel, case, error in cases():

@@ -1,4 +1,4 @@
-"""The page about kernels is that of the kernels there are."""
+"""The page about kernels describes the present kernels."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,9 @@ from tests.cuda_on_cpu.module import ORDERS, compiler
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
 KERNEL = re.compile(r"__global__ void\s*(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
-TAKEN, EXACT = (PAGE.split(head)[1].split("\n## ")[0] for head in ("takes\n", "results are\n"))
+TAKEN, EXACT = (
+    PAGE.split(head)[1].split("\n## ")[0] for head in ("## Resources of a block\n", "## Errors\n")
+)
 
 
 def rows(table: str) -> list[list[str]]:
