@@ -6,7 +6,7 @@ from math import prod
 
 from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.activity import ZERO, behind_jumps, no_slope, notes_of, nothing_to_train
-from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.select import memory_space_of, select
 from kfac_engine.backend.threads import default_count
@@ -86,15 +86,20 @@ class Assembly:
         told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
         return (*self.task.notes, *notes_of(self.model.left_out), *told)
 
-    def prepare(self, estimator: FisherEstimator) -> None:
+    def request_values(self, estimator: FisherEstimator) -> None:
         """Request the values that losses and statistics read from every forward pass."""
         layers, losses = self.found.layers, self.task.objective.inputs
         read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
         self.model.want([*losses, *read])
-        together = tuple(self.model.parameters) if estimator.reads_gradients else ()
-        self.model.backward(losses, (*together, *estimator.differentiated))
-        if estimator.differentiated_alone:
-            self.model.backward(losses, estimator.differentiated_alone)
+        self.backwards(estimator)
+
+    def backwards(self, estimator: FisherEstimator) -> tuple[Backward, ...]:
+        """Return the backward graphs of a step that updates statistics."""
+        parameters, read = tuple(self.model.parameters), estimator.differentiated
+        wrt = [(*parameters, *read)] if estimator.reads_gradients else [parameters, read]
+        losses = self.task.objective.inputs
+        graphs = (*wrt, estimator.differentiated_alone)
+        return tuple(self.model.backward(losses, tuple(dict.fromkeys(n))) for n in graphs if n)
 
 
 def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
@@ -150,7 +155,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
     )
     model.move(available_memory_space(memory_space_of(backend)))
-    assembly.prepare(estimator)
+    assembly.request_values(estimator)
     return assembly, estimator
 
 

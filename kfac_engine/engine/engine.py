@@ -71,6 +71,7 @@ class Engine(TrainableModel):
         self.estimator = estimator
         self.schedule = schedule
         self.counter = 0
+        self._prepared = False
         self._found = assembly.found
         self._exps = tuple(exps)
         hints = (layer.hint for layer in self.layers if layer.hint)
@@ -124,6 +125,18 @@ class Engine(TrainableModel):
 
     # -- the line ---------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Build the sessions of ONNX Runtime for a step that updates statistics, once.
+
+        ``step`` calls it. Calls that report or evaluate build no session that they do not need. A
+        call before the first step moves the time for building sessions out of that step.
+        """
+        if not self._prepared:
+            for backward in self._assembly.backwards(self.estimator):
+                if backward.gradients:
+                    self._model.backward_session(backward)
+            self._prepared = True
+
     def step(
         self,
         inputs: Mapping[str, Array],
@@ -152,6 +165,7 @@ class Engine(TrainableModel):
         record = Recorder(profile)
         with single_threaded_blas():
             self._require_memory(inputs)
+            self.prepare()
             with record("forward"):
                 trace = self.trace(inputs, targets)
             due = self._plan()
