@@ -1,4 +1,4 @@
-"""What runs a backward graph: one session, or a session and the products that it leaves to us."""
+"""The session that runs a backward graph, on a CPU with weight gradients outside it."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -25,15 +25,15 @@ BackwardSession: TypeAlias = Session | DeviceSession | FinishingSession
 def open_backward(
     context: SessionContext, backward: Backward, fetched: Mapping[str, DType]
 ) -> BackwardSession:
-    """A session where the model runs; on the CPU it leaves gradients of kernels to BLAS.
+    """Open the session of a backward graph; on a CPU, BLAS computes gradients of kernels.
 
     Args:
-        context: The context.
-        backward: A backward graph of it.
-        fetched: Element types of values that the forward session hands over.
+        context: Settings of the session.
+        backward: A backward graph of the model.
+        fetched: Element types of values that the forward session returns.
 
     Returns:
-        What takes all that ``context.fed`` names, and cotangents, and gives gradients.
+        A session whose inputs are the values ``context.fed`` and the cotangents.
     """
     if context.memory_space is not HOST:
         return _open(context, backward, fetched)
@@ -52,16 +52,16 @@ def _open(
         Input(name, context.facts[name].dtype if name in context.facts else fetched[name], None)
         for name in fed
     ]
-    made = {name for node in backward.nodes for name in node.outputs}
+    computed = {name for node in backward.nodes for name in node.outputs}
     constants = {**graph.constants, **backward.constants}
-    handed = {*backward.gradients.values()}
+    results = {*backward.gradients.values()}
     nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in context.graph_passes)
-    laid = to_blocked_layout(context, nodes, handed, constants)
+    blocked = to_blocked_layout(context, nodes, results, constants)
     message = compact_model(
-        laid.nodes,
+        blocked.nodes,
         inputs,
-        tuple(dict.fromkeys(name for name in backward.gradients.values() if name in made)),
-        read_by(laid.nodes, {**constants, **laid.constants}, excluded=frozenset(fed)),
+        tuple(dict.fromkeys(name for name in backward.gradients.values() if name in computed)),
+        read_by(blocked.nodes, {**constants, **blocked.constants}, excluded=frozenset(fed)),
         graph.opset,
         name=f"{graph.name}_backward",
         domains=graph.domains,

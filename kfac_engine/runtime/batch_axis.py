@@ -1,8 +1,8 @@
-"""Which axis of each value holds the examples of a batch, found by running the model.
+"""Finds the axis of the examples in each value by running the model.
 
-A file does not say. So the model runs on two batch sizes: what grows in proportion holds the batch.
-Where several axes of the inputs are open, the batch is the one along which a change of one example
-leaves the results of the others as they are.
+A model file does not declare it. The model runs on two batch sizes: an axis whose length is
+proportional to the batch size is a batch axis. If several axes of the inputs are open, the batch
+axis is the axis along which a change of one example does not change the results of the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,23 +26,23 @@ from kfac_engine.runtime.example_axis import (
 from kfac_engine.runtime.leading_examples import axis_of, says_batch
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 
-# Bytes of values that are compared at a time: one value at least.
-_HELD = 64 << 20
+# Bytes of values that are compared at a time; at least one value is.
+_COMPARED_BYTES = 64 << 20
 
-# Input name to its axis.
+# Input name to the number of an axis.
 Axes: TypeAlias = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The axes of the examples, as sample runs showed them.
+    """The axes of the examples in the inputs and values of a model.
 
     Attributes:
-        size: Examples in the sample run.
+        size: Number of examples in the sample run.
         inputs: Input name to its batch axis, for inputs that have one.
-        places: Value name to the place of the examples; values without the batch are absent.
-        fixed: Why no other number of examples can be run; empty where any can.
-        doubt: Why the examples may lie on another axis; empty where nothing speaks for that.
+        places: Value name to the axis of the examples, for values that have one.
+        fixed: Why the model runs with one batch size only; ``""`` if it runs with others.
+        doubt: Why the examples may be on another axis; ``""`` if there is no reason.
     """
 
     size: int
@@ -52,15 +52,15 @@ class Batch:
     doubt: str = ""
 
     def examples(self, inputs: Mapping[str, Array]) -> int:
-        """Examples in a batch of inputs."""
+        """Return the number of examples in a batch."""
         return next((inputs[name].shape[axis] for name, axis in self.inputs.items()), self.size)
 
     @property
     def note(self) -> str:
-        """The doubt in a sentence."""
+        """The doubt as a sentence for reports."""
         return self.doubt and (
-            f"the examples are taken to lie along {_spelled(self.inputs)}, but {self.doubt}; if "
-            f"they lie elsewhere, name their axis with batch_axes (--batch-axis)"
+            f"the batch axis is assumed to be {_spelled(self.inputs)}, but {self.doubt}; if it is "
+            f"another axis, name it with batch_axes (--batch-axis)"
         )
 
 
@@ -71,26 +71,31 @@ def find_batch(
     inputs: Mapping[str, Array] | None = None,
     axes: Axes | None = None,
 ) -> Batch:
-    """The batch axis of inputs and values.
+    """Find the batch axis of inputs and values.
 
     Args:
-        graph: The model.
-        facts: Of a sample run on ``inputs``.
-        outputs: Values that have the batch: what losses read.
-        inputs: The batch of the sample run; None if it was made up.
-        axes: Input name to the axis of its examples, where the user names them.
+        graph: Graph of the model.
+        facts: Element types and shapes from a sample run on ``inputs``.
+        outputs: Names of values that have a batch axis: those that the losses read.
+        inputs: The batch of the sample run; None if it was generated.
+        axes: Input name to batch axis, if the user names them.
 
     Returns:
-        The axes. Where no second size runs, those of a changed example, or of the batch's length.
+        The axes. If the model runs with one batch size only, the axes along which a changed
+        example changes alone, or axes as long as the batch.
 
     Raises:
-        ShapeError: ``axes`` names an axis that an input has not, or sizes that differ.
+        ShapeError: ``axes`` names an axis that an input does not have, or axes of different sizes.
     """
     probe = _Probe(graph, facts, inputs)
     if axes:
         axes = _checked(facts, axes)
         batch = probe.batch_along(axes, outputs)
-        return batch if batch is not None and _placed(batch, outputs) else probe.told(axes)
+        return (
+            batch
+            if batch is not None and _placed(batch, outputs)
+            else probe.batch_from_lengths(axes)
+        )
     candidates = _candidates(graph, facts)
     ran: list[Batch] = []
     stuck: list[_Candidate] = []
@@ -108,10 +113,10 @@ def find_batch(
                 return replace(batch, doubt=only or "")
             ran.append(batch)
     if ran:
-        return probe.doubted(ran[0], outputs)
+        return probe.with_doubt(ran[0], outputs)
     named = bool(stuck) and stuck[0].named
     axes = stuck[0].axes if named else _first_axes(graph, facts)
-    return probe.doubted(probe.told(axes), outputs)
+    return probe.with_doubt(probe.batch_from_lengths(axes), outputs)
 
 
 def find_coupling(
@@ -121,17 +126,17 @@ def find_coupling(
     batch: Batch,
     inputs: Mapping[str, Array] | None = None,
 ) -> str:
-    """The node that makes the results of an example depend on the other examples.
+    """Find a node that makes the result of an example depend on other examples.
 
     Args:
-        graph: The model.
-        facts: Of a sample run on ``inputs``.
-        outputs: Values whose examples should be independent.
-        batch: As ``find_batch`` gave it.
-        inputs: The batch of the sample run; None if it was made up.
+        graph: Graph of the model.
+        facts: Element types and shapes from a sample run on ``inputs``.
+        outputs: Names of values whose examples should be independent.
+        batch: Result of ``find_batch``.
+        inputs: The batch of the sample run; None if it was generated.
 
     Returns:
-        Operator and name; empty if each example stands for itself, as far as a changed one shows.
+        Operator and name of the node; ``""`` if a change of one example changes no other.
     """
     return _Probe(graph, facts, inputs).coupled(batch, outputs)
 
@@ -144,13 +149,13 @@ class _Probe:
     ) -> None:
         self._graph, self._facts = graph, facts
         self._run = open_run(graph, facts)
-        self._made_up = inputs is None
+        self._is_generated = inputs is None
         self._feeds = sample_batch(graph, facts, inputs)
 
     def batch_along(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
-        """Places of the examples if they lie along these axes; None if no second size runs."""
+        """Return the batch along given axes of the inputs; None if no second size runs."""
         size = self._size(axes)
-        found = None
+        batch = None
         # A larger batch is tried first: some operators drop an axis of size one.
         for other in filter(None, (size + 1, size - 1)):
             try:
@@ -158,44 +163,48 @@ class _Probe:
             except BackendError:
                 continue
             pairs = ((name, self._facts[name].shape, facts[name].shape) for name in facts)
-            grew = {name: grown(shape, larger, size, other) for name, shape, larger in pairs}
-            places = {name: place for name, place in grew.items() if place is not None}
-            found = Batch(size, axes, places, _declared(self._graph, axes))
-            if _placed(found, outputs):
-                return found
-        return found
+            example_axes = {
+                name: grown(shape, resized, size, other) for name, shape, resized in pairs
+            }
+            places = {name: axis for name, axis in example_axes.items() if axis is not None}
+            batch = Batch(size, axes, places, _declared(self._graph, axes))
+            if _placed(batch, outputs):
+                return batch
+        return batch
 
-    def told(self, axes: Axes) -> Batch:
-        """The batch along axes with which the model runs in one size only."""
+    def batch_from_lengths(self, axes: Axes) -> Batch:
+        """Return the batch along axes of the inputs if the model runs with one size only."""
         size = self._size(axes)
         where = _spelled(axes)
         fixed = _declared(self._graph, axes) or (
-            f"the model fixes its batch of {size} inside, by a Reshape, or by a recurrence that is "
-            f"unrolled along {where}; export it with an open batch axis, or name the axis of the "
+            f"a Reshape in the model, or a recurrence that is unrolled along {where}, fixes the "
+            f"batch size at {size}; export it with an open batch axis, or name the axis of the "
             f"examples with batch_axes (--batch-axis)"
         )
         batch = Batch(size, axes, {}, fixed)
         computed = of_data(self._graph)
         names = [name for name in self._facts if name in computed]
         moved = self._unmoved(batch, names) if size > 1 else {}
-        places = {name: self._told_place(name, axes, size, moved.get(name)) for name in names}
+        places = {
+            name: self._place_from_length(name, axes, size, moved.get(name)) for name in names
+        }
         return replace(batch, places={name: place for name, place in places.items() if place})
 
-    def doubted(self, batch: Batch, outputs: Sequence[str]) -> Batch:
-        """The batch, with a doubt where its examples depend on each other."""
+    def with_doubt(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """Return the batch with a doubt if its examples depend on each other."""
         node = self.coupled(batch, outputs)
         return replace(batch, doubt=node and f"{node} makes them depend on each other")
 
     def coupled(self, batch: Batch, outputs: Sequence[str]) -> str:
-        """The first node whose result for one example changes with another; empty if none does."""
+        """Return the first node that couples examples, or ``""``."""
         if batch.size == 1:
             return ""
-        # What runs forward along an axis shows at a changed first example, backward at the last.
+        # A recurrence couples an example to later or earlier ones: change the first and the last.
         for changed in (0, batch.size - 1):
             if any(self._moved(outputs, changed, batch)):
                 names = [name for node in self._graph.nodes for name in node.outputs]
-                known = [name for name in names if name in self._facts]
-                node = self._graph.producers[next(self._moved(known, changed, batch))]
+                arrays = [name for name in names if name in self._facts]
+                node = self._graph.producers[next(self._moved(arrays, changed, batch))]
                 return f"{node.qualified_op} node '{node.name}'"
         return ""
 
@@ -209,24 +218,24 @@ class _Probe:
         }
 
     def _moved(self, names: Iterable[str], changed: int, batch: Batch) -> Iterator[str]:
-        """Names of the values in which changing one example changes others."""
+        """Yield the names of values in which a change of one example changes others."""
         for name, before, after in self._compared(names, changed, batch):
             if others_move(before, after, changed, batch.size, batch.places.get(name)):
                 yield name
 
     def _unmoved(self, batch: Batch, names: Sequence[str]) -> dict[str, frozenset[int]]:
-        """Axes of values along which the first and the last example change alone."""
-        found: dict[str, frozenset[int]] = {}
+        """Return the axes of values along which the first and the last example change alone."""
+        alone: dict[str, frozenset[int]] = {}
         for changed in (0, batch.size - 1):
             for name, before, after in self._compared(names, changed, batch):
                 axes = unmoved_axes(before, after, changed, batch.size)
-                found[name] = found.get(name, axes) & axes
-        return found
+                alone[name] = alone.get(name, axes) & axes
+        return alone
 
     def _compared(
         self, names: Iterable[str], changed: int, batch: Batch
     ) -> Iterator[tuple[str, Array, Array]]:
-        """Values before and after an example was changed, few at a time."""
+        """Yield values before and after a change of one example, a few in memory at a time."""
         feeds = self._with_other(changed, batch)
         for few in self._chunks(names):
             before, after = self._run.values(self._feeds, few), self._run.values(feeds, few)
@@ -234,20 +243,20 @@ class _Probe:
 
     def _chunks(self, names: Iterable[str]) -> Iterator[list[str]]:
         chunk: list[str] = []
-        held = 0
+        chunk_bytes = 0
         for name in names:
             size = self._facts[name].dtype.itemsize * prod(self._facts[name].shape)
-            if chunk and held + size > _HELD:
+            if chunk and chunk_bytes + size > _COMPARED_BYTES:
                 yield chunk
-                chunk, held = [], 0
+                chunk, chunk_bytes = [], 0
             chunk.append(name)
-            held += size
+            chunk_bytes += size
         if chunk:
             yield chunk
 
     def _with_other(self, changed: int, batch: Batch) -> dict[str, Array]:
-        """The inputs with one example replaced, except where no valid replacement is known."""
-        for new_id in (_next_id, _same_id) if self._made_up else (_same_id,):
+        """Return the inputs with one example replaced if a valid replacement is known."""
+        for new_id in (_next_id, _same_id) if self._is_generated else (_same_id,):
             feeds = dict(self._feeds)
             for name, axis in batch.inputs.items():
                 feeds[name] = with_example(feeds[name], axis, changed, new_id)
@@ -258,14 +267,14 @@ class _Probe:
             return feeds
         return self._feeds
 
-    def _told_place(
+    def _place_from_length(
         self, name: str, axes: Axes, size: int, unmoved: frozenset[int] | None
     ) -> ExampleAxis | None:
-        """The place of the examples, by the entries that one example changes, or by its length."""
+        """Return the axis of the examples by changed entries, or by its length."""
         shape = self._facts[name].shape
         if name in axes:
             return ExampleAxis(axes[name], 1)
-        fits = unmoved or {axis for axis, side in enumerate(shape) if side == size or not axis}
+        fits = unmoved or {axis for axis, length in enumerate(shape) if length == size or not axis}
         fits = {axis for axis in fits if shape[axis] and shape[axis] % size == 0}
         if not fits:
             return None
@@ -283,7 +292,13 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Axes of the inputs that may hold the batch, and whether they have the name of a batch."""
+    """Possible batch axes of the inputs.
+
+    Attributes:
+        axes: Input name to axis.
+        named: Whether their symbol is that of a batch.
+        is_open: Whether the file leaves their size open.
+    """
 
     axes: Axes
     named: bool
@@ -291,47 +306,49 @@ class _Candidate:
 
 
 def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
-    """Candidates for the batch, the likeliest first."""
-    # Axes of one symbol belong together, and so do open axes without one at the same place. A first
-    # axis may hold the batch though its size is declared.
+    """Return candidates for the batch axes, the most likely first."""
+    # Axes of one symbol are one candidate, and so are open axes of one number without a symbol. A
+    # first axis may be the batch axis although its size is declared.
     groups: dict[object, dict[str, int]] = {}
     for entry in graph.inputs:
-        sides = entry.shape or (None,) * len(facts[entry.name].shape)
-        for axis, side in enumerate(sides):
-            if not isinstance(side, int):
-                groups.setdefault(side or axis, {}).setdefault(entry.name, axis)
+        shape = entry.shape or (None,) * len(facts[entry.name].shape)
+        for axis, size in enumerate(shape):
+            if not isinstance(size, int):
+                groups.setdefault(size or axis, {}).setdefault(entry.name, axis)
             elif axis == 0:
-                groups.setdefault(("declared", side), {})[entry.name] = 0
+                groups.setdefault(("declared", size), {})[entry.name] = 0
 
     ordered = sorted(
         groups,
         key=lambda key: (not says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
     )
-    found = [
+    candidates = [
         _Candidate(groups[key], says_batch(key), not isinstance(key, tuple)) for key in ordered
     ]
-    # Exporters give the batch of each input a symbol of its own where they do not see that they are
-    # one: then all axes that are called so grow together, or else all open first axes.
+    # Exporters may give the batch axis of each input a different symbol. All axes with a symbol of
+    # a batch are then one candidate, or else all open first axes.
     together: dict[str, int] = {}
-    for candidate in found:
+    for candidate in candidates:
         if candidate.named:
             together = {**candidate.axes, **together}
     named = bool(together)
     if not named:
-        firsts = [c.axes.items() for c in found if c.is_open]
+        firsts = [c.axes.items() for c in candidates if c.is_open]
         together = {name: 0 for items in firsts for name, axis in items if axis == 0}
-    if len(together) > 1 and all(candidate.axes != together for candidate in found):
-        found.insert(0, _Candidate(together, named, is_open=True))
-    found += [_Candidate(axes, named=False, is_open=True) for axes in _of_one_size(graph, facts)]
-    return [c for c in found if len({facts[n].shape[axis] for n, axis in c.axes.items()}) == 1]
+    if len(together) > 1 and all(candidate.axes != together for candidate in candidates):
+        candidates.insert(0, _Candidate(together, named, is_open=True))
+    candidates += [
+        _Candidate(axes, named=False, is_open=True) for axes in _of_one_size(graph, facts)
+    ]
+    return [c for c in candidates if len({facts[n].shape[axis] for n, axis in c.axes.items()}) == 1]
 
 
 def _of_one_size(graph: Graph, facts: Mapping[str, Fact]) -> list[dict[str, int]]:
-    """Open axes of equal length, one of each input."""
+    """Return open axes of equal length, one for each input."""
     sizes: dict[int, dict[str, int]] = {}
     for entry in graph.inputs:
-        for axis, side in enumerate(entry.shape or ()):
-            if not isinstance(side, int):
+        for axis, size in enumerate(entry.shape or ()):
+            if not isinstance(size, int):
                 sizes.setdefault(facts[entry.name].shape[axis], {}).setdefault(entry.name, axis)
     return [axes for axes in sizes.values() if len(axes) > 1]
 
@@ -341,7 +358,7 @@ def _placed(batch: Batch, outputs: Sequence[str]) -> bool:
 
 
 def _checked(facts: Mapping[str, Fact], axes: Axes) -> dict[str, int]:
-    """Axes that the user names, counted from the front."""
+    """Return the axes that the user names as nonnegative numbers, after a check."""
     named = {name: axis_of(name, axis, len(facts[name].shape)) for name, axis in axes.items()}
     sizes = {name: facts[name].shape[axis] for name, axis in named.items()}
     if len(set(sizes.values())) > 1:
@@ -352,24 +369,24 @@ def _checked(facts: Mapping[str, Fact], axes: Axes) -> dict[str, int]:
 
 def _declared(graph: Graph, axes: Axes) -> str:
     for entry in graph.inputs:
-        side = entry.shape[axes[entry.name]] if entry.shape and entry.name in axes else None
-        if isinstance(side, int):
+        size = entry.shape[axes[entry.name]] if entry.shape and entry.name in axes else None
+        if isinstance(size, int):
             return (
-                f"the file declares {side} example{'s' if side > 1 else ''} in '{entry.name}'; "
+                f"the file declares {size} example{'s' if size > 1 else ''} in '{entry.name}'; "
                 f"export the model with an open batch axis"
             )
     return ""
 
 
 def _first_axes(graph: Graph, facts: Mapping[str, Fact]) -> dict[str, int]:
-    """First axes of the same length as that of the first input."""
-    sides = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
-    first = next((side for side in sides.values() if side), None)
-    return {name: 0 for name, side in sides.items() if side == first}
+    """Return the first axes with the same length as that of the first input."""
+    lengths = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
+    first = next((length for length in lengths.values() if length), None)
+    return {name: 0 for name, length in lengths.items() if length == first}
 
 
 def _spelled(axes: Axes) -> str:
-    """Axes as text for messages."""
+    """Return axes as text for messages."""
     return " and ".join(f"axis {axis} of '{name}'" for name, axis in axes.items())
 
 

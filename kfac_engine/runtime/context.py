@@ -38,5 +38,5 @@ class SessionContext:
     graph_passes: Set[str]
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
-        """Inputs of a backward session besides cotangents: the values it reads but constants."""
+        """Return the inputs of a backward session, except cotangents and constants."""
         return tuple(name for name in backward.saved if name not in self.frozen)

@@ -1,4 +1,4 @@
-"""Finds the axis of the examples in a value, by two batch sizes or by changing one example."""
+"""Finds the axis of the examples in a value from two runs of the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 
-# Changing an example changes the others by rounding errors at most, relative to the largest entry.
+# A change of one example changes the others by rounding errors, relative to the largest entry.
 _ROUNDING = 1e-5
 
 
@@ -16,8 +16,8 @@ class ExampleAxis:
     """The axis of the examples in a value.
 
     Attributes:
-        axis: The axis.
-        repeats: Entries along it for each example: more than one where positions are folded in.
+        axis: Number of the axis.
+        repeats: Entries along the axis for each example; more than one if it includes positions.
     """
 
     axis: int
@@ -25,23 +25,23 @@ class ExampleAxis:
 
     @property
     def comes_first(self) -> bool:
-        """Whether the examples lie alone on the first axis."""
+        """Whether the first axis is that of the examples, without positions."""
         return self.axis == 0 and self.repeats == 1
 
 
 def grown(
     shape: tuple[int, ...], other_shape: tuple[int, ...], size: int, other: int
 ) -> ExampleAxis | None:
-    """The axis that grows with the batch, if it is one and grows in proportion.
+    """Return the axis whose length is proportional to the number of examples.
 
     Args:
-        shape: Of the value for ``size`` examples.
-        other_shape: Of the value for ``other`` examples.
+        shape: Shape of the value for ``size`` examples.
+        other_shape: Shape of the value for ``other`` examples.
         size: A number of examples.
         other: Another number of examples.
 
     Returns:
-        The place, or None.
+        The axis, or None if several axes or no axis changes in proportion.
     """
     if len(shape) != len(other_shape):
         return None
@@ -58,47 +58,48 @@ def grown(
 def others_move(
     before: Array, after: Array, changed: int, size: int, place: ExampleAxis | None
 ) -> bool:
-    """Whether changing one example changes entries of others.
+    """Return whether a change of one example changes entries of other examples.
 
     Args:
         before: The value.
         after: The value with one example changed.
-        changed: Which one.
-        size: Examples.
-        place: Where the examples lie; None if all entries belong to none.
+        changed: Number of that example.
+        size: Number of examples.
+        place: Axis of the examples; None if the value has none.
 
     Returns:
-        Whether any does.
+        True if an entry of another example, or of no example, changes.
     """
     if before.shape != after.shape:
         return True
     moved = _moved(before, after)
-    return bool(moved.any()) if place is None else _beside(moved, changed, size, place)
+    return bool(moved.any()) if place is None else _others_changed(moved, changed, size, place)
 
 
 def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozenset[int]:
-    """The axes along which only the changed example differs; arguments as of ``others_move``."""
+    """Return the axes along which only one example changes; arguments as in ``others_move``."""
     if before.shape != after.shape:
         return frozenset()
     moved = _moved(before, after)
     return frozenset(
         axis
-        for axis, side in enumerate(before.shape)
-        if side % size == 0 and not _beside(moved, changed, size, ExampleAxis(axis, side // size))
+        for axis, length in enumerate(before.shape)
+        if length % size == 0
+        and not _others_changed(moved, changed, size, ExampleAxis(axis, length // size))
     )
 
 
 def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array], Array]) -> Array:
-    """The array with one example replaced by another valid one.
+    """Return a copy of an array with one example replaced by other valid data.
 
     Args:
-        array: Of all examples.
-        axis: That of the examples.
-        changed: Which one.
-        new_id: Makes other identifiers of identifiers.
+        array: The array.
+        axis: Axis of the examples.
+        changed: Number of the example to replace: the first or the last.
+        new_id: Function from integers or truth values to others.
 
     Returns:
-        A copy. Numbers become those of the example at the other end, or half of them if equal.
+        A copy. Real numbers are those of the example at the opposite end, halved if they are equal.
     """
     moved = np.moveaxis(array.copy(), axis, 0)
     other = moved[-1 if changed == 0 else 0]
@@ -106,7 +107,7 @@ def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array]
         other = new_id(other)
     elif array.dtype.kind == "f" and np.array_equal(other, moved[changed]):
         other = other / 2
-    # Text may be a key of a table: no other valid text is known.
+    # Text is copied unchanged, because it may be a key of a table.
     moved[changed] = other
     return np.moveaxis(moved, 0, axis)
 
@@ -119,13 +120,13 @@ def _moved(before: Array, after: Array) -> Array:
         return np.asarray(np.abs(before - after) > scale)
 
 
-def _beside(moved: Array, changed: int, size: int, place: ExampleAxis) -> bool:
-    """Whether entries beside the changed example are among those that moved."""
-    sides, others = moved.shape, [i for i in range(size) if i != changed]
-    # Examples may come before or after the positions that are folded into their axis.
+def _others_changed(moved: Array, changed: int, size: int, place: ExampleAxis) -> bool:
+    """Return whether entries of other examples changed."""
+    shape, others = moved.shape, [i for i in range(size) if i != changed]
+    # Examples may come before or after the positions on their axis.
     orders = ((size, place.repeats), (place.repeats, size))
     return all(
-        moved.reshape(*sides[: place.axis], *order, *sides[place.axis + 1 :])
+        moved.reshape(*shape[: place.axis], *order, *shape[place.axis + 1 :])
         .take(others, place.axis + later)
         .any()
         for later, order in enumerate(orders)

@@ -15,28 +15,28 @@ from kfac_engine.sessions.session import Session
 
 
 def open_forward(
-    context: SessionContext, graph: Graph, asked: Sequence[str], drawn: Mapping[str, Array]
+    context: SessionContext, graph: Graph, outputs: Sequence[str], drawn: Mapping[str, Array]
 ) -> Session | DeviceSession:
-    """A session where the model runs, of its graph with the values that were added to it.
+    """Open the session of the forward graph.
 
     Args:
         context: Settings of the session.
         graph: The graph of the context, with the values that were added to it.
-        asked: Names of the values that it computes.
-        drawn: Values drawn at random that it is fed instead of drawing them.
+        outputs: Names of the values that the session computes.
+        drawn: Random values that the session reads as inputs instead of drawing them.
 
     Returns:
-        The session; it is fed inputs, parameters, buffers and ``drawn``.
+        The session; its inputs are inputs, parameters and buffers of the model, and ``drawn``.
     """
     stored = context.stored
     nodes = given_draws(graph.nodes, drawn)
-    laid = to_blocked_layout(context, nodes, asked, graph.constants)
+    blocked = to_blocked_layout(context, nodes, outputs, graph.constants)
     fed = {**stored, **drawn}
     message = compact_model(
-        laid.nodes,
+        blocked.nodes,
         [*graph.inputs, *(Input(name, array.dtype, None) for name, array in fed.items())],
-        asked,
-        read_by(laid.nodes, {**graph.constants, **laid.constants}, excluded=stored),
+        outputs,
+        read_by(blocked.nodes, {**graph.constants, **blocked.constants}, excluded=stored),
         graph.opset,
         name=graph.name,
         domains=graph.domains,

@@ -1,4 +1,4 @@
-"""The first few examples of a user's batch: enough to tell shapes, and they cost nothing to run."""
+"""Batch axes that a model declares, and the first examples of a batch for sample runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,29 +7,29 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Input
 
-# Symbols that exporters and people write for the batch; others begin with "batch".
+# Common symbols of the batch axis; other symbols begin with "batch".
 _BATCH_SYMBOLS = frozenset({"n", "b", "bs"})
 
-# Few, and a length that few other axes have.
+# A small number that few other axes have as their length.
 _FEW = 5
 
 
-def says_batch(side: object) -> bool:
-    """Whether the declared side of an input is called like a batch."""
-    symbol = side.lower().replace("_", "") if isinstance(side, str) else ""
+def says_batch(size: object) -> bool:
+    """Return whether the declared size of an axis is a symbol for the batch."""
+    symbol = size.lower().replace("_", "") if isinstance(size, str) else ""
     return symbol in _BATCH_SYMBOLS or symbol.startswith("batch")
 
 
 def axis_of(name: str, axis: int, rank: int) -> int:
-    """An axis that the user names as that of the examples, counted from the front.
+    """Return the nonnegative number of the batch axis that the user names.
 
     Args:
-        name: The input.
-        axis: Negative ones are counted from the end.
-        rank: Axes of the input.
+        name: Name of the input.
+        axis: Number of the axis; negative numbers count from the end.
+        rank: Number of axes of the input.
 
     Returns:
-        The axis.
+        Number of the axis, from zero.
 
     Raises:
         ShapeError: The input has no such axis.
@@ -43,14 +43,14 @@ def axis_of(name: str, axis: int, rank: int) -> int:
 
 
 def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> tuple[Input, ...]:
-    """The inputs of a model, the open axes that the user names being called a batch.
+    """Declare the axes that the user names as batch axes.
 
     Args:
-        inputs: As declared.
-        axes: Input name to the axis of its examples.
+        inputs: Declared inputs of the model.
+        axes: Input name to the axis of the examples.
 
     Returns:
-        The inputs.
+        The inputs; the open axes among ``axes`` have the symbol ``batch``.
 
     Raises:
         UnknownNameError: A name is not an input of the model.
@@ -61,42 +61,42 @@ def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> 
     for name in axes:
         if name not in known:
             raise UnknownNameError(
-                f"batch_axes names '{name}', which is no input of the model; its inputs are: "
+                f"batch_axes names '{name}', which is not an input of the model; its inputs are: "
                 f"{', '.join(known)}."
             )
     result = []
     for entry in inputs:
         if entry.name in axes and entry.shape is not None:
-            axis, sides = axis_of(entry.name, axes[entry.name], len(entry.shape)), [*entry.shape]
-            sides[axis] = sides[axis] if isinstance(sides[axis], int) else "batch"
-            entry = replace(entry, shape=tuple(sides))
+            axis, shape = axis_of(entry.name, axes[entry.name], len(entry.shape)), [*entry.shape]
+            shape[axis] = shape[axis] if isinstance(shape[axis], int) else "batch"
+            entry = replace(entry, shape=tuple(shape))
         result.append(entry)
     return tuple(result)
 
 
-def first_examples(declared: Sequence[Input], given: Mapping[str, Array]) -> dict[str, Array]:
-    """The inputs with a few examples each, where the declaration says which axis holds them.
+def first_examples(declared: Sequence[Input], inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the first examples of a batch if the model declares the batch axes.
 
     Args:
-        declared: The inputs of the model.
-        given: Input name to array, checked.
+        declared: Declared inputs of the model.
+        inputs: Input name to checked array.
 
     Returns:
-        Views of the arrays; the whole ones unless all inputs with an open axis have one that is
-        called like a batch, and as many examples. An axis without a name may be that of time.
+        Views of the first examples. If an input with an open axis has no symbol for the batch, or
+        if numbers of examples differ, the whole arrays: an unnamed axis may be that of time.
     """
     opened = [entry for entry in declared if any(not isinstance(s, int) for s in entry.shape or ())]
     places = [
         (entry.name, axis)
         for entry in opened
-        for axis, side in enumerate(entry.shape or ())
-        if says_batch(side)
+        for axis, size in enumerate(entry.shape or ())
+        if says_batch(size)
     ]
-    axes, sizes = dict(places), {given[name].shape[axis] for name, axis in places}
+    axes, sizes = dict(places), {inputs[name].shape[axis] for name, axis in places}
     unknown = any(entry.shape is None for entry in declared)
     if unknown or not len(axes) == len(places) == len(opened) or len(sizes) != 1:
-        return dict(given)
+        return dict(inputs)
     return {
         name: array[(slice(None),) * axes[name] + (slice(_FEW),)] if name in axes else array
-        for name, array in given.items()
+        for name, array in inputs.items()
     }

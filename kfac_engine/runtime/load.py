@@ -17,23 +17,24 @@ def load_model(
     threads: int | None = None,
     sample_inputs: Mapping[str, Array] | None = None,
 ) -> OnnxModel:
-    """A model that can be evaluated and differentiated.
+    """Load a model that can be evaluated and differentiated.
 
     Args:
         source: Path, bytes or ``ModelProto``.
-        trainable: Patterns of parameter names, or a single one; None takes what the graph uses like
-            parameters.
-        freeze: Patterns of names to exclude from training, or a single one.
-        threads: Threads for ONNX Runtime; None leaves the choice to it.
-        sample_inputs: A batch to find shapes with, where none can be made up.
+        trainable: Pattern or patterns of parameter names; None for the constants that the graph
+            uses like parameters.
+        freeze: Pattern or patterns of names that are not trained.
+        threads: Number of threads of ONNX Runtime; None for its default.
+        sample_inputs: Input name to array of a batch for the sample run; needed if the model does
+            not run on generated inputs.
 
     Returns:
-        The model; ``model.run(inputs)`` gives a trace.
+        The model; ``model.run(inputs)`` returns a trace.
 
     Raises:
         InputError: The file or an argument is wrong.
-        UnknownNameError: A pattern fits no constant of floating-point numbers.
-        ModelError: Nothing is left to train.
+        UnknownNameError: A pattern matches no floating-point constant.
+        ModelError: The model has no parameter to train.
     """
     for name, patterns in (("trainable", trainable), ("freeze", freeze)):
         if not isinstance(patterns, str | None):

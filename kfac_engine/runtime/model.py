@@ -1,10 +1,10 @@
 """An ONNX model that can be evaluated and differentiated.
 
-Two kinds of session run the graph. The *forward* session takes data and parameters and returns
-whatever is asked for: outputs, activations, tensors that a backward pass needs. A *backward*
-session, one for each pair (values differentiated, values asked for), takes those tensors and a
-cotangent and returns gradients. Several backward passes share one forward pass, and new parameter
-values need no new session because parameters are fed like data.
+Two kinds of session run the graph. The *forward* session reads data and parameters and returns
+outputs, activations and the tensors of the backward pass. A *backward* session reads these tensors
+and cotangents and returns gradients; there is one for each pair of differentiated values and
+independent variables. Several backward passes use one forward pass. Parameters are inputs of the
+sessions, so new parameter values need no new session.
 """
 
 from collections import ChainMap
@@ -39,7 +39,7 @@ from kfac_engine.runtime.trace import Trace
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
 
-# Twice differentiated graphs are made for one shape of the batch each; the oldest are forgotten.
+# Largest number of twice differentiated graphs, one for each batch shape; the oldest are removed.
 _MOST_SHAPES = 8
 
 
@@ -47,14 +47,15 @@ class OnnxModel:
     """A canonical graph with its parameters and sessions.
 
     Args:
-        loaded: The model as ``graph.load`` returns it.
-        trainable: Patterns of parameter names; None takes what the graph uses like parameters.
-        freeze: Patterns of names that are no parameters even so.
-        threads: Threads for ONNX Runtime; 0 leaves the choice to it.
-        sample_inputs: A batch for the sample run that finds element types and ranks; made up from
-            the declared input shapes when left out.
-        gradient_dtype: What ``to_file_layout`` gives for float16 and bfloat16 parameters, which are
-            float32 in here: ``"file"`` for their own type, or ``"float32"``.
+        loaded: Result of ``graph.load``.
+        trainable: Patterns of parameter names; None for the constants that the graph uses like
+            parameters.
+        freeze: Patterns of names that are not trained.
+        threads: Number of threads of ONNX Runtime; 0 for its default.
+        sample_inputs: A batch for the sample run; None generates one from the declared shapes.
+        gradient_dtype: Element type that ``to_file_layout`` returns for float16 and bfloat16
+            parameters, which are float32 in the graph: ``"file"`` for that in the file, or
+            ``"float32"``.
         tie_weights: Whether weights that are equal in the file are one parameter.
         scratch_bytes: Bound of the memory of products outside ONNX Runtime; None for 64 MiB.
         graph_passes: Names from ``passes.PASSES``; None for all of them.
@@ -62,19 +63,19 @@ class OnnxModel:
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
         memory_space: Memory space that the model runs in; see ``move``.
-        left_out: Parameters that are not trained after all, with the reason; see ``leave_out``.
+        left_out: Name to reason of parameters that are excluded; see ``leave_out``.
         parameters: Name to current value; change values through ``set_parameters``.
         ties: Weights that are copies of parameters; ``to_file_layout`` and ``from_file_layout``
             include them.
-        buffers: Running statistics of normalizations in training form, likewise; see
-            ``buffers_after``.
+        buffers: Name to value of the running statistics of normalizations; see ``buffers_after``.
         facts: Element type and shape of every value in the sample run.
-        draws: Names of values that are drawn at random, in every forward pass anew.
-        defined: Names of values added to those of the graph; add some through ``define``.
+        draws: Names of values that each forward pass draws at random.
+        defined: Names of values that ``define`` added to the graph.
 
     Raises:
-        ModelError: The model has no trainable parameter, or cannot be run on made-up inputs.
-        InputError: ``gradient_dtype`` is something else.
+        ModelError: The model has no trainable parameter, or cannot run on generated inputs.
+        InputError: ``gradient_dtype`` or ``graph_passes`` is wrong.
+        UnknownNameError: A pattern or a pass is unknown.
         BackendError: ONNX Runtime cannot run the model.
     """
 
@@ -94,7 +95,7 @@ class OnnxModel:
         self.loaded = loaded = with_taken_branches(loaded, sample_inputs)
         self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
         self.memory_space, self.graph_passes = HOST, chosen_passes(graph_passes)
-        # Read-only, as the file holds them: a copy would double the memory of a large model.
+        # Read-only arrays of the file: a copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
             name: loaded.graph.constants[name]
             for name in trainable_parameters(loaded.graph, trainable, freeze)
@@ -124,18 +125,18 @@ class OnnxModel:
         self._sessions: dict[int, BackwardSession] = {}
 
     def leave_out(self, outputs: Sequence[str]) -> None:
-        """Train no parameter behind whose values rounding hides the outputs, unless asked for."""
+        """Exclude parameters whose influence on the outputs is lost in rounding, unless named."""
         if self._by_default:
             self.left_out = left_out(self.graph, self.facts, outputs, tuple(self.parameters))
             for name in self.left_out:
                 del self.parameters[name]
 
     def move(self, memory_space: MemorySpace) -> None:
-        """Run there from now on: parameters and buffers lie there, and what traces give does."""
+        """Move parameters and buffers; later traces compute and return arrays there."""
         self.memory_space, self._forward = memory_space, None
         self._sessions.clear()
-        for held in self.parameters, self.buffers:
-            held.update({name: memory_space.as_feed(array) for name, array in held.items()})
+        for arrays in self.parameters, self.buffers:
+            arrays.update({name: memory_space.as_feed(array) for name, array in arrays.items()})
 
     def run(
         self,
@@ -147,17 +148,17 @@ class OnnxModel:
 
         Args:
             inputs: Input name to array.
-            targets: An array, named ``"targets"`` in the trace, or a mapping of names.
-            parameters: Values for some parameters in place of the current ones.
+            targets: An array, named ``"targets"`` in the trace, or name to array.
+            parameters: Parameter name to value that replaces the current one in this evaluation.
 
         Returns:
-            The evaluation: read any value of the graph, or differentiate it.
+            A trace, from which values of the graph and derivatives can be read.
 
         Raises:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
             ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
-            NonFiniteError: An input holds NaN or infinity.
+            NonFiniteError: An input contains NaN or infinity.
         """
         checked = check_inputs(self.graph, inputs)
         feeds = {name: self.memory_space.as_feed(array) for name, array in checked.items()}
@@ -165,44 +166,44 @@ class OnnxModel:
         if parameters is not None:
             feeds |= self._checked(parameters)
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
-        own = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
+        extra = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
         with explained(self.graph, checked):
-            return Trace(self, feeds, own)
+            return Trace(self, feeds, extra)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
-        """Replace parameter values; the next evaluation uses them. All are taken or none.
+        """Replace parameter values for later evaluations. After an error all values are unchanged.
 
         Args:
             values: Parameter name to new value, in the parameter's shape.
 
         Raises:
             UnknownNameError: A name is not a trainable parameter.
-            InputError: A parameter and a weight that is tied to it are given different values.
+            InputError: A parameter and a weight that is tied to it have different values.
             ShapeError: A value has another shape than the parameter.
-            NonFiniteError: A value holds NaN or infinity.
+            NonFiniteError: A value contains NaN or infinity.
         """
         self.parameters.update(self._checked(values))
 
     def buffers_after(self, trace: Trace) -> dict[str, Array]:
-        """The running statistics that a batch leaves, by name: copies."""
+        """Return copies of the running statistics after a batch, by name."""
         return {old: trace[new].copy() for old, new in self._statistics.items()}
 
     def to_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Parameters or their gradients as the user gets them: in the file's types, with copies.
+        """Convert parameters or gradients to the types and names of the file.
 
         Args:
             values: Parameter name to array.
 
         Returns:
-            Name to array, those of tied weights under every name.
+            Name to array; arrays of tied weights are under each of their names.
 
         Raises:
-            NonFiniteError: A number is too large for its type.
+            NonFiniteError: A number is too large for the type in the file.
         """
         return in_types(spread(self.ties, values), self.handed_out_types)
 
     def from_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays of parameters and copies of them, by parameter.
+        """Convert arrays under the names of the file to arrays of parameters.
 
         Args:
             values: Name to array.
@@ -211,42 +212,42 @@ class OnnxModel:
             Parameter name to array.
 
         Raises:
-            InputError: A parameter and its copy are given different arrays.
+            InputError: The arrays of a parameter and a tied weight differ.
         """
         return gathered(self.ties, values)
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a constant, or of what is made of constants; None for data."""
+        """Return the shape of a value that depends on constants alone; None for other values."""
         return self.facts[name].shape if self._is_static(name) else None
 
     def fetched(self) -> frozenset[str]:
-        """Values that every forward pass hands over."""
+        """Return the names of the values that every forward pass returns."""
         return frozenset(name for name in self._wanted if self._is_computed(name))
 
     def backwards(self) -> tuple[Backward, ...]:
-        """All backward graphs asked for so far."""
+        """Return all backward graphs that ``backward`` has returned."""
         return tuple(self._backwards.values())
 
     def extended_graph(self) -> Graph:
-        """The graph with the values that were added to it."""
+        """Return the graph with the values that ``define`` and backward graphs added."""
         nodes = (*self.graph.nodes, *self._appended.values())
         constants = {**self.graph.constants, **self._appended_constants}
         return replace(self.graph, nodes=nodes, constants=constants)
 
     def want(self, names: Sequence[str]) -> None:
-        """Have these values computed by every forward pass from now on."""
+        """Add values to those that later forward passes compute."""
         missing = [name for name in names if name not in self._wanted]
         if missing:
             self._wanted.update(dict.fromkeys(missing))
             self._forward = None
 
     def define(self, node: Node, constants: Mapping[str, Array], like: str | Fact) -> None:
-        """Add a value that the file does not name; traces know it from now on.
+        """Add a value to the graph; later traces can read it.
 
         Args:
-            node: Computes it as its first result, from values of the graph.
-            constants: Further operands, by name.
-            like: Its element type and shape, or a value of the graph that has them.
+            node: Node whose first result is the value; it reads values of the graph.
+            constants: Further operands of the node, by name.
+            like: Element type and shape of the value, or the name of a value that has them.
         """
         self._appended[node.name] = node
         self._appended_constants |= constants
@@ -256,41 +257,49 @@ class OnnxModel:
     def extend(
         self, nodes: Sequence[Node], facts: Mapping[str, Fact], constants: Mapping[str, Array]
     ) -> None:
-        """Add nodes behind those of the graph, before anything is differentiated.
+        """Append nodes to the graph; call it before the first differentiation.
 
         Args:
-            nodes: In topological order.
+            nodes: Nodes in topological order.
             facts: Element type and shape of their results, and of ``constants``.
-            constants: That they read.
+            constants: Constants that the nodes read, by name.
         """
-        known = {**self.graph.constants, **constants}
-        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes), constants=known)
+        merged = {**self.graph.constants, **constants}
+        self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes), constants=merged)
         self.facts = {**self.facts, **facts}
 
     def fetch(
         self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """One forward pass over checked feeds: all wanted values, but those already ``drawn``."""
+        """Run one forward pass.
+
+        Args:
+            feeds: Checked inputs and parameters, by name.
+            drawn: Random values that the pass reads instead of drawing them.
+
+        Returns:
+            Name to array, for all wanted values that are not in ``drawn``.
+        """
         drawn = drawn or {}
-        asked = tuple(name for name in self._wanted if name not in drawn)
-        if not asked:
+        outputs = tuple(name for name in self._wanted if name not in drawn)
+        if not outputs:
             return {}
         session = (
-            open_forward(self.context(), self.extended_graph(), asked, drawn)
+            open_forward(self.context(), self.extended_graph(), outputs, drawn)
             if drawn
             else self._forward_session()
         )
-        return session.run(asked, {**feeds, **drawn})
+        return session.run(outputs, {**feeds, **drawn})
 
     def backward(
         self, outputs: Sequence[str], wrt: Sequence[str], *, independent: bool = False
     ) -> Backward:
-        """The backward graph from ``outputs`` to ``wrt``; what it needs is wanted from now on.
+        """Return the backward graph from ``outputs`` to ``wrt``; forward passes compute its inputs.
 
         Args:
             outputs: Values to differentiate.
             wrt: Values to differentiate with respect to.
-            independent: Whether the gradient of one holds all other values of ``wrt`` fixed.
+            independent: Whether the values in ``wrt`` are independent variables.
 
         Returns:
             The graph, the same object for equal arguments.
@@ -306,12 +315,12 @@ class OnnxModel:
     def twice(
         self, backward: Backward, feeds: Mapping[str, Array], wrt: Sequence[str] = ()
     ) -> Backward:
-        """The backward graph of a backward graph; what it needs is wanted from now on.
+        """Return the backward graph of a backward graph, for the shapes of one batch.
 
         Args:
-            backward: As ``self.backward`` returns it.
-            feeds: Inputs and parameters of a batch, and cotangents: they say what shapes it is for.
-            wrt: Values whose second derivative is asked for as well, independent variables.
+            backward: Result of ``self.backward``.
+            feeds: Inputs and parameters of a batch, and cotangents; only their shapes are used.
+            wrt: Names of independent variables for second derivatives.
 
         Returns:
             The graph, the same object for equal arguments and shapes.
@@ -330,19 +339,18 @@ class OnnxModel:
         return self._twices[key]
 
     def context(self) -> SessionContext:
-        """The graph and the settings of its sessions."""
+        """Return the graph with the settings of its sessions."""
         return SessionContext(
             self.graph, self.facts, self.parameters.keys(), self._stored, self._is_static,
             self._frozen, self.memory_space, self.threads, self.scratch_bytes, self.graph_passes,
         )  # fmt: skip
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
-        """Inputs of a backward session besides cotangents: the values it reads but constants."""
-        frozen = self._frozen
-        return tuple(name for name in backward.saved if name not in frozen)
+        """Return the inputs of a backward session, except cotangents and constants."""
+        return self.context().fed(backward)
 
     def backward_session(self, backward: Backward) -> BackwardSession:
-        """The session of a backward graph, built at its first use."""
+        """Return the session of a backward graph; the first call builds it."""
         if id(backward) not in self._sessions:
             fetched = self._forward_session().output_dtypes if self._wanted else {}
             self._sessions[id(backward)] = open_backward(self.context(), backward, fetched)
@@ -362,14 +370,14 @@ class OnnxModel:
         return of_constants(self.graph)
 
     def _adopt(self, backward: Backward) -> None:
-        """Have forward passes compute what a backward graph is fed."""
+        """Add the values that a backward graph reads to those of forward passes."""
         self._appended |= {node.name: node for node in backward.forward_nodes}
         self._appended_constants |= backward.constants
         self.want([name for name in self.fed(backward) if self._is_computed(name)])
 
     def _is_computed(self, name: str) -> bool:
-        given = {entry.name for entry in self.graph.inputs}
-        return name not in given and name not in self._stored
+        inputs = {entry.name for entry in self.graph.inputs}
+        return name not in inputs and name not in self._stored
 
     def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
         return check_parameters(

@@ -1,4 +1,4 @@
-"""One evaluation of a model: any value by name, and products with its derivatives."""
+"""A trace: one evaluation of a model on a batch, with its values and derivatives."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -47,15 +47,15 @@ class Evaluator(Protocol):
 
 
 class Trace(Mapping[str, Array]):
-    """A batch that went through a model.
+    """One evaluation of a model on a batch: a mapping from value names to arrays.
 
-    Reading a value that was not computed yet runs the forward pass again, with that value wanted
-    from then on: the next batch brings it at once.
+    If a value was not computed, reading it repeats the forward pass. Later forward passes compute
+    it at once.
 
     Args:
         model: The model.
-        feeds: Checked inputs and parameters.
-        extra: Arrays of the caller's own: targets.
+        feeds: Checked inputs and parameters, by name.
+        extra: Further arrays by name, such as targets.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Trace(Mapping[str, Array]):
         self._feeds = feeds
         self._values: dict[str, Array] = {**model.graph.constants, **feeds, **extra}
         self._known = dict.fromkeys((*model.graph.values(), *model.defined))
-        found = model.fetch(feeds)
-        self._values |= found
-        self._forgettable = found.keys() - set(model.draws)
+        computed = model.fetch(feeds)
+        self._values |= computed
+        self._releasable = computed.keys() - set(model.draws)
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._values:
@@ -88,118 +88,131 @@ class Trace(Mapping[str, Array]):
         return len(self._known.keys() | self._values.keys())
 
     def with_inputs(self, inputs: Mapping[str, Array]) -> "Trace":
-        """The evaluation of the same model with other inputs; others stay as they are."""
+        """Evaluate the model again with some inputs replaced.
+
+        Args:
+            inputs: Input name to array in the memory space of the model.
+
+        Returns:
+            The new evaluation; inputs without a new array are those of this one.
+        """
         return Trace(self._model, {**self._feeds, **inputs}, {})
 
     def release(self, names: Collection[str]) -> None:
-        """Forget computed values; one that is read after all is computed again."""
-        for name in self._forgettable.intersection(names):
+        """Release computed values; reading a released value computes it again."""
+        for name in self._releasable.intersection(names):
             self._values.pop(name, None)
 
     def vjp(
         self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool = False
     ) -> dict[str, Array]:
-        """Gradients of ``Σ ⟨cotangent, value⟩``: products ``Jᵀ c``.
+        """Compute gradients of ``Σ ⟨cotangent, value⟩``, the products ``Jᵀ c``.
 
         Args:
-            cotangents: Value name to an array of that value's shape.
-            wrt: Names of values: activations, parameters, inputs; also a value that has a
-                cotangent.
-            independent: Whether the gradient of one holds all other values of ``wrt`` fixed, where
-                one depends on another.
+            cotangents: Value name to array in the shape of the value.
+            wrt: Names of activations, parameters or inputs; a value with a cotangent is allowed.
+            independent: Whether values in ``wrt`` are independent variables, even if one depends on
+                another.
 
         Returns:
-            Name to gradient, each in the shape of its value; zeros where nothing depends on it.
+            Name to gradient in the shape of the value; zeros for values without influence.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
-            UnsupportedOpError: An operator in between has no derivative rule.
+            UnsupportedOpError: An operator between them has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
         backward = self._model.backward(tuple(cotangents), wrt, independent=independent)
-        found = self._run(backward, self._cotangents(backward, cotangents))
-        return {name: found[name] if name in found else np.zeros_like(self[name]) for name in wrt}
+        gradients = self._run(backward, self._cotangents(backward, cotangents))
+        return {
+            name: gradients[name] if name in gradients else np.zeros_like(self[name])
+            for name in wrt
+        }
 
     def writable_vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> dict[str, Array]:
-        """As ``vjp``, in arrays that are the caller's own, to write into.
+        """Compute the gradients of ``vjp`` in new arrays that can be written.
 
-        ``vjp`` hands over memory of ONNX Runtime, which cannot be written; a copy of every gradient
-        would double their memory, so the runtime writes into the caller's at once.
+        ``vjp`` returns read-only memory of ONNX Runtime. Here ONNX Runtime writes into arrays that
+        are allocated before, so there is no copy.
 
         Args:
-            cotangents: Value name to an array of that value's shape.
+            cotangents: Value name to array in the shape of the value.
             wrt: Names of values.
 
         Returns:
-            Name to gradient; no two share memory.
+            Name to gradient; the arrays do not share memory.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
-            UnsupportedOpError: An operator in between has no derivative rule.
+            UnsupportedOpError: An operator between them has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
         return self.vjp_pair(cotangents, wrt, ())[0]
 
     def vjp_pair(
-        self, cotangents: Mapping[str, Array], own: Sequence[str], others: Sequence[str]
+        self, cotangents: Mapping[str, Array], writable: Sequence[str], others: Sequence[str]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """``writable_vjp`` of some values and ``vjp`` of others by one backward pass.
+        """Compute ``writable_vjp`` and ``vjp`` of two sets of values in one backward pass.
 
         Args:
-            cotangents: Value name to an array of that value's shape.
-            own: Names of values whose gradients are to be the caller's own.
-            others: Names of values.
+            cotangents: Value name to array in the shape of the value.
+            writable: Names of values whose gradients must be writable.
+            others: Names of values whose gradients may be read-only.
 
         Returns:
-            Name to gradient, of ``own`` and of ``others``; none of ``own`` shares memory.
+            Name to gradient for ``writable``, and for ``others``. The arrays for ``writable`` do
+            not share memory.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
-            UnsupportedOpError: An operator in between has no derivative rule.
+            UnsupportedOpError: An operator between them has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
-        backward = self._model.backward(tuple(cotangents), tuple(dict.fromkeys((*own, *others))))
+        backward = self._model.backward(
+            tuple(cotangents), tuple(dict.fromkeys((*writable, *others)))
+        )
         gradients = backward.gradients
         feeds = self._saved(backward) | self._cotangents(backward, cotangents)
-        made = {
+        results = {
             gradients[name]: self._model.memory_space.empty(self[name].shape, self[name].dtype)
-            for name in own
+            for name in writable
             if name in gradients and gradients[name] not in feeds
         }
         read = dict.fromkeys(gradients[name] for name in others if name in gradients)
-        rest = tuple(gradient for gradient in read if gradient not in feeds | made)
-        if made or rest:
-            feeds |= self._model.backward_session(backward).run_into(made, feeds, rest) | made
+        rest = tuple(gradient for gradient in read if gradient not in feeds | results)
+        if results or rest:
+            session = self._model.backward_session(backward)
+            feeds |= session.run_into(results, feeds, rest) | results
         shared = {name: feeds[gradients[name]] for name in others if name in gradients}
-        found: dict[str, Array] = {}
-        for name in own:
+        arrays: dict[str, Array] = {}
+        for name in writable:
             gradient = gradients.get(name)
             if gradient is None:
-                found[name] = np.zeros_like(self[name])
-            elif gradient in made and gradient not in read:
-                found[name] = made.pop(gradient)
-            else:  # it was fed, or another name has it as well
-                found[name] = feeds[gradient].copy()
+                arrays[name] = np.zeros_like(self[name])
+            elif gradient in results and gradient not in read:
+                arrays[name] = results.pop(gradient)
+            else:  # the gradient is a feed, or that of another name, too
+                arrays[name] = feeds[gradient].copy()
         zeros = {name: np.zeros_like(self[name]) for name in others if name not in gradients}
-        return found, shared | zeros
+        return arrays, shared | zeros
 
     def jvp(
         self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool = False
     ) -> dict[str, Array]:
-        """How ``outputs`` change as values move along ``tangents``: products ``J v``.
+        """Compute directional derivatives of ``outputs`` along ``tangents``, the products ``J v``.
 
-        The adjoint of ``vjp``, computed by differentiating the backward pass, which is linear in
-        its cotangents, with respect to them. The first product on a batch of a new shape takes the
-        time of building a session.
+        ``jvp`` is the adjoint of ``vjp``. The backward pass is linear in its cotangents; it is
+        differentiated with respect to them. The first product for each shape of the batch builds a
+        session.
 
         Args:
-            tangents: Value name to an array of that value's shape.
+            tangents: Value name to array in the shape of the value.
             outputs: Names of values.
-            independent: Whether moving one value leaves the others that have a tangent in place,
-                where one depends on another.
+            independent: Whether values with a tangent are independent variables, even if one
+                depends on another.
 
         Returns:
-            Name to change, each in the shape of its value; zeros where it does not change.
+            Output name to derivative in the shape of the output.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
@@ -208,24 +221,24 @@ class Trace(Mapping[str, Array]):
             ShapeError: A tangent has another shape than its value.
         """
         backward = self._model.backward(outputs, tuple(tangents), independent=independent)
-        anywhere = {name: np.zeros_like(self[name]) for name in backward.cotangents}
-        moved, _ = self._run_twice(backward, anywhere, tangents, ())
-        return moved
+        zeros = {name: np.zeros_like(self[name]) for name in backward.cotangents}
+        derivatives, _ = self._run_twice(backward, zeros, tangents, ())
+        return derivatives
 
     def second_derivative(
         self, cotangents: Mapping[str, Array], tangents: Mapping[str, Array]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """How ``vjp`` changes as values move along ``tangents``, with the cotangents held fixed.
+        """Compute the Hessian matrix of ``Σ ⟨cotangent, value⟩`` times ``tangents``, and ``J v``.
 
-        That is the Hessian matrix of ``Σ ⟨cotangent, value⟩`` times v, plus J v as a by-product.
-        Values with a tangent are independent variables, even where one depends on another.
+        The cotangents are constant. Values with a tangent are independent variables, even if one
+        depends on another.
 
         Args:
-            cotangents: Output name to an array of that value's shape.
-            tangents: Value name to an array of that value's shape.
+            cotangents: Output name to array in the shape of the output.
+            tangents: Value name to array in the shape of the value.
 
         Returns:
-            ``J v`` by output, and the change of the gradient by value; zeros where there is none.
+            ``J v`` by output name, and the product with the Hessian matrix by value name.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
@@ -248,34 +261,36 @@ class Trace(Mapping[str, Array]):
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         shaped = {name: self._shaped("tangent", name, array) for name, array in tangents.items()}
         feeds = self._cotangents(backward, cotangents)
-        moved: dict[str, Array] = {}
-        found: dict[str, Array] = {}
+        derivatives: dict[str, Array] = {}
+        products: dict[str, Array] = {}
         if backward.gradients:
             second = self._model.twice(backward, {**self._feeds, **feeds}, wrt)
             for name, gradient in backward.gradients.items():
-                # Values may share a gradient: then their tangents act on it together.
+                # Values may share a gradient; their tangents are then added.
                 tangent = second.cotangents[gradient]
                 feeds[tangent] = feeds[tangent] + shaped[name] if tangent in feeds else shaped[name]
-            found = self._run(second, feeds)
-            moved = {
-                name: found[cotangent]
+            products = self._run(second, feeds)
+            derivatives = {
+                name: products[cotangent]
                 for name, cotangent in backward.cotangents.items()
-                if cotangent in found
+                if cotangent in products
             }
         outputs = {name: np.zeros_like(self[name]) for name in backward.cotangents}
         values = {name: np.zeros_like(self[name]) for name in wrt}
-        return outputs | moved, {name: found.get(name, zero) for name, zero in values.items()}
+        return outputs | derivatives, {
+            name: products.get(name, zero) for name, zero in values.items()
+        }
 
     def _run(self, backward: Backward, cotangents: Mapping[str, Array]) -> dict[str, Array]:
-        """All gradients of a backward graph, by value."""
+        """Compute all gradients of a backward graph, by value name."""
         feeds = self._saved(backward) | dict(cotangents)
-        made = {name for name in backward.gradients.values() if name not in feeds}
-        if made:
-            feeds |= self._model.backward_session(backward).run(tuple(made), feeds)
+        missing = {name for name in backward.gradients.values() if name not in feeds}
+        if missing:
+            feeds |= self._model.backward_session(backward).run(tuple(missing), feeds)
         return {name: feeds[gradient] for name, gradient in backward.gradients.items()}
 
     def _saved(self, backward: Backward) -> dict[str, Array]:
-        """What a backward graph reads of the forward pass."""
+        """Return the values of the forward pass that a backward graph reads."""
         fed = self._model.fed(backward)
         self._fetch([name for name in fed if name not in self._values])
         return {name: self._values[name] for name in fed}
@@ -290,7 +305,7 @@ class Trace(Mapping[str, Array]):
         expected, array = self[value], self._model.memory_space.as_feed(array)
         if array.shape != expected.shape:
             raise ShapeError(
-                f"the {what} of '{value}' has shape {array.shape}, the value {expected.shape}."
+                f"the {what} of '{value}' has shape {array.shape}, the value has {expected.shape}."
             )
         return array.astype(expected.dtype, copy=False)
 

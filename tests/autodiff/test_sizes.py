@@ -151,7 +151,7 @@ def test_an_axis_called_batch_that_runs_with_one_only_holds_one_example(inputs):
         {"input": 0},
         ExampleAxis(0, 1),
     )
-    assert "fixes its batch of 1 inside" in batch.fixed
+    assert "fixes the batch size at 1" in batch.fixed
 
 
 def test_an_axis_of_another_name_that_grows_is_taken_with_a_doubt():
@@ -221,7 +221,7 @@ def test_results_follow_the_named_axis():
 def test_examples_that_mix_along_the_axis_taken_are_told_of_with_the_option():
     engine = ke.Engine.from_onnx(fixed_recurrence(), loss="normal")
     (report,) = engine.losses
-    assert "depend on each other; if they lie elsewhere" in report.doubts[0]
+    assert "depend on each other; if it is another axis" in report.doubts[0]
     assert "batch_axes" in report.doubts[0]
 
 
@@ -239,7 +239,7 @@ def test_errors_that_find_no_axis_name_the_option():
 @pytest.mark.parametrize(
     ("axes", "error", "said"),
     [
-        ({"inptu": 1}, ke.UnknownNameError, "'inptu', which is no input .* input"),
+        ({"inptu": 1}, ke.UnknownNameError, "'inptu', which is not an input .* input"),
         ({"a": 2}, ke.ShapeError, "axis 2 for input 'a', which has 2 axes"),
         ({"a": -3}, ke.ShapeError, "axis -3 for input 'a'"),
         ({"a": 0, "b": 1}, ke.ShapeError, "different sizes: 2 in 'a', 5 in 'b'"),

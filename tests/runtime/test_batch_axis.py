@@ -120,14 +120,14 @@ def test_batch_inside_a_reshape_is_said_to_be_fixed():
     inputs = {"input": np.zeros((4, 4, 3), np.float32)}
     batch, _ = found(baked(4), inputs)
     assert batch.size == 4
-    assert "fixes its batch of 4 inside" in batch.fixed
+    assert "fixes the batch size at 4" in batch.fixed
     assert batch.places["output"] == ExampleAxis(0, 1)
 
 
 def test_batch_of_one_inside_a_reshape_is_found_without_a_real_batch():
     batch, _ = found(baked(1))
     assert batch.size == 1
-    assert "fixes its batch of 1 inside" in batch.fixed
+    assert "fixes the batch size at 1" in batch.fixed
 
 
 def test_declared_batch_is_said_to_be_fixed_though_the_operators_are_not():
