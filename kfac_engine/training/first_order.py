@@ -47,7 +47,7 @@ class _FirstOrder(Optimizer):
     _setting: _Setting
 
     def _set_up(self, setting: _Setting) -> None:
-        parameters = self.engine.parameters
+        parameters = self._parameters()
         self._setting = setting
         for name, rule in setting.rules.items():
             for slot in rule.slots:
@@ -63,13 +63,12 @@ class _FirstOrder(Optimizer):
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
     ) -> Proposal:
         rate = evaluated_rate(self._learning_rate, self.steps)
-        with clock("gradients"):
-            result = self.engine.gradients(inputs, targets, update_buffers=True)
+        loss, gradients = self._gradients(inputs, targets, clock)
         decay, decoupled = self._weight_decay, self._setting.decoupled
         slots: SlotArrays = {slot: {} for slot in self._slots}
-        values = self.engine.parameters
+        values = self._parameters()
         with clock("update"):
-            for name, gradient in result.gradients.items():
+            for name, gradient in gradients.items():
                 if decay and not decoupled:
                     gradient = gradient + decay * values[name]
                 state = {s: arrays[name] for s, arrays in self._slots.items() if name in arrays}
@@ -80,7 +79,7 @@ class _FirstOrder(Optimizer):
                 values[name] = values[name] - scale * self._rate(name) * direction
                 for slot, array in moved.items():
                     slots[slot][name] = array
-        report = StepReport(result.loss, scale * rate, self._setting.momentum)
+        report = StepReport(loss, scale * rate, self._setting.momentum)
         return Proposal(values, slots, report)
 
 
@@ -110,7 +109,7 @@ class SGD(_FirstOrder):
         fraction("momentum", momentum)
         flag("nesterov", nesterov)
         rule = HeavyBall(momentum, nesterov)
-        self._set_up(_Setting(dict.fromkeys(engine.parameters, rule), False, momentum))
+        self._set_up(_Setting(dict.fromkeys(self._names, rule), False, momentum))
 
 
 class Adam(_FirstOrder):
@@ -139,7 +138,7 @@ class Adam(_FirstOrder):
     ) -> None:
         super().__init__(engine, learning_rate, weight_decay, non_finite)
         rule = adaptive_moments(betas, epsilon)
-        rules = dict.fromkeys(engine.parameters, rule)
+        rules = dict.fromkeys(self._names, rule)
         self._set_up(_Setting(rules, self._decoupled, rule.beta1))
 
 
@@ -206,7 +205,7 @@ class Muon(_FirstOrder):
         flag("nesterov", nesterov)
         check_rate("adam_rate", adam_rate)
         matrix, vector = Orthogonalized(momentum, nesterov), adaptive_moments()
-        rules = {n: matrix if v.ndim > 1 else vector for n, v in engine.parameters.items()}
+        rules = {n: matrix if v.ndim > 1 else vector for n, v in self._parameters().items()}
         self._adam_rate = adam_rate
         self._set_up(_Setting(rules, True, momentum))
 

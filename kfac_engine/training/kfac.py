@@ -127,7 +127,7 @@ class KfacOptimizer(Optimizer):
         self._last = LastUpdates()
         self._falls = auto and self._adaptation is None
         self.damping = damping
-        self._slots = self._update.new_slots()
+        self._slots = self._update.new_slots(self._parameters())
         self._sealed = True
 
     @property
@@ -148,9 +148,8 @@ class KfacOptimizer(Optimizer):
     ) -> Proposal:
         engine = self.engine
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        with clock("gradients"):
-            result = engine.gradients(inputs, targets, update_buffers=True)
-        gradients, values = result.gradients, engine.parameters
+        loss, gradients = self._gradients(inputs, targets, clock)
+        values = self._parameters()
         damping = engine.damping = self.damping
         with undone_on_overflow(engine.estimator, gradients, {}, -1.0):
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
@@ -163,7 +162,7 @@ class KfacOptimizer(Optimizer):
             values = {name: values[name] - update for name, update in move.updates.items()}
         refreshed = last.inverses != self._last.inverses
         self._last = last
-        report = StepReport(result.loss, rate, self._momentum, damping, refreshed=refreshed)
+        report = StepReport(loss, rate, self._momentum, damping, refreshed=refreshed)
         return Proposal(values, move.slots, report, predicted)
 
     def _adapt(

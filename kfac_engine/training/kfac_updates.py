@@ -58,7 +58,7 @@ class Move:
 class Update(Protocol):
     """A way to compute the update of a step."""
 
-    def new_slots(self) -> SlotArrays:
+    def new_slots(self, parameters: Mapping[str, Array]) -> SlotArrays:
         """Return the state before the first step."""
 
     def __call__(self, step: StepInputs) -> Move:
@@ -83,9 +83,9 @@ class RatedUpdate:
     norm_constraint: float | None
     weight_decay: float
 
-    def new_slots(self) -> SlotArrays:
+    def new_slots(self, parameters: Mapping[str, Array]) -> SlotArrays:
         """Return velocities of zero."""
-        return {"momentum": zeros(self.engine.parameters)}
+        return {"momentum": zeros(parameters)}
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the update of a step."""
@@ -149,9 +149,8 @@ class FixedLengthUpdate:
     adam_rate: Rate
     weight_decay: float
 
-    def new_slots(self) -> SlotArrays:
+    def new_slots(self, parameters: Mapping[str, Array]) -> SlotArrays:
         """Return moments of zero; squares for the parameters that Adam updates only."""
-        parameters = self.engine.parameters
         by_adam = {name: value for name, value in parameters.items() if name not in self.roots}
         return {"momentum": zeros(parameters), "second_moment": zeros(by_adam)}
 

@@ -77,6 +77,7 @@ class Optimizer(Sealed, ABC):
         one_of("non_finite", non_finite, POLICIES)
         _check_types(engine)
         self.engine = engine
+        self._names = trained_names(engine)
         self.steps = 0
         self.skipped = 0
         self._learning_rate = learning_rate
@@ -164,6 +165,19 @@ class Optimizer(Sealed, ABC):
         self._restore(saved)
         return saved.run
 
+    def _parameters(self) -> dict[str, Array]:
+        """Return the parameters that are trained, by name."""
+        values = self.engine.parameters
+        return {name: values[name] for name in self._names}
+
+    def _gradients(
+        self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
+    ) -> tuple[float, dict[str, Array]]:
+        """Return the loss and the gradients of a batch; running statistics are updated."""
+        with clock("gradients"):
+            result = self.engine.gradients(inputs, targets, update_buffers=True)
+        return result.loss, {name: result.gradients[name] for name in self._names}
+
     @abstractmethod
     def _propose(
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
@@ -238,6 +252,15 @@ def evaluated_rate(rate: Rate, step: int) -> float:
     value = rate(step) if callable(rate) else rate
     at_least_zero(f"the learning rate of step {step}", value)
     return float(value)
+
+
+def trained_names(engine: Engine) -> tuple[str, ...]:
+    """Return the names of the parameters that an optimizer updates.
+
+    Copies of tied weights are absent: ``set_parameters`` changes them together with the weight.
+    """
+    names = {name for layer in engine.layers for name in layer.parameters}
+    return tuple(name for name in engine.parameters if name in names)
 
 
 def zeros(parameters: Mapping[str, Array]) -> dict[str, Array]:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests import models
 from tests.engine.test_buffers import normalised
+from tests.graph.analysis.test_ties import BATCH, WIDTH, network
 from tests.training import softmax_net as net
 
 # Float64 sums of some ten products of size one; Newton–Schulz iterations multiply rounding errors.
@@ -343,3 +345,40 @@ def test_a_step_updates_the_running_statistics_of_normalizations(make):
     make(other).step(data, targets)
     for name, value in stepped.buffers.items():
         assert np.array_equal(other.buffers[name], value)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda e: ke.SGD(e, 0.1), ke.Adam, ke.AdamW, ke.Muon, ke.KfacOptimizer]
+)
+def test_tied_weights_are_trained_as_one_weight(make):
+    def run(copies):
+        engine = ke.Engine.from_onnx(
+            network(copies), loss="normal", estimation_mode="exact", tie_weights=copies
+        )
+        optimizer = make(engine)
+        rng = np.random.default_rng(0)
+        for _ in range(4):
+            optimizer.step(
+                {"input": rng.standard_normal((BATCH, WIDTH)).astype(np.float32)},
+                np.zeros((BATCH, WIDTH), np.float32),
+            )
+        return engine.parameters
+
+    alone, tied = run(copies=False), run(copies=True)
+    assert np.array_equal(tied["copy"], tied["w"].T)
+    # float32 gradients, summed in another order; Adam divides them by their size.
+    np.testing.assert_allclose(tied["w"], alone["w"], rtol=1e-3, atol=1e-4)
+
+
+def test_parameters_in_half_precision_are_refused():
+    model = models.mlp(dtype="float16")
+    with pytest.raises(ke.InputError, match="make the engine with gradient_dtype='float32'"):
+        ke.SGD(ke.Engine.from_onnx(model, loss="categorical"), 0.1)
+    engine = ke.Engine.from_onnx(model, loss="categorical", gradient_dtype="float32")
+    inputs = models.random_inputs(model, batch=4)
+    optimizer = ke.SGD(engine, 1e-5)
+    before = engine.parameters["fc0.weight"].copy()
+    optimizer.step(inputs, np.arange(4) % 2)
+    change = np.abs(engine.parameters["fc0.weight"] - before)
+    # Smaller than the rounding of float16 next to one.
+    assert 0 < change.max() < 1e-3
