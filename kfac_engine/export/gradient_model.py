@@ -175,7 +175,7 @@ def _only_output(
     graph: Graph, facts: Mapping[str, Fact], output: str | Sequence[str] | None
 ) -> str:
     if output is not None and not isinstance(output, str):
-        raise InputError("several outputs are differentiated together through losses: name those.")
+        raise InputError("several outputs need losses, one for each: give loss=[…].")
     if output is not None and output not in set(graph.values()):
         raise UnknownNameError(f"'{output}' is not a value of model '{graph.name}'.")
     check_real(graph, facts, graph.outputs if output is None else [output])

@@ -21,7 +21,7 @@ def write_definition(b: LoweringBuilder, node: Node) -> None:
     """
     operands = [name for name in node.inputs if name]
     if any(name not in b.facts for name in operands):
-        raise b.refuse(node, "an operand is no tensor")
+        raise b.refuse(node, "an operand is not a tensor")
     constants = b.graph.constants
     known = {n: constants[n] for n in operands if n in constants and _decides(constants[n])}
     versions = {"": b.graph.opset, **b.graph.domains}

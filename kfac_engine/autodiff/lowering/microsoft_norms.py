@@ -22,7 +22,7 @@ def embed_layer_normalization(b: LoweringBuilder, node: Node) -> None:
     words, segments, table, places, parts, scale, shift, mask, ids = (*node.inputs, "", "")[:9]
     y, counts, total = (*node.outputs, "", "")[:3]
     if counts and not mask:
-        raise b.refuse(node, "its result 'mask_index' is asked for without a mask")
+        raise b.refuse(node, "its result 'mask_index' needs a mask")
     if not ids:
         length = b.op("Squeeze", b.op("Shape", words, start=1, end=2))
         ids = b.op("Range", b.constant(0), length, b.constant(1))
@@ -49,7 +49,7 @@ def skip_simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
     x, skip, scale, bias = (*node.inputs, "")[:4]
     y, mean, inverse, total = (*node.outputs, "", "", "")[:4]
     if mean:
-        raise b.refuse(node, "its result 'mean' is asked for, which it does not compute")
+        raise b.refuse(node, "it does not compute its result 'mean'")
     summed = _sum(b, (x, skip, bias), total)
     _root_mean_square(b, node, (summed, scale), (-1,), (y, inverse))
 

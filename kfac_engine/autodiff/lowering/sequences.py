@@ -57,7 +57,7 @@ def _maker(b: LoweringBuilder, node: Node, value: str, relays: frozenset[str] = 
     while True:
         maker = b.graph.producers.get(value)
         if maker is None:
-            raise b.refuse(node, f"nothing in the graph makes its operand '{value}'")
+            raise b.refuse(node, f"no node of the graph computes its operand '{value}'")
         if maker.op not in relays or not maker.inputs:
             return maker
         value = maker.inputs[0]
@@ -173,7 +173,7 @@ def sequence_map(b: LoweringBuilder, node: Node) -> None:
         for name, whole in zip(node.inputs, is_tensor, strict=True)
     ]
     if known.checks:
-        raise b.refuse(node, "sizes decide what lies in its sequences")
+        raise b.refuse(node, "the tensors of its sequences depend on sizes")
     inner = constants_of(b, body)
     rows = [
         write_body(b, body, {**inner, **dict(zip(body.inputs, row, strict=True))})

@@ -15,7 +15,7 @@ from kfac_engine.graph.structure import Node
 
 # Defaults of Selu, as ONNX states them.
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
-# Operators that hand probabilities on.
+# Operators whose results contain the probabilities of their operand.
 _RELAYS = frozenset({"Cast", "CastLike", "Identity"})
 
 
@@ -35,7 +35,7 @@ def leaky_relu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
     x, alpha = node.inputs[0], number(node, "alpha", 0.01)
     slope = b.scalar(alpha, x)
     if 0 <= alpha <= 1:
-        # A third of the time of Where, which runs on one thread.
+        # Three times as fast as Where, which has one thread.
         return {0: b.op("Mul", g[0], b.op("Clip", b.cast_like(_positive(b, x), x), slope))}
     return {0: b.op("Where", _positive(b, x), g[0], b.op("Mul", g[0], slope))}
 
@@ -199,7 +199,7 @@ def log_softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 def _defined(b: VjpBuilder, y: str) -> str:
     """Return probabilities; zero in completely masked rows if these are replaced."""
-    # Such rows are 0/0. What is not selected has cotangent zero, but zero times NaN is NaN.
+    # Such rows are 0/0. Unselected entries have cotangent zero, but zero times NaN is NaN.
     return b.op("Where", b.op("IsNaN", y), b.scalar(0, y), y) if _is_selected(b, y) else y
 
 

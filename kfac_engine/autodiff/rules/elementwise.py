@@ -73,7 +73,7 @@ def extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
     """Pass the cotangent to the selected operand."""
     y = node.outputs[0]
     chosen = [b.cast_like(b.op("Equal", x, y), y) for x in node.inputs]
-    # Operands that tie share the cotangent.
+    # The cotangent is divided among equal operands.
     share = b.op("Div", g[0], b.op("Sum", *chosen)) if len(chosen) > 1 else g[0]
     return _each(b, node, {i: b.op("Mul", share, chosen[i]) for i in wanted})
 
@@ -84,7 +84,7 @@ def modulo(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     dividend, divisor = node.inputs
     wide = {0: g[0]}
     if 1 in wanted:
-        # The remainder tells q to the last digit, where x₀/x₁ may be rounded up to a whole number.
+        # q from the remainder is exact; x₀/x₁ may be rounded up to an integer.
         rest = b.op("Sub", dividend, node.outputs[0])
         quotient = b.op("Round", b.op("Div", rest, divisor))
         wide[1] = b.op("Neg", b.op("Mul", g[0], quotient))

@@ -1,8 +1,8 @@
-"""The discrete Fourier transform.
+"""Derivative of the discrete Fourier transform.
 
-With a complex number as the pair of its parts, the adjoint of a complex matrix is its conjugate
-transpose: the transform goes back as the inverse one, times the number of points. One-sided
-transforms leave out the half of a spectrum that follows from the other half.
+A complex number is the pair of its parts. The adjoint of a complex matrix is then its conjugate
+transpose: the adjoint of the transform is the inverse transform times the number of points. A
+one-sided transform omits the half of a spectrum that follows from the other half.
 """
 
 import numpy as np

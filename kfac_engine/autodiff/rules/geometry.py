@@ -111,8 +111,8 @@ def spread(
     )  # fmt: skip
     if exact:
         return seen
-    # The windows may end before the last pixel or after it, by an amount that only the size of the
-    # image tells: crop to the image, then fill up with zeros.
+    # The windows may end before or after the last pixel, depending on the image size: crop to the
+    # image, then pad with zeros.
     pixels, axes = b.forward("Shape", x, start=2)[0], b.constant(window.axes)
     if window.same:
         begin = same_padding(b, window, x, y)[0]

@@ -1,8 +1,8 @@
-"""Operators that pick elements by index.
+"""Derivatives of operators that select entries by index.
 
-Picking goes back as adding: an element picked twice gets two cotangents. That is written with
-ScatterElements, never with ScatterND: ONNX Runtime spreads the latter over threads that add to the
-same element at the same time, and sums come out short.
+The adjoint of a selection is a sum: an entry that is selected twice gets two cotangents. The rules
+use ScatterElements, not ScatterND: threads of ONNX Runtime's ScatterND add to an entry at the same
+time, and lose summands.
 """
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
@@ -52,7 +52,7 @@ def gather(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     axis = integer(node, "axis", 0) % b.rank(x)
     if axis == 0 and b.rank(x) > 1:
         return {0: _added_rows(b, x, indices, g[0])}
-    # All indices in a row, along the picked axis: updates then have the rank of the operand.
+    # Flat indices along the gathered axis: updates then have the rank of the operand.
     before, after = [0] * axis, range(axis + 1, b.rank(x))
     behind = b.forward("Gather", b.shape(x), b.constant(after, "int64"))[0]
     shape = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)[0]
@@ -64,8 +64,8 @@ def gather(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 def _added_rows(b: VjpBuilder, x: str, indices: str, g: str) -> str:
     """Add rows of ``g`` to their origin in a table ``x``, entry by entry."""
-    # ScatterElements takes a third of the time along a single axis: 14 ms instead of 37 for 2048
-    # rows of 256 numbers, 77 instead of 204 for 4096 rows of 768. (Negative numbers stay right.)
+    # ScatterElements on a flat vector takes a third of the time: 14 ms instead of 37 for 2048 rows
+    # of 256 numbers. Negative indices stay correct.
     everything = b.constant([-1])
     width = b.forward("ReduceProd", b.forward("Shape", x, start=1)[0], keepdims=0)[0]
     column = b.op("Reshape", b.op("Cast", indices, to=_INT64), b.constant([-1, 1]))

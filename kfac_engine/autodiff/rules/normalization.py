@@ -86,7 +86,7 @@ def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -
     shape = b.sample_shape(scale)
     if integer(node, "axis", -1) % b.rank(x) != b.rank(x) - 1 or shape != b.sample_shape(x)[-1:]:
         return _destandardise(b, h, gh)
-    # The mean of gh h is a product of what is there with the scale.
+    # The mean of gh h is the product of ``along`` and the scale.
     share = b.op("Mul", scale, b.scalar(1 / shape[0], x))
     slope = b.op("MatMul", along, b.op("Unsqueeze", share, b.constant([1])))
     return _destandardise(b, h, gh, slope)
@@ -112,7 +112,7 @@ def group_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
     """Normalize over the channels and pixels of each group of channels."""
     x, scale = node.inputs[:2]
     groups = b.constant([0, integer(node, "num_groups", 1), -1])
-    # Before operator set 21 there is one scale a group: groups take the place of channels.
+    # Before operator set 21 each group has one scale: groups take the place of channels.
     per_group = b.graph.opset < _SCALE_PER_CHANNEL
     shape, rank = (groups, 3) if per_group else (b.shape(x), b.rank(x))
     h = _standardise(b, b.op("Reshape", x, groups), (2,), _epsilon(b, node))

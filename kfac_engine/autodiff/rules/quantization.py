@@ -10,7 +10,7 @@ from kfac_engine.graph.structure import Node
 def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Differentiate y = (x − zero point) · scale: sum over the entries of each scale."""
     x, scale, *zero_point = node.inputs
-    # The operator itself tells the whole numbers, at a scale of one.
+    # With a scale of one the operator itself returns the integers.
     one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))[0]
     whole = b.repeat(node, x, one, *zero_point)[0]
     wide = b.cast_like(b.op("Mul", g[0], whole), scale)

@@ -1,4 +1,4 @@
-"""Reductions: sums, means, norms and extrema over axes."""
+"""Derivatives of reductions over axes: sums, means, norms and extrema."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """One reduction on the way back.
+    """Operands and cotangent of a reduction.
 
     Attributes:
         x: What was reduced.

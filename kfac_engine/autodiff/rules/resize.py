@@ -1,8 +1,8 @@
-"""Resizing of images.
+"""Derivative of Resize.
 
-Resize works axis by axis, and along each axis it is a matrix. That matrix is what Resize itself
-makes of an identity, whatever the mode, the coordinates and the sizes; the cotangent is multiplied
-by its transpose. Nearest neighbours have shorter forms.
+Resize is a product with a matrix along each axis. The result of Resize for an identity is that
+matrix, for every mode, coordinate system and size. The cotangent is multiplied by its transpose.
+Nearest neighbors with integer scales have shorter forms.
 """
 
 from dataclasses import replace
@@ -16,13 +16,13 @@ from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import Node
 
-# Coordinates and rounding under which an integer scale repeats every pixel as often.
+# Coordinates and rounding for which an integer scale repeats every pixel equally often.
 _REPEATS = {
     ("asymmetric", "floor"),
     ("half_pixel", "round_prefer_floor"),
     ("half_pixel", "round_prefer_ceil"),
 }
-# Coordinates under which an axis of scale one may change nevertheless.
+# Coordinates for which an axis of scale one may change.
 _MOVING = {"tf_crop_and_resize", "tf_half_pixel_for_nn"}
 
 
@@ -154,7 +154,7 @@ def _of_images(node: Node) -> Node:
     """Return the same interpolation for images with all four axes."""
     whole = ("axes", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in whole}
-    # What lies outside gets a constant: its derivative is zero.
+    # Pixels outside get a constant, whose derivative is zero.
     return replace(node, attributes=attributes | {"extrapolation_value": 0.0})
 
 

@@ -1,7 +1,7 @@
-"""Operators that place elements by index: over what was there, or together with it.
+"""Derivatives of operators that write entries by index: as replacement, sum, product or extremum.
 
-The rules for products and extrema see every operand as a flat line of elements, with the number of
-the element that each update goes to; ScatterElements and ScatterND then do the same.
+The rules for products and extrema flatten every operand and compute the target index of each
+update. ScatterElements and ScatterND then have the same form.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
             axis=integer(node, "axis", -2), mode=text(node, "mode", "linear"),
         )  # fmt: skip
     if 1 in wanted:
-        # Each result's number in the update; −1, the last of one element more, for the cache's.
+        # Index of each result in the update; −1 for results of the cache.
         nowhere = b.forward("Expand", b.constant(-1), b.shape(cache))[0]
         sources = b.repeat(node, nowhere, numbers(b, update), *start)[0]
         size = b.forward("ReduceProd", b.shape(update))[0]

@@ -1,4 +1,4 @@
-"""Operators that select by a condition, by a length, by value, or by counting."""
+"""Derivatives of operators that select by condition, length or value, and of Range."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer

@@ -1,4 +1,4 @@
-"""Operators that move, copy, cut or relabel elements without changing them."""
+"""Derivatives of operators that move, copy, slice or reshape entries without changes."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
@@ -18,13 +18,13 @@ def identity(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 @vjp_rule("Cast", "CastLike")
 def cast(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent in the type of the operand; the type of another one is no variable."""
+    """Convert the cotangent to the type of the operand; the second operand has no derivative."""
     return {0: b.cast_like(g[0], node.inputs[0])} if 0 in wanted else {}
 
 
 @vjp_rule("Dropout")
 def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The mask of the forward pass, and its scale."""
+    """Multiply by the mask of the forward pass, and scale."""
     x, ratio, training = (*node.inputs, "", "")[:3]
     frozen = b.graph.constants.get(training) if training else None
     if not training or (frozen is not None and not frozen.any()):
@@ -43,13 +43,13 @@ def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("Flatten", "Reshape", "Squeeze", "Unsqueeze")
 def reshape(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent in the shape of the operand."""
+    """Reshape the cotangent to the shape of the operand."""
     return {0: b.reshape_like(g[0], node.inputs[0])}
 
 
 @vjp_rule("Transpose")
 def transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The inverse permutation."""
+    """Apply the inverse permutation."""
     axes = range(b.rank(node.inputs[0]))
     perm = integers(node, "perm", axes[::-1])
     return {0: b.op("Transpose", g[0], perm=tuple(perm.index(axis) for axis in axes))}
@@ -60,7 +60,7 @@ def transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
 
 @vjp_rule("Concat")
 def concat(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Split along the axis."""
+    """Split the cotangent along the axis."""
     axis = integer(node, "axis", 0)
     at = b.constant([axis])
     sizes = [b.forward("Gather", b.shape(name), at)[0] for name in node.inputs]
@@ -71,7 +71,7 @@ def concat(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("Split")
 def split(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Concatenation; zeros stand for results without cotangent."""
+    """Concatenate the cotangents; zeros for results without one."""
     pieces = [g[i] if i in g else b.zeros(name) for i, name in enumerate(node.outputs)]
     return {0: b.op("Concat", *pieces, axis=integer(node, "axis", 0))}
 
@@ -81,15 +81,15 @@ def split(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Expand")
 def expand(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The sum over the copies."""
+    """Sum over the copies."""
     return {0: b.unbroadcast(g[0], node.outputs[0], node.inputs[0])}
 
 
 @vjp_rule("Tile")
 def tile(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The sum over the copies."""
+    """Sum over the copies."""
     x, repeats = node.inputs
-    # Each axis of g counts copies first, elements second: split it so, sum over the copies.
+    # Each axis of g has copies as outer and entries as inner index: split it, sum over the copies.
     one = b.constant([1])
     columns = [b.forward("Unsqueeze", name, one)[0] for name in (repeats, b.shape(x))]
     pairs = b.forward("Concat", *columns, axis=1)[0]
@@ -103,7 +103,7 @@ def tile(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Slice")
 def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Zeros around the cotangent."""
+    """Pad the cotangent with zeros."""
     x, starts, _, axes, steps = (*node.inputs, "", "")[:5]
     frozen = b.graph.constants.get(steps) if steps else None
     if steps and (frozen is None or (frozen != 1).any()):
@@ -123,7 +123,7 @@ def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("Pad")
 def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent without the border; the constant gets the border."""
+    """Remove the padding from the cotangent; sum the padding for the constant."""
     x, pads, _, axes = (*node.inputs, "", "")[:4]
     if text(node, "mode", "constant") != "constant":
         return {0: rearranged(b, node, g[0])}
@@ -149,7 +149,7 @@ def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 def _wide(b: VjpBuilder, axes: str) -> str:
-    """Axes as int64, a constant where they are one."""
+    """Return axes as int64, as a constant if they are constant."""
     frozen = b.graph.constants.get(axes)
     return b.forward("Cast", axes, to=_INT64)[0] if frozen is None else b.constant(frozen, "int64")
 
@@ -162,7 +162,7 @@ _INT64 = 7  # TensorProto.INT64
 
 @vjp_rule("DepthToSpace")
 def depth_to_space(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """SpaceToDepth."""
+    """Apply SpaceToDepth."""
     block = integer(node, "blocksize", 1)
     deep = b.op("SpaceToDepth", g[0], blocksize=block)
     if text(node, "mode", "DCR") == "DCR":
@@ -176,5 +176,5 @@ def depth_to_space(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
 
 @vjp_rule("SpaceToDepth")
 def space_to_depth(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """DepthToSpace."""
+    """Apply DepthToSpace."""
     return {0: b.op("DepthToSpace", g[0], blocksize=integer(node, "blocksize", 1), mode="DCR")}
