@@ -156,7 +156,8 @@ def test_an_engine_has_the_defaults_where_nothing_is_said():
 
 def test_the_page_about_training_and_the_command_line_have_the_same_defaults():
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(?:Schedule\.)?(\w+)` \| (\S+) \| (.*) \|$", page, re.M)
+    (loop,) = re.findall(r"^## Train in a loop of your own\n(.*?)^## ", page, re.M | re.S)
+    rows = re.findall(r"^\| `(?:Schedule\.)?(\w+)` \| (\S+) \| (.*) \|$", loop, re.M)
     told = {name: float(value) for name, value, _ in rows}
     promised = {name: value for choices in DEFAULTS.values() for name, value in choices.items()}
     assert told == {name: promised[name] for name in told}
@@ -165,3 +166,14 @@ def test_the_page_about_training_and_the_command_line_have_the_same_defaults():
     for name, _, where in rows:
         if "--" in where:
             assert options[name] == promised[name]
+
+
+def test_the_page_about_training_has_the_defaults_of_the_optimizer():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    (options,) = re.findall(r"^### The options of KfacOptimizer\n(.*?)^##", page, re.M | re.S)
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", options, re.M))
+    parameters = signature(ke.KfacOptimizer).parameters
+    assert len(rows) >= 8
+    assert {name: float(value) for name, value in rows.items()} == {
+        name: parameters[name].default for name in rows
+    }
