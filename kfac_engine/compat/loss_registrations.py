@@ -30,12 +30,12 @@ class LossRegistrations(LossCollection):
 
     @property
     def towers_by_loss(self) -> tuple[tuple[LossFunction, ...], ...]:
-        """For each loss, its towers."""
+        """The towers of each loss."""
         return tuple(loss.towers for loss in self._losses.values())
 
     @property
     def loss_colocation_ops(self) -> dict[LossFunction, str | None]:
-        """For each loss of each tower, the value it was registered beside."""
+        """The value next to which each tower of a loss was registered."""
         return dict(self._colocation_ops)
 
     def register_categorical_predictive_distribution(
@@ -90,7 +90,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """``register_categorical_predictive_distribution`` under its other name."""
+        """Register as ``register_categorical_predictive_distribution`` does."""
         loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
         base = "sparse_softmax_cross_entropy_loss"
         return self.register_loss_function(loss, logits, base, name, coeff, reuse)
@@ -104,7 +104,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """``register_normal_predictive_distribution`` with variance ½, under its other name."""
+        """Register as ``register_normal_predictive_distribution`` with variance ½ does."""
         loss = NormalMeanNegativeLogProbLoss(prediction, 0.5, targets, seed)
         base = "squared_error_loss"
         return self.register_loss_function(loss, prediction, base, name, coeff, reuse)
@@ -118,7 +118,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """``register_multi_bernoulli_predictive_distribution`` under its other name."""
+        """Register as ``register_multi_bernoulli_predictive_distribution`` does."""
         loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
         base = "sigmoid_cross_entropy_loss"
         return self.register_loss_function(loss, logits, base, name, coeff, reuse)
@@ -126,14 +126,14 @@ class LossRegistrations(LossCollection):
     def eval_losses(
         self, target_mode: TargetMode = "data", coeff_mode: CoefficientMode = "regular"
     ) -> list[Thunk[float]]:
-        """One callable a loss and tower, summed over the batch and weighted.
+        """Return a function for each loss and tower: the weighted sum over the batch.
 
         Args:
-            target_mode: Observed or sampled targets.
-            coeff_mode: Weighted by the coefficient, its root, or one.
+            target_mode: ``"data"`` for observed targets, ``"sample"`` for sampled targets.
+            coeff_mode: Weight by the coefficient, by its root, or by one.
 
         Returns:
-            Callables of the values of a batch.
+            Functions of the values of a batch.
 
         Raises:
             InputError: A mode is unknown.
@@ -147,7 +147,7 @@ class LossRegistrations(LossCollection):
         for loss in self._losses.values():
             k = _COEFFICIENT[coeff_mode](loss.coefficient)
             for tower in loss.towers:
-                # Towers and losses that have no seed of their own draw independently.
+                # Towers and losses without a seed draw independent samples.
                 seed = len(weighted) if tower.seed is None else tower.seed
                 sampled = target_mode == "sample"
                 thunk = tower.evaluate_on_sample(seed) if sampled else tower.evaluate()
@@ -155,16 +155,16 @@ class LossRegistrations(LossCollection):
         return weighted
 
     def eval_losses_on_samples(self) -> list[Thunk[float]]:
-        """``eval_losses`` on sampled targets."""
+        """Return ``eval_losses`` on sampled targets."""
         return self.eval_losses("sample")
 
     def total_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """The sum of all losses on the data."""
+        """Return a function: the sum of all losses on the data."""
         self._require_losses()
         return _sum(self.eval_losses("data", coeff_mode))
 
     def total_sampled_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """The sum of all losses on sampled targets."""
+        """Return a function: the sum of all losses on sampled targets."""
         self._require_losses()
         return _sum(self.eval_losses("sample", coeff_mode))
 

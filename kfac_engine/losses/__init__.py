@@ -1,6 +1,6 @@
 """Predictive distributions: loss, samples, gradient, Fisher and its factors.
 
-``LOSSES`` is the table of losses that go by a name: those with one input.
+``LOSSES`` is the table of losses by name; each has one input.
 """
 
 from typing import Protocol
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class LossFactory(Protocol):
-    """Makes a loss on one model output."""
+    """A function that creates a loss on an output of a model."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class LossFactory(Protocol):
         seed: int | None = None,
         class_axis: int = -1,
     ) -> LossFunction:
-        """The loss on the value ``output``."""
+        """Return the loss on the value ``output``."""
 
 
 LOSSES: Registry[LossFactory] = Registry(

@@ -1,9 +1,9 @@
 """The base class of losses: a predictive distribution, its score and its Fisher matrix.
 
-Formats: ``values`` maps names to arrays. Inputs have the batch axis first; every other axis but
-``class_axis`` counts positions, each an independent prediction. Vectors of the input space map
-input names to arrays of the inputs' shapes; vectors ``u`` of the inner space are one array.
-All sums run over the batch and its positions; nothing here divides by their number.
+``values`` maps names to arrays. The first axis of an input is the batch. Every other axis except
+``class_axis`` holds positions, which are independent predictions. Vectors of the input space map
+names of inputs to arrays of their shapes. A vector ``u`` of the inner space is one array. Sums run
+over the batch and its positions, and are not divided by their number.
 """
 
 from abc import ABC, abstractmethod
@@ -29,14 +29,14 @@ from kfac_engine.losses.checks import (
 
 
 class LossFunction(LossOperations, ABC):
-    """A distribution over targets given model outputs, its score and its Fisher matrix.
+    """A distribution of targets given outputs of a model, with its score and Fisher matrix.
 
-    The Fisher matrix ``F`` of an example is that of the inputs; ``B`` is a fixed factor with
-    ``B Bᵀ = F``, acting on vectors of the *inner shape*.
+    ``F`` is the Fisher matrix of an example with respect to the inputs. ``B`` is a factor of it,
+    ``B Bᵀ = F``, that multiplies vectors of the *inner shape*.
 
     Args:
         inputs: Names of the model outputs that parametrise the distribution.
-        targets: Name of the observed targets, if there are any.
+        targets: Name of the observed targets; None without targets.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the classes or features, negative ones counted from the end.
 
@@ -62,47 +62,47 @@ class LossFunction(LossOperations, ABC):
         self.seed = seed
         self.class_axis = class_axis
 
-    # -- what a distribution defines ------------------------------------------------------------
+    # -- defined by each distribution ------------------------------------------------------------
 
     @abstractmethod
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        """−log p of each target, an array of any shape whose sum is the loss, in nats."""
+        """Return −log p of each target in nats, an array of any shape whose sum is the loss."""
 
     @abstractmethod
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        """Gradient of the summed −log p of ``targets``, by input; targets are not checked."""
+        """Return the gradient of the summed −log p by input; targets are not checked."""
 
     @abstractmethod
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        """Targets drawn from the distribution, independent over examples and positions."""
+        """Draw targets from the distribution, independently for each example and position."""
 
     @abstractmethod
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        """``F v`` for every example."""
+        """Return ``F v`` for every example, by input."""
 
     @abstractmethod
     def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        """``B u`` for every example, by input."""
+        """Return ``B u`` for every example, by input."""
 
     @abstractmethod
     def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        """``Bᵀ v`` for every example, an array of the inner shape."""
+        """Return ``Bᵀ v`` for every example, an array of the inner shape."""
 
     @abstractmethod
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
-        """``B e_index`` for every example; ``index`` counts inner axes after the batch axis."""
+        """Return ``B e_index`` for every example; ``index`` has an entry for each inner axis."""
 
     @abstractmethod
     def check_target_array(self, values: Values, targets: Array) -> None:
-        """Raise InputError unless ``targets`` are possible observations for ``values``."""
+        """Raise an InputError unless ``targets`` are possible observations for ``values``."""
 
     def static_inner_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Shape of the vectors that ``B`` multiplies, from the shapes of the inputs alone."""
+        """Return the shape of the vectors that ``B`` multiplies, from the shapes of the inputs."""
         return shapes[self.inputs[0]]
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        """Second derivative of ``value`` times v: equal to ``F v`` for natural parameters."""
-        assert self.ggn_equals_fisher, "a distribution of other parameters defines its own"
+        """Return the Hessian of ``value`` times v, which is ``F v`` for natural parameters."""
+        assert self.ggn_equals_fisher, "a distribution of other parameters overrides this method"
         return self.fisher(values, v)
 
     def hits(self, values: Values, targets: Array) -> Array:
@@ -123,26 +123,26 @@ class LossFunction(LossOperations, ABC):
             f"targets are not discrete; leave 'accuracy' out of the metrics."
         )
 
-    # -- what follows from it -------------------------------------------------------------------
+    # -- derived -------------------------------------------------------------------
 
     def value(self, values: Values) -> float:
-        """Sum over the batch of −log p of its targets, in nats; checks inputs and targets."""
+        """Return the sum of −log p of the targets in nats; check inputs and targets."""
         return self.value_of(values, self.check_targets(values))
 
     def value_of(self, values: Values, targets: Array) -> float:
-        """Sum over the batch of −log p of ``targets``, added up in float64."""
+        """Return the sum of −log p of ``targets``, accumulated in float64."""
         return float(self.negative_log_probs(values, targets).sum(dtype=np.float64))
 
     def gradient(self, values: Values) -> dict[str, Array]:
-        """Gradient of ``value`` by input, in the inputs' shapes and element types."""
+        """Return the gradient of ``value`` by input, in the shapes and types of the inputs."""
         return self.gradient_of(values, self.check_targets(values))
 
     def inner_shape(self, values: Values) -> tuple[int, ...]:
-        """Shape of the vectors that ``B`` multiplies, the batch axis first."""
+        """Return the shape of the vectors that ``B`` multiplies, the batch axis first."""
         return self.static_inner_shape({name: values[name].shape for name in self.inputs})
 
     def positions(self, values: Values) -> int:
-        """Independent predictions per example: 1 for inputs of rank 2."""
+        """Return the number of predictions for each example: 1 for inputs of rank 2."""
         shape = read_input(values, self.inputs[0]).shape
         require_class_axis(self.inputs[0], shape, self.class_axis)
         return prod(shape[1:]) // shape[self.class_axis] if len(shape) > 1 else 1
@@ -157,7 +157,7 @@ class LossFunction(LossOperations, ABC):
 
         Raises:
             UnknownNameError: An input is missing.
-            ShapeError: Rank, class axis or sides do not fit.
+            ShapeError: Rank, class axis or shapes do not fit.
             InputError: An input is not a floating-point array.
             NonFiniteError: An input holds NaN or infinity.
         """
@@ -185,14 +185,14 @@ class LossFunction(LossOperations, ABC):
         return targets
 
     def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:
-        """What this loss reads of a batch, checked, from whatever array library it came.
+        """Return the checked values of a batch that the loss reads, of any array library.
 
         Args:
             values: The values of a batch.
-            targets: Whether the targets are read and checked too.
+            targets: Whether the targets are read and checked as well.
 
         Returns:
-            The inputs, and the targets if asked for, by name.
+            The inputs by name, and the targets if requested.
 
         Raises:
             KfacError: As ``check_inputs`` or ``check_targets``.
@@ -207,13 +207,13 @@ class LossFunction(LossOperations, ABC):
         return arrays
 
     def require_target_name(self) -> str:
-        """The name of the targets.
+        """Return the name of the targets.
 
         Returns:
             ``targets``.
 
         Raises:
-            InputError: The loss was made without targets.
+            InputError: The loss has no targets.
         """
         if self.targets is None:
             raise InputError(
@@ -223,7 +223,7 @@ class LossFunction(LossOperations, ABC):
         return self.targets
 
     def require_ggn(self) -> None:
-        """Check that the generalised Gauss–Newton matrix is defined here.
+        """Check that the generalised Gauss–Newton matrix is defined.
 
         It equals the Fisher matrix where the inputs are natural parameters (Martens 2014,
         arXiv:1412.1193, section 9.2).
@@ -243,12 +243,12 @@ class LossFunction(LossOperations, ABC):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLoss:
-    """A loss under its name: one function per tower, and the weight it enters the total with.
+    """A named loss: its towers, and its weight in the total loss.
 
     Attributes:
         name: Unique among the losses of a collection.
-        towers: One loss per shard of the batch.
-        coefficient: Weight k ≥ 0 of this loss.
+        towers: A loss for each shard of the batch.
+        coefficient: Weight k ≥ 0 of the loss.
 
     Raises:
         RegistrationError: The coefficient is negative or not finite.

@@ -1,4 +1,4 @@
-"""Checks at the border of the losses: what is wrong with a batch, said in one sentence."""
+"""Checks of the values that losses read from a batch."""
 
 from typing import Protocol
 
@@ -11,21 +11,21 @@ from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNa
 
 
 class Named(Protocol):
-    """Values by name: a mapping, or a trace of the caller's own that only answers ``[name]``."""
+    """Values by name: a mapping, or an object of the caller with ``[name]`` only."""
 
     def __getitem__(self, name: str, /) -> Array:
-        """The value of that name; KeyError where there is none."""
+        """Return the value of a name; a KeyError for an unknown name."""
 
 
 def read_input(values: Named, name: str) -> Array:
-    """The value ``name`` of a batch, an input of a loss.
+    """Return the value ``name`` of a batch, an input of a loss.
 
     Args:
         values: The values of a batch.
         name: Name of a model output.
 
     Returns:
-        The array, in whichever of our libraries it is, or as NumPy's.
+        The array, of a supported library or converted to NumPy.
 
     Raises:
         UnknownNameError: The batch has no such value.
@@ -40,15 +40,15 @@ def read_input(values: Named, name: str) -> Array:
 
 
 def read_targets(values: Named, name: str, output: str) -> Array:
-    """The value ``name`` of a batch, the targets of the loss on ``output``.
+    """Return the value ``name`` of a batch, the targets of the loss on ``output``.
 
     Args:
         values: The values of a batch.
         name: Name of the targets.
-        output: Name of the model output they belong to.
+        output: Name of the model output that the loss reads.
 
     Returns:
-        The array, in whichever of our libraries it is, or as NumPy's.
+        The array, of a supported library or converted to NumPy.
 
     Raises:
         InputError: The batch has no such value.
@@ -62,15 +62,15 @@ def read_targets(values: Named, name: str, output: str) -> Array:
 
 
 def require_class_axis(name: str, shape: tuple[int, ...], class_axis: int) -> None:
-    """Check that a loss input has the axis its classes lie on.
+    """Check that the input of a loss has the class axis.
 
     Args:
         name: Name of the value, for messages.
-        shape: Its shape.
+        shape: Shape of the value.
         class_axis: Axis of the classes or features, negative ones counted from the end.
 
     Raises:
-        ShapeError: There is no such axis, or it is the batch axis.
+        ShapeError: The axis does not exist, or is the batch axis.
     """
     rank = len(shape)
     if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
@@ -81,7 +81,7 @@ def require_class_axis(name: str, shape: tuple[int, ...], class_axis: int) -> No
 
 
 def require_predictions(name: str, array: Array, min_rank: int, class_axis: int) -> None:
-    """Check that a loss input is a finite floating-point array with the axes a loss needs.
+    """Check that the input of a loss is a finite floating-point array of a sufficient rank.
 
     Args:
         name: Name of the value, for messages.
@@ -117,7 +117,7 @@ def require_finite(what: str, array: Array) -> None:
         array: The value.
 
     Raises:
-        NonFiniteError: It holds NaN or infinity; says where the first one is.
+        NonFiniteError: The array holds NaN or infinity; the message has the first index.
     """
     if isinstance(array, np.ndarray) and all_finite(array):
         return
@@ -134,9 +134,9 @@ def require_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...], 
 
     Args:
         what: Subject of the message.
-        found: Shape at hand.
-        expected: Shape wanted.
-        why: What the expected shape is.
+        found: Shape of the array.
+        expected: Required shape.
+        why: Meaning of the required shape, for the message.
 
     Raises:
         ShapeError: The two differ.

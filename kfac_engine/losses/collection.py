@@ -1,4 +1,4 @@
-"""The losses of one model under their names, tower by tower."""
+"""The registered losses of a model, by name and tower."""
 
 from itertools import count
 from typing import Literal, TypeAlias
@@ -6,12 +6,12 @@ from typing import Literal, TypeAlias
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
 
-# "VARIABLE_SCOPE": add a tower where the key is registered, else register it.
+# "VARIABLE_SCOPE": add a tower if the key is registered, else register the key.
 Reuse: TypeAlias = bool | Literal["VARIABLE_SCOPE"]
 
 
 class LossCollection:
-    """Registered losses, in the order of registration; the loss to be optimized is their sum."""
+    """Registered losses, in the order of registration; the total loss is their weighted sum."""
 
     def __init__(self) -> None:
         self._losses: dict[str, RegisteredLoss] = {}
@@ -21,32 +21,32 @@ class LossCollection:
 
     @property
     def losses(self) -> tuple[LossFunction, ...]:
-        """Every loss of every tower."""
+        """All towers of all losses."""
         return tuple(tower for loss in self._losses.values() for tower in loss.towers)
 
     @property
     def registered_losses(self) -> tuple[RegisteredLoss, ...]:
-        """Losses with their names and coefficients; at least one.
+        """The losses with their names and coefficients.
 
         Raises:
-            InputError: There is none.
+            InputError: No loss is registered.
         """
         self._require_losses()
         return tuple(self._losses.values())
 
     @property
     def batch_value(self) -> str | None:
-        """Name of a value whose first axis is the batch: as told, or the first loss's input."""
+        """Name of a value whose first axis is the batch; by default the first input of a loss."""
         first = self.losses[0].inputs[0] if self._losses else None
         return self._batch_value or first
 
     @property
     def batch_is_exact(self) -> bool:
-        """Whether ``count_examples_by`` was told a value; a loss's input may have positions."""
+        """Whether ``count_examples_by`` set the value; the input of a loss may have positions."""
         return self._batch_value is not None
 
     def count_examples_by(self, value: str) -> None:
-        """Have the examples counted on the first axis of a value, which holds nothing else."""
+        """Set the value whose first axis holds the examples, and nothing else."""
         self._require_open("the batch")
         self._batch_value = value
 
@@ -63,19 +63,20 @@ class LossCollection:
 
         Args:
             loss: The loss of one tower.
-            colocation_op: The value that the loss is computed beside, usually its input. It is
-                kept for ``loss_colocation_ops``; losses are computed where their inputs are.
-            base_name: What to derive a name from when none is given.
+            colocation_op: Name of a value next to the loss, usually its input. It is stored for
+                ``loss_colocation_ops``; losses are computed where their inputs are.
+            base_name: Prefix of the name if ``name`` is omitted.
             name: Unique name.
             coeff: Weight in the total.
-            reuse: False: the name must be new. True: it must be there, and ``loss`` becomes its
-                next tower. ``"VARIABLE_SCOPE"``: whichever applies.
+            reuse: False requires a new name. True requires a known name, and ``loss`` becomes its
+                next tower. ``"VARIABLE_SCOPE"`` accepts both.
 
         Returns:
             The name.
 
         Raises:
-            UnknownNameError: ``reuse`` is True and the name is unknown, or False and it is taken.
+            UnknownNameError: ``reuse`` is True and the name is unknown, or False and the name is
+                registered.
             RegistrationError: ``reuse`` is True without a name or with a seed (only the first
                 tower of a loss may have one), distribution or coefficient differ, or the
                 collection is closed.
@@ -117,7 +118,7 @@ class LossCollection:
             raise InputError("Must have at least one registered loss.")
 
     def _require_open(self, what: str) -> None:
-        """Refuse to add to a collection that an estimator was built on."""
+        """Refuse additions to a collection that belongs to an estimator."""
         if self._finalized:
             raise RegistrationError(
                 f"{what} cannot be added: the collection belongs to an estimator; make a new one."
@@ -131,18 +132,18 @@ class LossCollection:
 
 
 def check_reuse(reuse: object) -> None:
-    """Refuse what is no way to reuse.
+    """Check the argument ``reuse``.
 
     Args:
-        reuse: To be True, False or ``"VARIABLE_SCOPE"``.
+        reuse: Must be True, False or ``"VARIABLE_SCOPE"``.
 
     Raises:
-        InputError: It is not.
+        InputError: It has another value.
     """
     if not isinstance(reuse, bool) and reuse != "VARIABLE_SCOPE":
         raise InputError(f"reuse is True, False or 'VARIABLE_SCOPE', got {reuse!r}.")
 
 
 def _distribution(loss: LossFunction) -> tuple[object, ...]:
-    """What the towers of one loss have in common: everything but the names of their values."""
+    """Return the properties that the towers of a loss must share."""
     return type(loss), loss.class_axis, getattr(loss, "var", None)

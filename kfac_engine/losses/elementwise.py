@@ -1,4 +1,4 @@
-"""What distributions with independent entries share: their Fisher matrix is diagonal."""
+"""The base class of distributions with independent entries and a diagonal Fisher matrix."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from kfac_engine.losses.base import LossFunction
 class ElementwiseLoss(LossFunction):
     """A distribution whose Fisher matrix is ``diag(i)``; ``B = diag(√i)`` is symmetric.
 
-    With several inputs of one shape, the inner space is theirs, joined along the class axis.
+    The inner space of several inputs of one shape is their concatenation along the class axis.
     """
 
     @abstractmethod
     def information(self, values: Values) -> dict[str, Array]:
-        """The diagonal of the Fisher matrix, in the inputs' shapes, by input."""
+        """Return the diagonal of the Fisher matrix by input, in the shapes of the inputs."""
 
     def static_inner_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         shape = shapes[self.inputs[0]]
@@ -54,7 +54,7 @@ class ElementwiseLoss(LossFunction):
         return result
 
     def _locate(self, values: Values, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        """The input that an inner coordinate belongs to, and the coordinate within it."""
+        """Return the input of an inner coordinate, and the coordinate in that input."""
         if len(self.inputs) == 1:
             return self.inputs[0], index
         axis = self._axis(values)

@@ -1,10 +1,9 @@
 """The registry of layers and losses: which parameters form which block.
 
-``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
-as a mapping from names to arrays. The specification asks for one class with fifty methods; they
-lie in a file for each topic: ``losses.collection``, ``coverage`` (uses beside those of the graph),
-``choices`` (defaults and linked groups), ``registry`` (blocks and factors), and a file for each
-family of layers.
+Tensors are names; their values follow with each batch, as a mapping from names to arrays.
+``LayerCollection`` has a base class for each topic: ``losses.collection``, ``coverage`` (uses of
+parameters in the graph), ``choices`` (defaults and linked groups), ``registry`` (blocks and
+factors), and one for each family of layers.
 """
 
 from collections.abc import Callable
@@ -31,13 +30,15 @@ class LayerCollection(
     EmbeddingLayers,
     ScaleAndShiftLayers,
 ):
-    """Layers, losses and the factors they share; one for each estimator.
+    """The layers and losses of a model with their blocks and shared factors.
+
+    A collection belongs to one estimator.
 
     Args:
         graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
         name: For messages.
-        config: How statistics are averaged, damped and inverted.
-        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or what ``select`` made of one of them.
+        config: Options of averages, damping and inverses.
+        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or a result of ``select``.
 
     Attributes:
         fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
@@ -45,8 +46,8 @@ class LayerCollection(
     """
 
 
-# Kind of layer to what registers it with a collection: takes the collection, the parameters,
-# ``inputs`` where a layer reads some, ``outputs``, ``approx`` and options of its own.
+# Kind of layer to the method that registers it. The method takes the collection, the parameters,
+# ``inputs`` unless the layer reads none, ``outputs``, ``approx`` and the options of the kind.
 REGISTRATIONS: Registry[Callable[..., None]] = Registry(
     "kind of layer",
     {

@@ -1,4 +1,4 @@
-"""Which approximation a layer gets: the one named, that of its linked group, or the default."""
+"""The choice of approximation: named at registration, of a linked group, or by default."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -31,24 +31,24 @@ class ApproximationChoices(CollectionDefaults, Coverage):
 
     @property
     def linked_parameters(self) -> dict[frozenset[str], str | None]:
-        """Groups that ``define_linked_parameters`` made, each with its approximation or None."""
+        """Groups of ``define_linked_parameters``, each with its approximation or None."""
         return dict(self._linked)
 
     def define_linked_parameters(
         self, params: Params | Sequence[str], approximation: str | None = None
     ) -> None:
-        """Say that parameters belong together, and how their layer is to be approximated.
+        """Group the parameters of a layer, and set its approximation.
 
-        A layer registered later with exactly these parameters gets the approximation, unless its
-        registration names one.
+        A layer that is registered later with exactly these parameters has the approximation, unless
+        its registration names another.
 
         Args:
-            params: A name, or several; their order does not matter.
-            approximation: Of the layer; its kind's default when left out.
+            params: A name, or several in any order.
+            approximation: Approximation of the layer; by default that of its kind.
 
         Raises:
-            RegistrationError: One of them is linked already, or registered with other parameters.
-            InputError: There is none, or one is named twice.
+            RegistrationError: A parameter is linked already, or registered with others.
+            InputError: The group is empty, or has a name twice.
         """
         if not isinstance(params, Iterable):
             raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
@@ -72,15 +72,15 @@ class ApproximationChoices(CollectionDefaults, Coverage):
     # -- defaults ---------------------------------------------------------------------------------
 
     def default_approximation(self, kind: str) -> str:
-        """The approximation used for a kind of layer unless one is named; ``set_…`` changes it."""
+        """Return the approximation of a kind of layer for registrations that name none."""
         self._require_kind(kind)
         return self._defaults[kind]
 
     def set_default_approximation(self, kind: str, value: str) -> None:
-        """Choose the approximation of a kind of layer.
+        """Set the default approximation of a kind of layer.
 
         Raises:
-            UnknownNameError: There is no such kind.
+            UnknownNameError: The kind is unknown.
             InputError: The kind does not accept the approximation.
         """
         self._require_kind(kind)
@@ -94,7 +94,7 @@ class ApproximationChoices(CollectionDefaults, Coverage):
     # -- private ----------------------------------------------------------------------------------
 
     def _resolve(self, kind: str, approx: str | None, key: Params) -> str:
-        """The row of the table for a layer: as named, as linked, or by default."""
+        """Return the approximation of a layer: the named, the linked or the default one."""
         linked = self._linked.get(frozenset(uses(key)))
         chosen = (linked or self._defaults[kind]) if approx is None else approx
         if chosen not in accepted(kind):

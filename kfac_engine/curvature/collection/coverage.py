@@ -1,4 +1,4 @@
-"""Which parameters are accounted for, and how often, beside how often the model uses them."""
+"""The comparison of registered parameters and uses with those of the graph."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -16,9 +16,9 @@ class Coverage(LossRegistrations):
         graph: As in ``LayerCollection``.
 
     Attributes:
-        graph: As given.
-        subgraph: The part of the model that the losses depend on, as ``create_subgraph`` found it;
-            None before, and where the collection knows no model.
+        graph: The model, or shapes by name.
+        subgraph: The part of the model that the losses depend on; None before
+            ``create_subgraph``, and without a model.
     """
 
     def __init__(self, graph: OnnxModel | Mapping[str, tuple[int, ...]] | None) -> None:
@@ -31,35 +31,35 @@ class Coverage(LossRegistrations):
         """Record the part of the model that the registered losses depend on.
 
         Raises:
-            InputError: There is no loss.
+            InputError: No loss is registered.
         """
         self._require_losses()
         if isinstance(self.graph, OnnxModel):
             self.subgraph = SubGraph(self.graph.graph, self._loss_inputs())
 
     def finalize(self) -> None:
-        """Close the collection: an estimator builds on what is registered now.
+        """Close the collection for registrations, because an estimator uses it.
 
         Raises:
-            RegistrationError: It is closed already; a collection serves one estimator.
-            InputError: There is no loss.
+            RegistrationError: It is closed already: a collection belongs to one estimator.
+            InputError: No loss is registered.
         """
         self._require_open("an estimator")
         self.create_subgraph()
         self._finalized = True
 
     def check_registration(self, variables: Sequence[str]) -> None:
-        """Check that blocks cover exactly these parameters, with as many uses as the graph shows.
+        """Check that blocks cover exactly these parameters, with as many uses as in the graph.
 
-        Uses are compared only where the collection knows the model; those that no loss depends on
-        are none.
+        Uses are compared only if the collection has a model. Uses that no loss depends on do not
+        count.
 
         Args:
-            variables: All parameters that should have a block.
+            variables: All parameters that must have a block.
 
         Raises:
-            RegistrationError: One is not covered, a covered one is not listed, or uses differ; the
-                message lists all.
+            RegistrationError: A parameter has no block, a block has other parameters, or uses
+                differ; the message lists all differences.
         """
         listed = dict.fromkeys(variables)
         wrong = [f"{name} is not registered" for name in listed if name not in self._uses]
@@ -69,11 +69,11 @@ class Coverage(LossRegistrations):
         if isinstance(self.graph, OnnxModel):
             graph = self.graph.graph
             reached = SubGraph(graph, self._loss_inputs() or graph.values())
-            found = {name: reached.variable_uses(name) for name in self._uses}
+            counts = {name: reached.variable_uses(name) for name in self._uses}
             wrong += [
-                f"{name} is registered with {uses:g} use(s), the graph has {found[name]}"
+                f"{name} is registered with {uses:g} use(s), the graph has {counts[name]}"
                 for name, uses in self._uses.items()
-                if uses not in (inf, found[name])
+                if uses not in (inf, counts[name])
             ]
         if wrong:
             raise RegistrationError(f"the registration is not complete: {'; '.join(wrong)}.")

@@ -16,7 +16,7 @@ _CHANNEL_AXIS = {"NCHW": 1}  # the last one otherwise
 class GroupedConvolutionLayers(ConvolutionLayers):
     """The part of ``LayerCollection`` that registers convolutions in groups."""
 
-    def register_grouped_convolution(  # noqa: PLR0913 (a convolution has so many sides)
+    def register_grouped_convolution(  # noqa: PLR0913 (the properties of a convolution)
         self,
         params: Params | Sequence[str],
         inputs: str,

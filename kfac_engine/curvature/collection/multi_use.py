@@ -103,7 +103,7 @@ class MultiUseLayers(BlockRegistry):
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("conv2d_multi", key, form, (inputs, outputs), approx, reuse)
 
-    def register_convolution_multi(  # noqa: PLR0913 (a convolution has so many sides)
+    def register_convolution_multi(  # noqa: PLR0913 (the properties of a convolution)
         self,
         params: Params | Sequence[str],
         inputs: TowerNames,
@@ -146,7 +146,7 @@ class MultiUseLayers(BlockRegistry):
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("convolution_multi", key, form, (inputs, outputs), approx, reuse)
 
-    def register_conv_transpose_multi(  # noqa: PLR0913 (a convolution has so many sides)
+    def register_conv_transpose_multi(  # noqa: PLR0913 (the properties of a convolution)
         self,
         params: str,
         inputs: TowerNames,
@@ -186,7 +186,7 @@ class MultiUseLayers(BlockRegistry):
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("conv_transpose_multi", params, form, (inputs, outputs), approx, reuse)
 
-    def register_grouped_convolution_multi(  # noqa: PLR0913 (a convolution has so many sides)
+    def register_grouped_convolution_multi(  # noqa: PLR0913 (the properties of a convolution)
         self,
         params: Params | Sequence[str],
         inputs: TowerNames,

@@ -1,8 +1,4 @@
-"""The registry of layers and losses: which parameters form which block.
-
-``LayerCollection`` keeps the specification's names. Tensors are named; their values arrive later,
-as a mapping from names to arrays.
-"""
+"""The registered blocks, by the parameters that form them, and their factors."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
@@ -42,35 +38,32 @@ class BlockRegistry(ApproximationChoices):
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self._rows: dict[Params, tuple[object, ...]] = {}
 
-    # -- what is registered -----------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------
 
     @property
     def registered_variables(self) -> tuple[str, ...]:
-        """All parameters that belong to a block."""
+        """Names of all parameters that belong to a block."""
         return tuple(name for key in self.fisher_blocks for name in names_of(key))
 
     def get_blocks(self) -> tuple[FisherBlock, ...]:
-        """All blocks, in the order of registration."""
+        """Return all blocks in the order of registration."""
         return tuple(self.fisher_blocks.values())
 
     def get_factors(self) -> tuple[FisherFactor, ...]:
-        """All factors, in the order of creation: a block's input factor comes first."""
+        """Return all factors in the order of creation, the input factor of a block first."""
         return tuple(self.fisher_factors.values())
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The declared shape of a tensor; None where it is not known before a batch."""
+        """Return the declared shape of a tensor; None if it is unknown before the first batch."""
         if isinstance(self.graph, OnnxModel):
             return self.graph.static_shape(name)
         return None if self.graph is None or name not in self.graph else tuple(self.graph[name])
 
     def require_shape(self, name: str) -> tuple[int, ...]:
-        """The declared shape of a tensor.
-
-        Returns:
-            One side an axis.
+        """Return the declared shape of a tensor.
 
         Raises:
-            InputError: It is not known.
+            InputError: The shape is unknown.
         """
         shape = self.shape_of(name)
         if shape is None:
@@ -81,17 +74,17 @@ class BlockRegistry(ApproximationChoices):
         return shape
 
     def require_filter(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The declared shape of a convolution's filter.
+        """Return the declared shape of the filter of a convolution.
 
         Args:
-            name: The parameter.
-            ranks: Numbers of axes it may have.
+            name: Name of the filter.
+            ranks: Allowed numbers of axes.
 
         Returns:
-            One side an axis.
+            The shape.
 
         Raises:
-            InputError: It is not known or has another rank.
+            InputError: The shape is unknown, or has another number of axes.
         """
         shape = self.require_shape(name)
         if len(shape) not in ranks:
@@ -119,14 +112,14 @@ class BlockRegistry(ApproximationChoices):
         return shape[0]
 
     def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
-        """The factor ``cls(*args)``: layers that measure the same thing share it.
+        """Return the factor ``cls(*args)``, which layers with equal arguments share.
 
         Args:
             cls: Class of the factor.
             args: Its positional arguments, hashable.
 
         Returns:
-            The factor, made at the first call.
+            The factor, created at the first call.
         """
         key = (cls, *args)
         if key not in self.fisher_factors:
@@ -158,10 +151,10 @@ class BlockRegistry(ApproximationChoices):
             whole("batch_size", batch_size, least=1)
         approx = self._resolve("generic", approx, key)
         block = row_of("generic", approx).build(self, key)
-        found = self._find_or_use(key, block, reuse, ("generic", approx), exact=True)
-        assert isinstance(found, NaiveFullFB)  # as `block` is
-        found.register_additional_tower(batch_size)
-        self._enter(key, found, ("generic", approx), inf)
+        registered = self._find_or_use(key, block, reuse, ("generic", approx), exact=True)
+        assert isinstance(registered, NaiveFullFB)  # the type of `block`
+        registered.register_additional_tower(batch_size)
+        self._enter(key, registered, ("generic", approx), inf)
 
     def register_block(
         self,
@@ -169,15 +162,15 @@ class BlockRegistry(ApproximationChoices):
         fisher_block: FisherBlock,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> FisherBlock:
-        """Register a block made by the caller.
+        """Register a block that the caller created.
 
         Args:
             layer_key: The parameters.
-            fisher_block: Their block.
-            reuse: True returns the registered block, False demands a new key.
+            fisher_block: Block of the parameters.
+            reuse: True returns the registered block, False requires a new key.
 
         Returns:
-            The block now registered under the key.
+            The block that is registered under the key.
 
         Raises:
             RegistrationError: The key is taken and ``reuse`` is False, it is taken by another type
@@ -186,13 +179,15 @@ class BlockRegistry(ApproximationChoices):
         """
         key = canonical_key(layer_key)
         known = key in self.fisher_blocks
-        found = self._find_or_use(key, fisher_block, reuse, self._rows.get(key, ()), exact=True)
-        if not known:  # whoever makes a block knows how often its parameters are used
-            self._enter(key, found, (), inf)
-        return found
+        registered = self._find_or_use(
+            key, fisher_block, reuse, self._rows.get(key, ()), exact=True
+        )
+        if not known:  # uses in a block of the caller are not compared with the graph
+            self._enter(key, registered, (), inf)
+        return registered
 
     def approximation_of(self, params: Params) -> str:
-        """The row of the table of approximations that a registered layer has."""
+        """Return the approximation of a registered layer."""
         return str(self._rows[params][1])
 
     # -- private ----------------------------------------------------------------------------------
@@ -206,7 +201,7 @@ class BlockRegistry(ApproximationChoices):
         approx: str | None,
         reuse: Reuse,
     ) -> None:
-        """Register a layer, or a further tower of one."""
+        """Register a layer, or a further tower of a registered layer."""
         if not isinstance(key, str) and len(key) != 2:
             raise RegistrationError(
                 f"a layer has one parameter, given by its name, or a pair of them; got {key}."
@@ -231,18 +226,18 @@ class BlockRegistry(ApproximationChoices):
         *,
         exact: bool = False,
     ) -> FisherBlock:
-        """The registered block of a key, else ``block``; refuses what cannot be registered.
+        """Return the registered block of a key, or ``block`` for a new key.
 
-        A caller's own block is taken for the table's where it is of the same type; a named class
-        counts as the general one it is made of, unless ``exact``.
+        A block that the caller created can have towers of ``register_*`` if its type is that of
+        ``block``, or a subclass unless ``exact``.
 
         Returns:
-            The block that is to have the tower.
+            The block of the new tower.
 
         Raises:
             UnknownNameError: ``reuse`` is True and the key is unknown.
             InputError: ``reuse`` is none of its three values.
-            RegistrationError: The key or one of its parameters is taken by something else.
+            RegistrationError: The key or one of its parameters belongs to another layer.
         """
         self._require_open(f"a layer of {key}")
         check_reuse(reuse)
@@ -273,7 +268,7 @@ class BlockRegistry(ApproximationChoices):
     def _enter(
         self, key: Params, block: FisherBlock, row: tuple[object, ...], count: float
     ) -> None:
-        """Put a block that has its tower under its key; ``count`` uses are accounted for."""
+        """Store a block under its key, and count the uses of its parameters."""
         if key not in self.fisher_blocks:
             block.params = key
             self.fisher_blocks[key] = block
@@ -283,13 +278,13 @@ class BlockRegistry(ApproximationChoices):
 
 
 def uses_of(names: object) -> tuple[object, ...]:
-    """The names of a tower, whatever a caller gave for them."""
+    """Return the entries of a tower as a tuple, whatever their types."""
     listed = isinstance(names, Iterable) and not isinstance(names, str)
     return tuple(names) if listed else (names,)  # type: ignore[arg-type] # it is iterable
 
 
 def canonical_key(params: Params | Sequence[str]) -> Params:
-    """The key of a block.
+    """Return the key of a block.
 
     Args:
         params: A name, or several in any sequence.
@@ -298,10 +293,10 @@ def canonical_key(params: Params | Sequence[str]) -> Params:
         A name, or a tuple of names.
 
     Raises:
-        RegistrationError: There is none, one comes twice, or one is no name.
+        RegistrationError: There is no name, a name occurs twice, or an entry is not a string.
     """
-    given = isinstance(params, str | Iterable)
-    key = params if isinstance(params, str) else tuple(params if given else ())
+    iterable = isinstance(params, str | Iterable)
+    key = params if isinstance(params, str) else tuple(params if iterable else ())
     names = names_of(key)
     if (
         not all(isinstance(name, str) for name in names)
@@ -313,5 +308,5 @@ def canonical_key(params: Params | Sequence[str]) -> Params:
 
 
 def names_of(key: Params) -> tuple[str, ...]:
-    """The names in a key."""
+    """Return the names in a key."""
     return (key,) if isinstance(key, str) else key

@@ -11,7 +11,7 @@ from kfac_engine.losses.collection import Reuse
 class TransposedConvolutionLayers(BlockRegistry):
     """The part of ``LayerCollection`` that registers transposed convolutions."""
 
-    def register_conv_transpose(  # noqa: PLR0913 (a convolution has that many properties)
+    def register_conv_transpose(  # noqa: PLR0913 (the properties of a convolution)
         self,
         params: str,
         inputs: str,

@@ -1,7 +1,7 @@
 """Products with ``A ⊗ G`` that never form it.
 
-A gradient of a layer is a matrix ``V``, ``(d_in, d_out)``; flattened row by row, ``A ⊗ G`` is the
-standard Kronecker product: entry ``[i·d_out + o, j·d_out + p]`` is ``A[i, j]·G[o, p]``.
+A gradient of a layer is a matrix ``V``, ``(d_in, d_out)``, flattened row by row. Entry
+``[i·d_out + o, j·d_out + p]`` of ``A ⊗ G`` is ``A[i, j]·G[o, p]``.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ def multiply_parts(
     *,
     scale: float = 1.0,
 ) -> None:
-    """``scale · A V Gᵀ`` of a matrix that comes in parts, into parts of the same shapes.
+    """Compute ``scale · A V Gᵀ`` of a matrix whose last row is a separate array.
 
-    Weights and biases of a layer lie in arrays of their own, in memory of any order: they are
-    multiplied as they are. Threads share the rows of ``A``, both products of a row in one task.
+    The weight and the bias of a layer are two arrays, with any strides; neither is copied. The rows
+    of ``A`` are divided among threads; a task computes both products of its rows.
 
     Args:
         A: Left factor, ``(d_in, d_in)``.
         G: Right factor, ``(d_out, d_out)``.
         V: The rows of the gradient but the last, ``(d_in − 1, d_out)``, and the last, ``(d_out,)``;
-            or all rows alone.
-        out: Arrays of the same shapes, apart from ``V``.
-        backend: Their library.
-        scale: Of the product.
+            or all rows in one array.
+        out: Arrays of the shapes of ``V``, in other memory.
+        backend: Array library.
+        scale: Factor of the product.
 
     Raises:
-        ShapeError: The sides do not fit.
+        ShapeError: The shapes do not fit each other.
     """
     d_in, d_out = len(V[0]) + len(V) - 1, V[0].shape[-1]
     if A.shape != (d_in, d_in) or G.shape != (d_out, d_out):
@@ -63,7 +63,7 @@ def _multiply_rows(
     scale: float,
     rows: slice,
 ) -> None:
-    """Some rows of ``scale · A V Gᵀ``."""
+    """Compute a slice of the rows of ``scale · A V Gᵀ``."""
     weights = len(V[0])
     product = backend.matmul(A[rows, :weights], V[0])
     if len(V) > 1:

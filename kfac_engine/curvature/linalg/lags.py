@@ -1,13 +1,13 @@
 """Kronecker blocks of stationary sequences: sums over lags of ``A_d ⊗ G_d``, and their inverses.
 
-A layer used at ``u`` successive steps, with moments that depend on the lag only, has the block
+The block of a layer used at ``u`` successive steps, whose moments depend on the lag only, is
 
     ``F = Σ_{|d| < u} (u − |d|) · A_d ⊗ G_d``
 
-and if inputs and gradients follow a linear recursion, ``A_d = S Ψ^d S`` with ``S = A_0^{1/2}`` and
-``Ψ = S⁻¹ A_1 S⁻¹`` (``Ψᵀ`` for negative lags). Two closed forms of the inverse are known.
-*Option 1* takes ``Ψ`` as symmetric and keeps the weights. *Option 2* takes any ``Ψ`` and the
-sequence as infinite: every weight is ``u``, and with ``P = Ψ_A ⊗ Ψ_G``
+If inputs and gradients follow a linear recursion, ``A_d = S Ψ^d S`` with ``S = A_0^{1/2}`` and
+``Ψ = S⁻¹ A_1 S⁻¹`` (``Ψᵀ`` for negative lags). The inverse has two closed forms.
+*Option 1* assumes that ``Ψ`` is symmetric. *Option 2* allows any ``Ψ`` and assumes an infinite
+sequence: every weight is ``u``, and with ``P = Ψ_A ⊗ Ψ_G``
 
     ``Σ_d P^d = (I − P)⁻¹ + (I − Pᵀ)⁻¹ − I = (I − Pᵀ)⁻¹ (I − PᵀP) (I − P)⁻¹``.
 
@@ -31,7 +31,7 @@ _DIVERGED = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Whitened:
-    """One side of the block, seen from where its moment is the identity.
+    """A factor of the block in coordinates in which its moment is the identity.
 
     Attributes:
         root: ``S``, ``(d, d)``.
@@ -46,7 +46,7 @@ class Whitened:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """One side of option 1.
+    """A factor of the closed form of option 1.
 
     Attributes:
         basis: ``S⁻¹ Q`` with ``Q diag(ψ) Qᵀ = Ψ``, ``(d, d)``.
@@ -59,7 +59,7 @@ class Symmetric:
 
 @dataclass(frozen=True, slots=True)
 class Infinite:
-    """One side of option 2.
+    """A factor of the closed form of option 2.
 
     Attributes:
         shift: ``C₁ᵀ (C₀ + λ)⁻¹ = S Ψᵀ S⁻¹``, ``(d, d)``.
@@ -75,17 +75,17 @@ class Infinite:
 def whiten(
     eigenvalues: Array, eigenvectors: Array, lag: Array, damping: float, clip: float = 0.0
 ) -> Whitened:
-    """A side from its moment ``C₀`` and its lag moment ``C₁``.
+    """Whiten a factor by its moment ``C₀`` and its lag moment ``C₁``.
 
     Args:
-        eigenvalues: Of ``C₀``, ``(d,)``.
-        eigenvectors: As columns, ``(d, d)``.
+        eigenvalues: Eigenvalues of ``C₀``, ``(d,)``.
+        eigenvectors: Eigenvectors of ``C₀`` as columns, ``(d, d)``.
         lag: ``C₁ = E[x_{τ+1} x_τᵀ]``, ``(d, d)``.
-        damping: Added to the clipped eigenvalues.
+        damping: Number that is added to the clipped eigenvalues.
         clip: Least eigenvalue before damping.
 
     Returns:
-        In the dtype of the eigenvalues.
+        The factor, in the element type of the eigenvalues.
 
     Raises:
         InputError: A damped eigenvalue is not positive.
@@ -98,34 +98,34 @@ def whiten(
 def whiten_undamped(
     eigenvalues: Array, eigenvectors: Array, lag: Array, rounding: float
 ) -> Whitened:
-    """As ``whiten`` without damping, on the range of ``C₀``: ``C₁`` has no part outside it.
+    """Whiten a factor without damping, on the range of ``C₀``, which contains that of ``C₁``.
 
     Args:
         eigenvalues: As in ``whiten``.
         eigenvectors: As in ``whiten``.
         lag: As in ``whiten``.
-        rounding: Eigenvalues below this part of the largest are none.
+        rounding: Relative bound: eigenvalues below it times the largest count as zero.
 
     Returns:
-        With a pseudo-inverse for the inverse root.
+        The factor, whose inverse root is a pseudo-inverse.
     """
     xp = array_module(eigenvalues)
     roots = xp.sqrt(xp.maximum(eigenvalues, 0.0))
-    kept = eigenvalues > rounding * eigenvalues[-1]
-    inverses = xp.where(kept, 1.0 / xp.where(kept, roots, 1.0), 0.0)
+    positive = eigenvalues > rounding * eigenvalues[-1]
+    inverses = xp.where(positive, 1.0 / xp.where(positive, roots, 1.0), 0.0)
     root = (eigenvectors * roots) @ eigenvectors.T
     inverse_root = (eigenvectors * inverses) @ eigenvectors.T
     return Whitened(root, inverse_root, inverse_root @ lag @ inverse_root)
 
 
 def symmetric(side: Whitened, backend: Backend) -> Symmetric:
-    """A side of option 1; the lag moment is symmetrised, its eigenvalues are taken absolute."""
+    """Return a factor of option 1, from absolute eigenvalues of the symmetrized lag moment."""
     values, Q = backend.linalg.eighs([(side.lag + side.lag.T) / 2])[0]
     return Symmetric(side.inverse_root @ Q, abs(values))
 
 
 def infinite(side: Whitened, backend: Backend) -> Infinite:
-    """A side of option 2; singular values above one, which are rounding, become one."""
+    """Return a factor of option 2; rounding can leave singular values above 1, which become 1."""
     xp = array_module(side.lag)
     values, Q = backend.linalg.eighs([side.lag.T @ side.lag])[0]
     shift = side.root @ side.lag.T @ side.inverse_root
@@ -133,16 +133,16 @@ def infinite(side: Whitened, backend: Backend) -> Infinite:
 
 
 def lag_weights(x: Array, uses: int) -> Array:
-    """``Σ_{|d| < u} (u − |d|) x^|d| = (u(1 − x²) − 2x(1 − x^u)) / (1 − x)²``.
+    """Return ``Σ_{|d| < u} (u − |d|) x^|d| = (u(1 − x²) − 2x(1 − x^u)) / (1 − x)²``.
 
-    As a polynomial it has no singularity at one, where it is ``u²``.
+    It is evaluated as a polynomial, which has no singularity at 1.
 
     Args:
-        x: Products of the two sides' eigenvalues.
-        uses: ``u``, at least one.
+        x: Products of the eigenvalues of the two factors.
+        uses: Number ``u`` of uses, at least one.
 
     Returns:
-        In the shape of ``x``; the inverse of the paper's γ.
+        The weights, in the shape of ``x``; the inverse of γ in the paper.
     """
     # 2x·(1·x^(u−2) + 2·x^(u−3) + … + (u−1)) + u, by Horner's rule.
     total = 0 * x
@@ -153,18 +153,18 @@ def lag_weights(x: Array, uses: int) -> Array:
 
 
 def solve_symmetric(V: Array, A: Symmetric, G: Symmetric, uses: int) -> Array:
-    """The inverse of option 1's block times ``V``, ``(d_in, d_out)``."""
+    """Return the inverse of the block of option 1 times ``V``, ``(d_in, d_out)``."""
     Z = A.basis.T @ V @ G.basis / lag_weights(A.values[:, None] * G.values, uses)
     solution: Array = A.basis @ Z @ G.basis.T
     return solution
 
 
 def solve_infinite(V: Array, A: Infinite, G: Infinite, uses: int) -> Array:
-    """The inverse of option 2's block times ``V``, ``(d_in, d_out)``."""
+    """Return the inverse of the block of option 2 times ``V``, ``(d_in, d_out)``."""
     xp = array_module(V)
     V = V - A.shift @ V @ G.shift.T
     scales = 1.0 - A.values[:, None] * G.values
-    # Zero only where a sequence repeats itself exactly; the paper's code divides by one there.
+    # Zero only if a sequence repeats exactly; as in the code of the paper, divide by 1 then.
     V = A.basis.T @ V @ G.basis / xp.where(scales == 0.0, 1.0, scales)
     V = A.basis @ V @ G.basis.T
     solution: Array = (V - A.shift.T @ V @ G.shift) / uses
@@ -172,9 +172,9 @@ def solve_infinite(V: Array, A: Infinite, G: Infinite, uses: int) -> Array:
 
 
 def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
-    """Option 1's block times ``V``, ``(…, d_in, d_out)``."""
+    """Return the block of option 1 times ``V``, ``(…, d_in, d_out)``."""
     (psi_a, basis_a), (psi_g, basis_g) = (
-        backend.linalg.eighs([(side.lag + side.lag.T) / 2])[0] for side in (A, G)
+        backend.linalg.eighs([(factor.lag + factor.lag.T) / 2])[0] for factor in (A, G)
     )
     basis_a, basis_g = A.root @ basis_a, G.root @ basis_g
     weights = lag_weights(abs(psi_a)[:, None] * abs(psi_g), uses)
@@ -183,17 +183,17 @@ def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: B
 
 
 def multiply_infinite(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
-    """The product with option 2's block.
+    """Return the block of option 2 times ``V``.
 
     Args:
-        V: ``(…, d_in, d_out)``.
-        A: Input side.
-        G: Output side.
-        uses: ``u``.
-        backend: Not needed; option 1 decomposes.
+        V: Vectors, ``(…, d_in, d_out)``.
+        A: Input factor.
+        G: Output factor.
+        uses: Number ``u`` of uses.
+        backend: Not used; the signature is that of ``multiply_symmetric``.
 
     Returns:
-        In the shape of ``V``.
+        The product, in the shape of ``V``.
 
     Raises:
         UnsupportedError: The sum over lags does not converge.
@@ -206,7 +206,7 @@ def multiply_infinite(V: Array, A: Whitened, G: Whitened, uses: int, backend: Ba
 
 
 def _sum_of_powers(A: Array, G: Array, Z: Array) -> Array:
-    """``Σ_{d ≥ 0} A^d Z (Gᵀ)^d``, doubling the number of terms at each step."""
+    """Return ``Σ_{d ≥ 0} A^d Z (Gᵀ)^d``; each step doubles the number of terms."""
     xp = array_module(Z)
     for _ in range(_DOUBLINGS):
         Z = Z + A @ Z @ G.T

@@ -18,23 +18,24 @@ def eigh_power(
     dtype: npt.DTypeLike | None = None,
     smallest: Array | None = None,
 ) -> Array:
-    """``(C + damping·I) ** exp`` of the matrix ``C`` with these eigenvalues and eigenvectors.
+    """Return ``(C + damping·I) ** exp`` of a matrix ``C`` by its eigenvalues and eigenvectors.
 
-    Eigenvalues are clipped from below *before* the damping is added: rounding may have made them
-    negative, and the damping must not pay for that.
+    Eigenvalues are clipped from below *before* the damping is added: rounding can make them
+    negative, which must not reduce the damping.
 
     Args:
-        values: Eigenvalues of ``C``, ``(d,)``, ascending; of a stack ``(g, d)``.
+        values: Eigenvalues of ``C`` in ascending order, ``(d,)``, or ``(g, d)`` of a stack.
         vectors: Orthonormal eigenvectors as columns, ``(d, d)`` or ``(g, d, d)``.
-        damping: Added to each clipped eigenvalue; for a stack one number or ``(g,)``, on the host.
+        damping: Number that is added to each clipped eigenvalue; for a stack also ``(g,)``, on the
+            host.
         exp: Any real exponent.
         clip: Least eigenvalue before damping.
-        dtype: Of the result; that of the vectors if left out.
-        smallest: The smallest eigenvalue of each matrix on the host, where it is known there.
+        dtype: Element type of the result; by default that of the vectors.
+        smallest: The smallest eigenvalue of each matrix on the host, if known.
 
     Returns:
-        ``Q diag((max(values, clip) + damping) ** exp) Qᵀ``, ``(d, d)``, exactly symmetric; a stack
-        of them for a stack.
+        ``Q diag((max(values, clip) + damping) ** exp) Qᵀ``, ``(d, d)`` or ``(g, d, d)``,
+        exactly symmetric.
 
     Raises:
         InputError: A damped eigenvalue is negative, or zero under a negative exponent.
@@ -50,7 +51,7 @@ def eigh_power(
     damped = xp.maximum(values, clip) + level
     root = vectors * damped[..., None, :] ** (exp / 2)
     power = root @ root.swapaxes(-1, -2)
-    # Only SYRK, which NumPy takes for such a product, is symmetric to the last bit.
+    # NumPy computes such a product by SYRK, which is exactly symmetric; other libraries do not.
     symmetric: Array = (0.5 * (power + power.swapaxes(-1, -2))).astype(
         dtype or vectors.dtype, copy=False
     )
