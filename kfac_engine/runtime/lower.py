@@ -1,6 +1,6 @@
-"""Rewrites a graph until every operator that is to be differentiated has a derivative rule.
+"""Lowers a graph until every operator on a differentiated path has a derivative rule.
 
-What an operator becomes is in the table of ``lowering``.
+The table of rewrites is in ``autodiff.lowering``.
 """
 
 from bisect import bisect_left
@@ -24,26 +24,28 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.inputs import fixed_inputs
 from kfac_engine.runtime.sample_run import sample_facts
 
-# Bodies within bodies: far more rounds than any exporter nests.
+# Depth of nested bodies; no exporter nests as many.
 _MOST_ROUNDS = 16
 
 
 def lowered(
     graph: Graph, wrt: Iterable[str], inputs: Mapping[str, Array] | None = None
 ) -> tuple[Graph, dict[str, Fact]]:
-    """The same function in operators that have derivative rules, and facts about its values.
+    """Rewrite a graph in operators that have derivative rules.
+
+    Nodes that do not depend on ``wrt`` stay, and so do nodes that a lowering refuses;
+    ``differentiate`` raises an error if their derivative is needed.
 
     Args:
         graph: Canonical graph.
-        wrt: What it will be differentiated with respect to; nodes that do not depend on it stay.
-            So do those that a lowering refuses: ``differentiate`` says why where it matters.
-        inputs: A batch for the sample run; made up when left out.
+        wrt: Names of the values to differentiate with respect to.
+        inputs: A batch for the sample run; None generates one.
 
     Returns:
-        The graph, the given one if nothing was to be rewritten, and type and shape of each value.
+        The rewritten graph, or ``graph`` itself; and element type and shape of each value.
 
     Raises:
-        ModelError: The model runs on none of the inputs that were made up.
+        ModelError: The model runs on none of the generated inputs.
     """
     graph, facts = _with_named_axes(graph, sample_facts(graph, inputs))
     wrt = tuple(wrt)
@@ -56,40 +58,40 @@ def lowered(
 
 
 def _with_named_axes(graph: Graph, facts: dict[str, Fact]) -> tuple[Graph, dict[str, Fact]]:
-    """The graph with ``Squeeze`` naming its axes: a batch of one keeps its axis, as others do."""
+    """Name the axes of each ``Squeeze``, so that it does not remove a batch axis of size one."""
     named: dict[str, Node] = {}
     constants: dict[str, Array] = {}
     for node in graph.nodes:
         if node.op == "Squeeze" and not node.domain and not any(node.inputs[1:]):
             (operand, *_), axes = node.inputs, f"axes of {node.name}"
             shape = facts[operand].shape
-            constants[axes] = np.array([axis for axis, side in enumerate(shape) if side == 1])
+            constants[axes] = np.array([axis for axis, size in enumerate(shape) if size == 1])
             named[node.name] = replace(node, inputs=(operand, axes))
     if not named:
         return graph, facts
     nodes = tuple(named.get(node.name, node) for node in graph.nodes)
-    known = {name: Fact(array.dtype, array.shape) for name, array in constants.items()}
+    added = {name: Fact(array.dtype, array.shape) for name, array in constants.items()}
     graph = replace(graph, nodes=nodes, constants={**graph.constants, **constants})
-    return graph, {**facts, **known}
+    return graph, {**facts, **added}
 
 
 def with_taken_branches(
     loaded: LoadedModel, inputs: Mapping[str, Array] | None = None
 ) -> LoadedModel:
-    """The model with the branch in the place of each ``If`` that constants decide.
+    """Replace each ``If`` with a constant condition by the branch that it takes.
 
-    Inputs of one whole number each count as constants if they are given. What sizes decide stays,
-    as it may be decided otherwise in another batch. Weights of other branches are gone.
+    Scalar integer inputs in ``inputs`` count as constants. Conditions that depend on sizes stay,
+    because they may differ between batches. Weights of removed branches are removed.
 
     Args:
         loaded: The model.
-        inputs: A batch for sample runs; made up when left out.
+        inputs: A batch for sample runs; None generates one.
 
     Returns:
-        The model; its file is the same.
+        The model with the same file.
 
     Raises:
-        ModelError: The model runs on none of the inputs that were made up.
+        ModelError: The model runs on none of the generated inputs.
     """
     graph = replace(loaded.graph, fixed=fixed_inputs(loaded.graph, inputs))
     while ifs := [node for node in graph.nodes if node.qualified_op == "If"]:
@@ -100,8 +102,8 @@ def with_taken_branches(
             break
         graph = rewritten
     read = set(graph.outputs).union(*((*node.inputs, *node.captures) for node in graph.nodes))
-    kept = {n: a for n, a in graph.constants.items() if n in read or n not in graph.inner}
-    return replace(loaded, graph=replace(graph, constants=kept))
+    constants = {n: a for n, a in graph.constants.items() if n in read or n not in graph.inner}
+    return replace(loaded, graph=replace(graph, constants=constants))
 
 
 def _is_decided(node: Node, graph: Graph, facts: Mapping[str, Fact]) -> bool:
@@ -110,14 +112,14 @@ def _is_decided(node: Node, graph: Graph, facts: Mapping[str, Fact]) -> bool:
 
 
 def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
-    """The graph without values that are no tensors, where rewriting left them without readers."""
+    """Remove nodes whose results are unread sequences, which rewriting may leave."""
     read = set(graph.outputs)
-    kept = []
+    needed = []
     for node in reversed(graph.nodes):
         if read.intersection(node.outputs) or any(name in facts for name in node.outputs):
-            kept.append(node)
+            needed.append(node)
             read.update((*node.inputs, *node.captures))
-    return graph if len(kept) == len(graph.nodes) else replace(graph, nodes=tuple(kept[::-1]))
+    return graph if len(needed) == len(graph.nodes) else replace(graph, nodes=tuple(needed[::-1]))
 
 
 def _rewritten(
@@ -127,8 +129,8 @@ def _rewritten(
     builders: dict[str, LoweringBuilder] = {}
     for node, rewriting in targets:
         b = LoweringBuilder(graph, facts, _free_prefix(node, taken))
-        # What is refused may be known better in another round. What stays is refused by
-        # `differentiate`, if it is asked for a derivative there.
+        # A later round may know more about a refused node. `differentiate` raises the error if its
+        # derivative is needed.
         with suppress(UnsupportedOpError):
             rewriting(b, node)
             builders[node.name] = b
@@ -142,8 +144,8 @@ def _rewritten(
 
 
 def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]]:
-    """The nodes that are to be rewritten, and what rewrites each."""
-    # Values that change with ``wrt``, other than in jumps.
+    """Yield the nodes to rewrite, each with its lowering."""
+    # Values with a nonzero derivative with respect to ``wrt``.
     dependent = dependents(graph, wrt, ZERO_DERIVATIVE)
     for node in graph.nodes:
         if dependent.intersection((*node.inputs, *node.captures)):
@@ -153,7 +155,7 @@ def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]
 
 
 def _free_prefix(node: Node, taken: Sequence[str]) -> str:
-    """A prefix that none of the sorted names ``taken`` has."""
+    """Return a prefix of no name in the sorted list ``taken``."""
     prefix = f"{node.name}/"
     while _is_prefix(prefix, taken):
         prefix = f"{prefix}_"
@@ -161,6 +163,6 @@ def _free_prefix(node: Node, taken: Sequence[str]) -> str:
 
 
 def _is_prefix(prefix: str, names: Sequence[str]) -> bool:
-    # Sorted, names that start with it come first among those that are not before it.
+    # In sorted order, names with the prefix follow directly after it.
     first = bisect_left(names, prefix)
     return first < len(names) and names[first].startswith(prefix)

@@ -1,4 +1,4 @@
-"""Memory that the sessions of a model take for a batch, in bytes, told from its sample run."""
+"""Memory of the sessions of a model for a batch, computed from its sample run."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -21,66 +21,65 @@ from kfac_engine.runtime.cpu.weight_gradient_session import divided
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.sample_run import measured_facts, open_run, sample_batch
 
-# What an arena of pieces of many sizes takes over the sum of them: measured 1.09 to 1.19.
-_LOST = 1.15
+# Memory of an arena divided by the sum of its arrays; measured between 1.09 and 1.19.
+_ARENA_OVERHEAD = 1.15
 
-# Peaks of small networks were 0.7 to 4.6 times the sum of all values of the forward pass and the
-# gradients of parameters: shifted operands of convolutions are several times as large as images.
-_SPARE = 8
+# Upper bound of the peak divided by the sum of forward values and parameter gradients. In small
+# networks the ratio is up to 4.6, because shifted operands of convolutions exceed the images.
+_PEAK_RATIO = 8
 
 
 def activation_bytes(
     model: OnnxModel, batch: Batch, size: int, inputs: Mapping[str, Array] | None
 ) -> int:
-    """Peak of all values of a forward pass and a backward pass, masks and indices included.
+    """Compute the peak memory of the values of a forward pass and a backward pass.
 
-    Results are taken to be freed after their last use unless they are handed over. What an operator
-    needs while it runs is not counted.
+    The estimate assumes that a value is freed after its last use unless the session returns it. It
+    does not include temporary memory within an operator.
 
     Args:
-        model: Everything it will be asked for was asked for once.
-        batch: Where the examples lie.
-        size: Examples.
-        inputs: The batch of the sample run; None if it was made up.
+        model: A model whose backward graphs have been built.
+        batch: Batch axes of inputs and values.
+        size: Number of examples.
+        inputs: The batch of the sample run; None if it was generated.
 
     Returns:
-        Bytes. Axes other than the batch are as long as in the sample run.
+        Bytes. Axes other than the batch have their lengths in the sample run.
     """
     feeds = sample_batch(model.graph, model.facts, inputs)
     peaks = (
         _pass_bytes(model, backward, _sizes_at(model, backward, batch, size, feeds))
         for backward in model.backwards()
     )
-    # Passes run one after the other, in the same memory: the largest decides.
-    return ceil(_LOST * max(peaks))
+    # Passes use the same memory one after another.
+    return ceil(_ARENA_OVERHEAD * max(peaks))
 
 
 def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
-    """Bytes that a step's values stay well below, told from the sample run alone: a sum.
+    """Compute an upper bound of the memory of a step from the sample run alone.
 
     Args:
         model: The model.
-        batch: Where the examples lie.
-        size: Examples.
+        batch: Batch axes of inputs and values.
+        size: Number of examples.
 
     Returns:
-        ``_SPARE`` times all values of the forward pass and the gradients of parameters, as if none
-        was freed. ``activation_bytes`` knows the peak, but measures it in sessions that take as
-        long to build as the engine's own.
+        ``_PEAK_RATIO`` times the bytes of all forward values and parameter gradients.
+        ``activation_bytes`` is exact, but builds sessions that take as long as the engine's.
     """
     facts = (fact for name, fact in model.facts.items() if name not in model.graph.constants)
     values = sum(value_bytes(fact) for fact in facts) * max(size / batch.size, 1)
-    return ceil(_SPARE * (values + sum(array.nbytes for array in model.parameters.values())))
+    return ceil(_PEAK_RATIO * (values + sum(array.nbytes for array in model.parameters.values())))
 
 
 def _sizes_at(
     model: OnnxModel, backward: Backward, batch: Batch, size: int, feeds: Mapping[str, Array]
 ) -> dict[str, float]:
-    """Bytes of every value for a batch of another size: all are linear in it."""
+    """Return the bytes of every value for a batch size, by linear extrapolation."""
     graph = _joint(model, backward)
     if batch.fixed:
         return _sizes(model, graph, backward, feeds)
-    # As few examples as tell the slope: each takes as much memory as it would in a step.
+    # Two small batches suffice: each example takes as much memory as in a step.
     for fewer in dict.fromkeys((1, batch.size)):
         try:
             few = _sizes(model, graph, backward, _with_examples(feeds, batch, fewer))
@@ -95,7 +94,7 @@ def _sizes_at(
 
 
 def _with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
-    """The inputs with so many examples, repeated where there are fewer."""
+    """Return the inputs with ``count`` examples, repeated if the batch has fewer."""
     return {
         name: array.take(np.arange(count) % batch.size, batch.inputs[name])
         if name in batch.inputs
@@ -105,43 +104,48 @@ def _with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict
 
 
 def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]) -> float:
-    """Peak of a forward pass and a backward pass after it."""
+    """Return the peak of a forward pass and a backward pass after it."""
     fetched, graph = model.fetched(), model.extended_graph()
-    kept = sum(sizes.get(name, 0) for name in fetched) + sum(
+    saved_bytes = sum(sizes.get(name, 0) for name in fetched) + sum(
         sizes[entry.name] for entry in model.graph.inputs
     )
     context = model.context()
-    laid = to_blocked_layout(context, graph.nodes, fetched, graph.constants)
-    forward = _peak_as_run(laid, sizes, fetched)
-    # Those of parameters are written into the caller's own arrays, which are counted as gradients.
-    own = {gradient for name, gradient in backward.gradients.items() if name in model.parameters}
+    blocked = to_blocked_layout(context, graph.nodes, fetched, graph.constants)
+    forward = _peak_as_run(blocked, sizes, fetched)
+    # Parameter gradients are written into arrays that the engine counts separately.
+    preallocated = {
+        gradient for name, gradient in backward.gradients.items() if name in model.parameters
+    }
     if model.memory_space is HOST:
         backward = divided(backward, apart=WEIGHT_GRADIENTS in model.graph_passes).session
-    handed = set(backward.gradients.values())
+    results = set(backward.gradients.values())
     constants = {**graph.constants, **backward.constants}
     nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in model.graph_passes)
-    laid = to_blocked_layout(context, nodes, handed, constants)
-    return max(forward, kept + _peak_as_run(laid, {**sizes, **dict.fromkeys(own, 0.0)}, handed))
+    blocked = to_blocked_layout(context, nodes, results, constants)
+    sizes = {**sizes, **dict.fromkeys(preallocated, 0.0)}
+    return max(forward, saved_bytes + _peak_as_run(blocked, sizes, results))
 
 
-def _peak_as_run(laid: BlockedGraph, sizes: Mapping[str, float], kept: Collection[str]) -> float:
-    """The peak, with values that lie in memory a second time, in blocks."""
-    copies = {there: sizes.get(value, 0.0) for there, value in laid.copies.items()}
-    return _peak(laid.nodes, {**sizes, **copies}, kept)
+def _peak_as_run(
+    blocked: BlockedGraph, sizes: Mapping[str, float], results: Collection[str]
+) -> float:
+    """Return the peak of a pass, with copies of values in the blocked layout."""
+    copies = {there: sizes.get(value, 0.0) for there, value in blocked.copies.items()}
+    return _peak(blocked.nodes, {**sizes, **copies}, results)
 
 
 def _joint(model: OnnxModel, backward: Backward) -> Graph:
-    """Forward graph, all that was added to it, and a backward graph."""
+    """Return the extended forward graph with a backward graph."""
     graph = model.extended_graph()
     added = {node.name for node in backward.forward_nodes}
-    kept = tuple(node for node in graph.nodes if node.name not in added)
-    return joint_graph(replace(graph, nodes=kept), backward)
+    nodes = tuple(node for node in graph.nodes if node.name not in added)
+    return joint_graph(replace(graph, nodes=nodes), backward)
 
 
 def _sizes(
     model: OnnxModel, graph: Graph, backward: Backward, feeds: Mapping[str, Array]
 ) -> dict[str, float]:
-    """Bytes of every value by name; a cotangent is as large as its value."""
+    """Return the bytes of every value by name."""
     known = open_run(model.graph, model.facts).facts(feeds)
     cotangents = {
         cotangent: np.zeros(known[name].shape, known[name].dtype)
@@ -152,22 +156,22 @@ def _sizes(
 
 
 def value_bytes(fact: Fact) -> int:
-    """Bytes of a value in the run that was measured."""
+    """Return the bytes of a value in the sample run."""
     return fact.dtype.itemsize * prod(fact.shape)
 
 
-def _peak(nodes: Iterable[Node], sizes: Mapping[str, float], kept: Collection[str]) -> float:
-    """Largest sum of results that are still to be read or to be handed over."""
+def _peak(nodes: Iterable[Node], sizes: Mapping[str, float], returned: Collection[str]) -> float:
+    """Return the largest sum of results that a later node reads or that are returned."""
     nodes = tuple(nodes)
     last = {name: i for i, node in enumerate(nodes) for name in (*node.inputs, *node.captures)}
-    made: set[str] = set()
+    computed: set[str] = set()
     live = peak = 0.0
     for index, node in enumerate(nodes):
         results = [name for name in node.outputs if name]
         live += sum(sizes.get(name, 0) for name in results)
-        made.update(results)
+        computed.update(results)
         peak = max(peak, live)
         done = {name for name in (*node.inputs, *results) if last.get(name, -1) <= index}
-        live -= sum(sizes.get(name, 0) for name in done & made if name not in kept)
-        made -= done
+        live -= sum(sizes.get(name, 0) for name in done & computed if name not in returned)
+        computed -= done
     return peak

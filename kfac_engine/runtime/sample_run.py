@@ -1,6 +1,6 @@
-"""Sample runs: shapes and element types of the values of a model, from one small run.
+"""Sample runs: shapes and element types of the values of a model from a run on a small batch.
 
-A run returns shapes. A value itself is returned only on request, and released after use.
+A run returns shapes. It returns values only on request.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,22 +19,22 @@ from kfac_engine.runtime.inputs import check_inputs, disagreements, spelled
 from kfac_engine.runtime.leading_examples import first_examples, says_batch
 from kfac_engine.runtime.session_chain import Chain, inferred
 
-# Sizes tried for open axes in a sample run, as (first axis, other axes). The first axis is
-# the batch more often than not, and a batch of two keeps it apart from axes of one; other axes
-# must be long enough for pooling and short enough for position tables. A batch of one comes last:
-# some exporters bake it into Reshape targets.
+# Sizes of open axes in a sample run, as (first axis, other axes), in the order of trial. The first
+# axis is usually the batch; a batch of two differs from axes of size one. Other axes must be long
+# enough for pooling and short enough for position tables. A batch of one is last: some exporters
+# write it into the targets of Reshape.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
 _POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
-_MOST_ENTRIES = 2**31  # of an input that is made up
+_MOST_ENTRIES = 2**31  # of a generated input
 
 
 class SampleRun:
     """Runs a graph on small batches.
 
     Args:
-        graph: The graph. Inputs that declare no shape take arrays of any.
-        what: What the runs are for, for messages.
-        facts: Of an earlier run, which spare the session that finds element types.
+        graph: The graph. Inputs without a declared shape accept any shape.
+        what: Purpose of the runs, for messages.
+        facts: Facts of an earlier run; they save the session that infers element types.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SampleRun:
 
     @cached_property
     def dtypes(self) -> Mapping[str, DType]:
-        """Element type of each result that is an array of numbers, in topological order.
+        """Element type of each numeric result, in topological order.
 
         Raises:
             BackendError: ONNX Runtime refuses the graph.
@@ -61,14 +61,14 @@ class SampleRun:
         return {name: known[name] for name in self._computed if name in known}
 
     def inferred_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of results that ONNX Runtime infers from those of the inputs, without a run."""
+        """Return the shapes of results that ONNX Runtime infers from those of the inputs."""
         shapes = {name: entry.shape or () for name, entry in self._inferred.items()}
-        # An unknown rank looks like that of a scalar, whose shape has no entries.
+        # ONNX Runtime returns an empty shape for scalars and for unknown ranks.
         empty = [name for name, shape in shapes.items() if not shape]
         nodes = _measuring(self._graph.nodes, empty)
         ranks = inferred(self._graph, nodes, map(_shape_of, empty), self._what) if empty else {}
         fixed = {
-            name: tuple(side for side in shape if isinstance(side, int))
+            name: tuple(size for size in shape if isinstance(size, int))
             for name, shape in shapes.items()
             if shape or ranks[_shape_of(name)].shape == (0,)
         }
@@ -77,11 +77,11 @@ class SampleRun:
     def facts(
         self, feeds: Mapping[str, Array], known: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, Fact]:
-        """Element type and shape of constants, inputs and results; sequences have none.
+        """Return element type and shape of constants, inputs and results, except sequences.
 
         Args:
-            feeds: One array for each input.
-            known: Results to shapes that need no run.
+            feeds: Input name to array.
+            known: Result name to known shape.
 
         Returns:
             Name to fact.
@@ -90,14 +90,14 @@ class SampleRun:
             BackendError: An operator failed: the sizes of the feeds do not fit.
         """
         shapes = dict(known or {})
-        asked = tuple(name for name in self.dtypes if name not in shapes)
-        if asked:
-            names = tuple(map(_shape_of, asked))
+        unknown = tuple(name for name in self.dtypes if name not in shapes)
+        if unknown:
+            names = tuple(map(_shape_of, unknown))
             if names not in self._chains:
-                nodes = _measuring(SubGraph(self._graph, asked).nodes, asked)
+                nodes = _measuring(SubGraph(self._graph, unknown).nodes, unknown)
                 self._chains[names] = Chain(self._graph, nodes, names, self._what)
-            found = self._chains[names].run(self._spared(feeds))
-            shapes |= {name: tuple(map(int, found[_shape_of(name)])) for name in asked}
+            measured = self._chains[names].run(self._with_copies(feeds))
+            shapes |= {name: tuple(map(int, measured[_shape_of(name)])) for name in unknown}
         return {
             **{name: Fact(array.dtype, array.shape) for name, array in self._constants.items()},
             **{name: Fact(array.dtype, array.shape) for name, array in feeds.items()},
@@ -105,23 +105,26 @@ class SampleRun:
         }
 
     def values(self, feeds: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
-        """Some values by name; see ``facts``.
+        """Evaluate values of the graph.
 
         Args:
-            feeds: One array for each input.
-            names: Inputs, or results that are arrays.
+            feeds: Input name to array.
+            names: Names of inputs, or of results that are arrays.
 
         Returns:
             Name to array.
-        """
-        asked = tuple(name for name in names if name not in feeds)
-        if asked not in self._chains:
-            nodes = SubGraph(self._graph, asked).nodes
-            self._chains[asked] = Chain(self._graph, nodes, asked, self._what)
-        return {**self._chains[asked].run(self._spared(feeds)), **feeds}
 
-    def _spared(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds, with copies of running statistics: ONNX Runtime 1.32 writes into those."""
+        Raises:
+            BackendError: An operator failed: the sizes of the feeds do not fit.
+        """
+        results = tuple(name for name in names if name not in feeds)
+        if results not in self._chains:
+            nodes = SubGraph(self._graph, results).nodes
+            self._chains[results] = Chain(self._graph, nodes, results, self._what)
+        return {**self._chains[results].run(self._with_copies(feeds)), **feeds}
+
+    def _with_copies(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Copy running statistics among the feeds, because ONNX Runtime 1.32 overwrites them."""
         norms = (node for node in self._graph.nodes if node.op == "BatchNormalization")
         written = {name for node in norms for name in node.inputs[3:]}
         return {name: a.copy() if name in written else a for name, a in feeds.items()}
@@ -132,8 +135,8 @@ class SampleRun:
 
     @cached_property
     def _constants(self) -> Mapping[str, Array]:
-        fed = {entry.name for entry in self._graph.inputs}
-        return {name: a for name, a in self._graph.constants.items() if name not in fed}
+        inputs = {entry.name for entry in self._graph.inputs}
+        return {name: a for name, a in self._graph.constants.items() if name not in inputs}
 
     @cached_property
     def _inferred(self) -> Mapping[str, Input]:
@@ -145,35 +148,35 @@ def _shape_of(name: str) -> str:
 
 
 def _measuring(nodes: Iterable[Node], names: Collection[str]) -> list[Node]:
-    """The nodes, and behind each those that return the shapes of its results among ``names``."""
-    wanted = frozenset(names)
-    placed: list[Node] = []
+    """Insert nodes that return the shapes of the results among ``names``."""
+    measured = frozenset(names)
+    extended: list[Node] = []
     for node in nodes:
-        found = [name for name in node.outputs if name in wanted]
-        placed += [node, *(Node("Shape", (name,), (_shape_of(name),)) for name in found)]
-    return placed
+        results = [name for name in node.outputs if name in measured]
+        extended += [node, *(Node("Shape", (name,), (_shape_of(name),)) for name in results)]
+    return extended
 
 
 def open_run(graph: Graph, facts: Mapping[str, Fact] | None = None) -> SampleRun:
-    """Sample runs on inputs of any size, whatever the model declares; see ``SampleRun``."""
-    anything = tuple(replace(entry, shape=None) for entry in graph.inputs)
-    return SampleRun(replace(graph, inputs=anything), facts=facts)
+    """Return sample runs on inputs of any size, without the declared sizes of the model."""
+    inputs = tuple(replace(entry, shape=None) for entry in graph.inputs)
+    return SampleRun(replace(graph, inputs=inputs), facts=facts)
 
 
 def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:
-    """Element type and shape of every value, from one small run of the model.
+    """Determine element type and shape of every value by one run on a small batch.
 
     Args:
-        graph: The model.
-        inputs: A real batch to run on, or its first examples where the declaration tells them. An
-            open axis of size one is doubled, to keep it apart from axes that are always one.
-            Inputs are made up from their declared shapes when left out.
+        graph: Graph of the model.
+        inputs: A batch. The run uses its first examples if the model declares the batch axes. An
+            open axis of size one is doubled, so that it differs from axes of fixed size one. None
+            generates inputs from the declared shapes.
 
     Returns:
-        Value name to fact; sequences and optional values have none.
+        Value name to fact, except for sequences and optional values.
 
     Raises:
-        ModelError: The model runs on none of the inputs.
+        ModelError: The model fails on all tried inputs.
         MissingKernelError: ONNX Runtime has no kernel for an operator.
     """
     run = SampleRun(graph)
@@ -182,7 +185,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
     for feeds in _sample_feeds(graph, inputs):
         try:
             ran.append(run.facts(feeds))
-        except MissingKernelError:  # no inputs would help
+        except MissingKernelError:  # other inputs cannot help
             raise
         except BackendError as failure:
             failures.append(f"{failure}")
@@ -193,7 +196,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         return ran[0]
     if inputs is None:
         raise ModelError(
-            f"the model could not be run on made-up inputs; pass sample_inputs, a real batch. "
+            f"the model does not run on generated inputs; pass sample_inputs, a real batch. "
             f"{failures[0]}"
         )
     differing = "; ".join(disagreements(graph, inputs))
@@ -203,11 +206,11 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
 
 
 def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
-    """Element type and shape of every value on a given batch.
+    """Determine element type and shape of every value on a batch.
 
     Args:
-        graph: A graph of any size.
-        feeds: All its inputs, and constants that have another value.
+        graph: The graph.
+        feeds: Name to array for all inputs, and for constants with another value.
 
     Returns:
         Value name to fact.
@@ -220,12 +223,12 @@ def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
 def sample_batch(
     graph: Graph, facts: Mapping[str, Fact], inputs: Mapping[str, Array] | None
 ) -> dict[str, Array]:
-    """The inputs that facts were measured on.
+    """Return the inputs of the sample run that measured the facts.
 
     Args:
-        graph: The model.
-        facts: As ``sample_facts`` gave them for ``inputs``.
-        inputs: A real batch; None makes some up.
+        graph: Graph of the model.
+        facts: Result of ``sample_facts`` for ``inputs``.
+        inputs: A batch, or None for generated inputs.
 
     Returns:
         Input name to array.
@@ -238,57 +241,57 @@ def sample_batch(
 
 
 def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[dict[str, Array]]:
-    """Candidate inputs of a sample run, in the order of trial."""
+    """Yield candidates for the inputs of a sample run, in the order of trial."""
     if inputs is None:
         for first, other in _TRIED_SIZES:
             symbols: dict[str, int] = {}
-            yield {entry.name: _made_up(entry, first, other, symbols) for entry in graph.inputs}
+            yield {entry.name: _generated(entry, first, other, symbols) for entry in graph.inputs}
     else:
-        given = check_inputs(graph, inputs)
-        few = first_examples(graph.inputs, given)
+        checked = check_inputs(graph, inputs)
+        few = first_examples(graph.inputs, checked)
         yield {entry.name: _doubled(entry, few[entry.name]) for entry in graph.inputs}
-        yield {entry.name: _doubled(entry, given[entry.name]) for entry in graph.inputs}
-        yield given
+        yield {entry.name: _doubled(entry, checked[entry.name]) for entry in graph.inputs}
+        yield checked
 
 
 def _pools_fit(graph: Graph, facts: Mapping[str, Fact]) -> bool:
-    """Whether no pooling window is larger than its image, which ONNX Runtime would let pass."""
+    """Return whether all pooling windows fit their images, which ONNX Runtime does not check."""
     for node in graph.nodes:
         if node.op in _POOLS:
             image = facts[node.inputs[0]].shape[2:]
             window = integers(node, "kernel_shape", image)
             pads = integers(node, "pads", (0,) * 2 * len(image))
             padded = zip(image, pads, pads[len(image) :], window, strict=False)
-            if any(side + before + after < taps for side, before, after, taps in padded):
+            if any(size + before + after < taps for size, before, after, taps in padded):
                 return False
     return True
 
 
-def _made_up(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:
-    """Small positive numbers, zeros for indices, True for masks: legal for nearly all operators."""
+def _generated(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:
+    """Generate an input: small positive numbers, zeros for indices, True for masks."""
     if entry.shape is None:
         raise ModelError(
             f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."
         )
-    sides = []
-    for axis, side in enumerate(entry.shape):
-        size = first if axis == 0 or says_batch(side) else other
-        if isinstance(side, str):
-            size = symbols.setdefault(side, size)  # one symbol is one size, as for real inputs
-        sides.append(side if isinstance(side, int) else size)
-    if not 0 < prod(sides) <= _MOST_ENTRIES:
+    shape = []
+    for axis, declared in enumerate(entry.shape):
+        size = first if axis == 0 or says_batch(declared) else other
+        if isinstance(declared, str):
+            size = symbols.setdefault(declared, size)  # axes of one symbol have one size
+        shape.append(declared if isinstance(declared, int) else size)
+    if not 0 < prod(shape) <= _MOST_ENTRIES:
         raise ModelError(
             f"input '{entry.name}' declares the shape ({spelled(entry.shape)}), which "
-            f"{'no batch can have' if prod(sides) else 'holds nothing'}; correct the declaration."
+            f"{'no batch can have' if prod(shape) else 'has no entries'}; correct the declaration."
         )
     if np.issubdtype(entry.dtype, np.floating):
-        return np.random.default_rng(0).uniform(0.1, 0.9, sides).astype(entry.dtype)
+        return np.random.default_rng(0).uniform(0.1, 0.9, shape).astype(entry.dtype)
     filling: bool | str = "" if entry.dtype == np.object_ else entry.dtype == np.bool_
-    return np.full(sides, filling, dtype=entry.dtype)
+    return np.full(shape, filling, dtype=entry.dtype)
 
 
 def _doubled(entry: Input, array: Array) -> Array:
-    for axis, side in enumerate(entry.shape or ()):
-        if not isinstance(side, int) and array.shape[axis] == 1:
+    for axis, size in enumerate(entry.shape or ()):
+        if not isinstance(size, int) and array.shape[axis] == 1:
             array = np.repeat(array, 2, axis=axis)
     return array

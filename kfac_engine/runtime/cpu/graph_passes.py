@@ -1,4 +1,4 @@
-"""What the sessions of a model run on the CPU: its nodes in the forms that are quickest there."""
+"""Applies the graph passes for a CPU to the graphs of a model."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -22,57 +22,59 @@ from kfac_engine.sessions.session import Session
 
 _FLOAT = np.dtype(np.float32)
 
-# Sizes of blocks that ONNX Runtime has on any processor divide it.
+# A multiple of the block size of ONNX Runtime on every processor.
 _CHANNELS = 32
 
 
 def to_blocked_layout(
     context: SessionContext,
     nodes: Sequence[Node],
-    handed: Collection[str],
+    results: Collection[str],
     constants: Mapping[str, Array],
 ) -> BlockedGraph:
-    """Nodes of a model's forward or backward graph, as its session on the CPU runs them.
+    """Convert convolutions of a forward or backward graph to the blocked layout.
 
     Args:
-        context: The model.
-        nodes: In topological order.
-        handed: Names of results that are handed over.
-        constants: Those of the graph; parameters may be among them.
+        context: Graph of the model with the settings of its sessions.
+        nodes: Nodes in topological order.
+        results: Names of the results that the session returns.
+        constants: Constants of the graph, by name; may include parameters.
 
     Returns:
-        Nodes with the same results; the given ones on a GPU, and without the pass.
+        Nodes with the same results; unchanged on a GPU, and without the pass.
     """
     if context.memory_space is not HOST or BLOCKED_LAYOUT not in context.graph_passes:
         return BlockedGraph(tuple(nodes), {}, {})
     facts = context.facts
-    held = {name: array for name, array in constants.items() if name not in context.parameters}
+    fixed = {name: array for name, array in constants.items() if name not in context.parameters}
     kernels = {
         name: facts[name].shape
-        for name in {name for node in nodes for name in node.inputs}.difference(held)
+        for name in {name for node in nodes for name in node.inputs}.difference(fixed)
         if name in facts and facts[name].dtype == _FLOAT and context.is_static(name)
     }
     shapes = {name: fact.shape for name, fact in facts.items()}
-    return convert_to_blocked(nodes, LayoutContext(handed, kernels, shapes, held), channel_block())
+    return convert_to_blocked(
+        nodes, LayoutContext(results, kernels, shapes, fixed), channel_block()
+    )
 
 
 @cache
 def channel_block() -> int:
-    """Channels in a block, as a trial shows them; 0 where ONNX Runtime has none, or is wrong."""
+    """Return the number of channels in a block, from a trial; 0 if the trial fails."""
     x = np.arange(2 * _CHANNELS, dtype=_FLOAT).reshape(1, _CHANNELS, 1, 2)
     try:
-        (turned,) = _tried([Node("ReorderInput", ("x",), ("y",), {}, "turn", DOMAIN)], x)
-        # Number one is the second pixel of the first channel; zero if it is nowhere.
-        block = int(np.argmax(turned.ravel() == 1))
+        (reordered,) = _tried([Node("ReorderInput", ("x",), ("y",), {}, "reorder", DOMAIN)], x)
+        # The second pixel of the first channel, whose value is 1, follows the first block.
+        block = int(np.argmax(reordered.ravel() == 1))
         if block < 2 or _CHANNELS % block:
             return 0
         conv = Node("Conv", ("x", "w"), ("c",), {"pads": (1, 0, 1, 0)}, "conv")
         nodes = [conv, Node("Add", ("c", "c"), ("y",), {}, "add")]
-        scene = LayoutContext({"y"}, {"w": _trial_kernel().shape}, {}, {})
-        found = convert_to_blocked(nodes, scene, block)
+        layout = LayoutContext({"y"}, {"w": _trial_kernel().shape}, {}, {})
+        blocked = convert_to_blocked(nodes, layout, block)
         pair = [
-            _tried(way, x, constants)
-            for way, constants in ((nodes, {}), (found.nodes, found.constants))
+            _tried(trial, x, constants)
+            for trial, constants in ((nodes, {}), (blocked.nodes, blocked.constants))
         ]
     except BackendError:
         return 0
@@ -80,7 +82,7 @@ def channel_block() -> int:
 
 
 def _trial_kernel() -> Array:
-    """Small whole numbers, which every order of summation adds up exactly."""
+    """Return small integers, whose sums are exact in every order."""
     return (np.arange(_CHANNELS**2 * 3) % 5).astype(_FLOAT).reshape(_CHANNELS, _CHANNELS, 3, 1)
 
 

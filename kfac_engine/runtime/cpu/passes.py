@@ -1,6 +1,6 @@
-"""Graph passes: rewritings that change the time or the memory of a session, but not its results.
+"""The table of graph passes, which change the time or the memory of a session but not its results.
 
-Each pass stands in a table, and a model runs any subset of them. A pass that saves time must save
+A model runs any subset of the passes. A pass that saves time must save
 5 % of a step; docs/performance.md lists the measured ratios.
 """
 
@@ -26,13 +26,13 @@ PASSES = Registry(
 
 
 def chosen_passes(names: Sequence[str] | None) -> frozenset[str]:
-    """The passes that a model runs.
+    """Check the names of the passes that a model runs.
 
     Args:
         names: Names from ``PASSES``; None for all of them, an empty list for none.
 
     Returns:
-        Their names.
+        Names of the passes.
 
     Raises:
         InputError: ``names`` is not a list of strings.

@@ -1,8 +1,8 @@
-"""Transposes within products, as ONNX Runtime would fuse them, but where they stand.
+"""Fuses transposes with the products that read them, in the order of the graph.
 
-It fuses a Transpose and the MatMul that reads it, and runs the result after everything else that
-can run: for hundreds of results at a time, memory that a backward pass in its own order takes for
-a few. With nothing left to fuse, nodes keep their order.
+ONNX Runtime fuses a Transpose with the MatMul that reads it, too. It then runs the fused node after
+all other nodes that are ready, which keeps hundreds of results in memory. With no Transpose left to
+fuse, it runs nodes in the order of the graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ _DOMAIN = "com.microsoft"
 
 
 def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]:
-    """The nodes of a backward graph; products read as it lies what was transposed for them.
+    """Fuse transposes of a backward graph with the products that read them.
 
     Args:
-        backward: Left as it is where its cotangents are not of float32, which the fused operator
-            is for.
+        backward: A backward graph. With cotangents other than float32, which the fused operator
+            does not support, products are not fused.
         fuse: Whether products are fused. Transposes that undo each other are removed in any case,
             because ONNX Runtime fails on some of them.
 
@@ -30,31 +30,31 @@ def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]
     nodes = _without_round_trips(backward.nodes)
     if not fuse or set(backward.dtypes.values()) != {np.dtype(np.float32)}:
         return nodes
-    turned = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
-    fused = [_fused(node, turned) if node.op == "MatMul" else node for node in nodes]
+    transposed = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
+    fused = [_fused(node, transposed) if node.op == "MatMul" else node for node in nodes]
     read = {name for node in fused for name in (*node.inputs, *node.captures)}
     read.update(backward.gradients.values())
-    unread = turned.keys() - read
+    unread = transposed.keys() - read
     return tuple(node for node in fused if node.outputs[0] not in unread)
 
 
 def _without_round_trips(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes; a Transpose that undoes another one hands on what that one reads."""
-    # ONNX Runtime drops both, even where the second makes a result of the graph, and fails.
-    turns = {node.outputs[0]: node for node in nodes if node.op == "Transpose"}
+    """Replace each Transpose that undoes another Transpose by an Identity."""
+    # ONNX Runtime removes both, and fails if the second computes a result of the graph.
+    transposes = {node.outputs[0]: node for node in nodes if node.op == "Transpose"}
 
-    def handed_on(node: Node) -> Node:
-        first = turns.get(node.inputs[0]) if node.op == "Transpose" else None
+    def simplified(node: Node) -> Node:
+        first = transposes.get(node.inputs[0]) if node.op == "Transpose" else None
         if first is None or not _undoes(node.attributes.get("perm"), first.attributes.get("perm")):
             return node
         return Node("Identity", first.inputs, node.outputs, {}, node.name)
 
-    return tuple(map(handed_on, nodes))
+    return tuple(map(simplified, nodes))
 
 
 def _undoes(perm: object, first: object) -> bool:
     if not (isinstance(perm, tuple | list) and isinstance(first, tuple | list)):
-        return perm is None and first is None  # both turn all axes around
+        return perm is None and first is None  # both reverse all axes
     return [first[axis] for axis in perm] == [*range(len(perm))]
 
 
@@ -65,8 +65,8 @@ def _swaps_last(node: Node) -> bool:
     return [*perm] == [*range(len(perm) - 2), len(perm) - 1, len(perm) - 2]
 
 
-def _fused(node: Node, turned: Mapping[str, str]) -> Node:
-    names = [turned.get(name, name) for name in node.inputs]
+def _fused(node: Node, transposed: Mapping[str, str]) -> Node:
+    names = [transposed.get(name, name) for name in node.inputs]
     if names == [*node.inputs]:
         return node
     flags = {
