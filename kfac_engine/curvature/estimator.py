@@ -1,4 +1,4 @@
-"""The Fisher estimator: statistics of a trace into factors, products with the whole matrix."""
+"""The Fisher estimator: updates factors from a trace and multiplies by the estimated matrix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,29 +26,30 @@ class FisherEstimator(Sealed):
     """Estimates the block-diagonal Fisher matrix of a collection and multiplies by it.
 
     Args:
-        variables: The parameters; must be those registered with the collection.
+        variables: The parameters that are registered with the collection.
         cov_ema_decay: Decay of the moving averages, in [0, 1].
         damping: λ; a multiple of the identity added to the matrix. Can be changed later.
-        layer_collection: Layers and losses; closed by its one estimator. None takes the default
-            collection.
-        exps: Powers to be multiplied by, besides 1.
+        layer_collection: Layers and losses. The estimator closes the collection for further
+            registrations; no other estimator can use it. None for the default collection.
+        exps: Powers of the matrix to multiply by, besides 1.
         estimation_mode: A row of ``MODES``.
         colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does;
             otherwise it runs on the CPU. ONNX Runtime runs both there, so the numbers are the same.
         name: For messages.
-        compute_cholesky: Whether products with the Cholesky factor are wanted.
-        compute_cholesky_inverse: Whether products with its inverse are.
+        compute_cholesky: Whether to store Cholesky factors, for ``multiply_cholesky``.
+        compute_cholesky_inverse: Whether to store their inverses, for
+            ``multiply_cholesky_inverse``.
         compute_params_stats: Whether ``params_stats`` is computed.
-        batch_size: Size of a mini-batch over all towers, which every update is checked against;
-            needed for ``params_stats``.
-        seed: Of sampled targets and random signs.
-        examples: Gives the gradients of a batch example by example: called with a trace, the
-            cotangents and names of parameters, it yields mappings from name to gradient. Blocks of
-            parameters without a layer then average over examples; without it they take the
-            gradient of the batch, as their classes say.
+        batch_size: Size of a mini-batch over all towers, which every update must have; needed for
+            ``params_stats``.
+        seed: Seed of sampled targets and random signs.
+        examples: Computes gradients of single examples: called with a trace, cotangents and names
+            of parameters, it yields a mapping from name to gradient for each example. Blocks of
+            parameters without a layer then average over examples. Without it they use the
+            gradient of the batch.
 
     Attributes:
-        params_stats: Per variable, ``Σ_sources gradient / batch_size`` of the last update.
+        params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         products: The same products for vectors that are given by parameter.
         refreshes: Refreshes of single factors, by key, with their costs.
 
@@ -118,7 +119,7 @@ class FisherEstimator(Sealed):
 
     @property
     def damping(self) -> float:
-        """λ, read at each refresh; can be set."""
+        """The multiple λ of the identity, which each refresh reads; can be set."""
         return self._damping
 
     @damping.setter
@@ -130,32 +131,32 @@ class FisherEstimator(Sealed):
 
     @property
     def mat_type(self) -> MatType:
-        """Which curvature matrix the estimation mode estimates."""
+        """Kind of the curvature matrix that the estimation mode estimates."""
         return self._mode.mat_type
 
     @property
     def sums_sources(self) -> bool:
-        """Whether each update sums up several sources before it moves an average."""
+        """Whether each update sums several sources before it changes an average."""
         return not self._mode.one_source
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether statistics are of the gradients at the data's targets: see ``propagated``."""
+        """Whether statistics read gradients of the training loss; see ``propagated``."""
         return self._mode.needs_targets and not self._sources.variables
 
     @property
     def rng(self) -> np.random.Generator:
-        """Draws sampled targets and random signs."""
+        """Generator of sampled targets and random signs."""
         return self._sources.rng
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """Values that updates differentiate the losses of the whole batch with respect to."""
+        """Values with respect to which updates differentiate the losses of the whole batch."""
         return self._sources.of_batches
 
     @property
     def differentiated_alone(self) -> tuple[str, ...]:
-        """Values that updates differentiate the losses of each example with respect to."""
+        """Values with respect to which updates differentiate the losses of each example."""
         return self._sources.of_examples
 
     @property
@@ -179,22 +180,22 @@ class FisherEstimator(Sealed):
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
     ) -> None:
-        """Average one batch into every factor; all factors move or none does.
+        """Average the statistics of one batch into every factor; all factors change or none.
 
         Args:
             trace: The evaluation of the batch.
             draws: Fixes the randomness, by loss name.
-            scales: Multiplies the cotangents of some loss inputs; ``√w`` weighs their Fisher by
-                ``w``.
-            should_decay: False takes all batches so far alike: a plain mean.
-            release: Told which values of the batch no factor will read any more, as soon as that is
-                so; in modes with several sources they are kept to the end, and it is not called.
-            propagated: Gradients of all ``differentiated`` values, scales included, where the
-                caller has them already and the estimator ``reads_gradients``; is emptied.
+            scales: Loss input to the factor of its cotangents; ``√w`` multiplies the Fisher matrix
+                of the loss by ``w``.
+            should_decay: False for the plain mean of all batches.
+            release: Called with names of values after the last factor has read them. Modes with
+                several sources read all values to the end and do not call it.
+            propagated: Gradients of all ``differentiated`` values, scales included, if the caller
+                has computed them and the estimator ``reads_gradients``; the mapping is emptied.
 
         Raises:
-            KfacError: The batch does not fit the losses or factors, or holds NaN or infinity; the
-                estimator is as before, its random generator included.
+            KfacError: The batch does not fit the losses or factors, or holds NaN or infinity. The
+                estimator and its random generator have not changed.
         """
         decay = self.cov_ema_decay if should_decay else 1.0
         stats: dict[str, Array] = {}
@@ -218,15 +219,16 @@ class FisherEstimator(Sealed):
 
     @property
     def cov_update_thunks(self) -> list[Callable[..., None]]:
-        """One callable a factor, in the order of creation; on one trace all see the same draws.
+        """Callables that update one factor each, in the order of creation.
 
-        Each takes ``(trace, should_decay=True)``, as ``update_covariances`` does.
+        Each receives ``(trace, should_decay=True)``, as ``update_covariances`` does. All callables
+        see the same draws for the same trace.
         """
         return [partial(self._update_one, factor) for factor in self.factors]
 
     @property
     def inv_update_thunks(self) -> list[Callable[[], None]]:
-        """One callable a factor, in the order of creation; some have nothing to do."""
+        """Callables that refresh one factor each, in the order of creation."""
         return [factor.refresh for factor in self.factors]
 
     def get_cov_vars(self) -> tuple[list[Array], ...]:
@@ -241,39 +243,39 @@ class FisherEstimator(Sealed):
     # -- products -------------------------------------------------------------------------------
 
     def multiply_matpower(self, exp: float, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
-        """The damped matrix to the power ``exp`` times a vector.
+        """Return the damped matrix to the power ``exp`` times a vector.
 
         Args:
             exp: 1, or one of ``exps``.
-            vecs_and_vars: Pairs of an array and its parameter; all registered parameters.
+            vecs_and_vars: Pairs of an array and its parameter, for all registered parameters.
 
         Returns:
             Pairs in the same order.
 
         Raises:
             InputError: A registered parameter is missing, or one is not registered.
-            UnknownNameError: The power is none of ``exps``.
+            UnknownNameError: The power is not in ``exps``.
         """
         return self.products.multiply_pairs(vecs_and_vars, self.products.matpower(exp))
 
     def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
-        """The damped matrix, from the current averages, times a vector."""
+        """Return the damped matrix of the current averages times a vector."""
         return self.multiply_matpower(1, vecs_and_vars)
 
     def multiply_inverse(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
-        """The inverse of the damped matrix, as of the last refresh, times a vector."""
+        """Return the inverse of the damped matrix, as of the last refresh, times a vector."""
         return self.multiply_matpower(-1, vecs_and_vars)
 
     def multiply_cholesky(
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
-        """A factor ``B`` of the damped matrix, or its transpose, times a vector."""
+        """Return ``B v`` with the Cholesky factor ``B`` of the damped matrix, or ``Bᵀ v``."""
         return self.products.multiply_pairs(vecs_and_vars, self.products.cholesky(transpose))
 
     def multiply_cholesky_inverse(
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
-        """``B⁻¹``, or its transpose, times a vector."""
+        """Return ``B⁻¹ v`` with the Cholesky factor ``B`` of the damped matrix, or ``B⁻ᵀ v``."""
         return self.products.multiply_pairs(
             vecs_and_vars, self.products.cholesky_inverse(transpose)
         )
@@ -287,7 +289,7 @@ class FisherEstimator(Sealed):
         for tower in block.tensors_to_compute_grads():
             gradients = tuple(self._sources.gradient_name(value) for value in uses(tower))
             named.append(gradients if len(gradients) > 1 else gradients[0])
-        # Sources are streamed one by one through the same names, so a factor knows one source.
+        # All sources use the same names, one after the other, so that a factor has one source.
         grads_list: GradsList = [tuple(named)] if isinstance(block, NaiveFullFB) else [named]
         block.instantiate_factors(grads_list, lambda: self.damping)
         for exp in exps:
@@ -312,7 +314,7 @@ class FisherEstimator(Sealed):
             sources = self._sources.of_batch(rest, trace, None, {}, stats)
             self._update(rest, sources, stats, decay, measured=singles)
         finally:
-            if not first:  # these draws were counted
+            if not first:  # the first thunk of the pass has advanced the generator
                 self.rng.bit_generator.state = now
         self._round.done.add(id(factor))
 
@@ -336,7 +338,7 @@ class FisherEstimator(Sealed):
                 intake.average(next(sources), decay, release, measured)
             else:
                 intake.average_sum(sources, decay, measured)
-        except BaseException:  # whatever it was: these draws were not used
+        except BaseException:  # the draws of a failed update are not used
             self.rng.bit_generator.state = generator
             raise
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]

@@ -27,37 +27,37 @@ Vectors: TypeAlias = Sequence[Array]
 
 
 class DifferentiableTrace(Protocol):
-    """What is asked of an evaluation; ``kfac_engine.Trace`` offers it."""
+    """The part of an evaluation that products use; ``kfac_engine.Trace`` implements it."""
 
     def __getitem__(self, name: str, /) -> Array:
-        """The value that goes by a name."""
+        """Return a value by name."""
 
     def __contains__(self, name: object, /) -> bool:
-        """Whether a value goes by a name."""
+        """Return whether a value has this name."""
 
     def vjp(
         self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool
     ) -> Mapping[str, Array]:
-        """Products with the transposed Jacobian, by value."""
+        """Return products with the transposed Jacobian matrix, by value."""
 
     def jvp(
         self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool
     ) -> Mapping[str, Array]:
-        """Products with the Jacobian, by output."""
+        """Return products with the Jacobian matrix, by output."""
 
     def second_derivative(
         self, cotangents: Mapping[str, Array], tangents: Mapping[str, Array]
     ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """``jvp`` by output and the change of ``vjp`` by value; only the Hessian asks for it."""
+        """Return ``jvp`` by output and the change of ``vjp`` by value, for Hessian products."""
 
 
 class CurvatureMatrixVectorProductComputer:
     """Fisher, Gauss–Newton and Hessian products of the registered losses on one batch.
 
     Args:
-        layer_collection: Its losses are what the curvature is of; its layers play no part.
-        wrt_tensors: Names of the values that vectors belong to, usually parameters. They count as
-            independent variables, even where one is computed from another.
+        layer_collection: The losses. Its layers are not used.
+        wrt_tensors: Names of the values that vectors belong to, usually parameters. They are
+            independent variables, even if one is computed from another.
         trace: The evaluation of the batch.
         weights: Weight of each tower of each loss; None for the coefficients of the losses.
 
@@ -90,14 +90,14 @@ class CurvatureMatrixVectorProductComputer:
     # -- Fisher -----------------------------------------------------------------------------------
 
     def multiply_fisher(self, vecs: Vectors) -> tuple[Array, ...]:
-        """The Fisher matrix times a vector, which has one array for each of ``wrt_tensors``."""
+        """Return the Fisher matrix times a vector with one array for each of ``wrt_tensors``."""
         changes = self._jacobian(vecs)
         return self._transposed_jacobian(
             (k, loss.fisher(loss.read(self._trace), changes)) for k, loss in self._losses
         )
 
     def multiply_fisher_factor(self, loss_vecs: Vectors) -> tuple[Array, ...]:
-        """``B`` times a vector of the inner space, which has one array for each loss.
+        """Return ``B`` times a vector of the inner space, which has one array for each loss.
 
         Args:
             loss_vecs: Arrays of the shapes ``fisher_factor_inner_shapes``.
@@ -115,7 +115,7 @@ class CurvatureMatrixVectorProductComputer:
         )
 
     def multiply_fisher_factor_transpose(self, vecs: Vectors) -> tuple[Array, ...]:
-        """``Bᵀ`` times a vector: one array of the inner shape for each loss."""
+        """Return ``Bᵀ`` times a vector: one array of the inner shape for each loss."""
         changes = self._jacobian(vecs)
         return tuple(
             sqrt(k) * loss.fisher_factor_transpose(loss.read(self._trace), changes)
@@ -124,36 +124,36 @@ class CurvatureMatrixVectorProductComputer:
 
     @property
     def fisher_factor_inner_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what ``multiply_fisher_factor`` takes, one for each loss."""
+        """Shapes of the arrays that ``multiply_fisher_factor`` multiplies, one for each loss."""
         return tuple(loss.inner_shape(loss.read(self._trace)) for _, loss in self._losses)
 
     # -- generalised Gauss–Newton: the Fisher, where inputs are natural parameters ----------------
 
     def multiply_ggn(self, vecs: Vectors) -> tuple[Array, ...]:
-        """The Gauss–Newton matrix times a vector; UnsupportedError where a loss has none."""
+        """Return the Gauss–Newton matrix times a vector; UnsupportedError if a loss has none."""
         self._require_ggn()
         return self.multiply_fisher(vecs)
 
     def multiply_ggn_factor(self, loss_vecs: Vectors) -> tuple[Array, ...]:
-        """A factor of the Gauss–Newton matrix times one array for each loss."""
+        """Return a factor of the Gauss–Newton matrix times one array for each loss."""
         self._require_ggn()
         return self.multiply_fisher_factor(loss_vecs)
 
     def multiply_ggn_factor_transpose(self, vecs: Vectors) -> tuple[Array, ...]:
-        """The transpose of that factor times a vector: one array for each loss."""
+        """Return the transpose of that factor times a vector: one array for each loss."""
         self._require_ggn()
         return self.multiply_fisher_factor_transpose(vecs)
 
     @property
     def ggn_factor_inner_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what ``multiply_ggn_factor`` takes, one for each loss."""
+        """Shapes of the arrays that ``multiply_ggn_factor`` multiplies, one for each loss."""
         self._require_ggn()
         return self.fisher_factor_inner_shapes
 
     # -- Hessian ----------------------------------------------------------------------------------
 
     def multiply_hessian(self, vecs: Vectors) -> tuple[Array, ...]:
-        """The Hessian matrix of the total loss on the observed targets, times a vector.
+        """Return the Hessian matrix of the total loss on the observed targets, times a vector.
 
         It is ``Jᵀ H J`` with the losses' own Hessian matrices H, plus the second derivative of the
         network weighted by the gradients of the losses. Unlike the others it may be indefinite.
@@ -180,15 +180,15 @@ class CurvatureMatrixVectorProductComputer:
     # -- private ----------------------------------------------------------------------------------
 
     def _jacobian(self, vecs: Vectors) -> Mapping[str, Array]:
-        """``J v`` by loss input."""
+        """Return ``J v`` by loss input."""
         return self._trace.jvp(self._named(vecs), self._inputs, independent=True)
 
     def _transposed_jacobian(
         self, parts: Iterable[tuple[float, Mapping[str, Array]]]
     ) -> tuple[Array, ...]:
-        """``Jᵀ`` times the weighted sum of what the losses put on their inputs."""
-        found = self._trace.vjp(_added(parts), self._wrt, independent=True)
-        return tuple(found[name] for name in self._wrt)
+        """Return ``Jᵀ`` times the weighted sum of arrays by loss input."""
+        products = self._trace.vjp(_added(parts), self._wrt, independent=True)
+        return tuple(products[name] for name in self._wrt)
 
     def _named(self, vecs: Vectors) -> dict[str, Array]:
         shapes = [self._trace[name].shape for name in self._wrt]
@@ -219,7 +219,7 @@ class CurvatureMatrixVectorProductComputer:
 
 
 def _added(parts: Iterable[tuple[float, Mapping[str, Array]]]) -> dict[str, Array]:
-    """Weighted sums by name: losses may share an input."""
+    """Return weighted sums by name, because losses may share an input."""
     total: dict[str, Array] = {}
     for weight, arrays in parts:
         for name, array in arrays.items():

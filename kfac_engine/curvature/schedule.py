@@ -1,7 +1,7 @@
-"""Who is due: a pure planner that sees names and costs, never arrays.
+"""The calls that update covariances and refresh inverses, planned from names and costs alone.
 
-Two clocks: covariances move every few calls, inverses are refreshed now and then. A refresh of
-every factor at once makes one call in ``refresh_every`` slow; the other policies spread it.
+A refresh of all factors at once makes one call in ``refresh_every`` slow. The other policies
+distribute the refreshes over the calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +14,20 @@ from kfac_engine.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When covariances and inverses move; the counter counts calls of ``observe`` and ``step``.
+    """The calls of ``observe`` and ``step`` that update covariances and refresh inverses.
 
-    Call 0 updates the covariances and refreshes everything.
+    The counter is the number of earlier calls. Call 0 updates all covariances and refreshes all
+    inverses.
 
     Attributes:
         covariance_every: Covariances are updated when ``counter % covariance_every == 0``.
-        refresh_every: Each factor is refreshed once in so many calls.
+        refresh_every: Number of calls in which each factor is refreshed once.
         policy: A row of ``POLICIES``: ``"all_at_once"`` (all when ``counter % refresh_every ==
             0``), ``"round_robin"`` (an equal number each call) or ``"balanced"`` (an equal cost
             each call).
-        overlap: Whether inverses begun in one call are used from the next one on: a GPU then works
-            on them while the next batch runs. Those of call 0 are used at once. On a CPU the
-            numbers are the same, and nothing is gained.
+        overlap: Whether a refresh of one call is used from the next call on, so that a GPU computes
+            inverses during the next batch. Inverses of call 0 are used at once. On a CPU the option
+            changes nothing.
     """
 
     covariance_every: int = 1
@@ -38,7 +39,7 @@ class Schedule:
         """Check the values.
 
         Raises:
-            InputError: A period is no positive whole number or the policy unknown.
+            InputError: A period is not a positive whole number, or the policy is unknown.
         """
         whole("covariance_every", self.covariance_every, least=1)
         whole("refresh_every", self.refresh_every, least=1)
@@ -48,7 +49,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A refresh that must be done once a period.
+    """A refresh that is due once in each period.
 
     Attributes:
         key: Name of the refresh.
@@ -63,29 +64,29 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one call does.
+    """The updates and refreshes of one call.
 
     Attributes:
-        update_covariances: Whether the statistics move.
-        refresh: Keys to refresh afterwards, in the order of the works.
+        update_covariances: Whether the call updates the covariances.
+        refresh: Keys of the refreshes after the update, in the order of the works.
     """
 
     update_covariances: bool
     refresh: tuple[str, ...]
 
 
-# Gives each work its slot: the phase of the period in which it is refreshed.
+# Returns the slot of each work by key: the phase of the period in which it is refreshed.
 Policy: TypeAlias = Callable[[Sequence[Work], int], Mapping[str, int]]
 
 POLICIES: Registry[Policy] = Registry("refresh policy")
 
 
 def plan(counter: int, works: Sequence[Work], schedule: Schedule) -> Plan:
-    """What is due at a call.
+    """Return the plan of a call.
 
     Args:
-        counter: Number of the call, from 0; the first refreshes everything.
-        works: All refreshes there are.
+        counter: Number of the call, from 0; call 0 refreshes everything.
+        works: All refreshes.
         schedule: Periods and policy.
 
     Returns:
@@ -100,18 +101,18 @@ def plan(counter: int, works: Sequence[Work], schedule: Schedule) -> Plan:
 
 
 def _all_at_once(works: Sequence[Work], period: int) -> Mapping[str, int]:
-    """Everything in the first slot."""
+    """Assign all works to the first slot."""
     del period
     return {work.key: 0 for work in works}
 
 
 def _round_robin(works: Sequence[Work], period: int) -> Mapping[str, int]:
-    """An equal number in every slot."""
+    """Assign an equal number of works to every slot."""
     return {work.key: index % period for index, work in enumerate(works)}
 
 
 def _balanced(works: Sequence[Work], period: int) -> Mapping[str, int]:
-    """A near-equal cost in every slot: the costliest work goes to the emptiest slot."""
+    """Assign works by decreasing cost, each to the slot with the smallest cost so far."""
     loads = [0.0] * period
     slots = {}
     for work in sorted(works, key=lambda work: (-work.cost, work.key)):

@@ -1,4 +1,4 @@
-"""The values of a batch that factors read, with the gradients of each source in turn."""
+"""The values of a batch that factors read: activations, and gradients of each source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from kfac_engine.losses.base import RegisteredLoss
 
 
 class Trace(Protocol):
-    """One evaluation of a model, of an ONNX file or of other code."""
+    """One evaluation of a model, from an ONNX file or from other code."""
 
     def __getitem__(self, name: str, /) -> Array:
-        """A value by name: activations, loss inputs, targets."""
+        """Return a value by name: an activation, a loss input or targets."""
 
     def vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> Mapping[str, Array]:
-        """Gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``."""
+        """Return gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``, by name."""
 
 
 ExampleGradients: TypeAlias = Callable[
@@ -35,14 +35,14 @@ class Sources:
     """Propagates the sources of an estimation mode back to the values that factors read.
 
     Attributes:
-        mode: Makes the sources.
+        mode: Computes the cotangents of the sources.
         losses: The losses, with their towers.
         backend: Array library of the factors.
         rng: Generator of sampled targets and random signs; advanced by each pass.
-        examples: Gives gradients example by example; None where traces cannot.
-        variables: Parameters whose gradients are summed up.
-        gradients: Name of a gradient, as factors read it, to the value it belongs to.
-        alone: Factors that measure the gradients of single examples.
+        examples: Computes gradients of single examples; None if traces cannot.
+        variables: Parameters whose gradients are summed over the sources.
+        gradients: Name of a gradient, as factors read it, to the differentiated value.
+        alone: Factors whose statistics read gradients of single examples.
     """
 
     mode: EstimationMode
@@ -55,19 +55,19 @@ class Sources:
     alone: tuple[FisherFactor, ...] = ()
 
     def gradient_name(self, value: str) -> str:
-        """Register a name for the gradient with respect to a value."""
+        """Register the gradient with respect to a value, and return its name."""
         name = f"∂{value}"
         self.gradients[name] = value
         return name
 
     @property
     def of_examples(self) -> tuple[str, ...]:
-        """Values that the losses of each example are differentiated with respect to."""
+        """Values with respect to which the losses of single examples are differentiated."""
         return tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
 
     @property
     def of_batches(self) -> tuple[str, ...]:
-        """Values that the losses of a whole batch are differentiated with respect to."""
+        """Values with respect to which the losses of a whole batch are differentiated."""
         alone = frozenset(self.of_examples)
         return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone)
 
@@ -79,29 +79,30 @@ class Sources:
         scales: Mapping[str, float],
         stats: dict[str, Array],
     ) -> Iterator[dict[str, Array]]:
-        """The batch's values with the gradients of each source, held by the receiver alone.
+        """Yield the values of a batch that factors read, once for each source.
 
         Args:
-            factors: Say what is read.
+            factors: The factors.
             trace: The batch.
             draws: Fixes the randomness, by loss name.
-            scales: Multiplies the cotangents of some loss inputs.
+            scales: Loss input to the factor of its cotangents; 1 where absent.
             stats: Variable to the sum of its gradients over sources; changed.
 
         Yields:
-            Name to array.
+            Name to array; no other reference to a gradient remains.
         """
         forward, wanted = self._forward(factors, trace)
         backend = self.backend
         wrt = tuple(dict.fromkeys((*wanted.values(), *self.variables)))
         for cotangents in self._cotangents(trace, draws, scales):
-            found = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
+            gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             for name in self.variables:
-                stats[name] = stats[name] + found[name] if name in stats else found[name]
-            values = forward | {name: found[value] for name, value in wanted.items()}
+                gradient = gradients[name]
+                stats[name] = stats[name] + gradient if name in stats else gradient
+            values = forward | {name: gradients[value] for name, value in wanted.items()}
             if self.mode.one_source:
                 forward.clear()
-            del found, cotangents
+            del gradients, cotangents
             yield values
 
     def _cotangents(
@@ -123,7 +124,7 @@ class Sources:
             factors: Some of ``alone``.
             trace: The batch.
             draws: Fixes the randomness, by loss name.
-            scales: Multiplies the cotangents of some loss inputs.
+            scales: Loss input to the factor of its cotangents; 1 where absent.
 
         Returns:
             The factors with their measurements.
@@ -137,8 +138,8 @@ class Sources:
         try:
             for cotangents in self._cotangents(trace, draws, scales):
                 for gradients in self.examples(trace, cotangents, names):
-                    found = take(gradients, names, backend)
-                    values = forward | {name: found[value] for name, value in wanted.items()}
+                    arrays = take(gradients, names, backend)
+                    values = forward | {name: arrays[value] for name, value in wanted.items()}
                     for factor in factors:
                         factor.check(values)
                     for _, measurement in measured:
@@ -151,7 +152,7 @@ class Sources:
     def given(
         self, factors: Sequence[FisherFactor], trace: Trace, propagated: dict[str, Array]
     ) -> Iterator[dict[str, Array]]:
-        """The source whose gradients were computed before, if it is the only one."""
+        """Yield the values of the only source of a mode, from gradients that exist already."""
         forward, wanted = self._forward(factors, trace)
         found = take(propagated, wanted.values(), self.backend)
         propagated.clear()
@@ -161,7 +162,7 @@ class Sources:
     def _forward(
         self, factors: Sequence[FisherFactor], trace: Trace
     ) -> tuple[dict[str, Array], dict[str, str]]:
-        """Values of the forward pass that factors read; names of gradients, with their values."""
+        """Return the forward values that factors read, and the gradients they read with values."""
         statistics = [factor.statistic for factor in factors]
         reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
         wanted = {name: value for name, value in self.gradients.items() if name in reads}
@@ -171,12 +172,12 @@ class Sources:
 
 @dataclass(slots=True)
 class ThunkRound:
-    """One pass of the covariance thunks over a batch.
+    """One pass of the covariance thunks over a batch, in which all thunks see the same draws.
 
     Attributes:
         trace: The batch.
-        generator: State of the random generator that each thunk draws from.
-        done: Identities of the factors that have it; changed by their thunks.
+        generator: State of the random generator from which each thunk draws.
+        done: ``id`` of each factor that was updated; changed by the thunks.
     """
 
     trace: Trace
@@ -184,5 +185,5 @@ class ThunkRound:
     done: set[int] = field(default_factory=set)
 
     def includes(self, trace: Trace, factor: FisherFactor) -> bool:
-        """Whether a factor's update belongs to this pass; a second one begins another."""
+        """Return whether an update belongs to this pass; a second update begins a new pass."""
         return trace is self.trace and id(factor) not in self.done

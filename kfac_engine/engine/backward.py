@@ -1,8 +1,8 @@
-"""The backward pass of a batch: gradients of parameters, and with them what statistics read.
+"""The backward pass of a batch: gradients of parameters and of the values that statistics read.
 
-In mode ``empirical`` statistics read the gradient of the reported loss, times one number. Then one
-backward pass serves both. It carries the gradients as statistics read them, which are the many;
-those of parameters are divided by the number in place.
+In the mode ``empirical`` statistics read gradients of the reported loss, times a number. One
+backward pass then serves both. It computes the gradients with this number, because statistics read
+more of them; the gradients of parameters are divided by it in place.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from kfac_engine.runtime.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """What a backward pass brings.
+    """Loss and gradients of a batch.
 
     Attributes:
         loss: The reduced loss.
-        gradients: Parameter to gradient of the loss, the caller's own.
-        outputs: Value to the gradient that statistics of mode ``empirical`` read; None where that
-            takes a backward pass of its own.
+        gradients: Parameter to gradient of the loss, in new arrays.
+        outputs: Value to the gradient that statistics of the mode ``empirical`` read; None if
+            statistics need a separate backward pass.
     """
 
     loss: float
@@ -32,7 +32,7 @@ class BackwardResult:
 
 
 def reported_loss(trace: Trace, objective: Objective) -> float:
-    """The reduced loss of a batch on its targets, both checked.
+    """Return the reduced loss of a batch; checks the targets and the loss.
 
     Args:
         trace: The batch.
@@ -60,17 +60,18 @@ def run_backward(
     parameters: Sequence[str],
     outputs: Sequence[str] | None = None,
 ) -> BackwardResult:
-    """Differentiate the loss of a batch.
+    """Compute the loss of a batch and its gradients.
 
     Args:
         trace: The batch.
         objective: The loss.
         parameters: Names.
-        outputs: Values whose gradients statistics of mode ``empirical`` read; None in other modes,
-            and where no statistics are due.
+        outputs: Values whose gradients statistics of the mode ``empirical`` read; None in other
+            modes, and if no statistics are due.
 
     Returns:
-        Gradients of the parameters; those of the outputs too if one number relates them.
+        Gradients of the parameters. Gradients of the outputs are included if the ratio between
+        the two is the same for all losses.
 
     Raises:
         NonFiniteError: The loss is NaN or infinite.
@@ -80,7 +81,7 @@ def run_backward(
     if outputs is None or ratio is None:
         return BackwardResult(loss, trace.writable_vjp(objective.cotangents(trace), parameters))
     cotangents = objective.cotangents(trace, times=ratio)
-    gradients, found = trace.vjp_pair(cotangents, parameters, outputs)
+    gradients, read = trace.vjp_pair(cotangents, parameters, outputs)
     for gradient in gradients.values():
         gradient *= 1 / ratio
-    return BackwardResult(loss, gradients, found)
+    return BackwardResult(loss, gradients, read)

@@ -1,6 +1,6 @@
-"""The straight line: a model and a batch in, preconditioned gradients out.
+"""K-FAC for one model: from a batch to preconditioned gradients.
 
-Read ``Engine.step`` first; everything else sets up its parts.
+Read ``Engine.step`` first; it calls all stages in order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,20 +41,20 @@ from kfac_engine.system.memory_limits import available_memory
 class Engine(TrainableModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
-    Made by ``from_onnx``. Of its options ``damping`` and ``schedule`` can be changed later; any
-    other attribute that is set is an ``UnknownAttributeError``.
+    ``from_onnx`` returns an engine. Its options ``damping`` and ``schedule`` can be changed later;
+    setting any other attribute raises an ``UnknownAttributeError``.
 
     Args:
         assembly: The model, its losses and its layers.
         estimator: Statistics and products over the collection.
-        schedule: When statistics and inverses move.
+        schedule: Calls that update statistics and refresh inverses.
         exps: Powers to precondition with.
 
     Attributes:
         collection: Layers, losses and factors.
         estimator: Statistics and products.
         objective: Losses and reduction.
-        counter: Calls of ``observe`` and ``step`` so far.
+        counter: Number of calls of ``observe`` and ``step``.
     """
 
     _fixed = tuple(field.name for field in fields(EngineOptions))
@@ -81,14 +81,14 @@ class Engine(TrainableModel):
     @classmethod
     @by_keyword(EngineOptions)
     def from_onnx(cls, model: ModelSource, options: EngineOptions) -> "Engine":
-        """An engine for a model.
+        """Return an engine for a model.
 
         Args:
             model: Path, bytes or ``ModelProto``.
             options: The fields of ``EngineOptions``, each as a keyword; only ``loss`` is needed.
 
         Returns:
-            The engine; nothing was computed on data yet.
+            The engine; it has no statistics yet.
 
         Raises:
             InputError: The file, the loss or an option is wrong.
@@ -100,11 +100,11 @@ class Engine(TrainableModel):
 
     @property
     def damping(self) -> float:
-        """λ > 0, added to the Fisher matrix; can be set.
+        """The multiple λ > 0 of the identity that is added to the Fisher matrix; can be set.
 
-        Diagonal blocks, those of parameters without a layer and products with the power 1 take a
-        new value at once, stored inverses at their next refresh. ``estimator.update_inverses()``
-        refreshes all of them.
+        Diagonal blocks, blocks of parameters without a layer and products with the power 1 use a
+        new value at once. Stored inverses use it from their next refresh;
+        ``estimator.update_inverses()`` refreshes all of them.
         """
         return self.estimator.damping
 
@@ -115,7 +115,7 @@ class Engine(TrainableModel):
 
     @property
     def schedule(self) -> Schedule:
-        """When statistics and inverses move; can be set."""
+        """Calls that update statistics and refresh inverses; can be set."""
         return self._schedule
 
     @schedule.setter
@@ -145,15 +145,15 @@ class Engine(TrainableModel):
         update_buffers: bool = True,
         profile: bool = False,
     ) -> Result:
-        """Gradients of a batch, statistics and inverses as scheduled, preconditioned gradients.
+        """Compute gradients of a batch, update the curvature as scheduled, and precondition.
 
-        Parameters stay as they are: what to do with the result is the caller's choice.
+        Parameters do not change; ``set_parameters`` changes them.
 
         Args:
-            inputs: Input name to array, the batch first.
+            inputs: Input name to array.
             targets: The targets of the loss; for several losses, by output.
-            update_buffers: Whether ``buffers`` become those that the batch leaves.
-            profile: Whether the result tells time and memory of each stage.
+            update_buffers: Whether ``buffers`` become the running statistics after the batch.
+            profile: Whether the result lists time and memory of each stage.
 
         Returns:
             Loss, gradients and natural gradients.
@@ -172,25 +172,29 @@ class Engine(TrainableModel):
             along = due.update_covariances and self.estimator.reads_gradients
             with record("backward"):
                 read = self.estimator.differentiated if along else None
-                found = self._differentiate(trace, read)
+                backward = self._differentiate(trace, read)
             moved = self._updated_buffers(trace) if update_buffers else {}
-            handed = self._model.to_file_layout(found.gradients)
+            gradients = self._model.to_file_layout(backward.gradients)
             types = self._model.handed_out_types
-            with undone_on_overflow(self.estimator, found.gradients, types, self._exps[0]):
-                self._observe(trace, record, due, found.outputs)
+            with undone_on_overflow(self.estimator, backward.gradients, types, self._exps[0]):
+                self._observe(trace, record, due, backward.outputs)
                 with record("precondition"):
-                    natural = self._precondition(found.gradients, self._exps[0])
+                    natural = self._precondition(backward.gradients, self._exps[0])
             self.counter += 1
             self._model.buffers.update(moved)
-            return Result(found.loss, handed, natural, self._notes(trace), record.stages)
+            return Result(backward.loss, gradients, natural, self._notes(trace), record.stages)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
-        """Statistics of a batch and inverses, as scheduled.
+        """Update statistics from a batch and refresh inverses, as scheduled.
 
         Args:
-            inputs: Input name to array, the batch first.
-            targets: Read by the estimation mode ``"empirical"`` only; if given, they are checked
-                in every mode as in ``step``.
+            inputs: Input name to array.
+            targets: The estimation mode ``"empirical"`` needs them. Every mode checks them as
+                ``step`` does if they are given.
+
+        Raises:
+            InputError: Inputs or targets are wrong; see ``trace`` for other errors.
+            NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         with single_threaded_blas():
             self._require_memory(inputs)
@@ -203,19 +207,19 @@ class Engine(TrainableModel):
         self.counter += 1
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
-        """Gradients times a power of the damped Fisher matrix, as of the last refresh.
+        """Return gradients times a power of the damped Fisher matrix, as of the last refresh.
 
         Args:
-            gradients: Parameter name to array, from any library; all parameters of each block that
-                is to be preconditioned.
-            exp: One of ``exps``, or 1.
+            gradients: Parameter name to array, from any library. A block needs the gradients of
+                all its parameters; blocks without gradients are left out.
+            exp: One of ``exps``, or 1, which reads the current averages.
 
         Returns:
-            Parameter name to array, new.
+            Parameter name to a new array.
 
         Raises:
-            UnknownNameError: A name is not a parameter, or the power was not asked for.
-            InputError: A block's bias or weight is missing.
+            UnknownNameError: A name is not a parameter, or the power is none of ``exps``.
+            InputError: The bias or the weight of a block is missing.
             ShapeError: A gradient has another shape than its parameter.
             NonFiniteError: A gradient holds NaN or infinity.
             NotReadyError: Nothing was observed yet.
@@ -274,18 +278,22 @@ class Engine(TrainableModel):
     # -- parameters and files ---------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write averages, inverses, counters, generator state and parameters, to resume exactly."""
+        """Write the state of the engine to a file, from which ``load`` resumes bit by bit.
+
+        The state consists of averages, inverses, counter, random generator, parameters and
+        buffers.
+        """
         self.estimator.wait()
         generator = self.estimator.rng.bit_generator.state
         state = State(self.counter, generator, *self._arrays.on_host(), self.damping)
         save_state(path, self.estimator.factors, state)
 
     def load(self, path: str | Path, *, parameters: bool = True) -> None:
-        """Resume from a file of ``save``; nothing changes unless the whole file fits.
+        """Restore a state that ``save`` wrote; an error leaves the engine unchanged.
 
         Args:
             path: The file.
-            parameters: Whether parameter values and buffers are taken, too.
+            parameters: Whether to restore parameters and buffers as well.
 
         Raises:
             InputError: The file does not fit this engine.
@@ -299,7 +307,7 @@ class Engine(TrainableModel):
             self._arrays.set_buffers(state.buffers)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse ``copy`` and ``pickle``: sessions of ONNX Runtime can be neither."""
+        """Refuse ``copy`` and ``pickle``, because sessions of ONNX Runtime support neither."""
         raise UnsupportedError(
             "an engine cannot be copied or pickled; save its state with engine.save(path), make "
             "another engine with the same options, and load it there."
@@ -309,18 +317,28 @@ class Engine(TrainableModel):
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:
-        """Every parameter with its block, or the reason why it has no layer."""
+        """A report for each layer with its block, and for each parameter without a layer."""
         return layer_reports(self._found, self.collection, self._model, self._exps)
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
-        """Peak memory of a step, known before anything runs."""
+        """Return a bound of the peak memory of a step, without running the model.
+
+        Args:
+            batch_size: Number of examples.
+
+        Returns:
+            Bytes of each part of a step.
+
+        Raises:
+            InputError: The batch size is not a positive whole number.
+        """
         whole("batch_size", batch_size, least=1)
         return self._footprint.peak(batch_size)
 
     # -- private ----------------------------------------------------------------------------------
 
     def _require_memory(self, inputs: Mapping[str, Array]) -> None:
-        """Refuse the first step where it cannot fit, before anything runs."""
+        """Refuse a first step that does not fit into the available memory."""
         if self.counter == 0:
             examples = batch_size(self._task.batch, inputs) or self._task.batch.size
             self._footprint.require(examples, available_memory)

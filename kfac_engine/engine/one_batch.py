@@ -1,4 +1,4 @@
-"""One call for one batch, where no state is to be kept."""
+"""Preconditioned gradients of a single batch, without an engine that is kept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,7 +19,7 @@ def precondition(
     loss: LossChoice | Sequence[LossChoice],
     **options: object,
 ) -> Result:
-    """Gradients and natural gradients of one batch.
+    """Return gradients and natural gradients of one batch.
 
     Args:
         model: Path, bytes or ``ModelProto``.

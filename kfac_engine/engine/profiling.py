@@ -1,4 +1,4 @@
-"""What parts of a step take: wall time, and memory beyond what the process held."""
+"""Measurement of the parts of a step: wall time and increase of the resident memory."""
 
 import os
 from collections.abc import Iterator
@@ -15,50 +15,48 @@ _FORGET_PEAK = "5"
 
 
 class Recorder:
-    """Measures stages, or does nothing: ``with recorder("forward"): …``.
+    """Measures stages: ``with recorder("forward"): …``; does nothing unless it is active.
 
     Args:
         active: Whether it measures.
-
-    Attributes:
-        stages: In the order in which they ended; a name that comes again is summed up.
     """
 
     def __init__(self, active: bool = False) -> None:
         self._active = active
-        self._found: dict[str, Stage] = {}
+        self._stages: dict[str, Stage] = {}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(self._found.values())
+        """The stages in the order in which they first ended; equal names are summed."""
+        return tuple(self._stages.values())
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """A context whose time and memory count as those of the stage."""
+        """Return a context whose time and memory are added to the stage of this name."""
         return self._measured(name) if self._active else nullcontext()
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        held = resident_bytes()
+        before = resident_bytes()
         forget_peak()
         start = perf_counter()
         yield
-        seconds, more = perf_counter() - start, max(0, peak_bytes() - held)
-        before = self._found.get(name, Stage(name, 0.0, 0))
-        self._found[name] = Stage(name, before.seconds + seconds, max(before.nbytes, more))
+        seconds, increase = perf_counter() - start, max(0, peak_bytes() - before)
+        stage = self._stages.get(name, Stage(name, 0.0, 0))
+        self._stages[name] = Stage(name, stage.seconds + seconds, max(stage.nbytes, increase))
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not tell."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most it has held since ``forget_peak``; 0 where the system does not tell."""
+    """Return the largest resident memory since ``forget_peak``; 0 if it is not reported."""
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """Let ``peak_bytes`` start anew, where the system can."""
+    """Reset the maximum that ``peak_bytes`` returns, if the system supports it."""
     if os.access(_CLEAR, os.W_OK):
         _CLEAR.write_text(_FORGET_PEAK, encoding="ascii")
 

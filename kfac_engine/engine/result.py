@@ -14,13 +14,14 @@ KL_CLIP = 0.003
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one part of a step took.
+    """Time and memory of one part of a step.
 
     Attributes:
         name: ``"forward"``, ``"backward"``, ``"statistics"``, ``"inverses"`` or
             ``"precondition"``.
         seconds: Wall time.
-        nbytes: Resident memory at its highest above that before; 0 where the system does not tell.
+        nbytes: Largest increase of the resident memory, in bytes; 0 if the system does not report
+            it.
     """
 
     name: str
@@ -35,11 +36,10 @@ class Result:
     Attributes:
         loss: The loss under the engine's reduction; by default the mean over the batch.
         gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
-        natural_gradients: Parameter name to preconditioned gradient; empty where none was asked
-            for.
+        natural_gradients: Parameter name to preconditioned gradient; empty after ``gradients``.
         notes: Sentences on the values that losses read in place of outputs, on parameters that are
             not trained because of rounding, and on interpretations that may be wrong.
-        stages: What each part of the step took; empty unless that was asked for.
+        stages: Time and memory of each part of the step; empty without ``profile=True``.
     """
 
     loss: float
@@ -49,7 +49,7 @@ class Result:
     stages: tuple[Stage, ...] = ()
 
     def clipped_rate(self, learning_rate: float = 1.0, kl_clip: float = KL_CLIP) -> float:
-        """The learning rate, reduced where the step would change the predictions too much.
+        """Return the learning rate, or a smaller one that bounds the change of the predictions.
 
         The step ``−η Δ`` along the natural gradient ``Δ = F⁻¹ g`` changes the model's predictions
         by a Kullback–Leibler divergence of ``½ η² Δᵀ F Δ = ½ η² ⟨Δ, g⟩``, to second order.

@@ -1,10 +1,9 @@
 """Restores the state of an engine after a step whose natural gradient overflows.
 
-A natural gradient is known to be finite only when it is there, and by then averages have moved in
-place. A copy of them in every step would take as much memory again. The damping bounds the natural
-gradient: for a power between −1 and 0 its norm is at most that of the gradient times
-``damping ** exp``. So averages are copied only where that bound, or another power, allows an
-overflow.
+A natural gradient can be checked only after the averages have changed in place. A copy of all
+averages in every step would double their memory. For a power between −1 and 0, the norm of the
+natural gradient is at most that of the gradient times ``damping ** exp``. Averages are therefore
+copied only if this bound, or another power, allows an overflow.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ _MARGIN = 1e-6
 
 
 class _Saved:
-    """The state of a factor, copied."""
+    """Copy of the state of a factor."""
 
     def __init__(self, factor: FisherFactor) -> None:
         factor.wait()
@@ -44,7 +43,7 @@ def undone_on_overflow(
     types: Mapping[str, DType],
     exp: float,
 ) -> Iterator[None]:
-    """A context that restores averages, inverses and generator if it exits with an error.
+    """Return a context that restores averages, inverses and generator after an error.
 
     Args:
         estimator: Its factors and its generator.
@@ -56,7 +55,7 @@ def undone_on_overflow(
         Nothing.
 
     Raises:
-        KfacError: That of the context.
+        KfacError: The error that was raised in the context.
     """
     with quiet():
         if not _may_overflow(estimator, gradients, types, exp):
@@ -68,7 +67,7 @@ def undone_on_overflow(
             yield
         except KfacError:
             estimator.rng.bit_generator.state = generator
-            # A refresh that was begun may fail on averages that are about to be replaced.
+            # A pending refresh reads averages that are replaced below.
             for moved in estimator.factors:
                 moved.set_pending(None)
             for factor in saved:
@@ -77,7 +76,7 @@ def undone_on_overflow(
 
 
 def quiet() -> np.errstate:
-    """A context without warnings of NumPy, for products whose finiteness is checked."""
+    """Return a context without NumPy's warnings, for products that are checked for overflow."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
@@ -87,15 +86,15 @@ def _may_overflow(
     types: Mapping[str, DType],
     exp: float,
 ) -> bool:
-    """Whether products may overflow their element types; False excludes an overflow."""
+    """Return whether products may overflow their element types; False excludes an overflow."""
     if not -1 <= exp <= 0 or not estimator.factors:
         return True
     norms = estimator.factors[0].backend.squared_norms(list(gradients.values()))
-    held = (types.get(name, array.dtype) for name, array in gradients.items())
-    largest = min(map(_largest, held), default=1.0)
+    dtypes = (types.get(name, array.dtype) for name, array in gradients.items())
+    largest = min(map(_largest, dtypes), default=1.0)
     return not sqrt(fsum(norms)) * estimator.damping**exp < _MARGIN * largest
 
 
 def _largest(dtype: DType) -> float:
-    """The largest number of a type; bfloat16, which NumPy does not know, reaches float32's."""
+    """Return the largest number of a type; that of float32 for bfloat16, unknown to NumPy."""
     return float(np.finfo(dtype if dtype.kind == "f" else np.float32).max)

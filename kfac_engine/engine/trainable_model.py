@@ -47,29 +47,47 @@ class TrainableModel(Sealed):
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """Parameter name to current value, read-only; ``set_parameters`` changes them."""
+        """Parameter name to current value, read-only; ``set_parameters`` changes values."""
         return self._arrays.for_caller(self._model.parameters)
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """Running statistics of normalizations in training form, read-only; no parameters."""
+        """Running statistics of normalizations in training form by name, read-only."""
         return self._arrays.for_caller(self._model.buffers)
 
     def set_parameters(self, values: Mapping[str, Array]) -> None:
-        """Replace parameter values, by arrays of any library; the next call uses them."""
+        """Replace parameter values; the next call uses them, without a new session.
+
+        Args:
+            values: Parameter name to array in the parameter's shape, from any library. Parameters
+                that are absent keep their values.
+
+        Raises:
+            UnknownNameError: A name is not a parameter.
+            InputError: Weights that are tied have different values.
+            ShapeError: A value has another shape than its parameter.
+            NonFiniteError: A value holds NaN or infinity. No parameter has changed.
+        """
         with self._history.explain():
             self._model.set_parameters(self._arrays.for_model(values))
         self._history.parameters_moved()
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Weights that equal another one of the file, whether or not they are trained as one."""
+        """Weights that equal another weight of the file; ``tie_weights`` trains them as one."""
         return self._arrays.ties()
 
     def export(self, path: str | Path) -> None:
-        """Write the model with current parameters and buffers, otherwise as its file spells it.
+        """Write the ONNX model with current parameters and buffers; all else is as in its file.
 
-        Weights of more than 2 GB go into a second file beside it, ``<name>.data``.
+        Weights of more than 2 GB are written to a second file in the same folder,
+        ``<name>.data``.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            InputError: The file cannot be written.
         """
         self._arrays.export(path)
 
@@ -169,7 +187,7 @@ class TrainableModel(Sealed):
 
     @property
     def losses(self) -> tuple[LossReport, ...]:
-        """Every loss with the value it reads, and what was found out of the batch."""
+        """A report for each loss: the value that it reads, and the axis of the examples."""
         return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
 
     def curvature_products(self, trace: Trace) -> CurvatureProducts:
@@ -227,5 +245,5 @@ class TrainableModel(Sealed):
         return buffers
 
     def _notes(self, trace: Trace) -> tuple[str, ...]:
-        """Notes on a batch that was run, for the caller."""
+        """Return notes on the model and on the axes of a batch."""
         return (*self._standing_notes, *disagreements(self._model.graph, trace))

@@ -22,14 +22,14 @@ from kfac_engine.runtime.model import OnnxModel
 
 
 def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
-    """Refuse a number of examples that the model cannot be run with.
+    """Refuse a batch whose size differs from the size that the model fixes.
 
     Args:
-        batch: What was found out of the batch.
+        batch: Axes of the examples.
         inputs: Input name to array.
 
     Raises:
-        ShapeError: There are more or fewer examples than the model fixes.
+        ShapeError: The batch has another size.
     """
     for name, axis in batch.inputs.items() if batch.fixed else ():
         shape = np.shape(inputs.get(name, ()))
@@ -38,22 +38,22 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
 
 
 def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
-    """Number of examples in an unchecked batch; None where it cannot be determined."""
+    """Return the number of examples in an unchecked batch; None if it cannot be determined."""
     given = inputs if isinstance(inputs, Mapping) else {}
     shapes = ((getattr(given.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
     return next((shape[axis] for shape, axis in shapes if axis < len(shape)), None)
 
 
 def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch) -> None:
-    """Refuse modes that tell positions apart where an axis holds positions and examples alike.
+    """Refuse a mode that needs examples on an axis of their own if positions share their axis.
 
     Args:
         estimation_mode: A row of ``MODES``.
         heads: The losses.
-        batch: Where the examples lie.
+        batch: Axes of the examples.
 
     Raises:
-        UnsupportedError: One axis does, or the first one is not that of the examples.
+        UnsupportedError: The first axis of an output does not hold the examples alone.
     """
     for head in heads:
         place = batch.places[head.output]
@@ -128,7 +128,7 @@ def check_products(products: Mapping[str, Array], backend: Backend, exp: float) 
 def check_finite(
     arrays: Mapping[str, Array], memory_space: MemorySpace = HOST, what: str = "the gradient of"
 ) -> None:
-    """Refuse arrays that no step may be made of.
+    """Refuse arrays that hold NaN or infinity.
 
     Args:
         arrays: Name to contiguous array.
