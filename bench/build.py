@@ -1,4 +1,4 @@
-"""How long it takes until a model is ready: reading, rewriting, finding layers, sessions."""
+"""Time until a model is ready: reading, rewriting, layer discovery, sessions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from kfac_engine.graph.structure import Input
 from kfac_engine.runtime.model import OnnxModel
 
 _ROUNDS = 3
-# Of axes that networks leave open, the batch apart.
+# Length of the open axes of a network, except for the batch.
 _LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step on the way from a file's bytes to the first gradient.
+    """Times of one stage between the bytes of a file and the first gradient.
 
     Attributes:
         network: Name of the network.
-        stage: What is done.
+        stage: Name of the stage.
         seconds: Wall times.
     """
 
@@ -40,11 +40,11 @@ class Stage:
 
 
 def run_build(console: Console, name: str) -> list[Stage | Point]:
-    """Time how engines are built for well-known networks and for long chains; print two tables.
+    """Time the construction of engines for two networks and long chains, and print two tables.
 
     Args:
-        console: Where to print.
-        name: Of the suite.
+        console: Console to print on.
+        name: Name of the suite.
 
     Returns:
         The rows of the tables.
@@ -65,12 +65,12 @@ def run_build(console: Console, name: str) -> list[Stage | Point]:
 
 
 def measure_build(network: str, make: Callable[[], bytes], rounds: int = _ROUNDS) -> list[Stage]:
-    """Times of one network, by stage.
+    """Return the times of one network by stage.
 
     Args:
-        network: Its name.
-        make: Gives the bytes of its file, with logits of classes as output.
-        rounds: How often an engine is built.
+        network: Name of the network.
+        make: Return the bytes of its file, whose output has logits of classes.
+        rounds: Number of engines that are built.
 
     Returns:
         A row for each stage; the first two are parts of the third.
@@ -91,7 +91,7 @@ def _stages(data: bytes) -> dict[str, float]:
     times.append(perf_counter())
     engine = Engine.from_onnx(data, loss="categorical")
     times.append(perf_counter())
-    inputs = {entry.name: _made_up(entry) for entry in model.graph.inputs}
+    inputs = {entry.name: _example(entry) for entry in model.graph.inputs}
     targets = np.zeros(1, np.int64)
     # The first batch builds the sessions, the second only uses them.
     for _ in range(2):
@@ -106,7 +106,7 @@ def _stages(data: bytes) -> dict[str, float]:
     }
 
 
-def _made_up(entry: Input) -> Array:
-    """One example of ones."""
-    sides = (side if isinstance(side, int) else _LENGTH for side in (entry.shape or ())[1:])
-    return np.ones((1, *sides), entry.dtype)
+def _example(entry: Input) -> Array:
+    """Return one example filled with ones."""
+    shape = (size if isinstance(size, int) else _LENGTH for size in (entry.shape or ())[1:])
+    return np.ones((1, *shape), entry.dtype)

@@ -21,7 +21,7 @@ from kfac_engine.bench.resnet50 import Layer, resnet50
 
 _BATCH = 32
 _HEADS = ("ms", "quartiles", "floor ms", "of floor", "ours ÷ this", "error", "pool MB")
-# With which products; the first one does all that does not depend on them.
+# Backends by kind of products; the first also does the work that does not depend on it.
 _BACKENDS = ("cupy", "cupy-fp32", "cupy-tf32")
 
 
@@ -29,14 +29,14 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
     """Measure the GPU and print a table.
 
     Args:
-        console: Where to print.
-        name: Of the suite.
+        console: Console to print on.
+        name: Name of the suite.
 
     Returns:
         The rows of the table.
 
     Raises:
-        BackendError: There is no usable GPU, or a result is not that of its definition.
+        BackendError: There is no usable GPU, or a result differs from its definition.
     """
     meter = Meter(_on_gpu(_BACKENDS[0]))
     peer = _peer()
@@ -55,13 +55,13 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
 def measure_gpu(
     meter: Meter, layers: Sequence[Layer], batch: int, sizes: Sizes, peer: GpuPeer | None
 ) -> Iterator[GpuRow]:
-    """All factors with each kind of products, then inverses and gradients, then single kernels.
+    """Measure all factors with each kind of products, then inverses, gradients and kernels.
 
     Args:
-        meter: Times and checks.
-        layers: Of a network.
-        batch: Images.
-        sizes: Of what single kernels are given.
+        meter: Meter of the device.
+        layers: Layers of a network.
+        batch: Number of images.
+        sizes: Sizes of the data of single kernels.
         peer: Another implementation on the device.
 
     Yields:

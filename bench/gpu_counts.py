@@ -1,7 +1,7 @@
-"""What the GPU suite's work cannot do without: products and bytes, from sizes alone.
+"""Least multiplications and bytes of the GPU suite's work, from sizes only.
 
-Of a symmetric matrix one triangle is multiplied; data is read once, results are written once, and
-averages that are kept are read too.
+One triangle of a symmetric matrix is multiplied. Data are read once, results are written once, and
+moving averages are read too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ _FLOAT, _DOUBLE = 4, 8
 
 
 class Counted(NamedTuple):
-    """Some work.
+    """Least cost of work.
 
     Attributes:
-        case: What it is, for the table.
-        products: Multiplications.
-        moved: Bytes.
+        case: Name of the work, for the table.
+        products: Number of multiplications.
+        moved: Number of bytes.
     """
 
     case: str
@@ -27,15 +27,15 @@ class Counted(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much each kernel is given.
+    """Sizes of the data of each kernel.
 
     Attributes:
-        images: In a batch.
-        channels: Of each.
+        images: Images in a batch.
+        channels: Channels of an image.
         side: Pixels an axis.
-        matrix: Side of matrices.
-        ids: Identifiers that are counted, of a twentieth as many words.
-        classes: That are drawn from, for each image 64 times.
+        matrix: Rows of a square matrix.
+        ids: Number of token ids that are counted; the vocabulary is a twentieth of it.
+        classes: Number of classes of a draw; each image has 64 draws.
     """
 
     images: int = 32
@@ -47,17 +47,17 @@ class Sizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Identifiers that there are."""
+        """Size of the vocabulary."""
         return self.ids // 20
 
     @property
     def draws(self) -> int:
-        """Classes that are drawn."""
+        """Number of draws."""
         return 64 * self.images
 
 
 def input_factors(layers: Sequence[Layer], batch: int) -> Counted:
-    """Averages of the second moments of patches, some layers'."""
+    """Return the cost of averaging the second moments of patches of layers."""
     one = layers[0]
     size = f"{batch}×{one.inputs}×{one.side}², {one.kernel}×{one.kernel}/{one.stride}"
     return Counted(
@@ -68,7 +68,7 @@ def input_factors(layers: Sequence[Layer], batch: int) -> Counted:
 
 
 def output_factors(layers: Sequence[Layer], batch: int) -> Counted:
-    """Averages of the second moments of pixels."""
+    """Return the cost of averaging the second moments of pixels."""
     pixels = {layer: batch * layer.out_side**2 for layer in set(layers)}
     return Counted(
         f"G of {len(layers)} layers",
@@ -78,7 +78,7 @@ def output_factors(layers: Sequence[Layer], batch: int) -> Counted:
 
 
 def inverses(layers: Sequence[Layer]) -> Counted:
-    """Inverses of all factors, ``d³`` flops each."""
+    """Return the cost of the inverses of all factors, ``d³`` flops each."""
     sides = [side for layer in layers for side in (layer.d_in, layer.outputs)]
     squares = sum(side * side for side in sides)
     return Counted(
@@ -87,7 +87,7 @@ def inverses(layers: Sequence[Layer]) -> Counted:
 
 
 def gradients(layers: Sequence[Layer]) -> Counted:
-    """Gradients between two matrices each."""
+    """Return the cost of multiplying gradients by two matrices each."""
     return Counted(
         f"gradients of {len(layers)} layers, preconditioned",
         sum(float(x.d_in * x.outputs) * (x.d_in + x.outputs) for x in layers),
@@ -96,7 +96,7 @@ def gradients(layers: Sequence[Layer]) -> Counted:
 
 
 def kernels(sizes: Sizes) -> Mapping[str, Counted]:
-    """Kernel to its work."""
+    """Return the cost of each kernel by name."""
     n, channels, side, matrix, *_ = sizes
     rows, d, square = n * side**2, 9 * channels, matrix**2
     x, told = _FLOAT * rows * channels, f"{n}×{channels}×{side}², 3×3"
@@ -127,7 +127,7 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
 
 
 def _input_products(layer: Layer, batch: int) -> float:
-    """For a factor's lower triangle, by distances of taps where those are fewer."""
+    """Return the multiplications of a lower triangle, by distances of taps if these are fewer."""
     rows, k = batch * layer.out_side**2, layer.kernel
     if layer.stride == 1 and k > 1:
         return float(rows * layer.inputs**2 * ((2 * k - 1) ** 2 + 1) / 2)

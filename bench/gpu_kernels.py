@@ -1,4 +1,4 @@
-"""The GPU suite's kernels, one by one, each against what NumPy makes of the same data."""
+"""The kernels of the GPU suite, each compared with NumPy on the same data."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -18,14 +18,14 @@ from kfac_engine.kernels.symmetric import Floor, narrow, widen
 
 _DECAY = 0.5
 _WINDOW = square_window(3, 1, 1)
-# Of squares and of sums of some thousand float32 numbers.
+# Tolerance of squares and of sums of some thousand float32 numbers.
 _TOLERANCE = 1e-4
 
 
 class _Case(NamedTuple):
-    """A function of a backend and arrays; what it changes is its last array, and its result.
+    """A function of a backend and arrays; it changes its last array and returns it.
 
-    Of second moments, NumPy's are sure to have their lower triangles only.
+    Second moments are compared in their lower triangles, the only part that NumPy writes.
     """
 
     kernel: str
@@ -35,11 +35,11 @@ class _Case(NamedTuple):
 
 
 def kernel_works(backend: CupyBackend, sizes: Sizes) -> Iterator[Work]:
-    """Every kernel but those of whole factors, which the network has.
+    """Yield the work of every kernel; whole factors are part of the network's work.
 
     Args:
-        backend: On the device.
-        sizes: Of the data.
+        backend: Backend of the device.
+        sizes: Sizes of the data.
 
     Yields:
         Work with its check.
@@ -56,7 +56,7 @@ def _off(backend: CupyBackend, run: Callable[[], Array], wanted: Array) -> Calla
 
 
 def _compared(backend: CupyBackend, case: _Case, counted: Counted) -> Work:
-    """A primitive, checked against NumPy's in float64."""
+    """Return the work of a primitive, checked against NumPy in float64."""
     arrays = [backend.asarray(array) for array in case.arrays]
 
     def check() -> float:
@@ -119,7 +119,7 @@ def _of_rows(sizes: Sizes) -> Iterator[_Case]:
 def _of_matrices(
     backend: CupyBackend, side: int
 ) -> Iterator[tuple[str, Callable[[], Array], Array]]:
-    """A factor's way to a factorisation, and back: what is run, and what must come out."""
+    """Yield the conversions of a factor for a factorisation: kernel, run and expected result."""
     host = factor(side)
     whole = np.tril(host) + np.tril(host, -1).T
     damped = whole.astype(np.float64) + np.eye(side)

@@ -17,7 +17,7 @@ from kfac_engine.bench.gpu_counts import Counted
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.errors import BackendError
 
-# Larger than the caches of devices: what a run left there is gone before the next.
+# Larger than the caches of devices: a run finds no data of an earlier run in them.
 _FLUSH_BYTES = 256 << 20
 _ROUNDS = 10
 # CUBLAS_TF32_TENSOR_OP_MATH
@@ -27,16 +27,16 @@ FLOAT32, TF32, SPLIT, FLOAT64 = "float32", "TF32", "3 × TF32", "float64"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something to be timed.
+    """Work to be timed.
 
     Attributes:
-        counted: What it cannot do without.
-        run: Does it.
-        kind: Of its products: a row of ``GpuRates.products``.
-        check: Its largest difference from the definition relative to the largest entry; None where
-            there is no definition but itself.
-        tolerance: Of that difference.
-        usual: Who else does it, and how.
+        counted: Least number of multiplications and bytes.
+        run: Do the work.
+        kind: Kind of the products: a row of ``GpuRates.products``.
+        check: Return the largest difference from the definition relative to its largest entry; None
+            without a definition.
+        tolerance: Largest accepted difference.
+        usual: The same work by peers, by name.
     """
 
     counted: Counted
@@ -49,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """What the device reaches at best.
+    """Best rates of a device.
 
     Attributes:
         copied_bytes: Bytes read and written a second.
@@ -60,7 +60,7 @@ class GpuRates:
     products: Mapping[str, float]
 
     def floor(self, counted: Counted, kind: str) -> float:
-        """Least seconds of some work with products of a kind."""
+        """Return the least seconds of work with products of a kind."""
         multiplied: float = counted.products / self.products[kind]
         moved: float = counted.moved / self.copied_bytes
         return max(multiplied, moved)
@@ -71,15 +71,15 @@ class GpuRow:
     """One measurement.
 
     Attributes:
-        case: What was done.
-        contender: By whom.
+        case: Name of the work.
+        contender: Name of the contender.
         seconds: Times on the device.
         floor: Least seconds.
-        fraction: The floor over the median.
-        ratio: Time of ours over that of this contender.
-        error: Difference from the definition relative to its largest entry; None without one.
-        pool_bytes: Memory that the device's pool held after it.
-        device: What it is, with driver and libraries.
+        fraction: Least seconds divided by the median.
+        ratio: Time of this package divided by the time of the contender.
+        error: Difference from the definition relative to its largest entry; None if unchecked.
+        pool_bytes: Size of the memory pool of the device after the work.
+        device: Name of the device, with driver and libraries.
     """
 
     case: str
@@ -94,13 +94,13 @@ class GpuRow:
 
 
 class Meter:
-    """Times work on a device.
+    """Measures the time of work on a device.
 
     Args:
-        backend: On the device.
-        rates: Its ceilings; measured when left out.
-        rounds: Times that everything is repeated.
-        side: Of the matrices that ceilings are measured on.
+        backend: Backend of the device.
+        rates: Best rates of the device; measured by default.
+        rounds: Number of repetitions.
+        side: Number of rows of the matrices that rates are measured on.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Meter:
         self.rates = rates or _rates(self.ceilings, side)
 
     def ceiling_rows(self) -> list[GpuRow]:
-        """The ceilings as rows: each is its own floor."""
+        """Return the best rates as rows, each with its own time as the floor."""
         return [
             GpuRow(case, "ceiling", times, times.low, times.low / times.median, 1.0, None, 0,
                    self.device)
@@ -127,17 +127,17 @@ class Meter:
         ]  # fmt: skip
 
     def rows(self, contender: str, work: Work) -> list[GpuRow]:
-        """Work checked and timed, and beside it whoever else does it.
+        """Check work, and time it next to its peers.
 
         Args:
-            contender: Who does it.
-            work: What.
+            contender: Name of the contender.
+            work: The work.
 
         Returns:
-            Its row, then those of others.
+            The row of the contender, then rows of peers.
 
         Raises:
-            BackendError: The result is not that of the definition.
+            BackendError: The result differs from the definition.
         """
         error = None if work.check is None else work.check()
         if error is not None and not error <= work.tolerance:
@@ -157,10 +157,10 @@ class Meter:
         ]  # fmt: skip
 
     def timed(self, work: Callable[[], object]) -> Spread:
-        """Times between events on the device, starts of kernels included.
+        """Return times between events on the device, including kernel launches.
 
-        Everybody works on the default stream, or lets it wait for others. The first run, which
-        compiles and plans, is left out.
+        All work runs on the default stream or synchronizes with it. The first run, which compiles
+        and plans, does not count.
         """
         cuda = self.backend.xp.cuda
         times = []
@@ -194,7 +194,7 @@ class Meter:
 
 
 def describe(backend: CupyBackend) -> str:
-    """The device, its driver and the libraries."""
+    """Return the names of the device, its driver and the libraries."""
     runtime = backend.xp.cuda.runtime
     versions = {
         "driver for CUDA": runtime.driverGetVersion(),
@@ -205,19 +205,19 @@ def describe(backend: CupyBackend) -> str:
 
 
 def difference(found: Array, wanted: Array) -> float:
-    """The largest difference relative to the largest entry, of arrays of the host."""
+    """Return the largest difference of two host arrays relative to the largest entry."""
     largest = float(np.abs(wanted).max())
     return float(np.abs(found.astype(np.float64) - wanted).max()) / largest if largest else 0.0
 
 
 def kind_of(backend: CupyBackend, name: str) -> str:
-    """How a backend of this name multiplies patches."""
+    """Return the kind of products of a backend of this name."""
     kinds: Mapping[str, Any] = {"cupy": SPLIT, "cupy-tf32": TF32}
     return str(kinds.get(name, FLOAT32)) if backend.device.tensor_cores else FLOAT32
 
 
 def _rates(ceilings: Mapping[str, Spread], side: int) -> GpuRates:
-    """Rates from the times of square matrices of one side."""
+    """Return the rates that follow from the times of square matrices."""
     least = {name: times.low for name, times in ceilings.items()}
     copied = 2 * 4 * side**2 / least.pop("copy")
     products = {name: side**3 / seconds for name, seconds in least.items()}

@@ -1,4 +1,4 @@
-"""The GPU suite's network: all factors, inverses and products of a ResNet-50."""
+"""The network of the GPU suite: all factors, inverses and products of a ResNet-50."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -16,11 +16,11 @@ from kfac_engine.bench.jobs import DAMPING, square_window
 from kfac_engine.bench.resnet50 import Layer
 
 _DECAY = 0.5
-# Largest difference from the definition relative to its largest entry, by how products are made.
+# Largest accepted difference from the definition relative to its largest entry, by backend.
 _TOLERANCES = {"cupy": 1e-5, "cupy-fp32": 1e-5, "cupy-tf32": 1e-2}
-# Inverses are rounded to float32, but their damping is felt a thousandfold; so are eigenvectors'.
+# Inverses are rounded to float32, and the damping magnifies errors a thousand times.
 _INVERSE_TOLERANCE = 1e-4
-# Matrices whose eigenvectors and roots are taken.
+# Numbers of rows of matrices whose eigenvectors and roots are computed.
 _SPECTRA = (256, 256, 256, 256, 1024)
 
 
@@ -49,7 +49,7 @@ class GpuPeer(Protocol):
 
 
 def window(layer: Layer) -> Window:
-    """The window of a layer."""
+    """Return the window of a layer."""
     found: Window = square_window(layer.kernel, layer.stride, layer.pad)
     return found
 
@@ -57,13 +57,13 @@ def window(layer: Layer) -> Window:
 def factor_works(
     backend: CupyBackend, name: str, layers: Sequence[Layer], batch: int, peer: GpuPeer | None
 ) -> Iterator[Work]:
-    """Input factors of each kind of filter, then all input factors and all output factors.
+    """Yield input factors of each kind of filter, then all input factors and all output factors.
 
     Args:
-        backend: On the device.
-        name: How it was selected: with which products.
-        layers: Of a network; those of equal sizes share their data, not their factors.
-        batch: Images.
+        backend: Backend of the device.
+        name: Name of the backend, which selects the kind of products.
+        layers: Layers of a network; equal layers share their data, not their factors.
+        batch: Number of images.
         peer: Another implementation on the device.
 
     Yields:
@@ -105,11 +105,11 @@ def factor_works(
 def refresh_works(
     backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None
 ) -> Iterator[Work]:
-    """Inverses of all factors, gradients of all layers between them; eigenvectors and roots.
+    """Yield the inverses of all factors, all preconditioned gradients, eigenvectors and roots.
 
     Args:
-        backend: On the device.
-        layers: Of a network.
+        backend: Backend of the device.
+        layers: Layers of a network.
         peer: Another implementation on the device.
 
     Yields:
@@ -145,7 +145,7 @@ def _output_factor(backend: CupyBackend, ds: Array) -> Callable[[], None]:
 
 
 def _input_error(backend: CupyBackend, layer: Layer, x: Array) -> float:
-    """Of one image: patches written out by NumPy, and their product in float64."""
+    """Return the error of one image, compared with a float64 product of patches."""
     out = backend.asarray(_zeros(layer.d_in))
     backend.patch_second_moment(
         backend.asarray(x), window(layer), out, homogeneous=layer.homogeneous
@@ -170,7 +170,7 @@ def _inverse_error(backend: CupyBackend, host: Array) -> float:
 
 
 def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None) -> Work:
-    """Gradients of all layers between symmetric matrices of the sides of their factors."""
+    """Return the work of multiplying all gradients by matrices of the shapes of their factors."""
     distinct = {
         layer: (factor(layer.d_in), normal(layer.d_in, layer.outputs), factor(layer.outputs))
         for layer in set(layers)
@@ -195,7 +195,7 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPee
 
 
 def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -> Iterator[Work]:
-    """Eigenvectors; and inverse fourth roots by products, where the device has that way."""
+    """Yield eigenvectors, and inverse fourth roots by products if the device supports them."""
     hosts = [factor(side) for side in sides]
     matrices = [backend.asarray(host) for host in hosts]
     told = f"{len(sides)} matrices, sides to {max(sides)}"
@@ -211,7 +211,7 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
             )
         )
 
-    # No count of products is agreed on for eigenvectors: bytes alone.
+    # The number of multiplications for eigenvectors is undefined: only bytes count.
     moved = float(sum(3 * 4 * side * side for side in sides))
     counted = gpu_counts.Counted(f"eigenvectors of {told}", 0.0, moved)
     yield Work(counted, lambda: backend.linalg.eighs(matrices), check=rebuilt, usual=others)
@@ -231,7 +231,7 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
 
 
 def _fourth_root(host: Array) -> Array:
-    """``(host + damping·I)^(−1/4)``, float64."""
+    """Return ``(host + damping·I)^(−1/4)`` in float64."""
     values, Q = np.linalg.eigh(host.astype(np.float64))
     root: Array = (Q * (values + DAMPING) ** -0.25) @ Q.T
     return root

@@ -1,4 +1,4 @@
-"""Peak memory of a step as measured, beside what the engine announced; a process for each."""
+"""Measured and announced peak memory of a step; each case has a process of its own."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.errors import BackendError
 
-# Network, batch and estimation mode: the modes differ in how often they go back.
+# Network, batch and estimation mode: modes differ in the number of backward passes.
 CASES = (
     ("mlp", 512, "gradients"),
     ("mlp", 4096, "gradients"),
@@ -29,13 +29,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes of one step.
+    """Peak memory of one step in bytes.
 
     Attributes:
         case: Network, batch and mode.
-        announced: By the engine, before the step: model included.
-        measured: Resident at the highest above what the process held before it had a model; 0
-            where the system does not tell.
+        announced: Announcement of the engine before the step, including the model.
+        measured: Largest increase of the resident memory by model and steps; 0 if unknown.
     """
 
     case: str
@@ -44,7 +43,7 @@ class Peak:
 
     @property
     def ratio(self) -> str:
-        """Measured over announced, with a mark where a step took more than was announced."""
+        """Measured divided by announced bytes, with a mark if it exceeds 1."""
         mark = " !" if self.measured > self.announced else ""
         return f"{self.measured / self.announced:.2f}{mark}"
 
@@ -53,8 +52,8 @@ def run_memory(console: Console, name: str) -> list[Peak]:
     """Measure the cases, and print a table.
 
     Args:
-        console: Where to print.
-        name: Of the suite.
+        console: Console to print on.
+        name: Name of the suite.
 
     Returns:
         The rows of the table.
@@ -70,15 +69,15 @@ def run_memory(console: Console, name: str) -> list[Peak]:
 
 
 def in_new_process(network: str, batch: int, mode: str) -> Peak:
-    """The peak of one case.
+    """Measure one case in a new process.
 
     Args:
-        network: Name.
-        batch: Examples.
-        mode: Of the estimation.
+        network: Name of the network.
+        batch: Number of examples.
+        mode: Estimation mode.
 
     Returns:
-        What was found.
+        The peak.
 
     Raises:
         BackendError: The process failed.
@@ -92,15 +91,15 @@ def in_new_process(network: str, batch: int, mode: str) -> Peak:
 
 
 def step_peak(network: str, batch: int, mode: str) -> tuple[int, int]:
-    """Announced and measured bytes of two steps in this process.
+    """Measure two steps in this process.
 
     Args:
-        network: Name.
-        batch: Examples.
-        mode: Of the estimation.
+        network: Name of the network.
+        batch: Number of examples.
+        mode: Estimation mode.
 
     Returns:
-        Both.
+        Announced and measured bytes.
     """
     net = NETWORKS[network]()
     inputs, targets = net.inputs(batch), net.targets(batch)

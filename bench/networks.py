@@ -1,4 +1,4 @@
-"""Two well-known networks as exporters write them, with weights drawn at random.
+"""A ResNet-50 and a BERT-base as exporters write them, with random weights.
 
 Sizes and nodes are those of the published networks; nothing is downloaded.
 """
@@ -24,7 +24,7 @@ _LAYERS, _WIDTH, _HEADS, _INNER, _TOKENS, _POSITIONS = 12, 768, 12, 3072, 30522,
 
 
 class _Net:
-    """Collects nodes and weights."""
+    """A builder that collects nodes and weights."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -36,22 +36,22 @@ class _Net:
         return to
 
     def cast(self, x: str, *, to: str, code: int) -> str:
-        """``x`` in the element type of a number of ``TensorProto.DataType``."""
+        """Append a Cast of ``x`` to an element type of ``TensorProto.DataType``."""
         self.nodes.append(Node("Cast", (x,), (to,), {"to": code}, name=f"/{to}"))
         return to
 
     def weight(self, name: str, *shape: int, mean: float = 0.0, spread: float = 0.02) -> str:
-        # The same draws again and again: a hundred million new ones would take seconds.
+        # The same random numbers are repeated: a hundred million new ones would take seconds.
         self.constants[name] = np.resize(np.float32(mean) + np.float32(spread) * self._draws, shape)
         return name
 
     def given(self, name: str, value: float | Sequence[int]) -> str:
-        """A float, or integers."""
+        """Add a constant: a float, or integers."""
         self.constants[name] = np.asarray(value, np.float32 if type(value) is float else np.int64)
         return name
 
     def dense(self, name: str, x: str, d_in: int, d_out: int) -> str:
-        """``x @ weight + bias``, as transformers are written."""
+        """Append ``x @ weight + bias`` in the form of transformers."""
         weight = self.weight(f"{name}.weight", d_in, d_out)
         product = self.op("MatMul", x, weight, to=f"{name}/product")
         return self.op("Add", self.weight(f"{name}.bias", d_out), product, to=name)
@@ -61,7 +61,7 @@ class _Net:
 
 
 def resnet50() -> bytes:
-    """A ResNet-50 with its normalizations in inference form: 25.6 million parameters."""
+    """Return a ResNet-50 with normalizations in inference form: 25.6 million parameters."""
     net = _Net()
     x = _normalized(net, "conv1", "input", 3, 64, 7, 2)
     x = net.op("MaxPool", x, to="pool", kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1))
@@ -114,7 +114,7 @@ def _normalized(  # noqa: PLR0913 (a convolution has that many sizes)
 
 
 def bert_base() -> bytes:
-    """A BERT-base classifier with sizes computed at run time: 109 million parameters."""
+    """Return a BERT-base classifier with sizes computed at run time: 109 million parameters."""
     net = _Net()
     sizes = net.op("Shape", "ids", to="sizes")
     length = net.op("Slice", sizes, net.given("one", [1]), net.given("two", [2]), to="length")
@@ -164,9 +164,11 @@ def _encoder(net: _Net, name: str, x: str, mask: str) -> str:
     return _layer_norm(net, f"{name}.norm2", net.op("Add", y, x, to=f"{name}/sum2"))
 
 
-def _heads(net: _Net, name: str, x: str, turned: bool) -> str:
+def _heads(net: _Net, name: str, x: str, transposed: bool) -> str:
     split = net.op("Reshape", net.dense(name, x, _WIDTH, _WIDTH), "heads", to=f"{name}/heads")
-    return net.op("Transpose", split, to=f"{name}/t", perm=(0, 2, 3, 1) if turned else (0, 2, 1, 3))
+    return net.op(
+        "Transpose", split, to=f"{name}/t", perm=(0, 2, 3, 1) if transposed else (0, 2, 1, 3)
+    )
 
 
 def _layer_norm(net: _Net, name: str, x: str) -> str:

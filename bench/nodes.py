@@ -1,8 +1,8 @@
-"""How the time and memory of a build grow with the nodes of a graph; a process for each size.
+"""Growth of the time and memory of a build with the number of nodes; a process for each size.
 
     python -m kfac_engine.bench.nodes 100000
 
-builds an engine for a graph of so many nodes, and prints its seconds and its bytes.
+builds an engine for a graph of 100,000 nodes, and prints CPU seconds and bytes.
 """
 
 import json
@@ -29,8 +29,8 @@ def run_nodes(console: Console, name: str, sizes: Sequence[int] = SIZES) -> list
     """Build engines for graphs of growing size, and print a table with the exponents.
 
     Args:
-        console: Where to print.
-        name: Of the suite.
+        console: Console to print on.
+        name: Name of the suite.
         sizes: Numbers of nodes.
 
     Returns:
@@ -52,7 +52,7 @@ def run_nodes(console: Console, name: str, sizes: Sequence[int] = SIZES) -> list
 
 
 def _in_new_process(nodes: int) -> Steps:
-    """The result of ``build`` with one thread.
+    """Return the result of ``build`` in a new process with one thread.
 
     Raises:
         BackendError: The process failed.
@@ -68,10 +68,10 @@ def build(nodes: int) -> Steps:
     """Build one engine in this process, after a small one that loads all modules.
 
     Args:
-        nodes: Of the graph, half of them dense layers.
+        nodes: Number of nodes of the graph; half of them are dense layers.
 
     Returns:
-        CPU seconds, and bytes at the highest above those before.
+        CPU seconds, and the largest increase of the memory.
     """
     small, large = (classifier((_WIDTH,) * (count // 2 + 1)).data for count in (4, nodes))
     Engine.from_onnx(small, loss="categorical", threads=1)

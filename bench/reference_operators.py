@@ -1,4 +1,4 @@
-"""The operators of the suite ``step``'s networks with their derivatives, in plain NumPy."""
+"""Operators of the networks of the suite ``step`` with their derivatives, in NumPy."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -9,13 +9,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from kfac_engine._types import Array
 from kfac_engine.graph.structure import Node
 
-# The cotangent of a result to those of the operands, from the first on; integers get none.
+# From the cotangent of a result to the cotangents of the leading operands; integers have none.
 Backward: TypeAlias = Callable[[Array], tuple[Array, ...]]
 Attributes: TypeAlias = Mapping[str, Any]
 
 
 def rows_of(node: Node, x: Array) -> Array:
-    """What a dense layer or convolution multiplies its weight by, ``(rows, d_in + 1)``.
+    """Return the input rows of a dense layer or convolution, ``(rows, d_in + 1)``.
 
     Args:
         node: A MatMul, Gemm or Conv.
@@ -31,7 +31,7 @@ def rows_of(node: Node, x: Array) -> Array:
 
 
 def _patches(x: Array, attributes: Attributes) -> Array:
-    """``(n, oh, ow, channels, kh, kw)``, a view."""
+    """Return the windows of images, ``(n, oh, ow, channels, kh, kw)``, a view."""
     (top, left, bottom, right), (down, across) = attributes["pads"], attributes["strides"]
     padded = np.pad(x, ((0, 0), (0, 0), (top, bottom), (left, right)))
     seen = sliding_window_view(padded, attributes["kernel_shape"], (2, 3))
@@ -56,7 +56,7 @@ def _conv(attributes: Attributes, x: Array, w: Array, b: Array) -> tuple[Array, 
 
 
 def _placed(pieces: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
-    """Patches ``(n, channels, kh, kw, oh, ow)`` added up where they were taken."""
+    """Return patches ``(n, channels, kh, kw, oh, ow)`` added at their positions in the image."""
     (top, left, bottom, right), (down, across) = attributes["pads"], attributes["strides"]
     n, channels, height, width = shape
     padded = np.zeros((n, channels, height + top + bottom, width + left + right))
@@ -93,7 +93,7 @@ def _mul(attributes: Attributes, x: Array, y: Array) -> tuple[Array, Backward]:
 
 
 def _like(g: Array, x: Array) -> Array:
-    """A cotangent summed over the axes along which ``x`` was spread."""
+    """Return a cotangent summed over the axes along which ``x`` was broadcast."""
     g = g.sum(tuple(range(g.ndim - x.ndim)))
     summed: Array = g.sum(tuple(i for i, side in enumerate(x.shape) if side == 1), keepdims=True)
     return summed
@@ -139,8 +139,8 @@ def _gather(attributes: Attributes, table: Array, indices: Array) -> tuple[Array
 
 def _reshape(attributes: Attributes, x: Array, shape: Array) -> tuple[Array, Backward]:
     del attributes
-    sides = [x.shape[i] if side == 0 else side for i, side in enumerate(shape.tolist())]
-    return x.reshape(sides), lambda g: (g.reshape(x.shape),)
+    sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(shape.tolist())]
+    return x.reshape(sizes), lambda g: (g.reshape(x.shape),)
 
 
 def _transpose(attributes: Attributes, x: Array) -> tuple[Array, Backward]:

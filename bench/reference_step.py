@@ -1,7 +1,7 @@
-"""What a step of K-FAC results in, by definition: the truth of the suite ``step``.
+"""The result of a step of K-FAC by definition: the truth of the suite ``step``.
 
-Plain NumPy in float64, an operator of the file at a time, without the package's graphs, derivatives
-and factors: forward, backward, second moments, inverses. Slow, and short enough to be checked.
+Plain NumPy in float64 evaluates the operators of the file one by one, without the package's graphs,
+derivatives and factors: forward, backward, second moments, inverses.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from kfac_engine.graph.structure import Node
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """The gradient, and the natural gradient of dense layers and convolutions.
+    """Return a run that computes gradients and the natural gradients of layers.
 
     Args:
-        network: Name.
-        batch: Examples.
-        kind: Of ``STEPS``.
+        network: Name of the network.
+        batch: Number of examples.
+        kind: Kind of ``STEPS``.
 
     Returns:
         The run.
@@ -45,11 +45,11 @@ def step(network: str, batch: int, kind: str) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """One evaluation.
+    """The record of an evaluation, for the backward pass.
 
     Attributes:
         values: Every value by name.
-        backward: For each node, its cotangent to those of its operands.
+        backward: Each node with the function from its cotangent to those of its operands.
     """
 
     values: dict[str, Array]
@@ -61,11 +61,11 @@ def evaluate(net: Network, x: Array, weights: Mapping[str, Array] | None = None)
 
     Args:
         net: The network.
-        x: Its input.
-        weights: In place of its own.
+        x: Input of the network.
+        weights: Weights in place of the network's own.
 
     Returns:
-        What is needed to go back.
+        The tape.
     """
     known = {**net.constants, **(weights or net.weights), "x": x}
     values = {n: v.astype(np.float64) if v.dtype.kind == "f" else v for n, v in known.items()}
@@ -78,39 +78,39 @@ def evaluate(net: Network, x: Array, weights: Mapping[str, Array] | None = None)
 
 
 def differentiate(net: Network, tape: Tape, targets: Array) -> tuple[float, dict[str, Array]]:
-    """Go back from the loss, summed over examples and positions.
+    """Differentiate the loss, summed over examples and positions.
 
     Args:
         net: The network.
-        tape: Its evaluation.
+        tape: Evaluation of the network.
         targets: Classes.
 
     Returns:
-        The sum, and its gradient for every value.
+        The loss, and its gradient with respect to every value.
     """
     z = tape.values[net.result]
     z = z - z.max(-1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
     hit = np.arange(z.shape[-1]) == targets[..., None]
-    found: dict[str, Array] = {net.result: np.exp(log_p) - hit}
+    cotangents: dict[str, Array] = {net.result: np.exp(log_p) - hit}
     for node, back in reversed(tape.backward):
-        for name, cotangent in zip(node.inputs, back(found[node.outputs[0]]), strict=False):
-            found[name] = found[name] + cotangent if name in found else cotangent
-    return -float(log_p[hit].sum()), found
+        for name, cotangent in zip(node.inputs, back(cotangents[node.outputs[0]]), strict=False):
+            cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
+    return -float(log_p[hit].sum()), cotangents
 
 
 def natural_gradients(
     net: Network, tape: Tape, sums: Mapping[str, Array], gradients: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """``c⁻¹ (A + λ_A)⁻¹ V (G + λ_G)⁻¹`` of each dense layer and convolution.
+    """Return ``c⁻¹ (A + λ_A)⁻¹ V (G + λ_G)⁻¹`` of each dense layer and convolution.
 
-    ``G`` holds the mean over positions that the loss takes.
+    ``G`` contains the mean over positions of the loss.
 
     Args:
         net: The network.
-        tape: Its evaluation.
+        tape: Evaluation of the network.
         sums: Gradients of the loss summed over examples and positions.
-        gradients: Those of its mean.
+        gradients: Gradients of the mean loss.
 
     Returns:
         Parameter to natural gradient.

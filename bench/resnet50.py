@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 
     @property
     def d_in(self) -> int:
-        """Side of the input factor."""
+        """Number of rows of the input factor."""
         return self.inputs * self.kernel**2 + self.homogeneous
 
 
@@ -44,7 +44,7 @@ _STAGES = ((3, 64, 256), (4, 128, 512), (6, 256, 1024), (3, 512, 2048))
 
 
 def resnet50() -> tuple[Layer, ...]:
-    """All 54 layers, in order.
+    """Return all 54 layers, in order.
 
     Source: He et al. 2016, arXiv:1512.03385, with the stride in the 3 × 3 filters.
     """

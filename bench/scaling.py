@@ -1,9 +1,9 @@
-"""How cost grows: each axis is varied alone, and the exponent of time and memory is fitted.
+"""Growth of time and memory: each axis varies alone, and exponents are fitted.
 
     python -m kfac_engine.bench.scaling '{"batch": 1024}' 2 5
 
-takes the steps of one shape (fields of ``Shape``) with so many threads, so often. Each shape has a
-process of its own, whose memory is not at hand from the one before.
+times 5 steps of one shape (fields of ``Shape``) with 2 threads. Each shape has a process of its
+own, without memory from an earlier shape.
 """
 
 import json
@@ -34,14 +34,14 @@ class Shape:
     """A network and its batch.
 
     Attributes:
-        batch: Examples.
-        width: Features of every layer, or channels.
-        classes: Of the prediction.
-        layers: Between input and prediction.
-        side: Of images that go through convolutions; 0 for vectors that go through dense layers.
-        refresh_every: Steps between inverses.
-        mode: Of the estimation.
-        trained: Patterns of the parameters that are trained; all if empty.
+        batch: Number of examples.
+        width: Features or channels of every layer.
+        classes: Number of classes.
+        layers: Number of layers between input and prediction.
+        side: Pixels an axis of images, for convolutions; 0 for dense layers.
+        refresh_every: Steps between refreshes of inverses.
+        mode: Estimation mode.
+        trained: Patterns of the trainable parameters; empty for all.
     """
 
     batch: int = 512
@@ -54,7 +54,7 @@ class Shape:
     trained: tuple[str, ...] = ()
 
     def network(self) -> Network:
-        """The network."""
+        """Return the network."""
         if self.side:
             return filters(self.width, self.layers, self.side, self.classes)
         return classifier((self.width,) * (self.layers + 1) + (self.classes,))
@@ -62,13 +62,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Something that is varied.
+    """A size that varies.
 
     Attributes:
-        sizes: Its values.
-        shape: The shape with one of them, the rest so that it dominates.
-        time: Exponent that the time is to grow with at most.
-        memory: Exponent that the memory is to grow with at most.
+        sizes: Values of the size.
+        shape: Return the shape for a value, with the other sizes small enough not to matter.
+        time: Largest expected exponent of the time.
+        memory: Largest expected exponent of the memory.
     """
 
     sizes: Sequence[int]
@@ -79,11 +79,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What steps of one shape took.
+    """Resources of the steps of one shape.
 
     Attributes:
-        times: Wall time of each but the first.
-        peak_bytes: Of model and first step, beyond what the process held before.
+        times: Wall times of all steps but the first.
+        peak_bytes: Largest increase of the memory by the model and the first step.
     """
 
     times: Sequence[float]
@@ -92,17 +92,17 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one step of one shape took.
+    """Resources of one size, with the exponents of its axis.
 
     Attributes:
-        axis: What was varied.
-        size: Its value.
+        axis: Name of the axis.
+        size: Value on the axis.
         seconds: Wall times; CPU times of builds.
         peak_bytes: As in ``Steps``.
-        exponent: Of time along the whole axis, by least squares of logarithms.
-        memory_exponent: Of memory, likewise.
-        expected: What the first should not exceed.
-        memory_expected: What the second should not exceed.
+        exponent: Exponent of the time along the axis, by least squares of logarithms.
+        memory_exponent: Exponent of the memory, likewise.
+        expected: Largest expected exponent of the time.
+        memory_expected: Largest expected exponent of the memory.
     """
 
     axis: str
@@ -116,7 +116,7 @@ class Point:
 
 
 def _classes(count: int) -> Shape:
-    # The factor of the last layer has that side by definition: only the first layer is trained.
+    # The factor of the last layer has ``count`` rows: only the first layer is trained.
     return Shape(classes=count, batch=64, layers=1, mode="exact", trained=("0.*",))
 
 
@@ -129,7 +129,7 @@ AXES: Mapping[str, Axis] = Registry(
             lambda n: Shape(batch=8, width=32, side=round(n**0.5)), 1, 1,
         ),
         "layers": Axis((4, 8, 16, 32), lambda n: Shape(layers=n), 1, 1),
-        # As many ways back as classes, each through a last layer with as many columns.
+        # One backward pass for each class, each through a last layer with as many columns.
         "classes": Axis((64, 256, 1024), _classes, 2, 0),
         "width, statistics": Axis(
             (512, 1024, 2048), lambda n: Shape(width=n, batch=1024, layers=1), 2, 2
@@ -151,11 +151,11 @@ def run_scaling(
     """Time steps along each axis, and print a table with the exponents.
 
     Args:
-        console: Where to print.
-        name: Of the suite.
-        threads: Of the engine.
-        axes: Which.
-        rounds: How often each step is timed.
+        console: Console to print on.
+        name: Name of the suite.
+        threads: Number of threads of the engine.
+        axes: Names of axes.
+        rounds: Number of timed steps.
 
     Returns:
         The points.
@@ -177,31 +177,31 @@ def run_scaling(
 
 
 def along(axis: str, threads: int, rounds: int) -> list[Point]:
-    """The points of one axis."""
+    """Return the points of one axis."""
     varied = AXES[axis]
-    found = [_in_new_process(varied.shape(size), threads, rounds) for size in varied.sizes]
-    return fitted_points(axis, varied.sizes, found, varied.time, varied.memory)
+    measured = [_in_new_process(varied.shape(size), threads, rounds) for size in varied.sizes]
+    return fitted_points(axis, varied.sizes, measured, varied.time, varied.memory)
 
 
 def fitted_points(
-    axis: str, sizes: Sequence[int], found: Sequence[Steps], time: float, memory: float
+    axis: str, sizes: Sequence[int], measured: Sequence[Steps], time: float, memory: float
 ) -> list[Point]:
-    """Measurements with the exponents of their growth.
+    """Return measurements with the exponents of their growth.
 
     Args:
-        axis: Its name.
-        sizes: Its values.
-        found: The measurement at each.
-        time: Exponent that the time is to grow with at most.
-        memory: Exponent that the memory is to grow with at most.
+        axis: Name of the axis.
+        sizes: Values on the axis.
+        measured: Measurement of each value.
+        time: Largest expected exponent of the time.
+        memory: Largest expected exponent of the memory.
 
     Returns:
         A point for each size.
     """
-    times = [spread(steps.times) for steps in found]
-    peaks = [steps.peak_bytes for steps in found]
+    times = [spread(steps.times) for steps in measured]
+    peaks = [steps.peak_bytes for steps in measured]
     exponent = fitted(sizes, [seconds.median for seconds in times])
-    # A peak of nothing, where the system tells none, counts as one byte.
+    # A peak of 0, for an unknown one, counts as one byte.
     memory_exponent = fitted(sizes, [max(1, peak) for peak in peaks])
     return [
         Point(axis, size, seconds, peak, exponent, memory_exponent, time, memory)
@@ -210,7 +210,7 @@ def fitted_points(
 
 
 def _in_new_process(shape: Shape, threads: int, rounds: int) -> Steps:
-    """What ``take_steps`` finds.
+    """Return the result of ``take_steps`` in a new process.
 
     Raises:
         BackendError: The process failed.
@@ -226,15 +226,15 @@ def _in_new_process(shape: Shape, threads: int, rounds: int) -> Steps:
 
 
 def take_steps(shape: Shape, threads: int, rounds: int) -> Steps:
-    """Steps of one shape in this process, after a first one that makes everything.
+    """Time steps of one shape in this process, after a first step that builds everything.
 
     Args:
         shape: The shape.
-        threads: Of the engine.
-        rounds: How many steps.
+        threads: Number of threads of the engine.
+        rounds: Number of steps.
 
     Returns:
-        What they took.
+        Resources of the steps.
     """
     net = shape.network()
     inputs, targets = net.inputs(shape.batch), net.targets(shape.batch)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds and bytes by stage."""
+"""Time and memory of a step by stage."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -17,11 +17,11 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage of a step in which everything is due.
+    """A stage of a step that updates factors and inverses.
 
     Attributes:
-        network: Name.
-        stage: Medians over some steps.
+        network: Name of the network.
+        stage: Median time and largest memory over the steps.
     """
 
     network: str
@@ -29,11 +29,11 @@ class StageRow:
 
 
 def run_stages(console: Console, threads: int) -> list[StageRow]:
-    """Take the steps of the suite apart, and print a table.
+    """Profile the steps of the suite, and print a table.
 
     Args:
-        console: Where to print.
-        threads: Of the engine.
+        console: Console to print on.
+        threads: Number of threads of the engine.
 
     Returns:
         The rows of the table.
@@ -55,13 +55,13 @@ def run_stages(console: Console, threads: int) -> list[StageRow]:
 def take_apart(
     network: str, batch: int, threads: int | None = None, rounds: int = _ROUNDS
 ) -> list[StageRow]:
-    """The stages of one network's step: factors and inverses move in every one.
+    """Profile the steps of one network; every step updates factors and inverses.
 
     Args:
-        network: Name.
-        batch: Examples.
-        threads: Of the engine; None for as many as it takes by itself.
-        rounds: Steps.
+        network: Name of the network.
+        batch: Number of examples.
+        threads: Number of threads of the engine; None for its default.
+        rounds: Number of steps.
 
     Returns:
         A row for each stage.

@@ -1,4 +1,4 @@
-"""The networks whose steps are timed: small enough for a CPU, each of another kind."""
+"""The networks whose steps are timed: an MLP, a ResNet-20 and a transformer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,15 +28,15 @@ class Network:
     """A classifier.
 
     Attributes:
-        data: Bytes of its file.
-        nodes: What the file says, in order.
-        result: The value with the predictions.
-        constants: Values by name that are no parameters.
+        data: Bytes of the file.
+        nodes: Nodes of the file, in order.
+        result: Name of the value with the predictions.
+        constants: Constants by name that are not parameters.
         weights: Parameter name to value.
-        input_shape: Of one example; images or features.
-        tokens: How many tokens are known, for networks over texts; 0 for others.
-        positions: Predictions for each example; 0 for one without an axis of its own.
-        classes: Of each prediction.
+        input_shape: Shape of one example.
+        tokens: Size of the vocabulary, for networks over texts; 0 for others.
+        positions: Number of predictions for each example; 0 if there is no axis of positions.
+        classes: Number of classes of each prediction.
     """
 
     data: bytes = field(repr=False)
@@ -51,30 +51,30 @@ class Network:
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """Parameters in the order in which contenders hand gradients out."""
+        """Names of the parameters in the order in which contenders return gradients."""
         return tuple(sorted(self.weights))
 
     @property
     def preconditioned(self) -> tuple[str, ...]:
-        """Those of dense layers and convolutions, likewise: weights, and biases beside them."""
+        """Names of weights and biases of dense layers and convolutions, in the same order."""
         stems = {name.rpartition(".")[0] for name, w in self.weights.items() if w.ndim > 1}
         return tuple(name for name in self.compared if name.rpartition(".")[0] in stems - {""})
 
     def inputs(self, batch: int) -> dict[str, Array]:
-        """A made-up batch."""
+        """Return a random batch."""
         rng = np.random.default_rng(1)
         if self.tokens:
             return {"x": rng.integers(0, self.tokens, (batch, *self.input_shape))}
         return {"x": rng.standard_normal((batch, *self.input_shape), dtype=np.float32)}
 
     def targets(self, batch: int) -> Array:
-        """Its labels."""
+        """Return random labels."""
         shape = (batch, self.positions) if self.positions else (batch,)
         return np.random.default_rng(2).integers(0, self.classes, shape)
 
 
 class _Net:
-    """Collects nodes and weights."""
+    """A builder that collects nodes and weights."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -96,7 +96,7 @@ class _Net:
         return name
 
     def dense(self, name: str, x: str, d_in: int, d_out: int) -> str:
-        """``x @ weight + bias``."""
+        """Append ``x @ weight + bias``."""
         weight = self.drawn(f"{name}.weight", d_in, d_out, fan_in=d_in)
         product = self.op("MatMul", x, weight, to=f"{name}/product")
         return self.op("Add", product, self.flat(f"{name}.bias", d_out, 0.0), to=name)
@@ -128,12 +128,12 @@ class _Net:
 
 
 def mlp() -> Network:
-    """Four dense layers: 784-1024-512-256-10."""
+    """Return four dense layers: 784-1024-512-256-10."""
     return classifier(MLP)
 
 
 def classifier(widths: Sequence[int]) -> Network:
-    """Dense layers with ReLU in between.
+    """Return dense layers with ReLU in between.
 
     Args:
         widths: Features of the input, of each layer, and classes.
@@ -153,13 +153,13 @@ def classifier(widths: Sequence[int]) -> Network:
 
 
 def filters(channels: int, layers: int, side: int, classes: int) -> Network:
-    """Convolutions of 3 × 3 pixels with ReLU in between over square images, mean, dense layer.
+    """Return 3 × 3 convolutions with ReLU in between, a mean and a dense layer.
 
     Args:
-        channels: Of the images and of every layer.
-        layers: Convolutions.
-        side: Pixels an axis.
-        classes: Of the prediction.
+        channels: Number of channels of the images and of every layer.
+        layers: Number of convolutions.
+        side: Pixels an axis of the square images.
+        classes: Number of classes.
 
     Returns:
         The network.
@@ -174,7 +174,7 @@ def filters(channels: int, layers: int, side: int, classes: int) -> Network:
 
 
 def resnet20() -> Network:
-    """Nineteen convolutions, two shortcuts and a dense layer."""
+    """Return a ResNet-20: nineteen convolutions, two shortcuts and a dense layer."""
     net = _Net()
     channels = RESNET_STAGES[0][0]
     x = net.op("Relu", net.conv("conv", "x", 3, channels, 3, 1), to="a")
@@ -193,7 +193,7 @@ def resnet20() -> Network:
 
 
 def transformer() -> Network:
-    """Four encoder layers over 64 tokens, which predict a token at each position."""
+    """Return four encoder layers over 64 tokens, which predict a token at each position."""
     net = _Net()
     net.constants["split"] = np.array([0, 0, HEADS, WIDTH // HEADS])
     net.constants["joined"] = np.array([0, 0, WIDTH])

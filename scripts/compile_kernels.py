@@ -41,18 +41,18 @@ def main() -> None:
 
 
 def fingerprint(name: str) -> str:
-    """A hash of the text of a source with its headers, and of the flags common to all variants."""
+    """Return a hash of a source, its headers, and the flags common to all variants."""
     text = "\n".join([*nvrtc.FLAGS, source(name)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprints() -> dict[str, str]:
-    """Source to its fingerprint when it was compiled."""
+    """Return the fingerprint of each source at its last compilation."""
     return {name: found["source"] for name, found in _stored().items()}
 
 
 def compiled(name: str) -> Compiled:
-    """The table of a source: entry to kernel to resources."""
+    """Return the table of a source: entry to kernel to resources."""
     return {
         key: {kernel: nvrtc.Resources(*taken) for kernel, taken in kernels.items()}
         for key, kernels in _stored()[name]["compiled"].items()
@@ -60,12 +60,12 @@ def compiled(name: str) -> Compiled:
 
 
 def entry(options: tuple[str, ...], architecture: str) -> str:
-    """The name of a variant in the table."""
+    """Return the name of a variant in the table."""
     return " ".join([architecture, *options])
 
 
 def _asked(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every variant of a source for every architecture."""
+    """Yield every variant of a source for every architecture."""
     for architecture in nvrtc.ARCHITECTURES:
         for options in variants(name):
             yield options, architecture
@@ -76,7 +76,7 @@ def _stored() -> dict[str, Any]:
 
 
 def _lines(table: Mapping[str, Any]) -> Iterator[str]:
-    """JSON with a line for each entry, so that a change shows in the difference."""
+    """Yield JSON with a line for each entry, so that a change is visible in a diff."""
     yield "{"
     for name, found in table.items():
         comma = "," if name != list(table)[-1] else ""

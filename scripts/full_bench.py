@@ -1,11 +1,11 @@
-"""Measures everything on this machine and writes the tables of it.
+"""Run all suites on this machine and write their tables.
 
     python -m scripts.full_bench                      bench/results/<date>-cpu.json and .md
     python -m scripts.full_bench --kernel Haswell     bench/results/<date>-cpu-haswell.json and .md
 
-Every peer that this Python has takes part; an older kernel is measured in suites with contenders
-only. Each suite is written when it is done: after an interruption the same command with
-``--resume`` goes on with the next one. Takes 16 minutes; let nothing else run meanwhile.
+All installed peers take part. An older kernel of BLAS is measured in suites with contenders only.
+Each suite is written when it is done: after an interruption, the same command with ``--resume``
+continues with the next suite. A run takes 16 minutes on an otherwise idle machine.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from kfac_engine.bench.contenders import CONTENDERS, PEERS
 from kfac_engine.bench.jobs import SUITES
 from scripts import bench_tables
 
-# What OpenBLAS takes in place of the kernel for this processor.
+# Environment variable that selects a kernel of OpenBLAS.
 _KERNEL = "OPENBLAS_CORETYPE"
 
 
@@ -30,9 +30,9 @@ def main() -> int:
         The exit status of ``bench``.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--kernel", default="", help="of OpenBLAS; by default the processor's own")
-    parser.add_argument("--resume", action="store_true", help="keep the suites already measured")
-    parser.add_argument("--suite", action="append", default=[], help="only this; may be repeated")
+    parser.add_argument("--kernel", default="", help="kernel of OpenBLAS")
+    parser.add_argument("--resume", action="store_true", help="skip the measured suites")
+    parser.add_argument("--suite", action="append", default=[], help="a suite; may be repeated")
     chosen = parser.parse_args()
     status = subprocess.run(
         command(chosen.kernel, chosen.suite, resume=chosen.resume),
@@ -44,12 +44,12 @@ def main() -> int:
 
 
 def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
-    """The command line of ``bench``.
+    """Return the command line of ``bench``.
 
     Args:
-        kernel: Of OpenBLAS; empty for the processor's own.
-        suites: Which; empty for all, or for those with contenders where a kernel is chosen.
-        resume: Whether suites in the file are kept.
+        kernel: Kernel of OpenBLAS; empty for that of the processor.
+        suites: Names of suites; empty for all, or for suites with contenders if a kernel is named.
+        resume: Whether suites in the file are skipped.
 
     Returns:
         Program and arguments.
@@ -66,7 +66,7 @@ def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
 
 
 def environment(kernel: str) -> Mapping[str, str]:
-    """This process's, with the kernel chosen, and no other one forced."""
+    """Return the environment of this process with the kernel, or without a forced kernel."""
     found = {name: value for name, value in os.environ.items() if name != _KERNEL}
     return {**found, _KERNEL: kernel} if kernel else found
 

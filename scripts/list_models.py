@@ -23,7 +23,7 @@ DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 SMALL = ("pytorch-converted", "pytorch-operator", "simple")
 NOTHING_TO_TRAIN = "has no trainable parameter"
 # Their first dense layers read 25,088 and 18,432 features: full input factors and their inverses
-# would take gigabytes, and minutes on few cores. With diagonal ones the networks run anywhere.
+# would take gigabytes and minutes. Diagonal input factors make the networks run on any machine.
 CHOICES = {
     "light_vgg19": {"fully_connected": "kron_in_diag"},
     "light_zfnet512": {"fully_connected": "kron_in_diag"},
@@ -32,7 +32,7 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model, and what a step of it shows.
+    """A model and the result of one step.
 
     Attributes:
         name: Of the model.
@@ -64,7 +64,7 @@ def try_model(name: str, path: Path) -> Row:
 
 
 def make_inputs(path: Path) -> dict[str, np.ndarray]:
-    """Random numbers, or zeros for integers, in the declared shapes; open axes are of size two."""
+    """Return random floats or zero integers in the declared shapes; open axes have size two."""
     rng = np.random.default_rng(0)
     feeds = {}
     for entry in load_graph(path).inputs:
@@ -75,7 +75,7 @@ def make_inputs(path: Path) -> dict[str, np.ndarray]:
 
 
 def draw_weights(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Random matrices and filters of variance 2 / fan-in: the networks come with constant ones."""
+    """Return random weights of variance 2 / fan-in; the networks of the package are constant."""
     rng = np.random.default_rng(0)
     return {
         name: (
@@ -87,7 +87,7 @@ def draw_weights(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def describe(engine: ke.Engine) -> tuple[str, str]:
-    """``53 conv2d, 106 generic`` and ``53 × scale of BatchNormalization, …``."""
+    """Return texts such as ``53 conv2d, 106 generic`` and ``53 × scale of …``."""
     kinds = Counter(layer.kind for layer in engine.layers)
     reasons = Counter(layer.reason for layer in engine.layers if layer.reason)
     return (
@@ -97,20 +97,20 @@ def describe(engine: ke.Engine) -> tuple[str, str]:
 
 
 def small_models() -> Iterator[Row]:
-    """The models of one or a few operators."""
+    """Return the models of one or a few operators."""
     for folder in SMALL:
         for path in sorted((DATA / folder).glob("*/model.onnx")):
             yield try_model(f"{folder}/{path.parent.name}", path)
 
 
 def networks() -> Iterator[Row]:
-    """The well-known networks, their weights being constants."""
+    """Return the well-known networks, whose weights are constants."""
     for path in sorted((DATA / "light").glob("*.onnx")):
         yield try_model(path.stem, path)
 
 
 def networks_of_the_page() -> list[Row]:
-    """The rows of the first table, as they stand."""
+    """Return the rows of the first table of the page."""
     _, _, after = PAGE.read_text(encoding="utf-8").partition("## Networks")
     lines, _, _ = after.partition("## Small models")
     cells = [line.strip("|").split("|") for line in lines.splitlines() if line.startswith("| `")]
@@ -118,14 +118,14 @@ def networks_of_the_page() -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| model | layers | generic because | result |", "|---|---|---|---|"]
     lines += [f"| `{row.name}` | {row.layers} | {row.reasons} | {row.result} |" for row in rows]
     return "\n".join(lines)
 
 
 def page(large: list[Row], small: list[Row]) -> str:
-    """The whole page."""
+    """Return the page."""
     trained = [row for row in small if NOTHING_TO_TRAIN not in row.result]
     runs = sum(row.result == "runs" for row in trained)
     return f"""# Which models run

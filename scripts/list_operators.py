@@ -39,7 +39,7 @@ FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An operator, and how it is handled.
+    """An operator and the method of its differentiation.
 
     Attributes:
         name: With its domain.
@@ -55,7 +55,7 @@ class Row:
 
 
 def standard_rows(outcomes: Sequence[node_tests.Outcome]) -> Iterator[Row]:
-    """One for each operator of the standard set."""
+    """Return a row for each operator of the standard set."""
     versions: dict[str, list[int]] = {}
     for schema in defs.get_all_schemas_with_history():
         if not schema.domain:
@@ -66,7 +66,7 @@ def standard_rows(outcomes: Sequence[node_tests.Outcome]) -> Iterator[Row]:
 
 
 def handling(name: str) -> str:
-    """How a standard operator is differentiated."""
+    """Return the method of differentiation of a standard operator."""
     schema = defs.get_schema(name)
     defined = schema.has_function or schema.has_context_dependent_function
     found = [
@@ -84,14 +84,14 @@ def handling(name: str) -> str:
 
 
 def counted(name: str, outcomes: Sequence[node_tests.Outcome]) -> str:
-    """``passed / applicable`` of the tests whose model has the operator."""
+    """Return ``passed / applicable`` of the tests whose model has the operator."""
     counts = Counter(outcome.verdict for outcome in outcomes if name in outcome.ops)
     applicable = counts["passed"] + counts["refused"] + counts["wrong"]
     return f"{counts['passed']} / {applicable}" if applicable else ""
 
 
 def other_rows() -> Iterator[str]:
-    """Operators of other domains that have a derivative."""
+    """Return the operators of other domains that have a derivative."""
     table = {
         **dict.fromkeys(load_rules(), "rule"),
         **dict.fromkeys(load_lowerings(), "rewritten"),
@@ -103,7 +103,7 @@ def other_rows() -> Iterator[str]:
 
 
 def page(outcomes: Sequence[node_tests.Outcome]) -> str:
-    """The whole page."""
+    """Return the page."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     applicable = len(outcomes) - counts["not applicable"]
     rows = list(standard_rows(outcomes))
@@ -146,7 +146,7 @@ def _by_count(entry: tuple[str, int]) -> tuple[int, str]:
 
 
 def written_by_hand() -> str:
-    """The end of the page, which stays as it is."""
+    """Return the end of the page, which is written by hand."""
     _, mark, rest = PAGE.read_text(encoding="utf-8").partition(EXAMPLE)
     return mark + rest
 

@@ -16,7 +16,7 @@ CLASSES = 10
 
 
 class Network:
-    """Collects nodes and weights of a chain of layers.
+    """A builder of a chain of layers.
 
     Args:
         seed: Of the weights.
@@ -29,7 +29,7 @@ class Network:
         self._value = "image"
 
     def conv(self, name: str, channels: tuple[int, int], stride: int = 1) -> "Network":
-        """Append a 3×3 convolution from so many to so many channels, padded by one."""
+        """Append a 3×3 convolution with a padding of one."""
         self._parameters(name, (channels[1], channels[0], 3, 3))
         return self._append(
             "Conv",
@@ -41,7 +41,7 @@ class Network:
         )
 
     def dense(self, name: str, sizes: tuple[int, int]) -> "Network":
-        """Append a dense layer from so many to so many features."""
+        """Append a dense layer."""
         self._parameters(name, (sizes[1], sizes[0]))
         return self._append("Gemm", name, [f"{name}.weight", f"{name}.bias"], transB=1)
 
@@ -50,7 +50,7 @@ class Network:
         return self._append(op, name, [])
 
     def model(self) -> onnx.ModelProto:
-        """The chain as a checked model whose last value is called ``logits``."""
+        """Return the chain as a checked model whose last value is called ``logits``."""
         self._nodes[-1].output[0] = "logits"
         graph = helper.make_graph(
             self._nodes,
@@ -82,7 +82,7 @@ class Network:
 
 
 def mlp() -> onnx.ModelProto:
-    """Three dense layers."""
+    """Return a model of three dense layers."""
     network = Network(SEED).apply("Flatten", "flatten")
     network.dense("dense1", (64, 64)).apply("Relu", "relu1")
     network.dense("dense2", (64, 32)).apply("Relu", "relu2")
@@ -90,7 +90,7 @@ def mlp() -> onnx.ModelProto:
 
 
 def cnn() -> onnx.ModelProto:
-    """Three convolutions, the last two strided, and two dense layers."""
+    """Return a model of three convolutions, two of them strided, and two dense layers."""
     network = Network(SEED)
     network.conv("conv1", (1, 16)).apply("Relu", "relu1")
     network.conv("conv2", (16, 32), stride=2).apply("Relu", "relu2")
@@ -101,7 +101,7 @@ def cnn() -> onnx.ModelProto:
 
 
 def write(folder: Path = TARGET) -> list[Path]:
-    """Write both models into a folder; returns their paths."""
+    """Write both models into a folder and return their paths."""
     paths = []
     for make in (mlp, cnn):
         path = folder / f"{make.__name__}.onnx"

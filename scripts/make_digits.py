@@ -1,4 +1,4 @@
-"""Write the digits that the demo trains on; needs scikit-learn, which carries the data.
+"""Write the digits that the demo trains on; the data come from scikit-learn.
 
 Run from the repository root: ``python -m scripts.make_digits``.
 """

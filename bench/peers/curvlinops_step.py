@@ -1,4 +1,4 @@
-"""Steps of curvlinops: its operators compute factors anew, as they keep no averages."""
+"""Steps of curvlinops, whose operators have no moving averages: factors are computed anew."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from kfac_engine.bench.jobs import DAMPING, GRADIENT, STEPS, Run
-from kfac_engine.bench.peers.torch_networks import turned, with_weights
+from kfac_engine.bench.peers.torch_networks import transposed, with_weights
 from kfac_engine.bench.step_networks import NETWORKS
 
 
 def _step(network: str, batch: int, kind: str) -> Run:
-    """One step; the result is its gradient."""
+    """Return the run of one step; its result is the gradient."""
     net, periods = NETWORKS[network](), STEPS[kind]
     module = with_weights(network, net.weights)
     data = torch.from_numpy(net.inputs(batch)["x"]), torch.from_numpy(net.targets(batch))
@@ -28,14 +28,16 @@ def _step(network: str, batch: int, kind: str) -> Run:
         cross_entropy(logits.reshape(-1, logits.shape[-1]), data[1].reshape(-1)).backward()
         if natural is not None:
             natural.step()
-        found = dict(module.named_parameters())
-        return {GRADIENT: [turned(name, found[name].grad).numpy() for name in net.compared]}
+        parameters = dict(module.named_parameters())
+        return {
+            GRADIENT: [transposed(name, parameters[name].grad).numpy() for name in net.compared]
+        }
 
     return run
 
 
 class _Natural:
-    """The operator of a batch and its inverse, renewed as due."""
+    """The operator of a batch and its inverse, both computed anew when they are due."""
 
     def __init__(
         self, module: nn.Module, params: Any, data: Any, factors_every: int, inverses_every: int
@@ -47,7 +49,7 @@ class _Natural:
         self._inverse: Any = None
 
     def step(self) -> None:
-        """Factors, inverses, and the product with the gradients."""
+        """Update factors and inverses when due, and precondition the gradients."""
         gradients = [parameter.grad for parameter in self._params]
         factors_every, inverses_every = self._periods
         if self._count % factors_every == 0:

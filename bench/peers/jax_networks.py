@@ -1,4 +1,4 @@
-"""The networks of the suite ``step`` in JAX, with the same weights; images with channels last."""
+"""The networks of the suite ``step`` in JAX, with the same weights and channels last."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kfac_engine._types import Array
 from kfac_engine.bench import step_networks as sizes
 
-# From parameters by name and inputs to logits.
+# Computes logits from parameters by name and inputs.
 Function = Callable[[Mapping[str, Any], Any], Any]
 
 
@@ -76,15 +76,15 @@ FUNCTIONS: Mapping[str, Function] = {
 
 
 def from_onnx(array: Array) -> Array:
-    """Parameters, filters as ``(h, w, in, out)``."""
+    """Return a parameter, with filters as ``(h, w, in, out)``."""
     return array if array.ndim < 4 else array.transpose(2, 3, 1, 0)
 
 
 def images_last(x: Array) -> Array:
-    """Inputs with channels last, if they are images."""
+    """Return inputs with channels last if they are images."""
     return x if x.ndim < 4 else x.transpose(0, 2, 3, 1)
 
 
 def to_onnx(array: Any) -> Any:
-    """The inverse of ``from_onnx``."""
+    """Return a parameter in the layout of ONNX: the inverse of ``from_onnx``."""
     return array if array.ndim < 4 else array.transpose(3, 2, 0, 1)

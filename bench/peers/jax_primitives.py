@@ -1,4 +1,4 @@
-"""The primitives in JAX: compiled, with buffers donated, on its own thread pool."""
+"""The primitives in JAX: compiled, with donated buffers, on its own thread pool."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 def _dense(rows: int, d: int) -> Run:
     def update(average: Any, x: Any) -> Any:
         with_one = jnp.concatenate([x, jnp.ones((rows, 1), x.dtype)], 1)
-        # Quicker than a product with the transpose, which is copied.
+        # Faster than a product with the transpose, which is copied.
         product = jax.lax.dot_general(with_one, with_one, (((0,), (0,)), ((), ())))
         return DECAY * average + (1 - DECAY) / rows * product
 
@@ -25,7 +25,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     d = shape[1] * kernel**2
 
     def update(average: Any, x: Any) -> Any:
-        z = _seen(x, kernel, stride, pad).transpose(0, 2, 1, 3, 4).reshape(d, -1)
+        z = _windows(x, kernel, stride, pad).transpose(0, 2, 1, 3, 4).reshape(d, -1)
         return DECAY * average + (1 - DECAY) / z.shape[1] * (z @ z.T)
 
     return _averaged(update, data.zeros(d, d), data.normal(*shape))
@@ -35,17 +35,17 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     channels, taps = shape[1], kernel**2
 
     def update(average: Any, x: Any) -> Any:
-        z = _seen(x, kernel, stride, pad).transpose(2, 0, 1, 3, 4).reshape(channels, taps, -1)
+        z = _windows(x, kernel, stride, pad).transpose(2, 0, 1, 3, 4).reshape(channels, taps, -1)
         product = jnp.einsum("cip,cjp->cij", z, z)
         return DECAY * average + (1 - DECAY) / z.shape[2] * product
 
     return _averaged(update, data.zeros(channels, taps, taps), data.normal(*shape))
 
 
-def _seen(x: Any, kernel: int, stride: int, pad: int) -> Any:
-    """``(taps, n, channels, oh, ow)``: a slice for each tap.
+def _windows(x: Any, kernel: int, stride: int, pad: int) -> Any:
+    """Return a slice for each tap, ``(taps, n, channels, oh, ow)``.
 
-    Half the time of ``conv_general_dilated_patches``, which XLA convolves with an identity.
+    Slices take half the time of ``conv_general_dilated_patches``, a convolution with an identity.
     """
     padded = jnp.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
     height, width = ((side + 2 * pad - kernel) // stride * stride + 1 for side in x.shape[2:])
@@ -91,7 +91,7 @@ def _averaged(update: Callable[[Any, Any], Any], start: Array, x: Array) -> Run:
 
     def run() -> Any:
         nonlocal state
-        # A NumPy view of it would keep the next run from writing into the same memory.
+        # A NumPy view would prevent the next run from writing into the same memory.
         state = jax.block_until_ready(compiled(state, data))
         return state
 

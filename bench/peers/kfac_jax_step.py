@@ -1,4 +1,4 @@
-"""Steps of kfac-jax, compiled as its optimizer compiles them."""
+"""Steps of kfac-jax, compiled by its optimizer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from kfac_engine.bench.jobs import DAMPING, DECAY, GRADIENT, STEPS, Run
 from kfac_engine.bench.peers.jax_networks import FUNCTIONS, from_onnx, images_last, to_onnx
 from kfac_engine.bench.step_networks import NETWORKS
 
-# What its convolutions measure patches with has no fast form on a CPU: 0.2 s for each example of a
-# ResNet-20. The library exports another way to the same moments, which takes a hundredth of that.
+# The default second moment of patches takes 0.2 s for each example of a ResNet-20 on a CPU. The
+# library exports another function for the same moments, which takes a hundredth of that time.
 patches_second_moment.patches_moments = kfac_jax.patches_moments_explicit
 
 
 def _step(network: str, batch: int, kind: str) -> Run:
-    """One step with learning rate 0; the result is the gradient that the first one uses."""
+    """Return the run of a step with learning rate 0; its result is the first gradient."""
     net, periods = NETWORKS[network](), STEPS[kind]
     params = {name: jnp.asarray(from_onnx(weight)) for name, weight in net.weights.items()}
     data = jnp.asarray(images_last(net.inputs(batch)["x"])), jnp.asarray(net.targets(batch))
@@ -46,7 +46,7 @@ def _kfac_run(
     )  # fmt: skip
     key = jax.random.PRNGKey(0)
     state = optimizer.init(params, key, data)
-    # Its own copies: they are given to the optimizer, which writes into them.
+    # Copies, because the optimizer writes into its arguments.
     params = jax.tree.map(jnp.copy, params)
     still, damping = jnp.asarray(0.0), jnp.asarray(DAMPING)
 
@@ -58,7 +58,7 @@ def _kfac_run(
         jax.block_until_ready(params)
         return compared
 
-    # Steps with and without statistics are compiled apart, each when it comes first.
+    # Steps with and without statistics are compiled separately, each at its first call.
     for _ in range(periods[1]):
         run()
     return run
@@ -70,7 +70,7 @@ def _loss_of(network: str) -> Callable[[Any, Any], Any]:
     def loss(params: Any, data: Any) -> Any:
         x, y = data
         logits = function(params, x)
-        # Each position is a prediction of its own.
+        # Each position is a prediction.
         kfac_jax.register_softmax_cross_entropy_loss(
             logits.reshape(-1, logits.shape[-1]), y.reshape(-1)
         )

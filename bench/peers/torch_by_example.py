@@ -1,7 +1,7 @@
-"""Patches in PyTorch, multiplied one example at a time and added up.
+"""Second moments of patches in PyTorch, by a product for each example.
 
-No library for K-FAC does it this way, but anyone who writes PyTorch can: nothing is transposed, and
-1 × 1 kernels need no patches at all.
+No K-FAC library uses this method, although PyTorch offers it: nothing is transposed, and 1 × 1
+kernels need no patches.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch.nn.functional import unfold
 from kfac_engine._types import Array
 from kfac_engine.bench import data
 from kfac_engine.bench.jobs import DECAY, Run
-from kfac_engine.bench.peers.torch_primitives import in_our_order
+from kfac_engine.bench.peers.torch_primitives import with_taps_first
 from kfac_engine.bench.peers.torch_step import step_by_example
 
 
@@ -29,7 +29,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
         found: Array = average.numpy()
         return found
 
-    return in_our_order(run, channels, taps)
+    return with_taps_first(run, channels, taps)
 
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {"patches": _patches, "step": step_by_example}

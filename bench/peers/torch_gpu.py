@@ -23,11 +23,11 @@ class TorchOnDevice:
         self._device = device
 
     def tensor(self, host: Array) -> _Tensor:
-        """A copy of an array of the host."""
+        """Return a copy of a host array on the device."""
         return self._torch.from_numpy(host).to(self._device)
 
     def input_factor(self, x: Array, layer: Layer) -> Callable[[], _Tensor]:
-        """The second moment of unfolded patches, averaged in place."""
+        """Return the update of the second moment of unfolded patches, in place."""
         torch, data = self._torch, self.tensor(x)
         A = torch.zeros(layer.d_in, layer.d_in, device=self._device)
 
@@ -43,7 +43,7 @@ class TorchOnDevice:
         return update
 
     def output_factor(self, ds: Array) -> Callable[[], _Tensor]:
-        """The second moment of pixels, averaged in place."""
+        """Return the update of the second moment of pixels, in place."""
         torch, data = self._torch, self.tensor(ds)
         G = torch.zeros(ds.shape[1], ds.shape[1], device=self._device)
 
@@ -54,7 +54,7 @@ class TorchOnDevice:
         return update
 
     def inverses(self, matrices: Sequence[Array], damping: float) -> dict[str, Callable[[], Any]]:
-        """Inverses by Cholesky's factorisation, and by elimination."""
+        """Return damped inverses by Cholesky factorization and by elimination."""
         torch = self._torch
         data = [self.tensor(m) for m in matrices]
         eyes = {len(m): damping * torch.eye(len(m), device=self._device) for m in data}
@@ -66,12 +66,12 @@ class TorchOnDevice:
         }
 
     def eigenvectors(self, matrices: Sequence[Array]) -> Callable[[], Any]:
-        """Eigenvectors of each."""
+        """Return the computation of the eigenvectors of all matrices."""
         data = [self.tensor(m) for m in matrices]
         return lambda: [self._torch.linalg.eigh(m) for m in data]
 
     def precondition(self, triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], Any]:
-        """Gradients between inverses."""
+        """Return the computation of ``A V G`` for all triples."""
         data = [tuple(map(self.tensor, triple)) for triple in triples]
         return lambda: [A @ V @ G for A, V, G in data]
 

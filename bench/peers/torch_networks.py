@@ -27,7 +27,7 @@ class Perceptron(nn.Sequential):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions and a shortcut."""
 
     def __init__(self, c_in: int, c_out: int, stride: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """Convolution, blocks, mean, dense layer."""
+    """A ResNet-20: convolution, blocks, mean, dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ResidualNetwork(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Attention and a small network, each after a normalization and beside a shortcut."""
+    """Attention and a two-layer network, each with a normalization before it and a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,20 +113,20 @@ MODULES: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def with_weights(network: str, weights: Mapping[str, Array]) -> nn.Module:
-    """The network with these weights, which are laid out as ONNX has them.
+    """Return a network with weights in the layout of the ONNX file.
 
     Args:
-        network: Name.
-        weights: Parameter name to value; weights of dense layers ``(d_in, d_out)``.
+        network: Name of the network.
+        weights: Parameter name to value; weights of dense layers are ``(d_in, d_out)``.
 
     Returns:
         The module.
     """
     module = MODULES[network]()
-    module.load_state_dict({name: turned(name, torch.tensor(w)) for name, w in weights.items()})
+    module.load_state_dict({name: transposed(name, torch.tensor(w)) for name, w in weights.items()})
     return module
 
 
-def turned(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Between ONNX's layout and PyTorch's: weights of dense layers are transposed."""
+def transposed(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Convert a parameter between the layouts of ONNX and PyTorch: transpose dense weights."""
     return value.T if value.ndim == 2 and name.endswith(".weight") else value

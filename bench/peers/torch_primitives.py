@@ -1,4 +1,4 @@
-"""Every job in PyTorch, as its documentation and the K-FAC libraries for it do it."""
+"""Every job in PyTorch, as in its documentation and in K-FAC libraries for it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ def _dense(rows: int, d: int) -> Run:
     inner, alpha = average[:d, :d], (1 - DECAY) / rows
 
     def run() -> Array:
-        # Quicker than a product with a column of ones, which copies the batch.
+        # Faster than a product with a column of ones, which copies the batch.
         inner.addmm_(x.T, x, beta=DECAY, alpha=alpha)
         average[d, :d].mul_(DECAY).add_(x.sum(0), alpha=alpha)
         average[d, d].mul_(DECAY).add_(1 - DECAY)
@@ -37,7 +37,7 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
         average.addmm_(z, z.T, beta=DECAY, alpha=(1 - DECAY) / z.shape[1])
         return _array(average)
 
-    return in_our_order(run, channels, taps)
+    return with_taps_first(run, channels, taps)
 
 
 def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
@@ -45,8 +45,8 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     average = torch.from_numpy(data.zeros(channels, taps, taps))
 
     def run() -> Array:
-        # Products of each example and channel, then their sum: quicker than to bring the patches of
-        # a channel together.
+        # Products of each example and channel, then their sum: faster than collecting the patches
+        # of a channel.
         z = unfold(x, kernel, padding=pad, stride=stride).reshape(len(x) * channels, taps, -1)
         found = torch.bmm(z, z.transpose(1, 2)).reshape(len(x), channels, taps, taps).sum(0)
         average.mul_(DECAY).add_(found, alpha=(1 - DECAY) / (len(x) * z.shape[2]))
@@ -81,15 +81,15 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
     return lambda: [A @ V @ G for A, G, V in todo]
 
 
-def in_our_order(run: Run, channels: int, taps: int) -> Run:
-    """A run whose first result has taps first, where ``unfold`` has channels first.
+def with_taps_first(run: Run, channels: int, taps: int) -> Run:
+    """Return a run whose first result has taps before channels, in contrast to ``unfold``.
 
-    Either order costs the same, so results that nobody looks at are left as they are.
+    Both orders cost the same; only the first result is compared, and later results are unchanged.
 
     Args:
-        run: Gives ``(channels · taps)`` squared.
-        channels: Of the images.
-        taps: Of the kernel.
+        run: Run whose result is a square matrix of ``channels · taps`` rows.
+        channels: Number of channels of the images.
+        taps: Number of taps of the kernel.
 
     Returns:
         The run.

@@ -1,8 +1,8 @@
-"""Steps of K-FAC in PyTorch as the libraries for it make them.
+"""Steps of K-FAC in PyTorch, as its libraries implement them.
 
-Hooks save what goes into each dense layer and convolution and the gradient that comes back; patches
-are unfolded, moments are products of whole matrices, inverses come of Cholesky factors. Targets are
-the given ones, as everywhere in this suite. Normalizations and embeddings keep plain gradients.
+Hooks save the input and the output gradient of each dense layer and convolution. Patches are
+unfolded, moments are products of whole matrices, inverses follow from Cholesky factors. Targets are
+those of the data, as in the whole suite. Normalizations and embeddings have plain gradients.
 """
 
 import warnings
@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, unfold
 
 from kfac_engine.bench.jobs import DAMPING, DECAY, GRADIENT, STEPS, Run
-from kfac_engine.bench.peers.torch_networks import turned, with_weights
+from kfac_engine.bench.peers.torch_networks import transposed, with_weights
 from kfac_engine.bench.step_networks import NETWORKS
 
-# The first layer's input needs no gradient: its hook may well fire.
+# The input of the first layer needs no gradient: PyTorch warns that its hook fires early.
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
 # Averages the inputs of a module, the last argument, into a factor.
@@ -26,12 +26,12 @@ Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """One step; the result is its gradient.
+    """Return the run of one step; its result is the gradient.
 
     Args:
-        network: Name.
-        batch: Examples.
-        kind: Of ``STEPS``.
+        network: Name of the network.
+        batch: Number of examples.
+        kind: Kind of ``STEPS``.
 
     Returns:
         The run.
@@ -40,7 +40,7 @@ def step(network: str, batch: int, kind: str) -> Run:
 
 
 def step_by_example(network: str, batch: int, kind: str) -> Run:
-    """As ``step``, with products of patches for each example."""
+    """Return the run of one step with a product of patches for each example; see ``step``."""
     return _run(network, batch, kind, add_examples)
 
 
@@ -57,8 +57,10 @@ def _run(network: str, batch: int, kind: str, add: Add) -> Run:
         cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1)).backward()
         if kfac is not None:
             kfac.step()
-        found = dict(module.named_parameters())
-        return {GRADIENT: [turned(name, found[name].grad).numpy() for name in net.compared]}
+        parameters = dict(module.named_parameters())
+        return {
+            GRADIENT: [transposed(name, parameters[name].grad).numpy() for name in net.compared]
+        }
 
     return run
 
@@ -69,7 +71,7 @@ class Preconditioner:
     Args:
         module: The network.
         periods: Steps between updates of factors, and between inverses.
-        add: How the inputs of a layer are averaged in.
+        add: Function that adds the inputs of a layer to its factor.
     """
 
     def __init__(self, module: nn.Module, periods: tuple[int, int], add: Add) -> None:
@@ -84,7 +86,7 @@ class Preconditioner:
         self._listen()
 
     def step(self) -> None:
-        """Move averages and inverses as due, and precondition the gradients."""
+        """Update averages and inverses when due, and precondition the gradients."""
         factors_every, inverses_every = self._periods
         for name, layer in self._layers.items():
             if self._count % factors_every == 0:
@@ -106,7 +108,7 @@ class Layer:
 
     Args:
         module: A dense layer or a convolution.
-        add: How its inputs are averaged in.
+        add: Function that adds the inputs to the factor.
     """
 
     def __init__(self, module: Any, add: Add) -> None:
@@ -121,14 +123,14 @@ class Layer:
         module.register_full_backward_hook(self._save_gradient)
 
     def update(self) -> None:
-        """Average the batch into both factors."""
+        """Add the batch to the averages of both factors."""
         ds = self._seen["ds"].transpose(1, -1).reshape(-1, len(self._module.weight))
         A, G = self._average
         self._add(A, self._seen["a"], self._module)
         G.addmm_(ds.T, ds, beta=DECAY, alpha=(1 - DECAY) / len(ds))
 
     def invert(self) -> None:
-        """Damped inverses of both factors."""
+        """Compute the damped inverses of both factors."""
         A, G = self._average
         pi = float(((A.trace() / len(A)) / (G.trace() / len(G))).sqrt())
         levels = np.sqrt(DAMPING) * pi, np.sqrt(DAMPING) / pi
@@ -138,7 +140,7 @@ class Layer:
         )
 
     def precondition(self) -> torch.Tensor:
-        """The gradient of weight and bias between the inverses."""
+        """Return the gradient of weight and bias, multiplied by both inverses."""
         weight, bias = self._module.weight.grad.flatten(1), self._module.bias.grad
         A, G = self._inverse
         return G @ torch.cat([weight, bias[:, None]], 1) @ A
@@ -153,7 +155,7 @@ class Layer:
 
 
 def add_rows(average: torch.Tensor, a: torch.Tensor, module: Any) -> None:
-    """Average inputs in: one product of all rows, which end with a one."""
+    """Add inputs to an average by one product of all rows, with a column of ones."""
     if a.ndim == 4:
         m = module
         a = unfold(a, m.kernel_size, padding=m.padding, stride=m.stride).transpose(1, 2)
@@ -163,7 +165,7 @@ def add_rows(average: torch.Tensor, a: torch.Tensor, module: Any) -> None:
 
 
 def add_examples(average: torch.Tensor, a: torch.Tensor, module: Any) -> None:
-    """Average inputs in: a product for each example's patches, and sums for the bias."""
+    """Add inputs to an average by a product for each example, and sums for the bias."""
     if a.ndim < 4:
         add_rows(average, a, module)
         return
