@@ -1,4 +1,4 @@
-"""The specification's block classes: names and constructors over the general blocks."""
+"""Block classes of TensorFlow's library: names and constructors over the general blocks."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ class FullyConnectedKFACBasicFB(KroneckerProductFB):
     Args:
         layer_collection: Owner of the factors.
         has_bias: Whether the layer has a bias.
-        diagonal_approx_for_input: Whether ``A`` is kept as its diagonal.
-        diagonal_approx_for_output: Whether ``G`` is.
+        diagonal_approx_for_input: Whether ``A`` is diagonal.
+        diagonal_approx_for_output: Whether ``G`` is diagonal.
         weight_format: ``"IO"`` or ``"OI"``.
     """
 
@@ -66,16 +66,17 @@ class ConvKFCBasicFB(KroneckerProductFB):
         layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, or ``(filter, bias)``.
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        strides: One an axis, or with entries for batch and channels; ones when left out.
-        dilation_rate: Likewise.
+        strides: Number for each spatial axis, or for each axis of the data; ones by default.
+        dilation_rate: As ``strides``.
         data_format: ``"NHWC"`` (the default for two axes) or ``"NCHW"`` and their relatives.
-        extract_patches_fn: Name of a way to extract patches; see ``compat.patch_extraction``.
-            All give the same numbers: a name only says which layers may be described.
-        sub_sample_inputs: Whether ``A`` sees a random part of the examples; the configuration's
-            choice when left out.
-        sub_sample_patches: Whether ``A`` sees a random part of the patches; likewise.
-        use_sua_approx_for_input_factor: Whether pixels count as uncorrelated between places, so
-            that ``A`` is known from single ones.
+        extract_patches_fn: Name of an extraction of patches; see ``compat.patch_extraction``. All
+            extractions give the same numbers; a name restricts the layers.
+        sub_sample_inputs: Whether ``A`` reads a random subset of the examples; by default the
+            choice of the configuration.
+        sub_sample_patches: Whether ``A`` reads a random subset of the patches; by default the
+            choice of the configuration.
+        use_sua_approx_for_input_factor: Whether pixels of different positions are assumed to be
+            uncorrelated, so that ``A`` follows from single pixels.
         patch_mask: Multiplies each patch, ``(*kernel, channels)``.
         weight_format: ``"HWIO"`` (the default for two axes) or ``"OIHW"`` and their relatives.
     """
@@ -121,9 +122,9 @@ class FullyConnectedMultiIndepFB(MultiUseKroneckerFB):
     Args:
         layer_collection: Owner of the factors.
         has_bias: Whether the layer has a bias.
-        num_uses: Uses; may be left out where a tower lists them.
-        diagonal_approx_for_input: Whether ``A`` is kept as its diagonal.
-        diagonal_approx_for_output: Whether ``G`` is.
+        num_uses: Number of uses; optional if a tower lists them.
+        diagonal_approx_for_input: Whether ``A`` is diagonal.
+        diagonal_approx_for_output: Whether ``G`` is diagonal.
         weight_format: ``"IO"`` or ``"OI"``.
     """
 
@@ -151,7 +152,7 @@ class FullyConnectedSeriesFB(SeriesFB):
     Args:
         layer_collection: Owner of the factors.
         has_bias: Whether the layer has a bias.
-        num_uses: Uses; may be left out where a tower lists them.
+        num_uses: Number of uses; optional if a tower lists them.
         option: 1 or 2; see ``SeriesFB``.
         weight_format: ``"IO"`` or ``"OI"``.
     """
@@ -178,7 +179,7 @@ class ConvKFCBasicMultiIndepFB(MultiUseKroneckerFB):
         dilation_rate: As in ``ConvKFCBasicFB``.
         data_format: As in ``ConvKFCBasicFB``.
         extract_patches_fn: As in ``ConvKFCBasicFB``.
-        num_uses: Uses; may be left out where a tower lists them.
+        num_uses: Number of uses; optional if a tower lists them.
         sub_sample_inputs: As in ``ConvKFCBasicFB``.
         sub_sample_patches: As in ``ConvKFCBasicFB``.
         weight_format: As in ``ConvKFCBasicFB``.
@@ -218,10 +219,10 @@ class ConvDiagonalFB(LayerDiagonalFB):
     Args:
         layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, or ``(filter, bias)``.
-        strides: One an axis, or with entries for batch and channels.
+        strides: Number for each spatial axis, or for each axis of the data.
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
         data_format: As in ``ConvKFCBasicFB``.
-        dilations: Like ``strides``.
+        dilations: As ``strides``.
         patch_mask: As in ``ConvKFCBasicFB``.
         weight_format: As in ``ConvKFCBasicFB``.
     """

@@ -1,4 +1,4 @@
-"""The specification's factor classes for convolutions: names and constructors."""
+"""Factor classes of TensorFlow's library for convolutions: names and constructors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,11 +33,11 @@ class ConvInputKroneckerFactor(SampledFactor):
     """The second moment of the patches that a convolution sees.
 
     Args:
-        inputs: Names of the images, one a tower.
+        inputs: Name of the images of each tower.
         filter_shape: ``(*kernel, channels, outputs)``.
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        strides: One a spatial axis, or one an axis of the data; ones when left out.
-        dilation_rate: Likewise.
+        strides: Number for each spatial axis, or for each axis of the data; ones by default.
+        dilation_rate: As ``strides``.
         data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
         extract_patches_fn: As in ``ConvKFCBasicFB``.
         has_bias: Whether patches end with a one.
@@ -89,7 +89,7 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
         inputs: Names of the images, one entry a tower: a list over uses, or one name of all.
         filter_shape: As in ``ConvInputKroneckerFactor``.
         padding: As in ``ConvInputKroneckerFactor``.
-        num_uses: Uses; may be left out where they are listed.
+        num_uses: Number of uses; optional if they are listed.
         strides: As in ``ConvInputKroneckerFactor``.
         dilation_rate: As in ``ConvInputKroneckerFactor``.
         data_format: As in ``ConvInputKroneckerFactor``: that of one use.
@@ -188,7 +188,7 @@ class ConvOutputMultiKF(DenseSquareMatrixFactor):
     Args:
         outputs_grads: Names ``[source][tower]``: a list over uses, or one name of all.
         data_format: That of one use: ``"NHWC"`` (the default), ``"NCHW"`` or their relatives.
-        num_uses: Uses; may be left out where they are listed.
+        num_uses: Number of uses; optional if they are listed.
         **options: As in ``FactorOptions``.
     """
 
@@ -210,13 +210,13 @@ class ConvDiagonalFactor(DiagonalFactor):
     """The mean squared per-example gradient of a convolution, ``(taps·channels (+ 1), outputs)``.
 
     Args:
-        inputs: Names of the images, one a tower.
+        inputs: Name of the images of each tower.
         outputs_grads: Names ``[source][tower]``.
         filter_shape: ``(*kernel, channels, outputs)``.
         strides: As in ``ConvInputKroneckerFactor``.
         padding: As in ``ConvInputKroneckerFactor``.
         data_format: As in ``ConvInputKroneckerFactor``.
-        dilations: Like ``strides``; ones when left out.
+        dilations: As ``strides``; ones by default.
         has_bias: Whether the layer has a bias.
         patch_mask: As in ``ConvInputKroneckerFactor``.
         **options: As in ``FactorOptions``.
@@ -252,7 +252,7 @@ class ConvDiagonalFactor(DiagonalFactor):
 
 
 def _output_view(data_format: str | None) -> RowView:
-    """Channels of outputs; the number of axes is checked where the format tells it."""
+    """Return the view of outputs; the format, if given, fixes the number of axes."""
     if data_format not in (*_CHANNELS_LAST, *_CHANNELS_FIRST):
         known = ", ".join(name for name in (*_CHANNELS_LAST, *_CHANNELS_FIRST) if name)
         raise InputError(f"data_format is '{data_format}'; choose one of: {known}.")

@@ -24,8 +24,8 @@ class EmbeddingInputKroneckerFactor(VocabularyFactor):
         vocab_size: Identifiers are below it.
         dtype: Of the statistics, floating point; float32 when left out.
         count_repeats: Whether an identifier that comes several times in a row counts as often.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
 
     Raises:
         InputError: The vocabulary is empty or the type is not floating point.

@@ -1,7 +1,6 @@
-"""The specification's factor classes for dense layers and for parameters without a layer.
+"""Factor classes of TensorFlow's library for dense layers and for parameters without a layer.
 
-Names and constructors over the general factors. Each can be made alone, from names of tensors;
-blocks use the general ones.
+They are names and constructors over the general factors, which blocks create directly.
 """
 
 from collections.abc import Sequence
@@ -38,11 +37,11 @@ _MATRIX = RowView(rank=2)
 
 
 class FactorOptions(TypedDict, total=False):
-    """What every factor takes by keyword.
+    """Keyword arguments of every factor.
 
     Attributes:
-        backend: Array library; NumPy when left out.
-        config: How averages and powers are taken; the defaults when left out.
+        backend: Array library; NumPy by default.
+        config: Options of averages and powers; the defaults if omitted.
     """
 
     backend: Backend | None
@@ -109,7 +108,7 @@ class DiagonalKroneckerFactor(DiagonalFactor):
     Args:
         tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
         has_bias: Whether a one is appended.
-        dtype: Least exact type of the average; the data's, from float32 on, when left out.
+        dtype: Least exact type of the average; by default that of the data, at least float32.
         **options: As in ``FactorOptions``.
     """
 
@@ -201,21 +200,21 @@ class FullyConnectedDiagonalFactor(DiagonalFactor):
 
 
 def uses_of(names: Tower) -> Uses:
-    """Names of one tower as a tuple."""
+    """Return the names of a tower as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def tensors_of(names: Gradients) -> Tensors:
-    """Names ``[source][tower]`` as nested tuples.
+    """Return names ``[source][tower]`` as nested tuples.
 
     Args:
-        names: At least one source with one tower; as many towers in each.
+        names: At least one source with one tower; equal numbers of towers in all sources.
 
     Returns:
         ``[source][tower]`` of names over uses.
 
     Raises:
-        InputError: There is no tensor, or sources differ in their towers.
+        InputError: There is no tensor, or sources differ in their numbers of towers.
     """
     tensors = tuple(tuple(uses_of(tower) for tower in source) for source in names)
     if len({len(source) for source in tensors}) != 1 or not tensors[0]:
@@ -227,45 +226,45 @@ def tensors_of(names: Gradients) -> Tensors:
 
 
 def uses_in(tensors: Tensors, num_uses: int | None) -> int:
-    """The number of uses that a number and lists of names agree on.
+    """Return the number of uses, from a number and from lists of names.
 
     Args:
-        tensors: As made by ``tensors_of``.
-        num_uses: As a caller said; None if not.
+        tensors: Result of ``tensors_of``.
+        num_uses: The number that the caller gave; None if omitted.
 
     Returns:
-        At least one.
+        The number of uses, at least one.
 
     Raises:
-        InputError: Neither a number nor a list was given, or it is below one.
-        RegistrationError: They differ.
+        InputError: Neither a number nor a list was given, or the number is below one.
+        RegistrationError: The number and the lengths of lists differ.
     """
-    given = {len(tower) for source in tensors for tower in source if len(tower) > 1}
+    counts = {len(tower) for source in tensors for tower in source if len(tower) > 1}
     if num_uses is not None:
-        given.add(num_uses)
-    if len(given) > 1:
+        counts.add(num_uses)
+    if len(counts) > 1:
         raise RegistrationError(
-            f"the uses of one layer are counted differently: {sorted(given)}; num_uses and the "
+            f"the uses of one layer are counted differently: {sorted(counts)}; num_uses and the "
             f"lengths of all lists must be equal."
         )
-    if not given or min(given) < 1:
+    if not counts or min(counts) < 1:
         raise InputError(
             f"You must supply a value for the num_uses argument, at least one; got {num_uses}."
         )
-    return given.pop()
+    return counts.pop()
 
 
 def average_type(dtype: npt.DTypeLike | None) -> DType:
-    """The least exact type of an average.
+    """Return the least exact type of an average.
 
     Args:
-        dtype: As a caller said; None is float32.
+        dtype: Type that the caller gave; None is float32.
 
     Returns:
         The type.
 
     Raises:
-        InputError: It is narrower than float32, or not of floating point.
+        InputError: The type is neither float32 nor float64.
     """
     chosen: DType = np.dtype(np.float32 if dtype is None else dtype)
     if chosen not in (np.float32, np.float64):

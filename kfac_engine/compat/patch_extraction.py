@@ -1,7 +1,7 @@
-"""The specification's names for ways to extract patches, and the layers each may describe.
+"""Names of TensorFlow's library for extractions of patches, with the layers that each allows.
 
-Here one way serves all layers. A name is checked, so that a description that would have been
-refused there is not accepted here with another meaning.
+All names give the same patches. A name is checked, so that a layer that TensorFlow's library
+refuses is refused as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,23 +13,23 @@ from kfac_engine.layers.masked import MaskedPatchView
 from kfac_engine.layers.views import PatchView
 
 Entries: TypeAlias = Sequence[int] | None
-# Takes the geometry, the strides and the dilations as given; returns what is missing, or nothing.
+# Takes the geometry, the strides and the dilations; returns the missing property, or "".
 _Requirement: TypeAlias = Callable[[PatchView, Entries, Entries], str]
 
 _IMAGE_AXES = 4
 
 
 def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates: Entries) -> None:
-    """Refuse a name that does not describe this convolution.
+    """Check that an extraction allows a convolution.
 
     Args:
-        name: Of the extraction; None is the general one.
+        name: Name of the extraction; None allows every convolution.
         form: The convolution.
-        strides: As the caller gave them.
-        rates: Dilations, as the caller gave them.
+        strides: Strides of the caller.
+        rates: Dilations of the caller.
 
     Raises:
-        UnsupportedError: There is no such extraction, or it does not apply.
+        UnsupportedError: The name is unknown, or does not allow the convolution.
     """
     requirement = _REQUIREMENTS.get(name)
     if requirement is None:
@@ -52,8 +52,8 @@ def _anything(patches: PatchView, strides: Entries, rates: Entries) -> str:
 
 
 def _images(patches: PatchView, strides: Entries, rates: Entries) -> str:
-    given = [entries for entries in (strides, rates) if entries is not None]
-    fits = patches.rank == _IMAGE_AXES and all(len(entries) == _IMAGE_AXES for entries in given)
+    entered = [entries for entries in (strides, rates) if entries is not None]
+    fits = patches.rank == _IMAGE_AXES and all(len(entries) == _IMAGE_AXES for entries in entered)
     return "" if fits else "images with two spatial axes, strides and dilations of four entries"
 
 

@@ -22,8 +22,8 @@ class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
         broadcast_dims_scale: Axes along which the scale is broadcast; empty sums nothing.
         broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
         has_shift: Whether there is a shift.
-        backend: Array library; NumPy when left out.
-        config: How averages and powers are taken; the defaults when left out.
+        backend: Array library; NumPy by default.
+        config: Options of averages and powers; the defaults if omitted.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ScaleAndShiftDiagonalFactor(DiagonalFactor):
         broadcast_dims_scale: As in ``ScaleAndShiftFullFactor``.
         broadcast_dims_shift: As in ``ScaleAndShiftFullFactor``.
         has_shift: Whether there is a shift.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class ScaleAndShiftDiagonalFB(ScaleShiftFB):
 def summed_axes(
     scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
 ) -> tuple[SummedAxes, SummedAxes | None]:
-    """The sums for scale and shift, from axes named by the caller."""
-    own = SummedAxes(tuple(scale))
+    """Return the sums for scale and shift over axes that the caller names."""
+    of_scale = SummedAxes(tuple(scale))
     if not has_shift:
-        return own, None
-    return own, own if shift is None else SummedAxes(tuple(shift))
+        return of_scale, None
+    return of_scale, of_scale if shift is None else SummedAxes(tuple(shift))

@@ -1,4 +1,4 @@
-"""The table of layer kinds, each with its approximations: how blocks are made."""
+"""The table of layer kinds with their approximations, which create blocks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.token_ids import TokenIdView
 from kfac_engine.registry import Registry
 
-# Takes the collection and the form of the kind's layers.
+# Creates a block from the collection and the form of a layer.
 LayerRecipe: TypeAlias = Callable[..., FisherBlock]
 
 
@@ -31,15 +31,15 @@ class Approximation:
     """A row of the table.
 
     Attributes:
-        build: Makes the block.
-        formula: The block, in a few symbols.
-        source: Where it is derived.
-        examples_first: Whether statistics tell examples apart by the first axis of the layer's
-            tensors, which must then hold the examples alone.
-        fills_scratch: Whether statistics go through gradients of examples, which fill all scratch
-            memory there is.
-        eigenvectors: Whether refreshes decompose factors whatever the power.
-        dense: Whether the input's and the output's factor are matrices.
+        build: Creates the block.
+        formula: Formula of the block.
+        source: Publication that derives it.
+        examples_first: Whether statistics separate examples by the first axis of the layer's
+            tensors, which must then hold examples only.
+        fills_scratch: Whether statistics compute gradients of examples, which use all scratch
+            memory.
+        eigenvectors: Whether refreshes decompose factors for every power.
+        dense: Whether the input factor and the output factor are matrices.
     """
 
     build: LayerRecipe
@@ -56,10 +56,11 @@ class LayerKind:
     """A kind of layer.
 
     Attributes:
-        approximations: Name to row; the first one is the default.
-        large: The default of layers of more than ``LARGEST_FULL_SIDE`` numbers; empty for none.
-        window: Whether the weight's axes after the first two are a window, and statistics copy the
-            patches of the data that lie under it.
+        approximations: Name to row; the first row is the default.
+        large: Default of layers with more than ``LARGEST_FULL_SIDE`` numbers; empty for the same
+            default.
+        window: Whether the axes of the weight after the first two are a window, whose patches
+            statistics copy.
     """
 
     approximations: Mapping[str, Approximation]
@@ -68,7 +69,7 @@ class LayerKind:
 
     @property
     def default(self) -> str:
-        """The approximation of a layer of few numbers unless one is chosen."""
+        """The default approximation of a layer with at most ``LARGEST_FULL_SIDE`` numbers."""
         return next(iter(self.approximations))
 
 
@@ -140,9 +141,9 @@ _LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL, dense=(Fal
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
 _CONVOLUTION_USES = {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)}
 
-# A full block of scales and shifts costs the cube of its side at each refresh: 2048 channels of a
-# normalization would cost as much as the largest layer of a ResNet-50. Above this side (256
-# channels with scale and shift) ``LayerKind.large`` is taken.
+# A refresh of a full block of scales and shifts takes cubic time: 2048 channels of a normalization
+# would cost as much as the largest layer of a ResNet-50. Above this size (256 channels with scale
+# and shift), ``LayerKind.large`` is the default.
 LARGEST_FULL_SIDE = 512
 
 KINDS: Registry[LayerKind] = Registry(
@@ -234,7 +235,7 @@ KINDS: Registry[LayerKind] = Registry(
         ),
         "scale_and_shift": LayerKind(_AFFINE, large="diagonal"),
         "shift": LayerKind(_AFFINE, large="diagonal"),
-        # Parameters without a layer: blocks are made from names, not from a layer's form.
+        # Parameters without a layer: blocks are created from names.
         "generic": LayerKind(
             {
                 "diagonal": Approximation(
@@ -250,10 +251,10 @@ KINDS: Registry[LayerKind] = Registry(
 
 
 def row(kind: str, approximation: str) -> Approximation:
-    """The row of an approximation of a kind of layer."""
+    """Return the row of an approximation of a kind of layer."""
     return KINDS[kind].approximations[approximation]
 
 
 def accepted(kind: str) -> tuple[str, ...]:
-    """Names of the approximations that a kind of layer accepts."""
+    """Return the names of the approximations that a kind of layer accepts."""
     return tuple(KINDS[kind].approximations)

@@ -32,17 +32,17 @@ class ConvolutionLayers(BlockRegistry):
 
         Args:
             params: The filter, or ``(filter, bias)``; the filter's shape must be declared.
-            strides: One an axis of the data, or one a spatial axis.
+            strides: Number for each axis of the data, or for each spatial axis.
             padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
             inputs: Name of the images.
             outputs: Name of the output.
             data_format: ``"NHWC"`` (default) or ``"NCHW"``.
-            dilations: Like ``strides``; ones when left out.
-            approx: A row of the table of approximations; the default when left out.
+            dilations: As ``strides``; ones by default.
+            approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
-            sub_sample_inputs: Whether the input factor sees a random part of the examples; the
-                configuration's choice when left out.
-            sub_sample_patches: Whether it sees a random part of the patches; likewise.
+            sub_sample_inputs: Whether the input factor reads a random subset of the examples; by
+                default the choice of the configuration.
+            sub_sample_patches: Whether it reads a random subset of the patches; same default.
             patch_mask: Multiplies each patch, ``(*kernel, channels)``.
             weight_format: ``"HWIO"`` (default) or ``"OIHW"``.
         """
@@ -83,7 +83,7 @@ class ConvolutionLayers(BlockRegistry):
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end),)``.
             inputs: As in ``register_conv2d``.
             outputs: As in ``register_conv2d``.
-            dilations: Like ``strides``; ones when left out.
+            dilations: As ``strides``; ones by default.
             approx: ``"kron"``.
             reuse: As in ``register_conv2d``.
             sub_sample_inputs: As in ``register_conv2d``.
@@ -124,8 +124,8 @@ class ConvolutionLayers(BlockRegistry):
             inputs: As in ``register_conv2d``.
             outputs: As in ``register_conv2d``.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-            strides: One a spatial axis, or one an axis of the data; ones when left out.
-            dilation_rate: Likewise.
+            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            dilation_rate: As ``strides``.
             data_format: ``"NWC"``, ``"NHWC"``, ``"NDHWC"`` (defaults) or the channels-first ones.
             approx: ``"kron"``.
             reuse: As in ``register_conv2d``.

@@ -30,7 +30,7 @@ class DenseLayers(BlockRegistry):
             params: The weight, or ``(weight, bias)``.
             inputs: Name of the input, ``(n, …positions, d_in)``.
             outputs: Name of the output, ``(n, …positions, d_out)``.
-            approx: A row of the table of approximations; the default when left out.
+            approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
             feature_axis: Axis of the features in inputs and outputs; -2 for ``weight · inputs``.
@@ -53,7 +53,7 @@ class DenseLayers(BlockRegistry):
         approx: str | None = None,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> None:
-        """Register dense layers side by side, each with a weight of its own: experts, say.
+        """Register several dense layers as one, such as the experts of a mixture.
 
         Args:
             params: The weights ``(slots, d_in, d_out)``, or ``(weights, biases)``; the shape of the

@@ -1,4 +1,4 @@
-"""Registration of embeddings: tables whose rows are picked by identifiers."""
+"""Registration of embeddings: tables whose rows are selected by token ids."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,8 +60,8 @@ class EmbeddingLayers(BlockRegistry):
             params: As in ``register_embedding``.
             inputs: Names over uses, each as in ``register_embedding``; or one name of all uses,
                 ``(num_uses·n, ids)`` (use by use) or ``(num_uses, n, ids)``.
-            outputs: Likewise with ``d_out``; need not be given in the same way.
-            num_uses: Uses; may be left out where they are listed.
+            outputs: Names of outputs with ``d_out`` features, in either form.
+            num_uses: Number of uses; optional if they are listed.
             approx: ``"kron_indep"``.
             reuse: Whether this is a further tower.
             count_repeats: As in ``register_embedding``.

@@ -30,7 +30,7 @@ class GroupedConvolutionLayers(ConvolutionLayers):
         reuse: Reuse = "VARIABLE_SCOPE",
         weight_format: str | None = None,
     ) -> None:
-        """Register a convolution whose channels fall into groups with filters of their own.
+        """Register a convolution in groups of channels, each with its own filters.
 
         Args:
             params: The filter ``(*kernel, channels / groups, outputs)``, or ``(filter, bias)``.
@@ -38,12 +38,12 @@ class GroupedConvolutionLayers(ConvolutionLayers):
             outputs: Name of the output; those of one group lie side by side.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
             groups: Number of groups.
-            strides: One a spatial axis, or one an axis of the data; ones when left out.
-            dilation_rate: Likewise.
-            data_format: ``"NHWC"`` and its relatives (default) or ``"NCHW"`` and its relatives.
+            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            dilation_rate: As ``strides``.
+            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron"``, a Kronecker pair a group, or ``"diagonal"``.
             reuse: Whether this is a further tower.
-            weight_format: ``"HWIO"`` and its relatives (default) or ``"OIHW"`` and its relatives.
+            weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
         """
         key = canonical_key(params)
         form = grouped_form(
@@ -71,7 +71,7 @@ class GroupedConvolutionLayers(ConvolutionLayers):
         reuse: Reuse = "VARIABLE_SCOPE",
         weight_format: str | None = None,
     ) -> None:
-        """Register a convolution that keeps channels apart.
+        """Register a depthwise convolution: each channel has its own filters.
 
         Args:
             params: The filter ``(kh, kw, channels, multiplier)``.
@@ -120,7 +120,7 @@ class GroupedConvolutionLayers(ConvolutionLayers):
         reuse: Reuse = "VARIABLE_SCOPE",
         weight_format: str | None = None,
     ) -> None:
-        """Register a depthwise convolution followed by one that sees single pixels.
+        """Register a depthwise convolution followed by a pointwise convolution.
 
         Args:
             depthwise_params: As in ``register_depthwise_conv2d``; its default approximation.
@@ -139,7 +139,7 @@ class GroupedConvolutionLayers(ConvolutionLayers):
         """
         pointwise = canonical_key(pointwise_params)
         self.require_filter(names_of(pointwise)[0], (4,))
-        self._resolve("conv2d", approx, pointwise)  # nothing is registered where it is wrong
+        self._resolve("conv2d", approx, pointwise)  # before anything is registered
         self.register_depthwise_conv2d(
             depthwise_params,
             inputs,

@@ -1,4 +1,4 @@
-"""Registration of layers used several times in one evaluation of the model."""
+"""Registration of layers with several uses in one evaluation of the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,9 +40,9 @@ class MultiUseLayers(BlockRegistry):
             params: The weight, or ``(weight, bias)``.
             inputs: Names over uses, each ``(n, d_in)``; or one name of all uses,
                 ``(num_uses·n, d_in)`` (use by use) or ``(num_uses, n, d_in)``.
-            outputs: Likewise with ``d_out``; need not be given in the same way.
-            num_uses: Uses; may be left out where they are listed.
-            approx: A row of the table of approximations; the default when left out.
+            outputs: Names of outputs with ``d_out`` features, in either form.
+            num_uses: Number of uses; optional if they are listed.
+            approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
             dense_inputs: As in ``register_fully_connected``; a single tensor of identifiers is
@@ -81,11 +81,11 @@ class MultiUseLayers(BlockRegistry):
             padding: As in ``register_conv2d``.
             inputs: Names of the images over uses; or one name of all uses, the batch axis
                 ``num_uses·n`` long (use by use) or with an axis of ``num_uses`` before it.
-            outputs: Likewise; need not be given in the same way.
-            num_uses: Uses; may be left out where they are listed.
+            outputs: Names of the outputs, in either form.
+            num_uses: Number of uses; optional if they are listed.
             data_format: As in ``register_conv2d``: that of one use.
             dilations: As in ``register_conv2d``.
-            approx: A row of the table of approximations; the default when left out.
+            approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
             weight_format: As in ``register_conv2d``.
         """
@@ -124,13 +124,13 @@ class MultiUseLayers(BlockRegistry):
             inputs: As in ``register_conv2d_multi``.
             outputs: Likewise.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-            num_uses: Uses; may be left out where they are listed.
-            strides: One a spatial axis, or one an axis of the data; ones when left out.
-            dilations: Likewise.
-            data_format: ``"NHWC"`` and its relatives (default), or ``"NCHW"`` and its relatives.
+            num_uses: Number of uses; optional if they are listed.
+            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            dilations: As ``strides``.
+            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron_indep"``.
             reuse: Whether this is a further tower.
-            weight_format: ``"HWIO"`` and its relatives (default), or ``"OIHW"``.
+            weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
         """
         key = canonical_key(params)
         form = convolution_form(
@@ -167,13 +167,13 @@ class MultiUseLayers(BlockRegistry):
             inputs: As in ``register_conv2d_multi``.
             outputs: Likewise.
             padding: As in ``register_conv_transpose``, as all that follow.
-            num_uses: Uses; may be left out where they are listed.
-            strides: One a spatial axis, or one an axis of the data; ones when left out.
-            dilations: Likewise.
-            data_format: ``"NHWC"`` and its relatives (default), or ``"NCHW"``.
+            num_uses: Number of uses; optional if they are listed.
+            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            dilations: As ``strides``.
+            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron_indep"``.
             reuse: Whether this is a further tower.
-            weight_format: ``"HWOI"`` and its relatives (default), or ``"IOHW"``.
+            weight_format: Layout such as ``"HWOI"`` (default) or ``"IOHW"``.
         """
         form = transposed_form(
             self.require_filter(params, (3, 4, 5)),
@@ -209,13 +209,13 @@ class MultiUseLayers(BlockRegistry):
             outputs: Likewise.
             padding: As in ``register_grouped_convolution``, as all that follow.
             groups: Number of groups.
-            num_uses: Uses; may be left out where they are listed.
-            strides: One a spatial axis, or one an axis of the data; ones when left out.
-            dilation_rate: Likewise.
-            data_format: ``"NHWC"`` and its relatives (default) or ``"NCHW"`` and its relatives.
+            num_uses: Number of uses; optional if they are listed.
+            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            dilation_rate: As ``strides``.
+            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron_indep"``, a Kronecker pair a group.
             reuse: Whether this is a further tower.
-            weight_format: ``"HWIO"`` and its relatives (default) or ``"OIHW"`` and its relatives.
+            weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
         """
         key = canonical_key(params)
         form = grouped_form(

@@ -80,10 +80,10 @@ class ScaleAndShiftLayers(BlockRegistry):
     def _sums(
         self, names: Sequence[str], data: Sequence[str], feature_axis: int, batch_axis: int
     ) -> list[BroadcastShape]:
-        """How parameters are broadcast, checked against the first data of known shape."""
+        """Return the broadcasts of parameters, checked against the first data of known shape."""
         sums = [BroadcastShape(self.require_shape(n), feature_axis, batch_axis) for n in names]
         known = next((shape for name in data if (shape := self.shape_of(name))), None)
-        if known is not None:  # otherwise the first batch tells
+        if known is not None:  # otherwise the first batch is checked
             for reduction in sums:
                 reduction.summed(known)
         return sums

@@ -26,20 +26,20 @@ class TransposedConvolutionLayers(BlockRegistry):
     ) -> None:
         """Register a transposed convolution over one, two or three spatial axes.
 
-        A bias does not belong to it: it is added once to a pixel of the output, the filter acts
-        once on a pixel of the input.
+        The bias is a separate layer, because it is added to pixels of the output. The filter
+        multiplies pixels of the input.
 
         Args:
             params: The filter; its shape must be declared.
             inputs: Name of the images.
             outputs: Name of the output.
-            padding: What is cut off the output: ``"VALID"`` or ``((begin, end), …)``.
-            strides: One a spatial axis, or one an axis of the data; ones when left out.
-            dilations: Likewise.
-            data_format: ``"NHWC"`` and its relatives (default), or ``"NCHW"``.
+            padding: Border that is removed from the output: ``"VALID"`` or ``((begin, end), …)``.
+            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            dilations: As ``strides``.
+            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron"``.
             reuse: Whether this is a further tower.
-            weight_format: ``"HWOI"`` and its relatives (default), or ``"IOHW"``.
+            weight_format: Layout such as ``"HWOI"`` (default) or ``"IOHW"``.
         """
         form = transposed_form(
             self.require_filter(params, (3, 4, 5)),
