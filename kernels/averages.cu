@@ -1,8 +1,8 @@
-// Moving averages of plain arrays and of what pieces of work found, and counts of ids. Grid-stride
+// Moving averages of arrays, sums of the partial results of pieces, and counts of ids. Grid-stride
 // loops, blocks of 256.
 
-// average <- beta average + alpha measured, of any type of images; beta = 0 overwrites, whatever was
-// there.
+// average <- beta average + alpha measured; `measured` has the type INPUT. beta = 0 overwrites, NaN
+// included.
 extern "C" __global__ void __launch_bounds__(256)
 update_average(float* __restrict__ average, const scalar* __restrict__ measured, long long numbers,
                float alpha, float beta) {
@@ -11,8 +11,8 @@ update_average(float* __restrict__ average, const scalar* __restrict__ measured,
     average[i] = alpha * read(measured + i) + (beta == 0.0f ? 0.0f : beta * average[i]);
 }
 
-// counts[id] += 1 for each id in [0, rows); others are padding. Whole numbers: any order adds up to
-// the same.
+// counts[id] += 1 for each id in [0, rows); other ids are padding. Integers: the result does not
+// depend on the order of the additions.
 extern "C" __global__ void __launch_bounds__(256)
 count_ids(const long long* __restrict__ ids, int* __restrict__ counts, long long numbers, int rows) {
   const long long step = (long long)gridDim.x * blockDim.x;
@@ -20,8 +20,8 @@ count_ids(const long long* __restrict__ ids, int* __restrict__ counts, long long
     if (ids[i] >= 0 && ids[i] < rows) atomicAdd(&counts[ids[i]], 1);
 }
 
-// out (groups, rows, columns) <- beta out + alpha (sum of pieces, in their order); if `mirrored`, the
-// triangle above the diagonal is the one below. beta = 0 overwrites.
+// out (groups, rows, columns) <- beta out + alpha (sum of pieces, in order). If `mirrored`, the lower
+// triangle is copied to the upper one. beta = 0 overwrites.
 extern "C" __global__ void __launch_bounds__(256)
 add_parts(float* __restrict__ out, const float* __restrict__ parts, int pieces, Work work,
           int mirrored, float alpha, float beta) {

@@ -1,15 +1,15 @@
-// Classes drawn from softmax distributions, by inversion: the number of classes whose cumulative
+// Classes sampled from softmax distributions, by inversion: the number of classes whose cumulative
 // weight is at most uniform * total.
 //
 //   logits    (outer, classes, inner), contiguous; a row is along the middle axis
 //   uniforms  (outer, inner) float64 in [0, 1)
 //   ids       (outer, inner) int64
 //
-// Weights are exp(logit - largest) in float64, as in the definition, whose sums they share but for
-// rounding: the ids are the same unless a uniform lies within 1e-13 of a boundary.
+// Weights are exp(logit - largest) in float64, as in the reference code. Sums differ from the
+// reference by rounding, so the ids are equal unless a uniform lies within 1e-13 of a boundary.
 //
 //   LANES 32   a warp draws one row: grid ceil(rows / 8), block 256
-//   LANES 1    a thread draws one row, its neighbours those beside it in memory: ceil(rows / 256)
+//   LANES 1    a thread draws one row, adjacent threads adjacent rows: grid ceil(rows / 256)
 #ifndef LANES
 #define LANES 32
 #endif
@@ -24,7 +24,7 @@ __device__ __forceinline__ double running_sum(double value, int lane) {
 }
 #endif
 
-// The running sum of weights goes through `carry`; returns how many are at most `bound`.
+// Returns the number of cumulative weights that are at most `bound`; `carry` receives the total.
 __device__ __forceinline__ long long count_below(const scalar* __restrict__ row, long long inner,
                                                  int classes, float largest, int lane, double bound,
                                                  double* carry) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ long long count_below(const scalar* __restrict__ row,
     const double weight = c < classes ? exp((double)(read(row + c * inner) - largest)) : 0.0;
 #if LANES == 32
     const double sum = *carry + running_sum(weight, lane);
-    // The last class itself, not a lane behind it: sums in another order may round to less.
+    // The lane of the last class, not lane 31: its sum has another order and may round to less.
     *carry = __shfl_sync(0xffffffffu, sum, min(31, classes - 1 - first));
 #else
     const double sum = *carry += weight;
@@ -50,7 +50,7 @@ draw_classes(const scalar* __restrict__ logits, const double* __restrict__ unifo
              long long* __restrict__ ids, long long rows, long long inner, int classes) {
   const int lane = threadIdx.x % LANES;
   const long long index = (blockIdx.x * 256LL + threadIdx.x) / LANES;
-  if (index >= rows) return;  // whole warps: all lanes of a row go
+  if (index >= rows) return;  // all lanes of a row return
   const scalar* row = logits + index / inner * classes * inner + index % inner;
   float largest = read(row);
   for (int c = lane; c < classes; c += LANES) largest = fmaxf(largest, read(row + c * inner));

@@ -1,13 +1,13 @@
-// What a scale and a shift take of each example: sums of x * ds and of ds over positions.
+// Per-example gradients of a scale and a shift: sums of x * ds and of ds over positions.
 //
-//   x, ds   (n, entries, *sides) of any strides, seen as images whose channels are the entries;
-//           strides of zero repeat numbers
+//   x, ds   (n, entries, *shape) of any strides, as images whose channels are the entries; a stride of
+//           zero broadcasts
 //   sums    (n, 2 entries): all of x * ds, then all of ds
 //
-// Block (32, 8), grid (ceil(entries / WIDTH), n). No atomics, fixed order.
+// Block (32, 8), grid (ceil(entries / WIDTH), n). No atomics: sums have a fixed order.
 //
-//   ACROSS 0   positions lie closer together than entries: a warp sums one entry, WIDTH is 8
-//   ACROSS 1   entries lie closer together: a thread sums every eighth position of one entry, WIDTH
+//   ACROSS 0   positions are closer in memory than entries: a warp sums one entry, WIDTH is 8
+//   ACROSS 1   entries are closer in memory: a thread sums every eighth position of one entry, WIDTH
 //              is 32
 #ifndef ACROSS
 #define ACROSS 0
@@ -17,8 +17,8 @@ __device__ __forceinline__ long long place_of(int position, const Images& g) {
   long long place = 0;
   #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    place += position % g.sides[axis] * g.pixel_strides[axis];
-    position /= g.sides[axis];
+    place += position % g.shape[axis] * g.pixel_strides[axis];
+    position /= g.shape[axis];
   }
   return place;
 }
@@ -26,7 +26,7 @@ __device__ __forceinline__ long long place_of(int position, const Images& g) {
 extern "C" __global__ void __launch_bounds__(256)
 example_sums(const scalar* __restrict__ x, const scalar* __restrict__ ds, float* __restrict__ sums,
              Images g, Images h) {
-  const int positions = h.sides[0] * h.sides[1] * h.sides[2], image = blockIdx.y;
+  const int positions = h.shape[0] * h.shape[1] * h.shape[2], image = blockIdx.y;
 #if ACROSS
   __shared__ float products[8][33], plain[8][33];
   const int entry = blockIdx.x * 32 + threadIdx.x, first = threadIdx.y, step = 8;

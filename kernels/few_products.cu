@@ -1,14 +1,14 @@
-// Products of rows of few features, group by group, as of depthwise filters: a thread keeps all sums of
+// Products of rows with few features for each group, as of depthwise filters: a thread has all sums of
 // a group in its registers.
 //
-//   x       images (n, groups * channels, *sides) of any strides; a row has the features
+//   x       images (n, groups * channels, *shape) of any strides; a row has the features
 //           tap * channels + channel of its group and, with `ones`, a one after them
-//   parts   (pieces, groups, rows, columns): what each piece of the work finds; add_parts of
-//           averages.cu adds them up
-//   ROWS    at least the length of a row
+//   parts   (pieces, groups, rows, columns): partial results of the pieces; add_parts of averages.cu
+//           adds them
+//   ROWS    bound of the length of a row
 //
-// A block of 256 threads does one group and one piece: grid (groups, pieces). Neighbours in a warp read
-// neighbouring pixels. No atomics: sums of threads are added in a fixed order.
+// A block of 256 threads computes one group of one piece: grid (groups, pieces). Adjacent threads read
+// adjacent pixels. No atomics: sums of threads are added in a fixed order.
 #ifndef ROWS
 #define ROWS 10
 #endif
@@ -26,15 +26,15 @@ __device__ __forceinline__ void read_row(const scalar* __restrict__ own, const F
   }
 }
 
-// Blocks on a multiprocessor at least: where not named, the compiler of sm_90 takes 128 registers and
-// spills; older architectures need about 150 and fit one block.
+// Least number of blocks of a multiprocessor. Without it, the compiler uses 128 registers on sm_90 and
+// spills; older architectures need about 150 registers and fit one block.
 #if __CUDA_ARCH__ >= 860
 #define RESIDENT 2
 #else
 #define RESIDENT 1
 #endif
 
-// Second moments, columns are rows; only lower triangles are written. A piece is a run of positions,
+// Gram matrices: columns are rows, and only lower triangles are written. A piece is a run of positions,
 // counted image by image.
 extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __restrict__ parts,
@@ -72,8 +72,9 @@ few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __
     }
 }
 
-// Squared gradients of examples where each group has one output, y (n, groups, *outputs): the sum over
-// images of (sum over positions of z y)^2. A piece is a run of images; a warp does every eighth.
+// Squared gradients of examples, for groups with one output, y (n, groups, *outputs): the sum over
+// images of (sum over positions of z y)^2. A piece is a run of images; a warp sums every eighth
+// image.
 extern "C" __global__ void __launch_bounds__(256)
 few_squares(const scalar* __restrict__ x, const scalar* __restrict__ y, float* __restrict__ parts,
             Images g, Images h, Taps t, Taps plain, Grid grid, Work work) {
@@ -100,7 +101,7 @@ few_squares(const scalar* __restrict__ x, const scalar* __restrict__ y, float* _
     }
     #pragma unroll
     for (int f = 0; f < ROWS; ++f) {
-      const float sum = warp_sum(sums[f]);  // of the first lane, whose totals count
+      const float sum = warp_sum(sums[f]);  // defined in lane 0, which writes the totals
       totals[f] += sum * sum;
     }
   }

@@ -1,10 +1,10 @@
-// Whether all numbers of each of many arrays are finite, in one launch.
+// Check of many arrays for NaN and infinity, in one launch.
 //
-//   spans   one an array: where it lies and how many numbers it holds; all of one type, by INPUT
-//   flags   one an array, set to one before
+//   spans   for each array its address and its number of entries; all arrays have the type INPUT
+//   flags   for each array a one, which becomes zero if an entry is not finite
 //
-// Grid (blocks, arrays), blocks of 256, grid-stride loops. Whoever finds a number that is not finite
-// writes a zero: in any order it is the same.
+// Grid (blocks, arrays), blocks of 256, grid-stride loops. Every thread writes the
+// same zero, so the order does not matter.
 
 struct Span {
   long long address, numbers;
@@ -17,7 +17,7 @@ find_infinite(const Span* __restrict__ spans, int* __restrict__ flags) {
   const long long step = (long long)gridDim.x * blockDim.x;
   bool bad = false;
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < span.numbers; i += step)
-    // Any number times zero is zero, but for infinity and NaN.
+    // x * 0 is zero for every x except infinity and NaN.
     bad = bad || !(own[i] * (scalar)0 == (scalar)0);
   if (bad) flags[blockIdx.y] = 0;
 }

@@ -19,7 +19,7 @@ IMAGES = np.dtype(
         ("pixel_strides", "i8", AXES),
         ("images", "i4"),
         ("channels", "i4"),
-        ("sides", "i4", AXES),
+        ("shape", "i4", AXES),
     ],
     align=True,
 )
@@ -70,17 +70,17 @@ class WindowShape:
 
 def geometry(shape: Sequence[int], strides: Sequence[int], window: WindowShape) -> Geometry:
     """Return the geometry of images ``(n, channels, *spatial_shape)``, with strides in elements."""
-    count, channels, *sides = shape
+    count, channels, *spatial_shape = shape
     pixel_strides = _leading(strides[2:], 0)
-    images = (strides[0], strides[1], pixel_strides, count, channels, _leading(sides, 1))
-    taps = tuple(_leading(side, 1) for side in (window.kernel, window.strides, window.dilations))
+    images = (strides[0], strides[1], pixel_strides, count, channels, _leading(spatial_shape, 1))
+    taps = tuple(_leading(sizes, 1) for sizes in (window.kernel, window.strides, window.dilations))
     return Geometry(
         images=np.array([images], IMAGES),
         taps=np.array([taps], TAPS),
         grid=grid_struct(window.begins, window.outputs),
         count=count,
         channels=channels,
-        pixels=prod(sides),
+        pixels=prod(spatial_shape),
         positions=prod(window.outputs),
     )
 

@@ -1,20 +1,20 @@
-// Products of rows, group by group of channels: patches are read from images, never stored.
+// Products of rows for groups of channels; patches are read from images and not stored.
 //
-//   x       images (n, groups * channels, *sides) of any strides; a row has the features
+//   x       images (n, groups * channels, *shape) of any strides; a row has the features
 //           tap * channels + channel of its group and, with `ones`, a one after them
-//   y       with SQUARE images (n, groups * columns, *outputs) of any strides; else x itself
-//   parts   (pieces, groups, rows, columns): what each piece of the work finds
+//   y       if SQUARE, images (n, groups * columns, *outputs) of any strides; otherwise x
+//   parts   (pieces, groups, rows, columns): partial results of the pieces
 //
 //   SQUARE 0   sum over images and positions of z z^T; columns are rows, tiles above the diagonal
 //              are left out; pieces are runs of positions, counted image by image
 //   SQUARE 1   sum over images of (sum over positions of z y^T)^2, entry by entry; pieces are runs
 //              of images
-//   SIDE       of a tile: 16 for groups of few features (depthwise filters), else 64
+//   SIDE       size of a tile: 16 for groups of few features (depthwise filters), else 64
 //
 // A block of 256 threads computes one tile of one group for one piece: grid (groups * tiles, pieces).
 // A thread loads one position of several features, then multiplies a part of the tile. Positions past
 // the last, pixels outside the image and features past the last count as zeros. No atomics: add_parts
-// of averages.cu adds the pieces up in a fixed order.
+// of averages.cu adds the pieces in a fixed order.
 #ifndef SQUARE
 #define SQUARE 0
 #endif
@@ -27,7 +27,7 @@
 #define STEP (256 / DEPTH)      // features between those that a thread loads
 #define LOADS (SIDE / STEP)
 
-// Features of one operand that a thread is responsible for.
+// Features of one operand that a thread loads.
 struct Loader {
   Feature features[LOADS];
   int first, one;
@@ -57,7 +57,7 @@ struct Loader {
   }
 };
 
-// sums += product of what both operands hold of DEPTH positions.
+// sums += product of both operands over DEPTH positions.
 __device__ __forceinline__ void multiply(float (*sums)[MICRO], float (*left)[LD], float (*right)[LD]) {
   const int r = threadIdx.x / 16, c = threadIdx.x % 16;
   #pragma unroll 8

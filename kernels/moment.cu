@@ -1,9 +1,9 @@
-// From parts of a product to a symmetric matrix: sums in a fixed order, decay, both triangles.
+// Sums of partial products into a symmetric matrix: fixed order, decay, both triangles.
 //
-//   out     (side, side), row-major; its first `features` rows and columns are written here, the
+//   out     (side, side), row-major; the first `features` rows and columns are written here, and the
 //           homogeneous coordinate by border_moment
 //
-// Every number of `out` is written by one thread; beta = 0 overwrites, whatever was there.
+// One thread writes each entry of `out`; beta = 0 overwrites, NaN included.
 #define TILE 64  // of patch_products.cu
 
 struct Sum {
@@ -16,8 +16,8 @@ __device__ __forceinline__ void blend(float* place, float value, float alpha, fl
 }
 
 // out <- beta out + alpha (sum of parts), and its mirror image. Block (32, 8); grid (sums,
-// (TILE/32)^2): a block does 32 x 32 numbers, so that both writes run along rows. A source is the
-// index of a part; ~index means that the part is taken off.
+// (TILE/32)^2): a block writes 32 x 32 entries, both triangles along rows. A source is the index of
+// a partial product; ~index subtracts it.
 extern "C" __global__ void __launch_bounds__(256)
 assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
                 const Sum* __restrict__ sums, const int* __restrict__ sources, int side,
@@ -26,7 +26,7 @@ assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
   const Sum sum = sums[blockIdx.x];
   const int r0 = blockIdx.y / (TILE / 32) * 32, c0 = blockIdx.y % (TILE / 32) * 32;
   const int row0 = sum.row * TILE + r0, column0 = sum.column * TILE + c0, x = threadIdx.x;
-  if (row0 + 31 < column0) return;  // of a tile on the diagonal: wholly above it
+  if (row0 + 31 < column0) return;  // above the diagonal
   for (int y = threadIdx.y; y < 32; y += 8) {
     const int row = row0 + y, column = column0 + x;
     float total = 0.0f;
@@ -49,7 +49,7 @@ assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
   }
 }
 
-// The upper triangle <- the lower. Block (32, 8), one for each 32 x 32 tile of the lower triangle:
+// Copies the lower triangle to the upper one. Block (32, 8), one for each 32 x 32 tile of the lower triangle:
 // grid (tiles), counted row by row.
 extern "C" __global__ void __launch_bounds__(256) mirror(float* __restrict__ out, int side) {
   __shared__ float turned[32][33];

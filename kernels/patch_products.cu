@@ -1,14 +1,14 @@
-// Products of patch matrices: tiles of  sum over output positions of z z^T,  z never stored.
+// Products of patches: tiles of the sum over output positions of z z^T; patches z are not stored.
 //
 // Feature f = tap * channels + channel of a patch z at output o sees pixel
 // o * stride + tap * dilation - begin of one channel, or zero outside the image. One to three spatial
-// axes; missing ones come first and have one pixel, one tap.
+// axes; missing axes come first and have one pixel and one tap.
 //
 //   x       images of any strides (in elements)
-//   jobs    one a block: the tile (row, column), in units of TILE features, of the product over the
+//   jobs    one for each block: the tile (row, column), in units of TILE features, of the product over the
 //           positions [begin, end) of one grid
 //   grids   boxes of output positions, counted image by image in row-major order
-//   parts   (jobs, TILE, TILE): what each job finds; moment.cu adds them up in a fixed order
+//   parts   (jobs, TILE, TILE): results of the jobs; moment.cu adds them in a fixed order
 //
 // A block computes one job; a thread loads one position of several features, then multiplies a part
 // of the tile. Positions at or after `end`, pixels outside the image and features past the last count
@@ -16,16 +16,16 @@
 //
 //   SPLIT   0: FP32 units; 3: tensor cores with each factor split in two TF32 numbers, which keeps
 //           float32 accuracy (2e-7); 1: plain TF32 (1e-3 for each factor)
-//   ALIGNED 1 where channels are a multiple of TILE: all features of a tile have the same tap
+//   ALIGNED 1 if channels are a multiple of TILE: all features of a tile have the same tap
 #ifndef SPLIT
 #define SPLIT 0
 #endif
 #ifndef ALIGNED
 #define ALIGNED 0
 #endif
-#define TILE 64         // side of a tile
+#define TILE 64         // size of a tile
 #define DEPTH 16        // positions in shared memory at a time
-#define LD (TILE + 8)   // keeps the rows that a warp reads in different banks
+#define LD (TILE + 8)   // the rows that a warp reads are in different banks
 
 #if SPLIT == 0
 #define THREADS 256
@@ -66,7 +66,7 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
 }
 #endif
 
-// Loads the features that a thread is responsible for, at one position.
+// Loads the features of a thread at one position.
 struct Loader {
 #if ALIGNED
   Feature first;
@@ -149,8 +149,8 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
 
 #elif defined(CUDA_ON_CPU) || __CUDA_ARCH__ >= 800
 
-// A warp computes WARP_ROWS x WARP_COLUMNS numbers by 16 x 8 products over 8 positions. Of such a
-// product, lane l holds rows l/4 and l/4 + 8 of A, column l/4 of B, positions l%4 and l%4 + 4.
+// A warp computes WARP_ROWS x WARP_COLUMNS entries by 16 x 8 products over 8 positions. Of such a
+// product, lane l has rows l/4 and l/4 + 8 of A, column l/4 of B, positions l%4 and l%4 + 4.
 #define BLOCKS_M (WARP_ROWS / 16)
 #define BLOCKS_N (WARP_COLUMNS / 8)
 
@@ -166,7 +166,7 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
   left.aim(job.row, g, t, grid);
   right.aim(job.column, g, t, grid);
   float sums[BLOCKS_M][BLOCKS_N][4] = {};
-  // Two buffers: while one is multiplied, the next positions arrive in the other.
+  // Two buffers: one is multiplied while the next positions are loaded into the other.
   Position position = position_at(job.begin + slot, job.end, g, t, grid);
   left.load(x, rows[0], position, g);
   right.load(x, columns[0], position, g);
@@ -204,7 +204,7 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
         }
         #pragma unroll
         for (int j = 0; j < BLOCKS_N; ++j) {
-          if (SPLIT == 3) {  // small products first; the product of both rests is below rounding
+          if (SPLIT == 3) {  // small products first; the product of both remainders is below rounding
             mma_tf32(sums[i][j], low_a, high_b[j]);
             mma_tf32(sums[i][j], high_a, low_b[j]);
           }
@@ -214,7 +214,7 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
     }
     __syncthreads();
   }
-  // Of its result, a lane holds rows l/4 and l/4 + 8, columns 2 (l%4) and the next.
+  // Of the result, a lane has rows l/4 and l/4 + 8, columns 2 (l%4) and the next.
   float* part = parts + (long long)blockIdx.x * TILE * TILE;
   const int c = warp / 2 * WARP_COLUMNS + lane % 4 * 2;
   #pragma unroll

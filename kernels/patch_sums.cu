@@ -1,12 +1,12 @@
-// Sums over patches without patches: of what each tap sees, or of its squares.
+// Sums over patches without copies of patches: of the pixels of each tap, or of their squares.
 //
-// Images are added up first: what a tap sees does not depend on the image. No atomics: each number
-// is summed by one thread or one block, in a fixed order.
+// Images are summed first: the pixels of a tap do not depend on the image. No atomics: one thread or
+// one block computes each sum, in a fixed order.
 //
-//   totals  (pieces, channels, pixels): a piece of the images each
-//   SQUARED 1: of squares
-//   ACROSS  1 where channels lie closer together in memory than pixels: neighbours in a warp read
-//           neighbours in memory
+//   totals  (pieces, channels, pixels): sums over the images of a piece
+//   SQUARED 1: sums of squares
+//   ACROSS  1 if channels are closer in memory than pixels; adjacent threads of a warp read adjacent
+//           memory
 #ifndef SQUARED
 #define SQUARED 0
 #endif
@@ -18,7 +18,7 @@
 // 256: a thread sums one pixel of one channel.
 extern "C" __global__ void __launch_bounds__(256)
 sum_images(const scalar* __restrict__ x, float* __restrict__ totals, Images g, int length) {
-  const int pixels = g.sides[0] * g.sides[1] * g.sides[2];
+  const int pixels = g.shape[0] * g.shape[1] * g.shape[2];
   const long long numbers = (long long)pixels * g.channels;
   const long long index = blockIdx.x * 256LL + threadIdx.x;
   if (index >= numbers) return;
@@ -30,11 +30,11 @@ sum_images(const scalar* __restrict__ x, float* __restrict__ totals, Images g, i
   long long place = channel * g.channel_stride;
   int rest = pixel;
   for (int axis = 2; axis >= 0; --axis) {
-    place += rest % g.sides[axis] * g.pixel_strides[axis];
-    rest /= g.sides[axis];
+    place += rest % g.shape[axis] * g.pixel_strides[axis];
+    rest /= g.shape[axis];
   }
   const int begin = blockIdx.y * length, end = min(begin + length, g.images);
-  float sum = 0.0f, lost = 0.0f;  // Kahan: thousands of images lose no digits
+  float sum = 0.0f, lost = 0.0f;  // Kahan summation, for thousands of images
   for (int image = begin; image < end; ++image) {
     const float found = read(x + place + image * g.image_stride);
     const float next = (SQUARED ? found * found : found) - lost, larger = sum + next;
@@ -44,12 +44,12 @@ sum_images(const scalar* __restrict__ x, float* __restrict__ totals, Images g, i
   totals[blockIdx.y * numbers + (long long)channel * pixels + pixel] = sum;
 }
 
-// What feature f = tap * channels + channel sees over all outputs and pieces, in the first of the 256
-// threads of a block.
+// Returns the sum of feature f = tap * channels + channel over all outputs and pieces, in the first of
+// the 256 threads of a block.
 __device__ __forceinline__ float tap_sum(int f, const float* __restrict__ totals, int pieces,
                                          const Images& g, const Taps& t, const Grid& grid,
                                          float* warps) {
-  const int pixels = g.sides[0] * g.sides[1] * g.sides[2];
+  const int pixels = g.shape[0] * g.shape[1] * g.shape[2];
   const int outputs = grid.outputs[0] * grid.outputs[1] * grid.outputs[2];
   const float* own = totals + (long long)(f % g.channels) * pixels;
   int first[3];
@@ -61,9 +61,9 @@ __device__ __forceinline__ float tap_sum(int f, const float* __restrict__ totals
     bool inside = true;
     for (int axis = 2; axis >= 0; --axis) {
       const int pixel = rest % grid.outputs[axis] * t.strides[axis] + first[axis];
-      inside = inside && (unsigned)pixel < (unsigned)g.sides[axis];
+      inside = inside && (unsigned)pixel < (unsigned)g.shape[axis];
       place += pixel * step;
-      step *= g.sides[axis];
+      step *= g.shape[axis];
       rest /= grid.outputs[axis];
     }
     if (inside) sum += own[place];
@@ -72,7 +72,7 @@ __device__ __forceinline__ float tap_sum(int f, const float* __restrict__ totals
 }
 
 // Last row and column of out (side, side) <- beta out + alpha (sum of patches, count). Block f of
-// 256 threads does feature f; the last block the corner.
+// 256 threads computes feature f; the last block computes the corner.
 extern "C" __global__ void __launch_bounds__(256)
 border_moment(float* __restrict__ out, const float* __restrict__ totals, int pieces, Images g,
               Taps t, Grid grid, float count, float alpha, float beta) {
@@ -86,7 +86,7 @@ border_moment(float* __restrict__ out, const float* __restrict__ totals, int pie
   out[f * side + features] = value;
 }
 
-// out (features) <- beta out + alpha (sum of patches). Block f of 256 threads does feature f.
+// out (features) <- beta out + alpha (sum of patches). Block f of 256 threads computes f.
 extern "C" __global__ void __launch_bounds__(256)
 add_patches(float* __restrict__ out, const float* __restrict__ totals, int pieces, Images g, Taps t,
             Grid grid, float alpha, float beta) {

@@ -88,7 +88,7 @@ def _across(geometry: Geometry) -> bool:
     (images,) = geometry.images
     strides = [
         step
-        for step, side in zip(images["pixel_strides"], images["sides"], strict=True)
-        if side > 1
+        for step, size in zip(images["pixel_strides"], images["shape"], strict=True)
+        if size > 1
     ]
     return all(images["channel_stride"] < step for step in strides)

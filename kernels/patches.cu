@@ -1,6 +1,6 @@
-// Patches of images, written out: (images, positions, taps * channels), tap-major.
+// Copies of the patches of images: (images, positions, taps * channels), tap-major.
 //
-// One number a thread, features fastest: writes run along rows. Grid-stride loop, any number of
+// One entry for each thread, features fastest: writes run along rows. Grid-stride loop, any number of
 // blocks of 256. Pixels outside the image are zero. The result has the type of the images.
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -18,7 +18,7 @@ patches(const scalar* __restrict__ x, scalar* __restrict__ found, Images g, Taps
     bool inside = true;
     for (int axis = 2; axis >= 0; --axis) {
       const int pixel = rest % grid.outputs[axis] * t.strides[axis] + pixels[axis];
-      inside = inside && (unsigned)pixel < (unsigned)g.sides[axis];
+      inside = inside && (unsigned)pixel < (unsigned)g.shape[axis];
       place += pixel * g.pixel_strides[axis];
       rest /= grid.outputs[axis];
     }

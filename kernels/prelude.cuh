@@ -1,7 +1,7 @@
-// Comes first in every kernel source. No #include anywhere: the compiler at run time has no headers.
+// Common part of every kernel source. No #include anywhere: the compiler at run time has no headers.
 //
-// INPUT says what `scalar` is: 0 float, 1 half, 2 bfloat16, 3 double.
-// Kernels that compute take no doubles.
+// INPUT is the type of `scalar`: 0 float, 1 half, 2 bfloat16, 3 double. Kernels with sums in float do
+// not support double.
 #ifndef INPUT
 #define INPUT 0
 #endif
@@ -31,14 +31,14 @@ __device__ __forceinline__ float read(const scalar* x) { return bfloat_to_float(
 typedef double scalar;
 #endif
 
-// Sum over the threads of a warp, in the first of them; the order is fixed.
+// Sum over the threads of a warp, returned in lane 0; the order is fixed.
 __device__ __forceinline__ float warp_sum(float value) {
   for (int distance = 16; distance; distance /= 2)
     value += __shfl_down_sync(0xffffffffu, value, distance);
   return value;
 }
 
-// Sum over a block of 256 threads, in the first of them; the order is fixed.
+// Sum over a block of 256 threads, returned in thread 0; the order is fixed.
 __device__ __forceinline__ float block_sum(float value, float* warps) {
   value = warp_sum(value);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
@@ -50,7 +50,7 @@ __device__ __forceinline__ float block_sum(float value, float* warps) {
   return total;
 }
 
-// -- triangles: tiles of 32 x 32 numbers, those of the lower triangle counted row by row
+// -- triangles: tiles of 32 x 32 entries; tiles of the lower triangle count row by row
 
 struct Tile {
   int row, column;
@@ -63,12 +63,12 @@ __device__ __forceinline__ Tile lower_tile(int index) {
   return Tile{row, index - (int)((long long)row * (row + 1) / 2)};
 }
 
-// -- geometry: three spatial axes; missing ones come first and have one pixel, one tap, one output --
+// -- geometry: three spatial axes; missing axes come first, with one pixel, one tap, one output --
 
 // Images of any strides, in elements.
 struct Images {
   long long image_stride, channel_stride, pixel_strides[3];
-  int images, channels, sides[3];
+  int images, channels, shape[3];
 };
 struct Taps {
   int kernel[3], strides[3], dilations[3];
@@ -79,7 +79,7 @@ struct Grid {
   int begins[3], outputs[3];
 };
 
-// The pixel that a tap sees from output zero, an axis.
+// The pixel that a tap sees from output zero, for each axis.
 __device__ __forceinline__ void first_pixels(int tap, const Taps& t, const Grid& grid, int* pixels) {
   #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void first_pixels(int tap, const Taps& t, const Grid&
 
 #define NOWHERE (-(1 << 29))  // a pixel outside any image
 
-// Where a feature looks, seen from an output position.
+// Offset and pixel of a feature, relative to an output position.
 struct Feature {
   long long offset;  // of its channel
   int pixels[3];     // of its tap
@@ -127,14 +127,14 @@ __device__ __forceinline__ Position position_at(int p, int end, const Images& g,
   return found;
 }
 
-// The number of elements from x to what a feature sees at a position; -1 where it sees nothing.
+// Returns the offset of the pixel that a feature sees at a position; -1 if it is outside the image.
 __device__ __forceinline__ long long seen(const Feature& f, const Position& p, const Images& g) {
   long long offset = f.offset + p.offset;
   bool inside = p.counts;
   #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
     int pixel = p.pixels[axis] + f.pixels[axis];
-    inside = inside && (unsigned)pixel < (unsigned)g.sides[axis];
+    inside = inside && (unsigned)pixel < (unsigned)g.shape[axis];
     offset += pixel * g.pixel_strides[axis];
   }
   return inside ? offset : -1;
@@ -143,7 +143,7 @@ __device__ __forceinline__ long long seen(const Feature& f, const Position& p, c
 // -- work on groups of channels, in pieces
 
 struct Work {
-  long long units;  // images or positions in all
-  long long length; // of them in a piece
+  long long units;  // number of images or positions
+  long long length; // units of a piece
   int groups, rows, columns, ones;
 };

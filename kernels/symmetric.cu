@@ -1,19 +1,19 @@
-// Symmetric matrices on the way to a factorisation in double precision, and back.
+// Conversion of symmetric matrices to damped double precision, and back.
 //
 //   stack, found   (matrices, side, side), float or double by INPUT
-//   wide           the same in double
+//   wide           the same matrices in double
 //
-// Of a symmetric matrix the lower triangle is read; both are written. Tiles of 32 x 32 numbers, a
-// block (32, 8) each, so that reads and both writes run along rows; grid (matrices * tiles). No
-// atomics, fixed order.
+// The lower triangle is read and both triangles are written. One block (32, 8) for each tile of
+// 32 x 32 entries, so that reads and writes run along rows; grid (matrices * tiles). No atomics: sums
+// have a fixed order.
 
-// The matrix and the tile of a block.
+// Returns the offset of the matrix of a block, and its tile.
 __device__ __forceinline__ long long matrix_of_block(int tiles, int side, Tile* tile) {
   *tile = lower_tile(blockIdx.x % tiles);
   return (long long)(blockIdx.x / tiles) * side * side;
 }
 
-// What lies above the diagonal <- what the tile's mirror image holds.
+// Writes the transposed tile above the diagonal.
 template <typename Number>
 __device__ __forceinline__ void write_turned(Number* matrix, const double (*turned)[33], Tile tile,
                                              int side) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void write_turned(Number* matrix, const double (*turn
   }
 }
 
-// Largest or sum over a block, in every thread.
+// Maximum and sum over a block, in every thread.
 __device__ __forceinline__ double block_max(double value, double* warps) {
   for (int distance = 16; distance; distance /= 2)
     value = fmax(value, __shfl_down_sync(0xffffffffu, value, distance));
@@ -46,18 +46,18 @@ __device__ __forceinline__ double block_total(double value, double* warps) {
   return value;
 }
 
-// What numbers are divided by before they are squared: squares of doubles may overflow or vanish,
-// those of floats cannot in double. Never so small that its inverse overflows.
+// Unit in which entries are squared: squares of doubles may overflow or vanish, squares of floats in
+// double cannot. Never so small that its inverse overflows.
 __device__ __forceinline__ double unit(double largest) {
   return INPUT == 3 ? fmax(largest, 1e-300) : 1.0;
 }
 
 struct Part {
-  double bad, largest, squares, trace;  // squares of numbers in the tile's unit
+  double bad, largest, squares, trace;  // squares are in the unit of the tile
 };
 
-// wide <- stack, both triangles, with zeros for what is not finite; parts (matrices, tiles) <- what
-// each tile adds to the facts of its matrix, both triangles counted.
+// wide <- stack, both triangles, with zeros for NaN and infinity; parts (matrices, tiles) <- the terms
+// of each tile in the facts of its matrix, over both triangles.
 extern "C" __global__ void __launch_bounds__(256)
 widen(const scalar* __restrict__ stack, double* __restrict__ wide, Part* __restrict__ parts,
       int tiles, int side) {
@@ -83,7 +83,7 @@ widen(const scalar* __restrict__ stack, double* __restrict__ wide, Part* __restr
     }
     turned[x][y] = own[i];
   }
-  largest = block_max(largest, warps);  // its barriers come before `turned` is read, too
+  largest = block_max(largest, warps);  // its barriers also order the writes and reads of `turned`
   const double scale = 1.0 / unit(largest);
   #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -101,9 +101,8 @@ struct Facts {
   double finite, zero, damping, trace;
 };
 
-// The diagonal of each matrix of wide += its damping, and facts (matrices) <- what is known of it.
-// The damping is the one asked for, but at least epsilon times the Frobenius norm, and at least
-// least. One block of 256 for each matrix.
+// The diagonal of each matrix of wide += its damping, and facts (matrices) <- its facts.
+// The damping is asked[matrix], raised to epsilon times the Frobenius norm and to `least`. One block of 256 for each matrix.
 extern "C" __global__ void __launch_bounds__(256)
 damp(double* __restrict__ wide, const Part* __restrict__ parts, const double* __restrict__ asked,
      Facts* __restrict__ facts, int tiles, int side, double epsilon, double least) {
@@ -132,7 +131,7 @@ damp(double* __restrict__ wide, const Part* __restrict__ parts, const double* __
   }
 }
 
-// found <- wide, both triangles, rounded.
+// found <- wide, rounded, both triangles.
 extern "C" __global__ void __launch_bounds__(256)
 narrow(const double* __restrict__ wide, scalar* __restrict__ found, int tiles, int side) {
   __shared__ double turned[32][33];

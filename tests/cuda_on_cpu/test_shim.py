@@ -73,7 +73,7 @@ MISTAKES = {
     "a pixel outside the image": (
         0,
         "patch_products",
-        lambda code: code.replace("(unsigned)pixel < (unsigned)g.sides", "pixel < g.sides"),
+        lambda code: code.replace("(unsigned)pixel < (unsigned)g.shape", "pixel < g.shape"),
     ),
 }
 
