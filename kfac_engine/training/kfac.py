@@ -36,10 +36,10 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 AUTO = "auto"
 MOMENTUM_TYPES = ("adam", "regular")
 
-# With "auto", the damping falls by a factor of ten in so many steps, to a thousandth. The first
+# With "auto", the damping falls by a factor of ten in so many steps, to a hundredth. The first
 # averages hold few examples and need a damping; later the fixed length of the updates is enough.
 _STEPS_PER_DECADE = 30
-_LEAST_PART = 1e-3
+_LEAST_PART = 1e-2
 
 
 class KfacOptimizer(Optimizer):
@@ -52,7 +52,7 @@ class KfacOptimizer(Optimizer):
     With ``"auto"``, gradients are averaged with weight ``1 − μ``, and the natural gradient of each
     matrix is scaled to the Frobenius norm ``update_length · √outputs``. Vectors, embeddings and
     parameters without a layer are updated by Adam with ``adam_rate``. The damping falls from
-    ``damping`` to a thousandth of it within 90 steps.
+    ``damping`` to a hundredth of it within 60 steps.
 
     The optimizer sets ``engine.damping`` and updates statistics and inverses itself;
     ``engine.schedule`` and ``engine.counter`` have no effect on it.

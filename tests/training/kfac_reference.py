@@ -108,7 +108,7 @@ class Reference:
     def now(self):
         """The damping of this step."""
         if self.rate is None and self.interval is None:
-            return self.damping * max(1e-3, 10 ** (-self.t / 30))
+            return self.damping * max(1e-2, 10 ** (-self.t / 30))
         return self.damping
 
     def step(self, x, y, scale=1.0):

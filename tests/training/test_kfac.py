@@ -11,7 +11,7 @@ from tests.training.kfac_reference import Reference
 
 # Float64; inverses of matrices with condition numbers up to 1e5 multiply rounding errors.
 CLOSE = 1e-9
-STEPS = 40
+STEPS = 70  # ten more than the damping falls
 
 LM = ke.DampingAdaptation(interval=3)
 # Options of the optimizer, and the same of the reference.
