@@ -1,7 +1,7 @@
-"""Sessions that compute on a device: inputs are bound to where they lie, results stay there.
+"""ONNX Runtime sessions on a device, which read and write arrays of its memory space.
 
-As ``runtime``, this file knows ONNX Runtime. Small integers, which are counts and sides, stay on
-the host: operators read them there, and ONNX Runtime would bring each back by itself.
+Small integers, such as counts and shapes, stay on the host: operators read them there, and ONNX
+Runtime would copy each of them back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _NO_MEMORY = "Failed to allocate memory"
 
 
 def has_provider(kind: str) -> bool:
-    """Whether the ONNX Runtime that is installed was built for devices of a kind."""
+    """Return whether the installed ONNX Runtime supports devices of a kind."""
     return _PROVIDERS[kind] in ort.get_available_providers()
 
 
@@ -32,11 +32,10 @@ class DeviceSession:
     """A graph compiled for a memory space; otherwise as ``session.Session``.
 
     Args:
-        model: The message, and constants that it leaves out.
-        threads: Threads inside an operator that runs on the CPU; 0 leaves the choice to ONNX
-            Runtime.
+        model: Serialized graph, and constants outside it.
+        threads: Number of threads within an operator on the CPU; 0 for the default of ONNX Runtime.
         optimize: Whether graph optimizations run.
-        what: What the graph is, for messages.
+        what: Description of the graph, for messages.
         memory_space: Memory space of the results.
 
     Raises:
@@ -62,7 +61,7 @@ class DeviceSession:
         provider = _PROVIDERS[memory_space.kind]
         if memory_space.kind == "cuda":
             _load_libraries()
-        # Without the second one ONNX Runtime would fall back to the CPU as well.
+        # ONNX Runtime would add the provider for the CPU in any case.
         providers = [
             (provider, _provider_options(memory_space)),
             *{"CPUExecutionProvider"} - {provider},
@@ -86,7 +85,7 @@ class DeviceSession:
 
         Args:
             outputs: Names of graph outputs.
-            feeds: One array for each graph input, in the memory space or on the host.
+            feeds: Name of each graph input to an array in the memory space or on the host.
 
         Returns:
             Name to an array in the memory space; on the host for small integers.
@@ -105,13 +104,13 @@ class DeviceSession:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Evaluate outputs into arrays of the caller's own: no copy follows.
+        """Evaluate outputs into arrays of the caller, without a copy.
 
         Args:
             results: Name of a graph output to an array of the memory space, of the
                 output's shape and element type.
-            feeds: One array for each graph input, in the memory space or on the host.
-            others: Further outputs.
+            feeds: Name of each graph input to an array in the memory space or on the host.
+            others: Names of further outputs.
 
         Returns:
             For ``others``, name to an array in the memory space; on the host for small integers.
@@ -120,28 +119,28 @@ class DeviceSession:
             BackendError: An operator failed, or a result has another shape than its array.
             MemoryLimitError: The device has not enough memory left.
         """
-        # Feeds of the host are copied when they are bound: into memory that may still be read.
+        # Binding copies host feeds to memory that earlier work may still read: order it, too.
         with self._memory_space.ordered():
             binding = self._bound(feeds)
             for name, array in results.items():
                 binding.bind_output(name, *self._where(array))
             for name in others:
-                seat = self._memory_space_of(name)
-                binding.bind_output(name, seat.kind, seat.index)
+                space = self._memory_space_of(name)
+                binding.bind_output(name, space.kind, space.index)
             self._evaluate(binding, (*results, *others))
-        found = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
-        for name, value in found.items():
+        values = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
+        for name, value in values.items():
             if not value.has_value():
                 raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
         return {
             name: self._memory_space_of(name).adopt(value, self.output_dtypes[name])
-            for name, value in found.items()
+            for name, value in values.items()
         }
 
     # -- private ----------------------------------------------------------------------------------
 
     def _left_to_the_host(self) -> Iterable[str]:
-        """Results that are counts or sides; where the rank is not known, it is taken for small."""
+        """Yield the outputs that are counts or shapes; an unknown rank counts as small."""
         for output in self._session.get_outputs():
             dtype = self.output_dtypes.get(output.name)
             if dtype is not None and stays_on_host(dtype, len(output.shape or ())):
@@ -151,39 +150,39 @@ class DeviceSession:
         return HOST if name in self._hosted else self._memory_space
 
     def _where(self, array: Array) -> tuple[str, int, DType, tuple[int, ...], int]:
-        """Device, its number, element type, shape and address of an array."""
-        seat = HOST if isinstance(array, np.ndarray) else self._memory_space
-        return seat.kind, seat.index, array.dtype, array.shape, seat.address(array)
+        """Return device type, device number, element type, shape and address of an array."""
+        space = HOST if isinstance(array, np.ndarray) else self._memory_space
+        return space.kind, space.index, array.dtype, array.shape, space.address(array)
 
     def _bound(self, feeds: Mapping[str, Array]) -> Any:
-        """A binding of the feeds, which must live until it was run."""
+        """Bind the feeds, which must stay alive until the run."""
         binding = self._session.io_binding()
-        given = {**feeds, **self._fed}
-        # Nothing is read of an empty array, which has no address on a device.
+        arrays = {**feeds, **self._fed}
+        # An empty array has no address on a device, and no entry is read.
         on_host = {
             name: array if isinstance(array, np.ndarray) else np.empty(array.shape, array.dtype)
-            for name, array in given.items()
+            for name, array in arrays.items()
             if isinstance(array, np.ndarray) or not array.size
         }
         try:
             for name, value in session.host_values(on_host).items():
                 binding.bind_ortvalue_input(name, value)
-            for name in given.keys() - on_host.keys():
-                binding.bind_input(name, *self._where(given[name]))
-        except (RuntimeError, ValueError) as failure:  # all that binding raises
+            for name in arrays.keys() - on_host.keys():
+                binding.bind_input(name, *self._where(arrays[name]))
+        except (RuntimeError, ValueError) as failure:  # the exceptions of binding
             raise self._failed(failure) from failure
         return binding
 
     def _run_on_copies(
         self, outputs: Sequence[str], feeds: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Text cannot be bound."""
-        given = {
+        """Evaluate outputs from host copies, because arrays of text cannot be bound."""
+        arrays = {
             name: self._memory_space.on_host(array)
             for name, array in {**feeds, **self._fed}.items()
         }
         try:
-            results = self._session.run(list(outputs), given)
+            results = self._session.run(list(outputs), arrays)
         except session.FAILURES as failure:
             raise self._failed(failure) from failure
         return {
@@ -194,11 +193,11 @@ class DeviceSession:
     def _evaluate(self, binding: Any, outputs: Iterable[str]) -> None:
         options = ort.RunOptions()
         if self._hosted.isdisjoint(outputs):
-            # What follows is ordered on the device: the host need not wait.
+            # Later work is ordered on the device, so the host does not wait.
             options.add_run_config_entry(_NO_WAITING, "1")
         try:
             self._attempt(binding, options)
-        except RuntimeError as failure:  # all that bound runs raise
+        except RuntimeError as failure:  # the exception of bound runs
             raise self._failed(failure) from failure
 
     def _attempt(self, binding: Any, options: ort.RunOptions) -> None:
@@ -210,18 +209,18 @@ class DeviceSession:
             self._session.run_with_iobinding(binding, options)
 
     def _failed(self, failure: Exception) -> BackendError | MemoryLimitError:
-        why = session.reason(failure)
+        detail = session.reason(failure)
         if _NO_MEMORY in str(failure):
             return MemoryLimitError(
-                f"{self._memory_space.name} has no memory left for {self._what} ({why}); "
+                f"{self._memory_space.name} has no memory left for {self._what} ({detail}); "
                 f"take a smaller batch."
             )
-        return BackendError(f"ONNX Runtime failed in {self._what}: {why}")
+        return BackendError(f"ONNX Runtime failed in {self._what}: {detail}")
 
 
 @cache
 def _load_libraries() -> None:
-    """Load CUDA's libraries from the packages that brought them, where no linker looks."""
+    """Load the CUDA libraries from their Python packages, which the linker does not search."""
     ort.preload_dlls()
 
 
@@ -232,8 +231,8 @@ def _provider_options(memory_space: MemorySpace) -> dict[str, str]:
         "device_id": str(memory_space.index),
         "user_compute_stream": str(memory_space.stream),
         "use_tf32": str(int(memory_space.tf32)),
-        # Trying all algorithms for each new shape, the default, may choose another every time.
+        # The default tries all algorithms for each new shape, and its choice may vary.
         "cudnn_conv_algo_search": "HEURISTIC",
-        # By powers of two, the default, it would take up to twice of what it needs.
+        # The default grows by powers of two and may take twice the memory.
         "arena_extend_strategy": "kSameAsRequested",
     }

@@ -1,4 +1,4 @@
-"""Where a model runs: on the GPU that its curvature is on, if ONNX Runtime proves that it can."""
+"""The memory space that a model runs in: the GPU of its curvature, or the host."""
 
 import logging
 from functools import cache
@@ -12,15 +12,15 @@ from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions.device_session import DeviceSession, has_provider
 from kfac_engine.sessions.session import Session
 
-# ONNX Runtime optimizes in time quadratic in the nodes: a chain of dense layers with 40,000 of them
-# takes 20 s, and 4 s without. The backward graph of an LSTM of 400 steps takes 6.9 s and 0.9 s, and
-# both run equally fast: graphs of so many nodes are mostly loops that were unrolled.
+# The optimizations of ONNX Runtime take time quadratic in the number of nodes: 20 s instead of 4 s
+# for a chain of 40,000 nodes. Long graphs are mostly unrolled loops, which do not run faster
+# with them.
 _MOST_OPTIMIZED = 5000
 
 _LOG = logging.getLogger(__name__)
 _FLOAT = np.dtype(np.float32)
 
-# Small whole numbers, which every precision multiplies exactly: a product, then a convolution.
+# Small integers, which every precision multiplies exactly: a product, then a convolution.
 _TRIAL = ((1.0, 2.0), (3.0, 4.0))
 _TRIAL_RESULT = ((14.0, 20.0), (30.0, 44.0))
 
@@ -43,8 +43,8 @@ def available_memory_space(wanted: MemorySpace) -> MemorySpace:
     level = logging.WARNING if has_provider(wanted.kind) else logging.INFO
     _say(
         level,
-        f"the model runs in ONNX Runtime on the CPU, what its curvature reads is sent to the GPU "
-        f"through pinned memory: {reason}",
+        f"the model runs in ONNX Runtime on the CPU, and the inputs of its curvature are copied to "
+        f"the GPU through pinned memory: {reason}",
     )
     return HOST
 
@@ -65,7 +65,7 @@ def open_session(
 def _obstacle(memory_space: MemorySpace) -> str | None:
     """Return why ONNX Runtime cannot compute in a memory space; None if a small model succeeds."""
     if not has_provider(memory_space.kind):
-        return "the one that is installed was built without CUDA (docs/gpu.md has another)"
+        return "the installed package was built without CUDA (docs/gpu.md names another one)"
     nodes = (Node("MatMul", ("x", "x"), ("xx",)), Node("Conv", ("xx", "w"), ("y",)))
     inputs = [Input("x", _FLOAT, (1, 1, None, 2)), Input("w", _FLOAT, (1, 1, 1, 1))]
     model = compact_model(nodes, inputs, ("y",), {}, 18, name="trial")
@@ -73,15 +73,15 @@ def _obstacle(memory_space: MemorySpace) -> str | None:
     w = memory_space.as_feed(np.full((1, 1, 1, 1), 2, _FLOAT))
     try:
         session = DeviceSession(model, threads=1, what="a trial", memory_space=memory_space)
-        found = memory_space.on_host(session.run(("y",), {"x": x, "w": w})["y"])
+        result = memory_space.on_host(session.run(("y",), {"x": x, "w": w})["y"])
     except (BackendError, MemoryLimitError) as failure:
         return str(failure).rstrip(".")
-    if found.tolist() != [[[list(row) for row in _TRIAL_RESULT]]]:
-        return f"a trial gave {found.tolist()}"
+    if result.tolist() != [[[list(row) for row in _TRIAL_RESULT]]]:
+        return f"a trial returned {result.tolist()}"
     return None
 
 
 @cache
 def _say(level: int, text: str) -> None:
-    """Log what every engine of a process would say again."""
+    """Log a message once in a process, although every engine repeats it."""
     _LOG.log(level, text)

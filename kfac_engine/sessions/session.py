@@ -1,10 +1,10 @@
-"""ONNX Runtime sessions on the CPU; with ``device_session``, the only modules that import it.
+"""ONNX Runtime sessions on the CPU. Only this module and ``device_session`` import ONNX Runtime.
 
-Arrays go in and come out without copies on the CPU: an ``OrtValue`` wraps the memory of a NumPy
-array, and a result is viewed through DLPack (read-only, kept alive by the view).
+Inputs and results are not copied: an ``OrtValue`` wraps the memory of a NumPy array, and a result
+is a read-only view through DLPack.
 
-All sessions of the process take their memory from one arena: what a forward pass no longer needs
-serves the backward pass. A step of a transformer keeps 460 MB instead of 820, as fast.
+All sessions of a process allocate from one arena, so a backward pass uses the memory that a forward
+pass has released. A step of a transformer then needs 460 MB instead of 820 MB.
 """
 
 import re
@@ -47,15 +47,16 @@ FAILURES: tuple[type[Exception], ...] = (
 
 
 class Session:
-    """One graph compiled for the CPU.
+    """A graph compiled for the CPU.
 
     Args:
-        model: The message, and constants that it leaves out.
-        threads: Threads inside an operator; 0 leaves the choice to ONNX Runtime.
-        optimize: Whether graph optimizations run; off for a single run that fetches everything, and
-            where there are so many nodes that they take longer than they save.
-        once: Whether it serves a few runs only: then it shares no memory, and keeps none.
-        what: What the graph is, for messages.
+        model: Serialized graph, and constants outside it.
+        threads: Number of threads within an operator; 0 for the default of ONNX Runtime.
+        optimize: Whether graph optimizations run. They do not pay for a single run, or for very
+            many nodes.
+        once: Whether the session runs a few times only. It then does not use the arena, and its
+            runs have a time limit.
+        what: Description of the graph, for messages.
 
     Raises:
         BackendError: ONNX Runtime refuses the graph.
@@ -82,7 +83,7 @@ class Session:
             raise kind(
                 f"ONNX Runtime {ort.__version__} cannot build {what}: {reason(failure)}"
             ) from failure
-        # The one strong reference, so that whoever clears the list closes the session.
+        # The only strong reference: clearing the list closes the session.
         self._open = [session]
         if not once:
             weakref.finalize(self, _close, self._open).atexit = False
@@ -95,10 +96,10 @@ class Session:
 
         Args:
             outputs: Names of graph outputs.
-            feeds: One array for each graph input.
+            feeds: Name of each graph input to array.
 
         Returns:
-            Name to a read-only array.
+            Name to read-only array.
 
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
@@ -115,20 +116,20 @@ class Session:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Evaluate outputs into arrays of the caller's own: no copy follows.
+        """Evaluate outputs into arrays of the caller, without a copy.
 
         Args:
             results: Name of a graph output to a contiguous array of its shape and element type.
-            feeds: One array for each graph input, of numbers or truth values.
-            others: Further outputs.
+            feeds: Name of each graph input to an array of numbers or truth values.
+            others: Names of further outputs.
 
         Returns:
-            Name to a read-only array, for ``others``.
+            Name to read-only array, for ``others``.
 
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
         """
-        # Other ways to run compare each input with all feeds.
+        # Other calls of ONNX Runtime compare each input with all feeds.
         binding = self._session.io_binding()
         for name, value in (host_values(feeds) | self._fed).items():
             binding.bind_ortvalue_input(name, value)
@@ -137,15 +138,15 @@ class Session:
         for name in others:
             binding.bind_output(name)
         self._done(partial(self._session.run_with_iobinding, binding))
-        found = binding.get_outputs()[len(results) :] if others else []
-        return {name: self._view(name, value) for name, value in zip(others, found, strict=True)}
+        values = binding.get_outputs()[len(results) :] if others else []
+        return {name: self._view(name, value) for name, value in zip(others, values, strict=True)}
 
     @property
     def _session(self) -> ort.InferenceSession:
         return self._open[0]
 
     def _done(self, call: Callable[[ort.RunOptions | None], _T]) -> _T:
-        """The result of a run."""
+        """Return the result of a run; convert exceptions of ONNX Runtime."""
         try:
             return interruptible(call) if self._once else call(None)
         except KfacError:  # a ValueError, too
@@ -156,24 +157,24 @@ class Session:
             ) from failure
 
     def _view(self, name: str, value: ort.OrtValue) -> Array:
-        """An output where it lies; the array keeps it alive."""
+        """Return a view of an output; the view keeps the output alive."""
         if not value.has_value():
             raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
-        # DLPack shows truth values as bytes: the view gives them their type back.
+        # DLPack represents truth values as bytes: the view restores their type.
         return np.from_dlpack(value).view(self.output_dtypes[name])
 
 
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
-    """The result of a run with a time limit that Ctrl-C can end: a loop may not terminate.
+    """Run a session with a time limit, because a loop may not terminate; Ctrl-C ends the run.
 
     Args:
-        call: Runs a session with these options.
+        call: Function that runs a session with the options; called in another thread.
 
     Returns:
-        What ``call`` returns; another thread calls it.
+        Result of ``call``.
 
     Raises:
-        ModelError: The run took too long.
+        ModelError: The run exceeded the time limit.
     """
     options = ort.RunOptions()
     with ThreadPoolExecutor(1) as other:
@@ -185,34 +186,32 @@ def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
             if not isinstance(failure, TimeoutError):
                 raise
             raise ModelError(
-                f"a sample run did not end within {MOST_SECONDS} s; the model may hold a Loop "
-                f"without an end."
+                f"a sample run did not end within {MOST_SECONDS} s; the model may have a Loop "
+                f"that does not end."
             ) from None
 
 
 def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> ort.SessionOptions:
-    """What every session is made with; the arguments are those of ``Session``."""
+    """Return the options of a session; the arguments are those of ``Session``."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    # Planning which result may take the memory of which other is quadratic in their number:
-    # 8.5 s instead of 0.2 s for 4800 nodes. Memory of dead results is used again all the same:
-    # equal peaks were measured.
+    # The plan of memory reuse takes quadratic time: 8.5 s instead of 0.2 s for 4800 nodes. The
+    # arena reuses memory of dead results in any case; the measured peaks are equal.
     options.enable_mem_reuse = False
-    # A plan lays all results of a batch size into one block, beside the pieces that the first such
-    # batch left in the arena: half as much memory again, and no time was saved.
+    # A memory pattern allocates all results of a batch size as one block, next to the pieces that
+    # the first batch left in the arena: 50 % more memory, without a gain in time.
     options.enable_mem_pattern = False
-    # In the order of our graphs, which a backward pass has in mind: by default gradients of
-    # parameters come last, and everything that they are made of is kept until then.
+    # Run nodes in the order of the graph. By default gradients of parameters are last, and all of
+    # their operands stay in memory until then.
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-    # Threads that sleep between two operators are slow to wake: 6 % of the passes of a transformer,
-    # with two of them. So they wait for the next one awake, but no longer than operators lie apart
-    # (on a core that others use, 12 % is lost that way, 30 % with the 1 ms of the default), and
-    # never between runs, where they would take the cores of the other session and of the BLAS.
+    # Threads spin between two operators, because waking them takes 6 % of the passes of a
+    # transformer. They spin for a short time only: on a busy core spinning for the default of 1 ms
+    # costs 30 %. They do not spin between runs, when other sessions and the BLAS need the cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
     options.add_session_config_entry("session.intra_op.spin_duration_us", "50")
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    # Fused with products, int8 weights have their operands rounded to int8 as well.
+    # Fusing int8 weights with products would round the other operand to int8, too.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -226,16 +225,16 @@ def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> o
 
 @cache
 def _share_arena() -> None:
-    """Make the arena for all sessions; each has one of its own otherwise."""
+    """Create the arena of all sessions; by default each session has an arena."""
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
-    # It grows by powers of two: with pieces as large as requested, 10 % more was held.
+    # The arena grows by powers of two: pieces of the requested sizes took 10 % more memory.
     ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"arena_extend_strategy": 0}))
 
 
 def _close(session: list[ort.InferenceSession]) -> None:
-    """Close a session that nobody uses, and return what it leaves unused of the arena."""
+    """Close an unused session, and shrink the arena."""
     session.clear()
     options = ort.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
@@ -244,7 +243,7 @@ def _close(session: list[ort.InferenceSession]) -> None:
 
 @cache
 def _identity() -> ort.InferenceSession:
-    """A session that does next to nothing: only at the end of a run does an arena shrink."""
+    """Return a trivial session, because an arena shrinks only at the end of a run."""
     model = compact_model(
         [Node("Identity", ("x",), ("y",))], [Input("x", np.dtype(np.float32), ())], ("y",), {}, 18
     )
@@ -253,7 +252,7 @@ def _identity() -> ort.InferenceSession:
 
 
 def array_types(session: ort.InferenceSession) -> dict[str, DType]:
-    """Element type of every graph output that is an array of numbers."""
+    """Return the element type of every numeric graph output."""
     return {
         output.name: np.dtype(_DTYPES[output.type])
         for output in session.get_outputs()
@@ -262,7 +261,7 @@ def array_types(session: ort.InferenceSession) -> dict[str, DType]:
 
 
 def host_values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
-    """Views of the arrays, which they keep alive; copies of those that are not contiguous."""
+    """Return views of contiguous arrays and copies of other arrays, as values of ONNX Runtime."""
     return {
         name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
         for name, array in arrays.items()
@@ -270,7 +269,7 @@ def host_values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:
 
 
 def reason(failure: Exception) -> str:
-    """The readable part of ONNX Runtime's message, on one line, and which node it speaks of."""
+    """Return the readable part of a message of ONNX Runtime on one line, with the node."""
     text = str(failure).replace("\n", " ")
     kernel = _KERNEL.search(text)
     if kernel:
@@ -279,6 +278,6 @@ def reason(failure: Exception) -> str:
             f"float32 has the most kernels, so export the model in float32"
         )
     text = text.removeprefix("Error in execution: ")
-    said = text.split("Status Message: ")[-1].split(" : ", 3)[-1].strip()
+    detail = text.split("Status Message: ")[-1].split(" : ", 3)[-1].strip()
     node = re.search(r"while running \w+ node\. Name:'([^']+)'", text)
-    return f"at node '{node[1]}': {said}" if node else said
+    return f"at node '{node[1]}': {detail}" if node else detail

@@ -233,7 +233,7 @@ def test_without_a_provider_the_cpu_is_taken_and_said(caplog: pytest.LogCaptureF
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "runs in ONNX Runtime on the CPU" in record.message
-    assert "pinned memory: the one that is installed was built without CUDA" in record.message
+    assert "pinned memory: the installed package was built without CUDA" in record.message
 
 
 def broken(*_: object, **__: object) -> DeviceSession:
@@ -241,7 +241,7 @@ def broken(*_: object, **__: object) -> DeviceSession:
 
 
 @pytest.mark.parametrize(
-    ("memory_space", "why"), [(Wrong(), "a trial gave"), (Elsewhere(), "cannot load it")]
+    ("memory_space", "why"), [(Wrong(), "a trial returned"), (Elsewhere(), "cannot load it")]
 )
 def test_a_provider_that_fails_is_not_taken_with_a_warning(
     caplog: pytest.LogCaptureFixture,
