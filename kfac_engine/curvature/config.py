@@ -20,7 +20,7 @@ _FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class CollectionConfig:
-    """How statistics are averaged, damped and inverted; given to ``LayerCollection``.
+    """Options of a ``LayerCollection``: averages, damping and inverses.
 
     Attributes:
         debias: Whether averages are debiased (value = decayed sum / decayed weight). False is the
@@ -39,9 +39,9 @@ class CollectionConfig:
         sub_sample_inputs: Whether convolution input factors see a random part of the examples.
         inputs_to_extract_patches_factor: That part.
         sub_sample_patches: Whether convolution input factors see a random part of the patches.
-        max_num_patches: At most so many patches.
-        max_num_patches_per_dimension: At most so many patches per row of the factor.
-        seed: Of the sub-sampling.
+        max_num_patches: Largest number of patches.
+        max_num_patches_per_dimension: Largest number of patches per row of the factor.
+        seed: Seed of the sub-sampling.
     """
 
     debias: bool = True
@@ -83,7 +83,7 @@ class CollectionConfig:
         positive("max_num_patches_per_dimension", self.max_num_patches_per_dimension)
 
     def sampling(self, inputs: bool | None = None, patches: bool | None = None) -> Sampling:
-        """The sub-sampling of the input factor of a convolution.
+        """Return the sub-sampling of the input factor of a convolution.
 
         Args:
             inputs: Whether the factor sees a part of the examples; ``sub_sample_inputs`` if None.

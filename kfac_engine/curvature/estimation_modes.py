@@ -72,7 +72,7 @@ class EstimationMode:
         rng: np.random.Generator,
         draws: Draws | None = None,
     ) -> Iterator[Cotangents]:
-        """Make the sources of a batch, one at a time; the batch is checked before this returns.
+        """Return the sources of a batch, computed one at a time; the batch is checked first.
 
         Args:
             losses: The losses, with their towers.
@@ -182,7 +182,7 @@ def _add(source: Cotangents, gradient: Mapping[str, Array], weight: float) -> No
 def _towers_with_draws(
     loss: RegisteredLoss, draws: Draws
 ) -> Iterator[tuple[LossFunction, Array | None]]:
-    """The towers of a loss, each with its fixed draw or None."""
+    """Return the towers of a loss, each with its fixed draw or None."""
     given = draws.get(loss.name)
     if given is None:
         per_tower: Sequence[Array | None] = (None,) * len(loss.towers)
@@ -198,13 +198,13 @@ def _towers_with_draws(
 
 
 def _coordinates(loss: RegisteredLoss, values: Values) -> tuple[int, ...]:
-    """Sides of the inner shape after the batch axis, the same for all towers."""
-    sides = {tower.inner_shape(values)[1:] for tower in loss.towers}
-    if len(sides) != 1:
+    """Return the inner shape without the batch axis, the same for all towers."""
+    shapes = {tower.inner_shape(values)[1:] for tower in loss.towers}
+    if len(shapes) != 1:
         raise ShapeError(
-            f"the towers of loss '{loss.name}' have examples of different shapes: {sorted(sides)}."
+            f"the towers of loss '{loss.name}' have examples of different shapes: {sorted(shapes)}."
         )
-    return sides.pop()
+    return shapes.pop()
 
 
 def _check_signs(loss: str, signs: Array, shape: tuple[int, ...]) -> None:

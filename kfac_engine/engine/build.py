@@ -33,7 +33,7 @@ from kfac_engine.sessions.placement import available_memory_space
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an engine minimises.
+    """The objective of an engine, with the values it reads and the axes of the examples.
 
     Attributes:
         objective: Losses under a reduction.
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What losses read in place of outputs, and what may be taken wrongly, in words."""
+        """Sentences on values that losses read in place of outputs, and on uncertain choices."""
         reads = (
             f"the loss on '{head.output}' reads '{head.logits.value}', {head.logits.how}"
             for head in self.heads
@@ -59,7 +59,7 @@ class Task:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What may be taken wrongly, in words."""
+        """Sentences on choices that may be wrong."""
         return tuple(filter(None, (*(head.doubt for head in self.heads), self.batch.note)))
 
 
@@ -103,7 +103,7 @@ class Assembly:
 
 
 def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
-    """Load a model, register its layers and losses, and make the estimator of its curvature.
+    """Load a model, register its layers and losses, and create the estimator of its curvature.
 
     Args:
         source: Path, bytes or ``ModelProto``.
@@ -175,7 +175,7 @@ def register_losses(
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
 ) -> Task:
-    """Put losses on the outputs of a model and register them.
+    """Bind losses to the outputs of a model and register them.
 
     Args:
         model: The model; values that the losses need are added to it.
@@ -203,7 +203,7 @@ def register_losses(
 
 
 def _batch_first(model: OnnxModel, batch: Batch) -> str:
-    """A value with the examples alone on its first axis; empty if no input has them."""
+    """Return a value whose first axis holds the examples alone; empty if no input has them."""
     if not batch.inputs:
         return ""
     name, axis = min(batch.inputs.items(), key=lambda item: item[1])
@@ -223,7 +223,7 @@ def _batch_first(model: OnnxModel, batch: Batch) -> str:
 def register_layers(
     model: OnnxModel, task: Task, collection: LayerCollection, chosen: Container[str]
 ) -> Discovery:
-    """Find layers and register them by the functions a user would call.
+    """Find the layers of a model and register them with a collection.
 
     Args:
         model: The model.
@@ -278,12 +278,12 @@ def register_layers(
 
 
 def _why_unreached(jump: Node | None) -> str:
-    """Why a parameter has no gradient, where ``jump`` may hide it from the loss."""
+    """Return the reason why a parameter has no gradient; ``jump`` is a node that blocks it."""
     return "the loss does not depend on it" if jump is None else no_slope(jump)
 
 
 def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[LayerMatch]:
-    """The layer; its parameters without it where it needs the examples first and has them not."""
+    """Return the layer, or its parameters as generic if their examples are not on axis 0."""
     moved = _moved(layer, batch)
     if not moved or layer.kind in chosen:
         return [layer]
@@ -294,7 +294,7 @@ def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[Lay
 
 
 def _moved(layer: LayerMatch, batch: Batch) -> str:
-    """Where the examples of a layer lie if not alone on the first axis, in words."""
+    """Describe the axis of the examples of a layer unless it is the first; else empty."""
     for name in (*uses(layer.inputs), *uses(layer.outputs)):
         place = batch.places.get(name)
         if place and not place.comes_first:
@@ -304,7 +304,7 @@ def _moved(layer: LayerMatch, batch: Batch) -> str:
 
 
 def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
-    """Refuse an approximation that needs the examples first where they are not.
+    """Refuse an approximation that needs the examples on axis 0 if they are on another axis.
 
     Raises:
         UnsupportedError: They are not.
@@ -318,6 +318,6 @@ def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
 
 
 def _frugal(layer: LayerMatch, collection: LayerCollection) -> str | None:
-    """The approximation of a large layer in place of the default; None for the default."""
+    """Return the approximation of a large layer; None for the default."""
     side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
     return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None

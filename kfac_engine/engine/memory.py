@@ -1,4 +1,4 @@
-"""What a step takes at its peak, told before it runs, and refused where it does not fit."""
+"""Peak memory of a step, computed before the step; a step that does not fit is refused."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,8 @@ class MemoryReport:
         gradients: Gradients of parameters, and natural gradients.
         activations: Peak of values and their gradients in the sessions, for the given batch size.
         factors: Moving averages and stored powers.
-        scratch: Most that temporary arrays take.
-        sessions: What ONNX Runtime and graphs take beside values.
+        scratch: Peak of temporary arrays.
+        sessions: Memory of ONNX Runtime and of graphs, without values.
         device: What of it lies in a GPU's own memory: factors and scratch, and where the model runs
             there all but sessions. The rest is the host's.
     """
@@ -60,13 +60,13 @@ class MemoryReport:
 
     @property
     def on_host(self) -> int:
-        """What of it is the host's."""
+        """Bytes in the memory of the host."""
         return self.total - self.device
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Whose memory is asked for.
+    """The memory of a step of one engine.
 
     Attributes:
         assembly: Model, losses and layers.
@@ -81,10 +81,10 @@ class Footprint:
     sums: bool
 
     def peak(self, examples: int) -> MemoryReport:
-        """Bytes of a step by part.
+        """Return the bytes of a step by part.
 
         Args:
-            examples: In the batch.
+            examples: Number of examples in the batch.
 
         Returns:
             The report; sessions are built to measure sizes.
@@ -96,11 +96,11 @@ class Footprint:
         """Refuse a step that cannot fit, before its arrays are allocated; reserve a GPU's memory.
 
         Args:
-            examples: In the batch.
-            available: Tells how many bytes the machine can give.
+            examples: Number of examples in the batch.
+            available: Returns the number of available bytes.
 
         Raises:
-            MemoryLimitError: It needs more.
+            MemoryLimitError: The step needs more.
         """
         task, model, free = self.assembly.task, self.assembly.model, available()
         # The peak itself takes sessions to measure: only where a generous bound does not fit.
@@ -115,7 +115,7 @@ class Footprint:
         self._backend.reserve(report.factors)
 
     def _cure(self, examples: int, free: int) -> str:
-        """What makes a step fit: fewer examples only where one of them would."""
+        """Return advice that makes a step fit: a smaller batch only if one example fits."""
         least = examples if self.assembly.task.batch.fixed else 1
         if least < examples and self.peak(least).on_host <= free:
             return f"the values of {examples} examples are too large: use a smaller batch"

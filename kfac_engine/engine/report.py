@@ -58,7 +58,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """A loss, what it reads, and what was found out of the batch.
+    """A loss, the value that it reads, and the axis of the examples.
 
     Attributes:
         loss: Class of the predictive distribution.
@@ -91,7 +91,7 @@ class LossReport:
 def layer_reports(
     found: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
 ) -> tuple[LayerReport, ...]:
-    """One report for each block, in the order of the graph.
+    """Return a report for each block, in the order of the graph.
 
     Args:
         found: Layers, parameters without one, and the parts that they name.
@@ -109,7 +109,7 @@ def layer_reports(
 def loss_reports(
     heads: Sequence[LossBinding], batch: Batch, model: OnnxModel, inputs: Mapping[str, Array] | None
 ) -> tuple[LossReport, ...]:
-    """One report for each loss; runs the model to find examples that depend on each other.
+    """Return a report for each loss; runs the model to find examples that depend on each other.
 
     Args:
         heads: The losses.
