@@ -1,9 +1,9 @@
 """The base class of losses: a predictive distribution, its score and its Fisher matrix.
 
-``values`` maps names to arrays. The first axis of an input is the batch. Every other axis except
-``class_axis`` holds positions, which are independent predictions. Vectors of the input space map
-names of inputs to arrays of their shapes. A vector ``u`` of the inner space is one array. Sums run
-over the batch and its positions, and are not divided by their number.
+The argument ``values`` maps names to arrays. The first axis of an input is the batch. Every other
+axis except ``class_axis`` is an axis of positions, which are independent predictions. A vector
+``v`` of the input space maps names of inputs to arrays of their shapes. A vector ``u`` of the inner
+space is one array. The loss is the sum over the batch and its positions.
 """
 
 from abc import ABC, abstractmethod
@@ -31,18 +31,21 @@ from kfac_engine.losses.checks import (
 class LossFunction(LossOperations, ABC):
     """A distribution of targets given outputs of a model, with its score and Fisher matrix.
 
-    ``F`` is the Fisher matrix of an example with respect to the inputs. ``B`` is a factor of it,
-    ``B Bᵀ = F``, that multiplies vectors of the *inner shape*.
+    ``F`` is the Fisher matrix of an example with respect to the inputs. ``B`` is a factor with
+    ``B Bᵀ = F``. It multiplies vectors of the *inner shape*.
 
     Args:
         inputs: Names of the model outputs that parametrise the distribution.
         targets: Name of the observed targets; None without targets.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
-        class_axis: Axis of the classes or features, negative ones counted from the end.
+        class_axis: Axis of the classes or features; a negative number counts from the last axis.
 
     Attributes:
-        discrete: Whether targets are classes or answers, which ``hits`` compares.
-        links: Operators of ONNX that turn the inputs into probabilities.
+        min_rank: Smallest rank of the inputs.
+        discrete: Whether the targets are discrete, so that ``hits`` is defined.
+        links: Operators of ONNX that convert the inputs to probabilities.
+        ggn_equals_fisher: Whether the inputs are natural parameters, so that the generalised
+            Gauss–Newton matrix equals the Fisher matrix.
     """
 
     min_rank: ClassVar[int] = 1
@@ -66,11 +69,11 @@ class LossFunction(LossOperations, ABC):
 
     @abstractmethod
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        """Return −log p of each target in nats, an array of any shape whose sum is the loss."""
+        """Return −log p of the targets in nats, an array of any shape; its sum is the loss."""
 
     @abstractmethod
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        """Return the gradient of the summed −log p by input; targets are not checked."""
+        """Return the gradient of the loss with respect to each input; targets are not checked."""
 
     @abstractmethod
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
@@ -78,19 +81,24 @@ class LossFunction(LossOperations, ABC):
 
     @abstractmethod
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        """Return ``F v`` for every example, by input."""
+        """Return ``F v`` of every example: for each input, an array of its shape."""
 
     @abstractmethod
     def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        """Return ``B u`` for every example, by input."""
+        """Return ``B u`` of every example: for each input, an array of its shape."""
 
     @abstractmethod
     def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        """Return ``Bᵀ v`` for every example, an array of the inner shape."""
+        """Return ``Bᵀ v`` of every example, an array of the inner shape."""
 
     @abstractmethod
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
-        """Return ``B e_index`` for every example; ``index`` has an entry for each inner axis."""
+        """Return column ``index`` of ``B`` of every example: for each input, an array of its shape.
+
+        Args:
+            values: The inputs by name.
+            index: Coordinate in the inner shape without the batch axis.
+        """
 
     @abstractmethod
     def check_target_array(self, values: Values, targets: Array) -> None:
@@ -101,7 +109,7 @@ class LossFunction(LossOperations, ABC):
         return shapes[self.inputs[0]]
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the Hessian of ``value`` times v, which is ``F v`` for natural parameters."""
+        """Return the Hessian of ``value`` times ``v``, which is ``F v`` for natural parameters."""
         assert self.ggn_equals_fisher, "a distribution of other parameters overrides this method"
         return self.fisher(values, v)
 
@@ -123,10 +131,10 @@ class LossFunction(LossOperations, ABC):
             f"targets are not discrete; leave 'accuracy' out of the metrics."
         )
 
-    # -- derived -------------------------------------------------------------------
+    # -- derived ---------------------------------------------------------------------------------
 
     def value(self, values: Values) -> float:
-        """Return the sum of −log p of the targets in nats; check inputs and targets."""
+        """Check inputs and targets; return the sum of −log p of the targets in nats."""
         return self.value_of(values, self.check_targets(values))
 
     def value_of(self, values: Values, targets: Array) -> float:
@@ -134,7 +142,7 @@ class LossFunction(LossOperations, ABC):
         return float(self.negative_log_probs(values, targets).sum(dtype=np.float64))
 
     def gradient(self, values: Values) -> dict[str, Array]:
-        """Return the gradient of ``value`` by input, in the shapes and types of the inputs."""
+        """Return the gradient of ``value``: for each input, an array of its shape and type."""
         return self.gradient_of(values, self.check_targets(values))
 
     def inner_shape(self, values: Values) -> tuple[int, ...]:
@@ -142,7 +150,7 @@ class LossFunction(LossOperations, ABC):
         return self.static_inner_shape({name: values[name].shape for name in self.inputs})
 
     def positions(self, values: Values) -> int:
-        """Return the number of predictions for each example: 1 for inputs of rank 2."""
+        """Return the number of predictions of an example, which is 1 for inputs of rank 2."""
         shape = read_input(values, self.inputs[0]).shape
         require_class_axis(self.inputs[0], shape, self.class_axis)
         return prod(shape[1:]) // shape[self.class_axis] if len(shape) > 1 else 1
@@ -168,7 +176,7 @@ class LossFunction(LossOperations, ABC):
             require_shape(f"'{name}'", array.shape, first.shape, f"the shape of '{self.inputs[0]}'")
 
     def check_targets(self, values: Values) -> Array:
-        """Check inputs and targets of a batch.
+        """Check inputs and targets of a batch; return the targets.
 
         Args:
             values: The values of a batch.
@@ -185,7 +193,9 @@ class LossFunction(LossOperations, ABC):
         return targets
 
     def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:
-        """Return the checked values of a batch that the loss reads, of any array library.
+        """Return the inputs of a batch, and its targets if requested, after all checks.
+
+        The arrays may be of any array library.
 
         Args:
             values: The values of a batch.
@@ -210,7 +220,7 @@ class LossFunction(LossOperations, ABC):
         """Return the name of the targets.
 
         Returns:
-            ``targets``.
+            The attribute ``targets``, if it is not None.
 
         Raises:
             InputError: The loss has no targets.
@@ -225,7 +235,7 @@ class LossFunction(LossOperations, ABC):
     def require_ggn(self) -> None:
         """Check that the generalised Gauss–Newton matrix is defined.
 
-        It equals the Fisher matrix where the inputs are natural parameters (Martens 2014,
+        It is the Fisher matrix if the inputs are natural parameters (Martens 2014,
         arXiv:1412.1193, section 9.2).
 
         Raises:
@@ -243,10 +253,10 @@ class LossFunction(LossOperations, ABC):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLoss:
-    """A named loss: its towers, and its weight in the total loss.
+    """A loss with its name, its towers and its weight in the objective.
 
     Attributes:
-        name: Unique among the losses of a collection.
+        name: Name, unique among the losses of a collection.
         towers: A loss for each shard of the batch.
         coefficient: Weight k ≥ 0 of the loss.
 

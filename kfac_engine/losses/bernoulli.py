@@ -1,7 +1,8 @@
-"""Independent yes/no answers: sigmoid cross-entropy on logits.
+"""Sigmoid cross-entropy of independent binary targets.
 
-Formulas with z a logit and p = σ(z): −log p(t) = softplus(z) − t z, Fisher information p (1 − p).
-All of them go through ``e = exp(−|z|)``, which never overflows and keeps the tails' digits.
+Let z be a logit, ``p = σ(z)`` its probability and t the target. The negative log-probability is
+``softplus(z) − t z``. The Fisher information is ``p (1 − p)``. All formulas are evaluated with
+``e = exp(−|z|)``, which never overflows and stays accurate for large ``|z|``.
 """
 
 from typing import ClassVar
@@ -16,12 +17,12 @@ from kfac_engine.losses.elementwise import ElementwiseLoss
 
 
 class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
-    """Sigmoid cross-entropy; every logit is an answer of its own.
+    """Sigmoid cross-entropy; each logit predicts one binary target.
 
     Args:
-        logits: Name of the logits, any shape with the batch first.
-        targets: Name of the answers in the shape of the logits, 0 or 1; probabilities in between
-            are taken as well: the loss is then the cross-entropy.
+        logits: Name of the logits, of any shape with the batch on the first axis.
+        targets: Name of the targets, in the shape of the logits. A target is 0, 1 or a
+            probability between them. For probabilities, the loss is the cross-entropy.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
     """
@@ -43,25 +44,25 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         z = values[self.logits]
         xp = array_module(z)
-        # The linear part alone is exactly 0 for a large logit with the right answer.
+        # The linear part is exactly 0 for a large logit of the same sign as its target.
         linear = xp.maximum(z, 0) - targets.astype(z.dtype) * z
         result: Array = linear + xp.log1p(xp.exp(-abs(z)))
         return result
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        yes, no = self._probs(values)
-        t = targets.astype(yes.dtype)
-        # p − t, without cancellation where p is close to t = 1.
-        return {self.logits: (1 - t) * yes - t * no}
+        p, q = self._probs(values)
+        t = targets.astype(p.dtype)
+        # This is p − t, without cancellation for p close to t = 1.
+        return {self.logits: (1 - t) * p - t * q}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        yes, _ = self._probs(values)
-        below: Array = array_module(yes).asarray(rng.random(yes.shape)) < yes
-        return below.astype(yes.dtype)
+        p, _ = self._probs(values)
+        targets: Array = array_module(p).asarray(rng.random(p.shape)) < p
+        return targets.astype(p.dtype)
 
     def information(self, values: Values) -> dict[str, Array]:
-        yes, no = self._probs(values)
-        return {self.logits: yes * no}
+        p, q = self._probs(values)
+        return {self.logits: p * q}
 
     def hits(self, values: Values, targets: Array) -> Array:
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)
@@ -74,11 +75,11 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
             where = first_index(outside)
             raise InputError(
                 f"target {targets[where]} at {where} of '{self.logits}' is not in 0 to 1; "
-                f"a yes/no answer is 0 or 1."
+                f"a binary target is 0 or 1."
             )
 
     def _probs(self, values: Values) -> tuple[Array, Array]:
-        """The pair p, 1 − p, each to full relative precision."""
+        """Return p and q = 1 − p, both to full relative precision."""
         z = values[self.logits]
         xp = array_module(z)
         e = xp.exp(-abs(z))

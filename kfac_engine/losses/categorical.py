@@ -1,7 +1,8 @@
-"""One of several classes: softmax cross-entropy, with class ids or one-hot rows as targets.
+"""Softmax cross-entropy, with class ids or one-hot rows as targets.
 
-Formulas with z the logits, p their softmax, all along the class axis: ``F = diag(p) − p pᵀ`` and
-``B = diag(√p) − p √pᵀ`` (Martens & Grosse 2015, arXiv:1503.05671, section 2).
+Let p be the softmax of the logits z along the class axis. The Fisher matrix is
+``F = diag(p) − p pᵀ``, with the factor ``B = diag(√p) − p √pᵀ`` (Martens & Grosse 2015,
+arXiv:1503.05671, section 2).
 """
 
 from collections.abc import Mapping
@@ -16,16 +17,17 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import check_matching_targets, first_index, require_shape
 
-# How far the sum of a row of class probabilities may be off one: rounding in half precision.
+# Largest distance of a sum of probabilities from one; half precision rounds by so much.
 _ROW_SUM_TOLERANCE = 1e-3
 
 
 class CategoricalLogitsNegativeLogProbLoss(LossFunction):
-    """Softmax cross-entropy; targets are integer class ids.
+    """Softmax cross-entropy with integer class ids as targets.
 
     Args:
-        logits: Name of the logits, ``(n, …positions, classes)`` or with ``class_axis`` elsewhere.
-        targets: Name of the class ids: the shape of the logits without the class axis.
+        logits: Name of the logits, of shape ``(n, …positions, classes)`` for the default
+            ``class_axis``.
+        targets: Name of the class ids, which have the shape of the logits without the class axis.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the classes.
     """
@@ -48,17 +50,17 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         axis, log_p = self._axis(values), self._log_probs(values)
         xp = array_module(log_p)
-        picked: Array = xp.take_along_axis(log_p, xp.expand_dims(targets, axis), axis=axis)
-        return -picked
+        log_likelihood: Array = xp.take_along_axis(log_p, xp.expand_dims(targets, axis), axis=axis)
+        return -log_likelihood
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
         log_p = self._log_probs(values)
-        hit = self._one_hot_rows(values, targets)
-        return {self.logits: array_module(log_p).exp(log_p) - hit.astype(log_p.dtype)}
+        rows = self._one_hot_rows(values, targets)
+        return {self.logits: array_module(log_p).exp(log_p) - rows.astype(log_p.dtype)}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         axis, z = self._axis(values), values[self.logits]
-        # The host's generator: a seed means the same targets for every array library.
+        # Random numbers of the host, so that a seed gives the same targets with every library.
         uniforms = rng.random((*z.shape[:axis], *z.shape[axis + 1 :]))
         return owner(z).draw_classes(z, uniforms, axis)
 
@@ -80,14 +82,14 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
         z = values[self.logits]
         class_index = index[self._axis(values) - 1]
-        line = list[int | slice]((slice(None), *index))
-        line[self._axis(values)] = slice(None)
-        # Positions are independent: only the logits of this one, (n, classes), take part.
-        root = array_module(z).exp(0.5 * _log_softmax(z[tuple(line)], axis=1))
+        position = list[int | slice]((slice(None), *index))
+        position[self._axis(values)] = slice(None)
+        # Positions are independent, so the result depends on the logits (n, classes) of one.
+        root = array_module(z).exp(0.5 * _log_softmax(z[tuple(position)], axis=1))
         column = -root[:, class_index, None] * root * root
         column[:, class_index] += root[:, class_index]
         result = array_module(z).zeros_like(z)
-        result[tuple(line)] = column
+        result[tuple(position)] = column
         return {self.logits: result}
 
     def hits(self, values: Values, targets: Array) -> Array:
@@ -114,12 +116,12 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
             )
 
     def _one_hot_rows(self, values: Values, targets: Array) -> Array:
-        """Which logit is its position's target: booleans of the logits' shape."""
+        """Return the targets as one-hot rows, booleans in the shape of the logits."""
         z, axis = values[self.logits], self._axis(values)
         xp = array_module(z)
         ids = xp.arange(z.shape[axis]).reshape([-1 if i == axis else 1 for i in range(z.ndim)])
-        hit: Array = ids == xp.expand_dims(targets, axis)
-        return hit
+        rows: Array = ids == xp.expand_dims(targets, axis)
+        return rows
 
     def _log_probs(self, values: Values) -> Array:
         return _log_softmax(values[self.logits], self._axis(values))
@@ -130,20 +132,21 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return p
 
     def _total(self, values: Values, x: Array) -> Array:
-        """Sum over the classes, the axis kept."""
+        """Return the sum over the classes; the class axis of the result has size 1."""
         total: Array = x.sum(axis=self._axis(values), keepdims=True)
         return total
 
 
 class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
-    """Softmax cross-entropy; targets are one-hot rows in the layout of the logits.
+    """Softmax cross-entropy with one-hot rows in the shape of the logits as targets.
 
-    Rows of probabilities (smoothed labels) are taken as well: the loss is then the cross-entropy.
+    Rows of probabilities, such as smoothed labels, are valid targets too. The loss is then the
+    cross-entropy relative to these probabilities.
     """
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         log_p = self._log_probs(values)
-        # Never 0·∞: finite logits have finite log-probabilities.
+        # Finite logits have finite log-probabilities, so the product never is 0·∞.
         result: Array = -(targets.astype(log_p.dtype, copy=False) * log_p)
         return result
 
@@ -168,7 +171,7 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
 
 def _log_softmax(z: Array, axis: int) -> Array:
-    """``log softmax(z)``, finite for every finite z."""
+    """Return ``log softmax(z)``, which is finite for every finite z."""
     xp = array_module(z)
     shifted = z - z.max(axis=axis, keepdims=True)
     result: Array = shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))

@@ -129,20 +129,20 @@ def require_finite(what: str, array: Array) -> None:
         )
 
 
-def require_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
+def require_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
     """Check a shape.
 
     Args:
         what: Subject of the message.
-        found: Shape of the array.
+        shape: Shape of the array.
         expected: Required shape.
         why: Meaning of the required shape, for the message.
 
     Raises:
         ShapeError: The two differ.
     """
-    if tuple(found) != tuple(expected):
-        raise ShapeError(f"{what} has shape {tuple(found)}, expected {tuple(expected)}: {why}.")
+    if tuple(shape) != tuple(expected):
+        raise ShapeError(f"{what} has shape {tuple(shape)}, expected {tuple(expected)}: {why}.")
 
 
 def check_matching_targets(name: str, array: Array, targets: Array) -> None:
@@ -165,6 +165,6 @@ def check_matching_targets(name: str, array: Array, targets: Array) -> None:
 
 
 def first_index(mask: Array) -> tuple[int, ...]:
-    """Index of the first true entry of ``mask``, which has one."""
+    """Return the index of the first true entry of ``mask``, which must have a true entry."""
     xp = array_module(mask)
     return tuple(int(i) for i in xp.unravel_index(xp.argmax(mask), mask.shape))

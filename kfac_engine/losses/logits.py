@@ -1,8 +1,9 @@
-"""Where a loss reads a model that gives probabilities: at the logits before them.
+"""Finds the logits of a model that returns probabilities.
 
-Many files end in the operator that turns logits into probabilities, with some views behind it. The
-losses are made for logits: what they read is then the operand of that operator, seen through the
-same views, so that its shape, and that of the targets, is the output's.
+The losses are functions of logits. Many models end in an operator that converts logits to
+probabilities, followed by views such as Reshape and Transpose. A loss on the output of such a model
+reads the operand of that operator. The same views are applied to the operand, so that the logits
+and the targets have the shape of the output.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,29 +16,31 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError
 from kfac_engine.graph.analysis.interval_bounds import bounds
 from kfac_engine.graph.analysis.rearrangements import RELAYS
+from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.losses.base import LossFunction
 
-# Operators that leave examples and channels on the first two axes where these keep their length.
+# Operators that preserve the meaning of the first two axes, examples and channels, if the sizes of
+# these axes do not change.
 _KEEP_CHANNELS = frozenset(
     {"Add", "AveragePool", "Concat", "Identity", "Mul", "Relu", "Reshape", "Resize", "Sigmoid"}
 )
 
-# How far sums of probabilities may be off one: rounding in half precision.
+# Largest distance of a sum of probabilities from one; half precision rounds by so much.
 _SUM_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What a loss reads in place of an output.
+    """The value that a loss reads in place of an output of probabilities.
 
     Attributes:
-        output: The output.
-        value: What is read: its softmax or sigmoid is the output.
-        how: Why that is, in words.
-        nodes: To be added to the graph, in order.
-        facts: Of the values that they make, and of ``constants``.
-        constants: That the nodes read.
+        output: Name of the output.
+        value: Name of the logits, whose softmax or sigmoid is the output.
+        how: Relation of the logits to the output, a phrase for messages.
+        nodes: Nodes that compute the logits, to be added to the graph, in topological order.
+        facts: Element type and shape of the results of ``nodes`` and of ``constants``.
+        constants: Constants that the nodes read, by name.
     """
 
     output: str
@@ -51,20 +54,20 @@ class Logits:
 def logits_before(
     graph: Graph, facts: Mapping[str, Fact], output: str, links: frozenset[str], class_axis: int
 ) -> Logits | None:
-    """The logits that an output of probabilities is made of.
+    """Return the operand of the operator that computes an output of probabilities.
 
     Args:
         graph: The model.
         facts: Element type and shape of every value.
-        output: The output that a loss is put on.
-        links: Operators that make the loss's probabilities of logits.
+        output: Name of the output on which the user put a loss.
+        links: Operators that convert the logits of the loss to probabilities.
         class_axis: Axis of the classes in the output.
 
     Returns:
-        The logits; None where no such operator makes the output.
+        The logits; None if no operator of ``links`` computes the output.
 
     Raises:
-        ShapeError: The operator runs along another axis than the classes.
+        ShapeError: The operator normalizes along another axis than that of the classes.
     """
     views: list[Node] = []
     node = graph.producers.get(output)
@@ -75,14 +78,15 @@ def logits_before(
         return None
     if node.op != "Sigmoid":
         _check_axis(node, views, facts, output, class_axis)
-    value, nodes, known = node.inputs[0], [], {}
+    value, nodes, new_facts = node.inputs[0], [], {}
     for view in reversed(views):
         name = f"{view.outputs[0]} before {node.op}"
         inputs = (value, *view.inputs[1:])
         nodes.append(replace(view, inputs=inputs, outputs=(name,), name=f"node of {name}"))
-        known[name] = facts[view.outputs[0]]
+        new_facts[name] = facts[view.outputs[0]]
         value = name
-    return Logits(output, value, f"before {node.op} (node '{node.name}')", tuple(nodes), known)
+    how = f"before {node.op} (node '{node.name}')"
+    return Logits(output, value, how, tuple(nodes), new_facts)
 
 
 def logits_of_probabilities(
@@ -92,37 +96,41 @@ def logits_of_probabilities(
     output: str,
     sample: Callable[[], Array],
 ) -> Logits | None:
-    """Logits of the probabilities that an output holds, for any operators that compute them.
+    """Return the inverse of softmax or sigmoid of an output that holds probabilities.
+
+    The operators that compute the output may be any. For a loss on softmax, the sample run must
+    contain probabilities. For a loss on sigmoid, bounds of the output must prove that all entries
+    are between 0 and 1.
 
     Args:
         graph: The model.
         facts: Element type and shape of every value.
-        loss: Its ``links`` say how it makes probabilities of logits.
-        output: The output that it is put on.
-        sample: Gives the value of the output in a sample run.
+        loss: A loss; its ``links`` convert logits to probabilities.
+        output: Name of the output on which the user put the loss.
+        sample: Function that returns the value of the output in a sample run.
 
     Returns:
-        The logits; None where the output is not known to hold probabilities.
+        The logits; None if the output may hold other numbers than probabilities.
     """
     if facts[output].dtype.kind != "f":
         return None
     if "Softmax" in loss.links and _sums_to_one(facts[output], sample, loss.class_axis):
-        return _Writer(output, facts[output]).logarithm()
+        return _LogitsBuilder(output, facts[output]).logarithm()
     if "Sigmoid" in loss.links:
         low, high = bounds(graph, output)
-        return _Writer(output, facts[output]).log_odds() if low >= 0 and high <= 1 else None
+        return _LogitsBuilder(output, facts[output]).log_odds() if low >= 0 and high <= 1 else None
     return None
 
 
 def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> str:
-    """The reason why an output taken for logits may hold probabilities; empty if there is none.
+    """Return a warning if an output that a loss reads as logits may hold probabilities.
 
     Args:
-        loss: Its ``links`` say how it makes probabilities of logits.
-        sample: Gives the value of the output in a sample run.
+        loss: A loss; its ``links`` convert logits to probabilities.
+        sample: Function that returns the value of the output in a sample run.
 
     Returns:
-        A sentence without its subject.
+        A sentence without its subject, the output; empty without a reason for a warning.
     """
     if "Sigmoid" not in loss.links:
         return ""
@@ -138,16 +146,16 @@ def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> s
 def channels_elsewhere(
     graph: Graph, facts: Mapping[str, Fact], loss: LossFunction, output: str
 ) -> str:
-    """The reason why the classes may lie on another axis; empty if there is none.
+    """Return a warning if the classes of an output may be the channels of a convolution on axis 1.
 
     Args:
         graph: The model.
         facts: Element type and shape of every value.
-        loss: Its class axis is asked about, where classes exclude each other.
-        output: The output that it is put on.
+        loss: A loss with the class axis to check; only losses on softmax have classes.
+        output: Name of the output on which the user put the loss.
 
     Returns:
-        A sentence without its subject.
+        A sentence without its subject, the output; empty without a reason for a warning.
     """
     shape = facts[output].shape
     if "Softmax" not in loss.links or len(shape) < 3 or loss.class_axis % len(shape) == 1:
@@ -167,50 +175,62 @@ def channels_elsewhere(
     )
 
 
-class _Writer:
-    """Writes the nodes that make logits of probabilities."""
+class _LogitsBuilder(NodeBuilder):
+    """Collects the nodes that compute logits from probabilities.
+
+    Args:
+        output: Name of the probabilities.
+        fact: Element type and shape of the probabilities, and so of the result of every node.
+    """
 
     def __init__(self, output: str, fact: Fact) -> None:
+        super().__init__("")
         self._output, self._fact = output, fact
-        self._nodes: list[Node] = []
-        self._facts: dict[str, Fact] = {}
-        self._constants: dict[str, Array] = {}
+
+    def value_name(self, op: str, index: int) -> str:
+        """Return a new name for the result of the next node."""
+        return f"{op} {len(self.nodes)} of {self._output}"
+
+    def node_name(self, op: str, results: Sequence[str]) -> str:
+        """Return a name that follows from that of the result."""
+        return f"node of {results[0]}"
 
     def logarithm(self) -> Logits:
+        """Return the logarithm of each probability."""
         # A probability that underflowed to zero would have no finite logarithm.
         smallest = np.finfo(self._fact.dtype).tiny
-        p = self._op("Clip", self._output, self._number("least", smallest))
-        return self._logits("Log", [p], "logarithm", "no Softmax makes")
+        p = self.op("Clip", self._output, self._number("least", smallest))
+        return self._logits("Log", (p,), "logarithm", "no Softmax makes")
 
     def log_odds(self) -> Logits:
+        """Return the logarithm of the odds of each probability."""
         # Floating-point numbers are sparser near one than near zero. 1 − p is exact near one.
         info = np.finfo(self._fact.dtype)
         least, most = self._number("least", info.tiny), self._number("most", 1 - info.epsneg)
-        p = self._op("Clip", self._output, least, most)
-        q = self._op("Sub", self._number("one", 1), p)
-        logs = [self._op("Log", p), self._op("Log", q)]
-        return self._logits("Sub", logs, "logarithm of the odds", "no Sigmoid makes")
+        p = self.op("Clip", self._output, least, most)
+        q = self.op("Sub", self._number("one", 1), p)
+        logarithms = (self.op("Log", p), self.op("Log", q))
+        return self._logits("Sub", logarithms, "logarithm of the odds", "no Sigmoid makes")
 
-    def _logits(self, op: str, inputs: Sequence[str], what: str, why: str) -> Logits:
-        value = self._op(op, *inputs, to=f"{what} of {self._output}")
-        how = f"the {what}, for the output holds probabilities that {why}"
-        return Logits(self._output, value, how, tuple(self._nodes), self._facts, self._constants)
+    def _logits(self, op: str, inputs: Sequence[str], label: str, why: str) -> Logits:
+        """Add the last node; return its result with all nodes, constants and their facts."""
+        value = self.op(op, *inputs, result=f"{label} of {self._output}")
+        how = f"the {label}, for the output holds probabilities that {why}"
+        facts = {node.outputs[0]: self._fact for node in self.nodes}
+        facts |= {name: Fact(x.dtype, x.shape) for name, x in self.constants.items()}
+        return Logits(self._output, value, how, tuple(self.nodes), facts, self.constants)
 
-    def _op(self, op: str, *inputs: str, to: str = "") -> str:
-        name = to or f"{op} {len(self._nodes)} of {self._output}"
-        self._nodes.append(Node(op, inputs, (name,), name=f"node of {name}"))
-        self._facts[name] = self._fact
-        return name
-
-    def _number(self, what: str, value: float) -> str:
-        name = f"{what} of {self._output}"
-        self._constants[name] = array = np.asarray(value, self._fact.dtype)
-        self._facts[name] = Fact(array.dtype, array.shape)
-        return name
+    def _number(self, label: str, value: float) -> str:
+        """Add a constant in the element type of the probabilities; return its name."""
+        array = np.asarray(value, self._fact.dtype)
+        return self.constant(array, label=f"{label} of {self._output}")
 
 
 def _sums_to_one(fact: Fact, sample: Callable[[], Array], class_axis: int) -> bool:
-    """Whether an output has no negative entry and rows that sum to one in a sample run."""
+    """Return whether the entries of an output in a sample run are probabilities of classes.
+
+    The entries must not be negative, and their sums over the classes must be one.
+    """
     if len(fact.shape) < 2 or fact.shape[class_axis] < 2:
         return False
     value = sample()
@@ -221,18 +241,18 @@ def _sums_to_one(fact: Fact, sample: Callable[[], Array], class_axis: int) -> bo
 def _check_axis(
     node: Node, views: list[Node], facts: Mapping[str, Fact], output: str, class_axis: int
 ) -> None:
-    """Refuse an operator along another axis than that of the classes."""
-    given = node.attributes.get("axis", -1)
-    assert isinstance(given, int)  # by the operator's definition
-    axis: int | None = given % len(facts[node.inputs[0]].shape)
+    """Raise a ShapeError unless an operator normalizes along the axis of the classes."""
+    attribute = node.attributes.get("axis", -1)
+    assert isinstance(attribute, int)  # by the operator's definition
+    axis: int | None = attribute % len(facts[node.inputs[0]].shape)
     for view in reversed(views):
-        axis = _seen_through(view, facts, axis) if axis is not None else None
+        axis = _axis_after(view, facts, axis) if axis is not None else None
     rank = len(facts[output].shape)
     if axis is None:
         raise ShapeError(
-            f"{node.op} (node '{node.name}') runs over what is no single axis of '{output}'; put "
-            f"the loss on its operand '{node.inputs[0]}', or use the output as it is with "
-            f"find_logits=False."
+            f"{node.op} (node '{node.name}') normalizes over entries that are not one axis of "
+            f"'{output}'; put the loss on its operand '{node.inputs[0]}', or keep the output "
+            f"with find_logits=False."
         )
     if not -rank <= class_axis < rank or axis != class_axis % rank:
         raise ShapeError(
@@ -241,13 +261,17 @@ def _check_axis(
         )
 
 
-def _seen_through(view: Node, facts: Mapping[str, Fact], axis: int) -> int | None:
-    """Where an axis of a view's operand lies in its result; None where it is split or joined."""
+def _axis_after(view: Node, facts: Mapping[str, Fact], axis: int) -> int | None:
+    """Return the axis of a view's result that equals an axis of its operand.
+
+    The result is None if the view splits the axis or joins it with another axis.
+    """
     before, after = facts[view.inputs[0]].shape, facts[view.outputs[0]].shape
     if view.op == "Transpose":
         perm = view.attributes.get("perm", tuple(reversed(range(len(before)))))
         assert isinstance(perm, tuple)  # by the operator's definition
         return perm.index(axis)
-    place = before[axis], prod(before[axis + 1 :])
-    fits = [i for i, side in enumerate(after) if (side, prod(after[i + 1 :])) == place]
-    return fits[0] if len(fits) == 1 else None
+    # Size and stride identify an axis of a contiguous array.
+    size_and_stride = before[axis], prod(before[axis + 1 :])
+    axes = [i for i, size in enumerate(after) if (size, prod(after[i + 1 :])) == size_and_stride]
+    return axes[0] if len(axes) == 1 else None

@@ -1,4 +1,4 @@
-"""Real numbers with Gaussian noise: squared error, with a fixed or a predicted variance."""
+"""Losses of Gaussian targets, with a fixed or a predicted variance."""
 
 from collections.abc import Mapping
 from math import isfinite, log, pi
@@ -14,12 +14,14 @@ from kfac_engine.losses.elementwise import ElementwiseLoss
 
 
 class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
-    """Gaussian with known variance: ``½ log 2πv + (t − m)²/2v``; v = ½ is the squared error.
+    """Gaussian with mean m and fixed variance v: ``½ log 2πv + (t − m)²/2v`` for a target t.
+
+    For v = ½, the loss is the squared error plus a constant.
 
     Args:
-        mean: Name of the predicted means, any shape with the batch first.
-        var: The variance v > 0; any real number.
-        targets: Name of the observations, in the shape of the means.
+        mean: Name of the predicted means, of any shape with the batch on the first axis.
+        var: The variance v > 0.
+        targets: Name of the targets, in the shape of the means.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
 
@@ -68,21 +70,21 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
 
 
 class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
-    """Gaussian with predicted mean m and variance s: ``½ log 2πs + (t − m)²/2s``.
+    """Gaussian with predicted mean m and variance s: ``½ log 2πs + (t − m)²/2s`` for a target t.
 
-    Vectors of the input space are pairs (mean, variance); the inner shape has the class axis
-    doubled: first the means, then the variances. Its inputs are not natural parameters, so there
-    is no Gauss–Newton matrix.
+    A vector of the input space has an array for the means and an array for the variances. A vector
+    of the inner space is their concatenation along the class axis. The inputs are not natural
+    parameters, so the generalised Gauss–Newton matrix is not defined.
 
     Args:
-        mean: Name of the means, ``(n, …, features)``.
-        variance: Name of the variances, the same shape, all positive.
-        targets: Name of the observations, the same shape.
+        mean: Name of the predicted means, of shape ``(n, …, features)``.
+        variance: Name of the predicted variances, all positive, in the shape of the means.
+        targets: Name of the targets, in the shape of the means.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
 
     Raises:
-        RegistrationError: Mean and variance are one value.
+        RegistrationError: ``mean`` and ``variance`` are the same name.
     """
 
     min_rank: ClassVar[int] = 2
@@ -125,19 +127,20 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         error, s = self._error_and_variance(values, values[self.require_target_name()])
         mean, variance = v[self.mean], v[self.variance]
         mixed = error / (s * s)
-        bent = (error * error / s - 0.5) / (s * s)
+        second = (error * error / s - 0.5) / (s * s)
         return {
             self.mean: mean / s - mixed * variance,
-            self.variance: bent * variance - mixed * mean,
+            self.variance: second * variance - mixed * mean,
         }
 
     def check_inputs(self, values: Values) -> None:
-        """Check shapes and element types as for every loss, and that variances are positive.
+        """Check the inputs as every loss does, and check that all variances are positive.
 
         Args:
             values: The values of a batch.
 
         Raises:
+            KfacError: As the ``check_inputs`` of every loss.
             InputError: A variance is zero or negative.
         """
         super().check_inputs(values)
@@ -157,12 +160,13 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
 
 
 def _difference(mean: Array, targets: Array) -> Array:
-    """``mean − targets`` in the element type of the mean."""
+    """Return ``mean − targets`` in the element type of the mean."""
     result: Array = mean - targets.astype(mean.dtype, copy=False)
     return result
 
 
 def _draw(mean: Array, deviation: Array | float, rng: np.random.Generator) -> Array:
+    """Draw Gaussian targets in the shape and element type of the mean."""
     noise = array_module(mean).asarray(rng.standard_normal(mean.shape))
     result: Array = (mean + deviation * noise).astype(mean.dtype)
     return result

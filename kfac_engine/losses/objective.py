@@ -1,7 +1,7 @@
-"""What is minimised: losses under a reduction, and the Fisher matrix that goes with them.
+"""The objective: a sum of losses under a reduction, with its gradient and Fisher matrix.
 
-A loss object sums over the batch and its positions. The reduction says what the user's loss is, and
-gradient and Fisher matrix follow the same choice (n examples, t positions each):
+A loss object sums over the batch and its positions. A reduction scales this sum and its Fisher
+matrix. For n examples with t positions each:
 
 =============  ==================  ======================
 reduction      gradient            Fisher matrix
@@ -11,9 +11,9 @@ batch_mean     sum / n             mean over n
 sum            sum                 mean over n, × n
 =============  ==================  ======================
 
-Where a batch is one shard of a larger batch, n is the number of examples of the larger batch, which
-the caller passes as ``examples``. The sum of the losses of all shards, and of their gradients, is
-then that of the larger batch. Shards must have the same number of positions t.
+For a shard of a larger batch, n is the number of examples of the larger batch. The caller passes it
+as ``examples``. The loss of the larger batch is then the sum of the losses of its shards, and its
+gradient is the sum of their gradients. All shards must have the same number of positions t.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,15 @@ REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Losses with their reduction.
+    """The function that training minimises: a sum of losses under one reduction.
 
     Attributes:
-        losses: One or more; their values are added.
-        reduction: A row of the table above.
-        batch: Name of a value with the examples, and nothing else, on its first axis; without one
-            the loss inputs are taken for such.
-        outputs: Loss input to the model output that the user put the loss on, where it is another.
+        losses: Losses to add, at least one.
+        reduction: A row of the table of this module.
+        batch: Name of a value whose first axis has an entry for each example. If it is empty, the
+            first axis of the loss inputs must be such an axis.
+        outputs: Map from a loss input to the model output on which the user put the loss, if the
+            two differ.
     """
 
     losses: tuple[RegisteredLoss, ...]
@@ -50,23 +51,23 @@ class Objective:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values the losses read."""
+        """Names of the values that the losses read, each once."""
         towers = (tower for loss in self.losses for tower in loss.towers)
         return tuple(dict.fromkeys(name for tower in towers for name in tower.inputs))
 
     def named_targets(self, targets: Targets) -> dict[str, Array]:
-        """Targets under the names that the losses read.
+        """Return the targets under the names that the losses read.
 
         Args:
-            targets: One array for a single loss; else by name of the output the loss is put on, or
-                by the name that a loss object was given.
+            targets: One array for a single loss, or a mapping to arrays. A key of the mapping is
+                the name of the output of a loss, or the name of the targets in a loss object.
 
         Returns:
-            Name to array.
+            Map from names of targets to arrays.
 
         Raises:
-            InputError: One array was given for several losses.
-            UnknownNameError: No loss is on an output of that name.
+            InputError: ``targets`` is one array, but there are several losses.
+            UnknownNameError: A key belongs to no loss.
         """
         towers = [tower for loss in self.losses for tower in loss.towers]
         targeted = {tower.inputs[0]: tower.targets for tower in towers if tower.targets}
@@ -91,7 +92,7 @@ class Objective:
 
         Args:
             values: Loss inputs and targets by name.
-            examples: Number of examples n to divide by; None for that of the batch.
+            examples: Number n of examples; None for the number of examples in the batch.
 
         Returns:
             The sum over the losses, each times its coefficient, in nats.
@@ -107,35 +108,35 @@ class Objective:
     def cotangents(
         self, values: Values, times: float = 1.0, *, examples: int | None = None
     ) -> dict[str, Array]:
-        """Return the gradient of ``value`` with respect to each loss input, times a number.
+        """Return ``times`` times the gradient of ``value`` with respect to each loss input.
 
         Args:
             values: Loss inputs and targets by name.
-            times: The number.
+            times: Factor of the gradient.
             examples: As for ``value``.
 
         Returns:
-            Loss input to gradient, in the input's shape.
+            Map from a loss input to a gradient of its shape.
         """
         total: dict[str, Array] = {}
         for loss in self.losses:
             for tower in loss.towers:
-                share = self._gradient_weight(tower, values, examples)
-                weight = times * loss.coefficient * share
+                reduction_weight = self._gradient_weight(tower, values, examples)
+                weight = times * loss.coefficient * reduction_weight
                 for name, gradient in tower.gradient(values).items():
                     part = weight * gradient
                     total[name] = total[name] + part if name in total else part
         return total
 
     def weights(self, values: Values, *, examples: int | None = None) -> tuple[float, ...]:
-        """Return the weight of each tower of each loss in ``value``, and in its Fisher matrix.
+        """Return the weight of each tower of each loss in ``value`` and in its Fisher matrix.
 
         Args:
             values: Loss inputs by name.
             examples: As for ``value``.
 
         Returns:
-            The coefficient of the loss times the divisor of the reduction, for each tower.
+            For each tower, the coefficient of its loss times the weight of the reduction.
         """
         return tuple(
             loss.coefficient * self._gradient_weight(tower, values, examples)
@@ -144,14 +145,16 @@ class Objective:
         )
 
     def fisher_scales(self, values: Values, *, examples: int | None = None) -> dict[str, float]:
-        """Return the factor of the cotangents of each loss input: the root of its Fisher weight.
+        """Return the scale of the cotangents of each loss input for the Fisher matrix.
+
+        The scale is the square root of the weight of the reduction in the Fisher matrix.
 
         Args:
             values: Loss inputs by name.
             examples: As for ``value``.
 
         Returns:
-            Loss input to factor.
+            Map from a loss input to its scale.
         """
         return {
             name: sqrt(self._fisher_weight(tower, values, examples))
@@ -168,7 +171,7 @@ class Objective:
             examples: As for ``value``.
 
         Returns:
-            The ratio; None where it differs between losses.
+            The ratio; None if it differs between losses.
         """
         ratios = {
             sqrt(self._fisher_weight(tower, values, examples))
@@ -185,15 +188,18 @@ class Objective:
     def _gradient_weight(
         self, loss: LossFunction, values: Values, examples: int | None = None
     ) -> float:
+        """Return the weight of the reduction in the gradient of one loss."""
         batch, predictions = self.examples(values), _predictions(loss, values)
         n = batch if examples is None else examples
-        # predictions = batch · t. Integers are divided once, so that n = batch gives 1 / (n·t).
+        # predictions = batch · t. A single division of integers gives exactly 1 / (n·t) for
+        # n = batch.
         weights = {"mean": batch / (predictions * n), "batch_mean": 1 / n, "sum": 1.0}
         return weights[self.reduction]
 
     def _fisher_weight(
         self, loss: LossFunction, values: Values, examples: int | None = None
     ) -> float:
+        """Return the weight of the reduction in the Fisher matrix of one loss."""
         batch, predictions = self.examples(values), _predictions(loss, values)
         n = batch if examples is None else examples
         weights = {"mean": batch / predictions, "batch_mean": 1.0, "sum": float(n)}
@@ -201,10 +207,13 @@ class Objective:
 
 
 def check_reduction(reduction: str) -> None:
-    """Refuse an unknown reduction.
+    """Check that a reduction is known.
+
+    Args:
+        reduction: A name from the user.
 
     Raises:
-        InputError: It is unknown.
+        InputError: The reduction is not in ``REDUCTIONS``.
     """
     if reduction not in REDUCTIONS:
         raise InputError(
@@ -213,5 +222,5 @@ def check_reduction(reduction: str) -> None:
 
 
 def _predictions(loss: LossFunction, values: Values) -> int:
-    """Examples times positions: the order of these two axes does not matter."""
+    """Return the number of examples times positions, in any order of these two axes."""
     return len(values[loss.inputs[0]]) * loss.positions(values)
