@@ -88,24 +88,24 @@ class ExampleAxes:
         """Return some examples of a batch.
 
         Args:
-            inputs: Input name to array; inputs without an axis of examples are kept whole.
+            inputs: Input name to array; inputs without an axis of examples are returned whole.
             targets: The targets; for several losses, by output.
             selection: A range of examples, or an array of their numbers.
 
         Returns:
             Inputs and targets of the examples.
         """
-        some = {
+        selected = {
             name: _take(array, self.inputs[name], selection) if name in self.inputs else array
             for name, array in inputs.items()
         }
         if targets is None:
-            return some, None
-        taken = {
+            return selected, None
+        selected_targets = {
             name: _take(array, self._target_axis(name), selection)
             for name, array in self._named(targets).items()
         }
-        return some, taken if isinstance(targets, Mapping) else taken[""]
+        return selected, selected_targets if isinstance(targets, Mapping) else selected_targets[""]
 
     def named(self, inputs: object) -> Mapping[str, Array]:
         """Return inputs by name: a lone array belongs to the only input.
