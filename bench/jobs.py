@@ -35,7 +35,7 @@ RESNET50 = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One result to compute.
+    """A computation that several contenders run, with its sizes and tolerances.
 
     Attributes:
         operation: Name of the function of every contender.

@@ -161,7 +161,12 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
 
 
 def _buffered(pipe: IO[bytes]) -> IO[bytes]:
-    """Return the bytes of a pipe; refuse other data at once, because they may be endless."""
+    """Return the bytes of a pipe that starts like an .npy or .npz file.
+
+    Raises:
+        ValueError: The data starts differently. They are not read to the end, because a pipe may be
+            endless.
+    """
     start = pipe.read(len(_NPY))
     if not start.startswith((_ZIP, _NPY)):
         raise ValueError("the data of this pipe do not begin like arrays")

@@ -1,4 +1,4 @@
-"""The table of layer kinds with their approximations, which create blocks."""
+"""Maps each layer kind and approximation to the function that creates its block."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

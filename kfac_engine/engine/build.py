@@ -59,7 +59,7 @@ class Task:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Sentences on choices that may be wrong."""
+        """Notes on losses and batch axes that may be interpreted wrongly."""
         return tuple(filter(None, (*(head.doubt for head in self.heads), self.batch.note)))
 
 

@@ -148,5 +148,5 @@ class CurvatureProducts:
 
 
 def _inner(one: Sequence[Array], other: Sequence[Array]) -> float:
-    """The inner product of two vectors that have one array for each loss."""
+    """Return the inner product of two vectors that have one array for each loss."""
     return sum(float((a * b).sum(dtype=np.float64)) for a, b in zip(one, other, strict=True))

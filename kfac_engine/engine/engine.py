@@ -344,7 +344,7 @@ class Engine(TrainableModel):
             self._footprint.require(examples, available_memory)
 
     def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
-        """Check vectors that are to be multiplied by blocks, which need statistics."""
+        """Return vectors by parameter name, checked; a factor without statistics is an error."""
         if any(factor.average.value is None for factor in self.estimator.factors):
             raise NotReadyError("there are no statistics yet; call observe() or step() first.")
         return checked_vectors(self._model, self.collection.backend, vectors)

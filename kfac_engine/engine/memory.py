@@ -81,7 +81,7 @@ class Footprint:
     sums: bool
 
     def peak(self, examples: int) -> MemoryReport:
-        """Return the bytes of a step by part.
+        """Return the peak memory of a step, in bytes for each part.
 
         Args:
             examples: Number of examples in the batch.

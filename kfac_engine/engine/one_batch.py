@@ -1,4 +1,4 @@
-"""Preconditioned gradients of a single batch, without an engine that is kept."""
+"""Preconditions the gradients of a single batch with a temporary engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -275,7 +275,10 @@ def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:
 
 
 def _result(name: str, target: str, gradient: str | None) -> list[Node]:
-    """Return a node that names a gradient, or zeros if the output does not depend on the value."""
+    """Return the node that computes the result ``target``: the gradient of the value ``name``.
+
+    The result is zero if ``gradient`` is None, because the output does not depend on the value.
+    """
     if gradient is not None:
         return [Node("Identity", (gradient,), (target,), name=f"node_{target}")]
     return [Node("Sub", (name, name), (target,), name=f"node_{target}")]

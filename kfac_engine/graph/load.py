@@ -251,7 +251,10 @@ def _inputs(
 
 
 def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    """Return a size or a symbol; None for an unknown size, written as -1 or as a word."""
+    """Return the size or the symbol of an axis.
+
+    The result is None for a negative size and for names that stand for an unknown size.
+    """
     if dim.HasField("dim_value"):
         return dim.dim_value if dim.dim_value >= 0 else None
     unknown = dim.dim_param in _NO_SYMBOLS or dim.dim_param.startswith("unk__")

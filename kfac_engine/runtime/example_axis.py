@@ -77,7 +77,11 @@ def others_move(
 
 
 def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozenset[int]:
-    """Return the axes along which only one example changes; arguments as in ``others_move``."""
+    """Return the axes that can contain the examples.
+
+    Along such an axis, a change of one example leaves the entries of the others unchanged.
+    ``others_move`` describes the arguments.
+    """
     if before.shape != after.shape:
         return frozenset()
     moved = _moved(before, after)

@@ -21,7 +21,7 @@ def says_batch(size: object) -> bool:
 
 
 def axis_of(name: str, axis: int, rank: int) -> int:
-    """Return the nonnegative number of the batch axis that the user names.
+    """Return the number of a batch axis, counted from the first axis of the input.
 
     Args:
         name: Name of the input.

@@ -155,7 +155,7 @@ def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]
 
 
 def _free_prefix(node: Node, taken: Sequence[str]) -> str:
-    """Return a prefix of no name in the sorted list ``taken``."""
+    """Return a prefix that no name in the sorted list ``taken`` starts with."""
     prefix = f"{node.name}/"
     while _is_prefix(prefix, taken):
         prefix = f"{prefix}_"

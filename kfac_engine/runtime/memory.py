@@ -161,7 +161,10 @@ def value_bytes(fact: Fact) -> int:
 
 
 def _peak(nodes: Iterable[Node], sizes: Mapping[str, float], returned: Collection[str]) -> float:
-    """Return the largest sum of results that a later node reads or that are returned."""
+    """Return the peak of the bytes of live results while the nodes run in order.
+
+    A result is live until its last reader has run; results in ``returned`` stay live.
+    """
     nodes = tuple(nodes)
     last = {name: i for i, node in enumerate(nodes) for name in (*node.inputs, *node.captures)}
     computed: set[str] = set()

@@ -133,7 +133,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What a step ends.
+    """Whether a step is the last step of an epoch or of the run.
 
     Attributes:
         epoch: Whether the step ends an epoch.
@@ -165,7 +165,11 @@ class _Run:
     metrics: tuple[str, ...]
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Record, _Ends]]:
-        """Train from a position on; yield position, record and end of each step."""
+        """Train from a position to the end of the budget.
+
+        Yields:
+            After each step: the position, the record, and whether an epoch or the training ends.
+        """
         start = perf_counter() - position.seconds
         per_epoch = self.batches.per_epoch
         spent = self.budget.spent(position, per_epoch)

@@ -137,7 +137,9 @@ class Optimizer(Sealed, ABC):
         write_training(path, self.engine, self._saved(), {})
 
     def load(self, path: str | Path) -> None:
-        """Resume from a file of ``save``; nothing changes unless the whole file fits.
+        """Restore the state of the engine and of the optimizer from a file of ``save``.
+
+        If the file is refused, the state does not change.
 
         Args:
             path: The file.
@@ -237,7 +239,7 @@ def fraction(name: str, value: object) -> None:
 
 
 def evaluated_rate(rate: Rate, step: int) -> float:
-    """Return the learning rate of a step.
+    """Return the learning rate of a step, and check that it is finite and at least zero.
 
     Args:
         rate: A number, or a function of the number of steps so far.

@@ -198,7 +198,7 @@ def log_softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 
 def _defined(b: VjpBuilder, y: str) -> str:
-    """Return probabilities; zero in completely masked rows if these are replaced."""
+    """Return the probabilities ``y``, with zero for NaN if the model replaces these entries."""
     # Such rows are 0/0. Unselected entries have cotangent zero, but zero times NaN is NaN.
     return b.op("Where", b.op("IsNaN", y), b.scalar(0, y), y) if _is_selected(b, y) else y
 

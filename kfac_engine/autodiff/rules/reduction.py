@@ -100,7 +100,7 @@ def reduce_l1(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
 
 @vjp_rule("ReduceL2")
 def reduce_l2(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """x/|x|; zero, one of its subgradients, where the norm has its kink."""
+    """Multiply by x/|x|; where the norm is zero, by zero, which is a subgradient."""
     r = _reduction(b, node, g)
     at_kink = b.op("Equal", r.y, b.scalar(0, r.x))
     norm = b.op("Where", at_kink, b.scalar(1, r.x), r.y)

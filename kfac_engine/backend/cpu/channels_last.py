@@ -20,7 +20,7 @@ from kfac_engine._types import Array, DType
 
 
 class ChannelsLastLines:
-    """Buffer for a group of images in the layout of this module; it can be filled repeatedly.
+    """Reusable buffer that stores a group of images with the channels on the last axis.
 
     Args:
         images: Largest number of images.

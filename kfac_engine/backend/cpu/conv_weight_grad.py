@@ -74,7 +74,7 @@ class Correlation:
 
     @property
     def copied(self) -> int:
-        """Entries that are copied for each position."""
+        """Number of entries of images and cotangents that are copied for each position."""
         return self.groups * (prod(self.image_rows) + prod(self.cotangent_rows))
 
     @property

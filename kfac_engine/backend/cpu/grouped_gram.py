@@ -47,7 +47,7 @@ _PIXEL_COST = 16
 
 @dataclass(frozen=True, slots=True)
 class _Resources:
-    """Limits of the computation.
+    """Threads and block size of a sum of Gram matrices of groups.
 
     Attributes:
         threads: Number of threads that the work occupies.
@@ -62,7 +62,7 @@ class _Resources:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Sums over positions, and the entries of the result that they are.
+    """Sums over positions, and the entries of the result that equal these sums.
 
     Attributes:
         shifts: For each offset, the distance in memory from a pixel to its partner.
@@ -190,7 +190,15 @@ def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, resources: _Res
 
 
 def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> None:
-    """Add the Gram matrices of some groups, ``count`` images at a time."""
+    """Add the Gram matrices of the groups in ``x``, times ``alpha``, to ``out``.
+
+    Args:
+        x: Images ``(n, groups, size, *spatial_shape)``.
+        out: Gram matrices, one for each group.
+        plan: Offsets of the taps, and the entries of the result for each offset.
+        alpha: Factor of the sum.
+        count: Number of images that are multiplied at a time.
+    """
     groups, size, *spatial_shape = x.shape[1:]
     # With one channel in a group, all groups are one line: products across groups are not summed.
     lines = groups if size > 1 else 1

@@ -86,6 +86,6 @@ def _roots(
 
 
 def _bound(matrix: Array) -> Array:
-    """Return a bound of the largest eigenvalue: the largest absolute row sum."""
+    """Return the largest sum of absolute values in a row, which bounds all eigenvalues."""
     bound: Array = abs(matrix).sum(axis=1).max().astype(np.float64)
     return bound

@@ -101,7 +101,10 @@ class Solvers:
         return solved
 
     def fork(self, streams: int) -> list[Any]:
-        """Return streams ordered after the current one; the current stream itself for zero."""
+        """Return streams whose work starts after the work that the current stream has now.
+
+        If ``streams`` is zero, the list contains the current stream alone.
+        """
         current = self._xp.cuda.get_current_stream()
         if not streams:
             return [current]

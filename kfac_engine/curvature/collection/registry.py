@@ -278,7 +278,7 @@ class BlockRegistry(ApproximationChoices):
 
 
 def uses_of(names: object) -> tuple[object, ...]:
-    """Return the entries of a tower as a tuple, whatever their types."""
+    """Return the uses of a layer in a tower as a tuple; a single name is one use."""
     listed = isinstance(names, Iterable) and not isinstance(names, str)
     return tuple(names) if listed else (names,)  # type: ignore[arg-type] # it is iterable
 

@@ -94,7 +94,7 @@ def _readings(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]
 
 
 def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
-    """Compute all powers of each matrix, by an eigendecomposition unless roots are faster."""
+    """Return the requested powers of each matrix, from roots or from one eigendecomposition."""
     results = _roots(backend, requests)
     slow = [request for request in requests if request not in results]
     pairs = backend.linalg.eighs([request.matrix for request in slow])

@@ -152,7 +152,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         return bool(powers)
 
     def _levels(self, damping_func: Damping) -> Array:
-        """Return a damping as ``(groups, 1, 1)``."""
+        """Return the damping of each group, as an array ``(groups, 1, 1)``."""
         stack = self._lower()
         levels = self.backend.asarray(damping_func(), stack.dtype).reshape(-1, 1, 1)
         stacked: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))

@@ -1,4 +1,4 @@
-"""Finds equal weights: one weight that an exporter wrote twice.
+"""Finds weights with equal values, which an exporter wrote as two constants.
 
 Exporters write an embedding table that is also the transposed output matrix as two constants. The
 file does not tell whether they must stay equal: the user decides.

@@ -75,7 +75,9 @@ class LayoutContext:
 
 
 def convert_to_blocked(nodes: Sequence[Node], scene: LayoutContext, block: int) -> BlockedGraph:
-    """The nodes, with those convolutions in blocks that gain by it; they take in Add and Relu.
+    """Return a graph whose convolutions use the blocked layout where it is faster.
+
+    A convolution in this layout includes an ``Add`` and a ``Relu`` that follow it.
 
     Args:
         nodes: In topological order.
@@ -177,7 +179,11 @@ class _Draft:
 
 
 class _LayoutBuilder(NodeBuilder):
-    """Collects the nodes; ``blocks`` maps each value in the blocked layout to its name there."""
+    """Builds the nodes of a graph whose convolutions use the blocked layout.
+
+    Attributes:
+        blocks: Name of a value in the plain layout to its name in the blocked layout.
+    """
 
     def __init__(self, nodes: Sequence[Node], scene: LayoutContext, block: int) -> None:
         super().__init__(prefix="nchwc/")
