@@ -236,8 +236,8 @@ def named_in_last_column(page: str) -> list[str]:
 # Participles that name no thing. A variable or an argument has the noun of the thing instead.
 VAGUE_NAMES = {"found", "made", "some", "own", "kept", "asked", "turned"}
 PACKAGES_WITH_NOUNS = (
-    "autodiff", "compat", "data", "export", "graph", "layers", "losses", "sessions", "system",
-    "training",
+    "autodiff", "backend", "cli", "compat", "curvature", "data", "export", "graph", "layers",
+    "losses", "sessions", "system", "training",
 )  # fmt: skip
 
 

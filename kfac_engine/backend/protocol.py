@@ -118,8 +118,8 @@ class Backend(Protocol):
             Bytes; True if arrays and working memory are allocated on a device.
         """
 
-    def reserve(self, kept: int) -> None:
-        """Allocate device memory for ``kept`` bytes of arrays and for the scratch memory.
+    def reserve(self, stored: int) -> None:
+        """Allocate device memory for ``stored`` bytes of arrays and for the scratch memory.
 
         Later arrays are allocated in this memory. On the host this does nothing.
 

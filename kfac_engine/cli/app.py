@@ -80,9 +80,9 @@ def _describe_os_error(error: OSError) -> str:
 
 
 def _describe_memory(error: MemoryError) -> str:
-    found = f" ({error})" if str(error) else ""
+    detail = f" ({error})" if str(error) else ""
     return (
-        f"out of memory{found}; 'kfac-engine inspect' shows the memory of each part: a smaller "
+        f"out of memory{detail}; 'kfac-engine inspect' shows the memory of each part: a smaller "
         "batch reduces activations, --approx KIND=diagonal reduces factors."
     )
 

@@ -129,9 +129,9 @@ def _backend() -> dict[str, str]:
     from kfac_engine.backend.select import choice_reason, memory_space_of, select
     from kfac_engine.sessions.placement import available_memory_space
 
-    found = select("auto")
-    model = available_memory_space(memory_space_of(found)).name
-    return {"auto": found.name, "reason": choice_reason("auto"), "model": model}
+    backend = select("auto")
+    model = available_memory_space(memory_space_of(backend)).name
+    return {"auto": backend.name, "reason": choice_reason("auto"), "model": model}
 
 
 def _warnings(report: Mapping[str, Any]) -> list[str]:
@@ -177,7 +177,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
             "threads",
             f"{report['threads']} by default, in ONNX Runtime and outside, BLAS on one in each",
         ),
-        *((name, found or "not installed") for name, found in report["packages"].items()),
+        *((name, version or "not installed") for name, version in report["packages"].items()),
         *(
             (
                 "BLAS",

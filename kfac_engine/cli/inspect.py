@@ -146,11 +146,11 @@ def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
     """Print a line for each weight with copies in the file."""
     copies: dict[str, list[str]] = {}
     for tie in ties:
-        turned = ", transposed" if tie.transposed else ""
-        copies.setdefault(f"{tie.first}{turned}", []).append(tie.copy)
-    kept = "trained as one" if as_one else "trained apart, as one with --tie-weights"
+        transposed = ", transposed" if tie.transposed else ""
+        copies.setdefault(f"{tie.first}{transposed}", []).append(tie.copy)
+    training = "trained as one" if as_one else "trained apart, as one with --tie-weights"
     for first, names in copies.items():
-        say(f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {kept}")
+        say(f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {training}")
 
 
 def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]]:

@@ -65,13 +65,12 @@ def keywords(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     """
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command).parameters
+        parameters = inspect.signature(command).parameters
 
         @functools.wraps(command)
         def call(**values: Any) -> Any:
-            taken = {name: value for name, value in values.items() if name not in own}
-            rest = {name: value for name, value in values.items() if name in own}
-            return command(**rest, options=taken)
+            arguments = {name: values.pop(name) for name in parameters if name in values}
+            return command(**arguments, options=values)
 
         return _decorated(call, options)
 
@@ -95,8 +94,8 @@ def gathered(
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
-            taken = {field.name: values.pop(field.name) for field in fields(record)}
-            return command(**values, **{keyword: record(**taken)})
+            entries = {field.name: values.pop(field.name) for field in fields(record)}
+            return command(**values, **{keyword: record(**entries)})
 
         return _decorated(call, options)
 

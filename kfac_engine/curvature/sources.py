@@ -154,9 +154,9 @@ class Sources:
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of the only source of a mode, from gradients that exist already."""
         forward, wanted = self._forward(factors, trace)
-        found = take(propagated, wanted.values(), self.backend)
+        arrays = take(propagated, wanted.values(), self.backend)
         propagated.clear()
-        forward.update((name, found.pop(value)) for name, value in wanted.items())
+        forward.update((name, arrays.pop(value)) for name, value in wanted.items())
         yield forward
 
     def _forward(

@@ -59,8 +59,8 @@ class NumpyBackend:
         # eigenvectors and LAPACK's workspace of twice its size.
         return max(min(self.scratch_bytes, copied), 8 * 2 * inverted, 8 * 5 * decomposed), False
 
-    def reserve(self, kept: int) -> None:
-        del kept  # the host allocates memory as it is used
+    def reserve(self, stored: int) -> None:
+        del stored  # the host allocates memory as it is used
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         array = as_array(value)

@@ -117,8 +117,8 @@ def grouped_second_moment(  # noqa: PLR0913 (the operation's arguments and its r
     if not (fits and _sums_are_faster(by_group, plan, window)):
         moment = partial(patch_second_moment, homogeneous=homogeneous, alpha=alpha, beta=beta)
         tasks = [
-            partial(moment, images, window, own, scratch_bytes=spare, workers=workers)
-            for images, own in zip(by_group.swapaxes(0, 1), out, strict=True)
+            partial(moment, images, window, group_out, scratch_bytes=spare, workers=workers)
+            for images, group_out in zip(by_group.swapaxes(0, 1), out, strict=True)
         ]
         run_tasks(tasks, threads if groups >= threads else 1, workers)
         return
@@ -266,7 +266,7 @@ def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan
             )
             rows.append(np.maximum(earlier, later).ravel())
             columns.append(np.minimum(earlier, later).ravel())
-    cast = tuple((*some[:-1], some[-1].astype(dtype)) for some in seen)
+    cast = tuple((*ones[:-1], ones[-1].astype(dtype)) for ones in seen)
     return _Plan(tuple(shifts), cast, np.concatenate(rows), np.concatenate(columns))
 
 

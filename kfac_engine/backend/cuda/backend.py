@@ -88,8 +88,8 @@ class CupyBackend:
         largest = MOST_COPIES * 8 * max(inverted, decomposed)
         return self.scratch_bytes + max(self.scratch_bytes, largest), True
 
-    def reserve(self, kept: int) -> None:
-        self.device.reserve(kept, self.scratch_bytes)
+    def reserve(self, stored: int) -> None:
+        self.device.reserve(stored, self.scratch_bytes)
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         if _is_foreign(value, self.xp):

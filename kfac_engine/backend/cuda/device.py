@@ -106,11 +106,11 @@ class CupyDevice:
         """
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
 
-    def reserve(self, kept: int, scratch: int) -> None:
+    def reserve(self, stored: int, scratch: int) -> None:
         """Allocate two blocks of memory and return them to CuPy's pool, for later arrays.
 
         Args:
-            kept: Bytes of averages and inverses.
+            stored: Bytes of averages and inverses.
             scratch: Bytes of working memory.
 
         Raises:
@@ -119,13 +119,14 @@ class CupyDevice:
         try:
             # Both blocks are allocated before the pool receives either: the second would reuse the
             # first.
-            blocks = [self.xp.cuda.alloc(size) for size in (kept, scratch)]
+            blocks = [self.xp.cuda.alloc(size) for size in (stored, scratch)]
         except self.xp.cuda.memory.OutOfMemoryError as failure:
             free, total = self._memory_figures()
             raise MemoryLimitError(
-                f"factors and inverses need {kept / 1e9:.2f} GB and scratch {scratch / 1e9:.2f} GB "
-                f"on the GPU, which has {free} of {total} GB free; choose approximation 'diagonal' "
-                f"for the largest layers, or train fewer parameters."
+                f"factors and inverses need {stored / 1e9:.2f} GB and scratch "
+                f"{scratch / 1e9:.2f} GB on the GPU, which has {free} of {total} GB "
+                f"free; choose approximation 'diagonal' for the largest layers, or train fewer "
+                f"parameters."
             ) from failure
         del blocks
 

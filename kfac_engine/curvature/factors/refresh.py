@@ -98,7 +98,7 @@ def _store(
     while refreshes:
         following = iter(results())
         results_of = [[next(following) for _ in of_factor] for of_factor in requests]
-        sent = [(r, _send(r, own)) for r, own in zip(refreshes, results_of, strict=True)]
+        sent = [(r, _send(r, answers)) for r, answers in zip(refreshes, results_of, strict=True)]
         unfinished = [(r, of_factor) for r, of_factor in sent if of_factor is not None]
         refreshes = [r for r, _ in unfinished]
         requests = [of_factor for _, of_factor in unfinished]

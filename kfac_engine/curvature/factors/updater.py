@@ -126,8 +126,8 @@ class FactorUpdater:
                 factor.check(values, known)
             self._with_all(add, moving, values)
             values.clear()
-        own = [(factor, sums[id(factor)]) for factor in self.factors]
-        self._commit([*own, *measured], decay)
+        summed = [(factor, sums[id(factor)]) for factor in self.factors]
+        self._commit([*summed, *measured], decay)
 
     def _commit(self, measured: Sequence[Measured], decay: float) -> None:
         """Combine measurements and update the averages by them."""

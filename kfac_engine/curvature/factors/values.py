@@ -39,7 +39,7 @@ def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Arr
 
 
 def check_examples(
-    own: tuple[str, Statistic],
+    updated: tuple[str, Statistic],
     others: Iterable[tuple[str, Statistic]],
     values: Values,
     backend: Backend,
@@ -47,7 +47,7 @@ def check_examples(
     """Check that a batch has the same number of examples for different factors.
 
     Args:
-        own: Name and statistic of the factor that is updated.
+        updated: Name and statistic of the factor that is updated.
         others: Names and statistics of other factors. The first factor whose values are all in
             the batch is compared.
         values: Value name to array, of any library.
@@ -56,13 +56,13 @@ def check_examples(
     Raises:
         InputError: The numbers differ.
     """
-    expected = _examples(own[1], values, backend)
+    expected = _examples(updated[1], values, backend)
     for name, statistic in others:
         examples = _examples(statistic, values, backend)
         if examples is not None and examples != expected:
             raise InputError(
-                f"{own[0]} reads {expected} examples, but {name} reads {examples}; give both the "
-                f"values of one batch."
+                f"{updated[0]} reads {expected} examples, but {name} reads {examples}; give both "
+                f"the values of one batch."
             )
         if examples is not None:
             return
