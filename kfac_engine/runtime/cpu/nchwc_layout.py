@@ -93,22 +93,22 @@ def convert_to_blocked(nodes: Sequence[Node], scene: LayoutContext, block: int) 
     builder = _LayoutBuilder(nodes, replace(scene, kernels=kernels), block)
     for node in nodes:
         builder.visit(node)
-    kept = needed(builder.nodes, scene.handed)
+    used = needed(builder.nodes, scene.handed)
     copies = {there: value for value, there in builder.blocks.items()}
-    return BlockedGraph(kept, builder.constants, copies)
+    return BlockedGraph(used, builder.constants, copies)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
 
 
 def _shapes_of_kernels(nodes: Sequence[Node], scene: LayoutContext) -> dict[str, tuple[int, ...]]:
-    """Also of what a backward graph makes of kernels: they are turned around."""
+    """Return the shapes of kernels and of views of kernels, which a backward graph reads."""
     shapes = dict(scene.kernels)
     for node in nodes:
         if node.op in _TURNED and not node.domain and node.inputs[0] in shapes:
-            turned = _TURNED[node.op](node, shapes[node.inputs[0]], scene.constants)
-            if turned:
-                shapes[node.outputs[0]] = turned
+            shape = _TURNED[node.op](node, shapes[node.inputs[0]], scene.constants)
+            if shape:
+                shapes[node.outputs[0]] = shape
     return shapes
 
 
@@ -121,7 +121,7 @@ def _transposed(
 def _reversed(
     node: Node, sides: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...] | None:
-    """The shape of a kernel with all taps in reverse order."""
+    """Return the shape of a kernel with all taps in reverse order; None for other slices."""
     given = [constants.get(name) for name in node.inputs[1:5]]
     if len(given) < 4 or any(array is None for array in given):
         return None
@@ -134,8 +134,8 @@ def _reversed(
 def _reshaped(
     node: Node, sides: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...] | None:
-    asked = constants.get(node.inputs[1])
-    return tuple(int(n) for n in asked) if asked is not None and (asked > 0).all() else None
+    shape = constants.get(node.inputs[1])
+    return tuple(int(n) for n in shape) if shape is not None and (shape > 0).all() else None
 
 
 _TURNED: Mapping[
@@ -265,35 +265,42 @@ class _LayoutBuilder(NodeBuilder):
         return self.blocks[x]
 
     def _kernel(self, weight: str, inner: int) -> str:
-        """A kernel with the output channels of a block last, the input channels before them."""
+        """Return a kernel with the output channels of a block last, after the input channels."""
         if (weight, inner) not in self._kernels:
             outs, ins, *kernel = sides = self._scene.kernels[weight]
             name, size, taps = f"{weight} in blocks of {inner}", self._block, prod(kernel)
             rows = self._split(weight, outs // size, size, ins * taps)
-            # As a product with ones, and then a move of whole blocks: a third of the time of one
-            # Transpose, which two of them would be made.
+            # A product with the unit matrix and a Transpose of whole blocks take a third of the
+            # time of a Transpose of numbers.
             ones = self.constant(np.eye(size, dtype=np.float32), label=f"ones of {size}")
-            turned = f"{name}, turned"
-            self.op("FusedMatMul", rows, ones, result=turned, domain="com.microsoft", transA=1)
+            blocks = f"{name}, turned"
+            self.op("FusedMatMul", rows, ones, result=blocks, domain="com.microsoft", transA=1)
             if inner > 1:
-                parts = self._split(turned, outs // size, ins // inner, inner, taps, size)
-                turned = f"{name}, moved"
-                self.op("Transpose", parts, result=turned, perm=(0, 1, 3, 2, 4))
-            self.op("Reshape", turned, self._sides(*sides), result=name)
+                parts = self._split(blocks, outs // size, ins // inner, inner, taps, size)
+                blocks = f"{name}, moved"
+                self.op("Transpose", parts, result=blocks, perm=(0, 1, 3, 2, 4))
+            self.op("Reshape", blocks, self._sides(*sides), result=name)
             self._kernels[weight, inner] = name
         return self._kernels[weight, inner]
 
     def flip(self, node: Node) -> bool:
-        """Turn a kernel around by a product with ones, a fifth of the time of a Slice."""
+        """Reverse the taps of a kernel by a product, in a fifth of the time of a Slice.
+
+        Args:
+            node: The Slice.
+
+        Returns:
+            Whether the kernel has few enough taps; False leaves the builder unchanged.
+        """
         sides = self._scene.kernels.get(node.inputs[0], ())
         taps = prod(sides[2:])
         if node.outputs[0] not in self._scene.kernels or not 1 < taps <= _MOST_TAPS:
             return False
         flip = self.constant(np.eye(taps, dtype=np.float32)[::-1], label=f"flip of {taps}")
         lines = self._split(node.inputs[0], -1, taps)
-        turned = f"{node.outputs[0]}, in lines"
-        self.op("MatMul", lines, flip, result=turned)
-        self.op("Reshape", turned, self._sides(*sides), result=node.outputs[0])
+        flipped = f"{node.outputs[0]}, in lines"
+        self.op("MatMul", lines, flip, result=flipped)
+        self.op("Reshape", flipped, self._sides(*sides), result=node.outputs[0])
         return True
 
     def _split(self, value: str, *sides: int) -> str:

@@ -92,11 +92,11 @@ def divided(backward: Backward, *, apart: bool = True) -> Divided:
     reader = _Reader(backward if apart else replace(backward, leaves={}))
     handed = dict.fromkeys(backward.gradients.values())
     finished = {name: parts for name in handed if (parts := reader.parts(name, handed=True))}
-    made = {name for node in backward.nodes for name in node.outputs}
+    computed = {name for node in backward.nodes for name in node.outputs}
     results = [
         name
         for name in dict.fromkeys((*handed, *_operands(finished)))
-        if name in made and name not in finished
+        if name in computed and name not in finished
     ]
     session = replace(
         backward,
@@ -168,38 +168,39 @@ class FinishingSession:
         mine = {name: finished[name] for name in (*results, *others) if name in finished}
         into = {name: array for name, array in results.items() if name not in mine}
         computed = self._parts.session.gradients
-        asked = dict.fromkeys(
+        requested = dict.fromkeys(
             name for name in (*others, *_operands(mine)) if name in computed and name not in into
         )
         known = ChainMap(
-            self._computed(into, tuple(asked), feeds), into, dict(feeds), dict(self._constants)
+            self._computed(into, tuple(requested), feeds), into, dict(feeds), dict(self._constants)
         )
-        made = self._finished(mine, results, known)
-        return {name: made[name] if name in made else known[name] for name in others}
+        gradients = self._finished(mine, results, known)
+        return {name: gradients[name] if name in gradients else known[name] for name in others}
 
     def _computed(
-        self, into: Mapping[str, Array], asked: Sequence[str], feeds: Mapping[str, Array]
+        self, into: Mapping[str, Array], requested: Sequence[str], feeds: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """What ONNX Runtime gives, but what it writes into arrays of the caller."""
-        if self._session is None or not (into or asked):
+        """Run the session; return the requested values, without those written to ``into``."""
+        if self._session is None or not (into or requested):
             return {}
         if into:
-            return self._session.run_into(into, feeds, asked)
-        return self._session.run(asked, feeds)
+            return self._session.run_into(into, feeds, requested)
+        return self._session.run(requested, feeds)
 
     def _finished(
         self, mine: Mapping[str, Parts], given: Mapping[str, Array], known: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """The other gradients, in given arrays where there are some."""
-        scratch, made, tasks = Scratch(self._scratch_bytes), dict[str, Array](), list[Task]()
+        """Compute the gradients outside the session, in arrays of the caller where given."""
+        scratch, tasks = Scratch(self._scratch_bytes), list[Task]()
+        gradients: dict[str, Array] = {}
         for name, parts in mine.items():
             operands = [[known[value] for value in part.leaf.operands] for part in parts]
-            made[name] = (
+            gradients[name] = (
                 given[name] if name in given else np.empty(parts[0].shape, operands[0][0].dtype)
             )
-            tasks.append(_task(parts, operands, made[name], self._workers, scratch))
+            tasks.append(_task(parts, operands, gradients[name], self._workers, scratch))
         run_parallel(tasks, self._workers)
-        return made
+        return gradients
 
 
 def _task(
@@ -294,18 +295,18 @@ class _Reader:
         node = self._makers[name]
         if node.qualified_op in _SUMS:
             return self._sum(node, depth)
-        found = self.parts(node.inputs[0], depth=depth + 1) if node.qualified_op in _MOVES else ()
-        moved = [self._moved(part, node) for part in found]
+        parts = self.parts(node.inputs[0], depth=depth + 1) if node.qualified_op in _MOVES else ()
+        moved = [self._moved(part, node) for part in parts]
         return tuple(part for part in moved if part) if all(moved) else ()
 
     def _sum(self, node: Node, depth: int) -> Parts:
-        found: Parts = ()
+        parts: Parts = ()
         for name in node.inputs:
             term = self.parts(name, depth=depth + 1)
-            found += term
-            if not term or len(found) > _MOST_USES:
+            parts += term
+            if not term or len(parts) > _MOST_USES:
                 return ()
-        return found
+        return parts
 
     def _moved(self, part: ProductTerm, node: Node) -> ProductTerm | None:
         """A part behind another move; None where its shape depends on the batch."""
