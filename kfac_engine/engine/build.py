@@ -70,25 +70,25 @@ class Assembly:
     Attributes:
         model: The model with its sessions.
         task: What is minimised.
-        found: Layers of the graph, parameters without one, and the parts that they name.
+        discovery: Layers of the graph, parameters without a layer, and parameter slices.
         collection: Their blocks, and the losses.
     """
 
     model: OnnxModel
     task: Task
-    found: Discovery
+    discovery: Discovery
     collection: LayerCollection
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on values that losses read in place of outputs, and on untrained parameters."""
-        zero = (layer for layer in self.found.layers if layer.reason.startswith(ZERO))
+        zero = (layer for layer in self.discovery.layers if layer.reason.startswith(ZERO))
         told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
         return (*self.task.notes, *notes_of(self.model.left_out), *told)
 
     def request_values(self, estimator: FisherEstimator) -> None:
         """Request the values that losses and statistics read from every forward pass."""
-        layers, losses = self.found.layers, self.task.objective.inputs
+        layers, losses = self.discovery.layers, self.task.objective.inputs
         read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
         self.model.want([*losses, *read])
         self.backwards(estimator)
@@ -140,8 +140,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         collection.set_default_approximation(kind, approximation)
     task = register_losses(model, collection, options.losses, options.reduction, inputs)
     check_mode(options.estimation_mode, task.heads, task.batch)
-    found = register_layers(model, task, collection, chosen)
-    assembly = Assembly(model, task, found, collection)
+    discovery = register_layers(model, task, collection, chosen)
+    assembly = Assembly(model, task, discovery, collection)
     estimator = FisherEstimator(
         collection.registered_variables,
         options.ema_decay,
@@ -253,11 +253,11 @@ def register_layers(
     graph = replace(model.graph, nodes=needed(model.graph.nodes, objective.inputs))
     dtypes = {name: fact.dtype for name, fact in model.facts.items()}
     alone = {name: p.axis for name, p in task.batch.places.items() if p.repeats == 1}
-    found = discover(graph, tuple(reached), shapes, task.batch.size, dtypes, alone)
+    discovery = discover(graph, tuple(reached), shapes, task.batch.size, dtypes, alone)
     apart = {layer.parameters[0]: (ParameterSlice(layer.parameters[0]),) for layer in unreached}
-    placed = [kept for layer in found.layers for kept in _placed(layer, task.batch, chosen)]
-    found = Discovery((*placed, *unreached), {**found.parts, **apart})
-    for layer in found.layers:
+    matches = [m for layer in discovery.layers for m in _placed(layer, task.batch, chosen)]
+    discovery = Discovery((*matches, *unreached), {**discovery.parts, **apart})
+    for layer in discovery.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
             collection.register_generic(key, objective.batch or objective.inputs[0])
@@ -274,7 +274,7 @@ def register_layers(
                 **layer.options,
             )
             _check_places(layer, collection.approximation_of(key), task.batch)
-    return found
+    return discovery
 
 
 def _why_unreached(jump: Node | None) -> str:

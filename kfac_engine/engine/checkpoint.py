@@ -318,33 +318,33 @@ def _factor_differences(
     saved: Sequence[_Entry],
     arrays: Sequence[Mapping[str, Array]],
 ) -> list[str]:
-    found = []
+    differences = []
     if len(saved) != len(factors):
-        found.append(f"{len(factors)} factors here and {len(saved)} there")
+        differences.append(f"{len(factors)} factors here and {len(saved)} there")
     for factor, old, its_arrays in zip(factors, saved, arrays, strict=False):
         if factor.name != old.name:
-            found.append(f"a factor is {factor.name} here and {old.name} there")
+            differences.append(f"a factor is {factor.name} here and {old.name} there")
         elif list(factor.operations) != old.operations:
-            found.append(
+            differences.append(
                 f"{factor.name} is refreshed to {list(factor.operations)} here and "
                 f"{old.operations} there"
             )
         here, there = factor.average.value, its_arrays.get("average")
         if here is not None and there is not None and here.shape != there.shape:
-            found.append(f"{factor.name} has shape {here.shape} here and {there.shape} there")
-    return found
+            differences.append(f"{factor.name} has shape {here.shape} here and {there.shape} there")
+    return differences
 
 
 def _array_differences(
     what: str, here: Mapping[str, Array], there: Mapping[str, Array]
 ) -> list[str]:
-    """Parameters, say, that differ in presence, shape or type."""
-    found = []
+    """Return a sentence for each array that differs in presence, shape or type."""
+    differences = []
     for name in dict.fromkeys((*here, *there)):
         one, other = (_form(arrays.get(name)) for arrays in (here, there))
         if one != other:
-            found.append(f"{what} '{name}' is {one} here and {other} there")
-    return found
+            differences.append(f"{what} '{name}' is {one} here and {other} there")
+    return differences
 
 
 def _form(array: Array | None) -> str:

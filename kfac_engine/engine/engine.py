@@ -72,7 +72,7 @@ class Engine(TrainableModel):
         self.schedule = schedule
         self.counter = 0
         self._prepared = False
-        self._found = assembly.found
+        self._discovery = assembly.discovery
         self._exps = tuple(exps)
         hints = (layer.hint for layer in self.layers if layer.hint)
         self._standing_notes = (*assembly.notes, *hints)
@@ -318,7 +318,7 @@ class Engine(TrainableModel):
     @property
     def layers(self) -> tuple[LayerReport, ...]:
         """A report for each layer with its block, and for each parameter without a layer."""
-        return layer_reports(self._found, self.collection, self._model, self._exps)
+        return layer_reports(self._discovery, self.collection, self._model, self._exps)
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Return a bound of the peak memory of a step, without running the model.
@@ -380,7 +380,7 @@ class Engine(TrainableModel):
         self, vectors: Mapping[str, Array], product: Product, rest: float, exp: float
     ) -> dict[str, Array]:
         """Multiply vectors by blocks, and the entries that no layer reads by ``rest``."""
-        slices = self._found.parts
+        slices = self._discovery.parts
         with quiet():
             blocks = self.estimator.products.multiply(split(slices, vectors), product)
             products = {n: join(slices[n], blocks, v, rest) for n, v in vectors.items()}

@@ -73,8 +73,9 @@ class ExampleGradients:
                 for name, array in cotangents.items()
             }
             if self._alone:
-                own = {name: array[rows[name]] for name, array in cotangents.items()}
-                yield self._changed(trace, slice(index, index + 1)).vjp(own, names)
+                example = self._changed(trace, slice(index, index + 1))
+                slices = {name: array[rows[name]] for name, array in cotangents.items()}
+                yield example.vjp(slices, names)
             else:
                 others = {name: _only(array, rows[name]) for name, array in cotangents.items()}
                 yield trace.vjp(others, names)

@@ -159,7 +159,7 @@ class Footprint:
         return max((self._operand(*pair) for pair in self._pairs()), default=0)
 
     def _pairs(self) -> Iterator[tuple[LayerMatch, LayerReport]]:
-        return zip(self.assembly.found.layers, self.layers, strict=True)
+        return zip(self.assembly.discovery.layers, self.layers, strict=True)
 
     def _operand(self, layer: LayerMatch, report: LayerReport) -> int:
         """Patches of a convolution, all of them; of other layers the input."""

@@ -212,7 +212,7 @@ def by_keyword(
 ) -> Callable[
     [Callable[[Owner, Source, Record], Made]], Callable[Concatenate[Owner, Source, Options], Made]
 ]:
-    """A decorator: the last argument, a record, is given by its fields as keywords instead.
+    """Return a decorator that replaces the last argument, a record, by keywords for its fields.
 
     Args:
         record: The class of the record; its fields appear in the signature, by keyword only.
@@ -221,7 +221,7 @@ def by_keyword(
         The decorator, for functions of two arguments and the record.
     """
     options = inspect.signature(record).parameters
-    made: Callable[..., Record] = record
+    new_record: Callable[..., Record] = record
     needed = [name for name, field in options.items() if field.default is field.empty]
 
     def decorate(
@@ -241,7 +241,7 @@ def by_keyword(
                     f"{function.__qualname__} takes one {source}, and options by keyword; "
                     f"needed: {', '.join(needed)}."
                 )
-            return function(owner, args[0], made(**fields))
+            return function(owner, args[0], new_record(**fields))
 
         call.__signature__ = shown.replace(parameters=[*leading, *options.values()])  # type: ignore[attr-defined] # read by inspect
         return cast("Callable[Concatenate[Owner, Source, Options], Made]", call)

@@ -89,12 +89,12 @@ class LossReport:
 
 
 def layer_reports(
-    found: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+    discovery: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
 ) -> tuple[LayerReport, ...]:
     """Return a report for each block, in the order of the graph.
 
     Args:
-        found: Layers, parameters without one, and the parts that they name.
+        discovery: Layers of the graph, parameters without a layer, and parameter slices.
         collection: Their blocks.
         model: Knows the shapes of the parameters.
         exps: Powers that are stored.
@@ -102,8 +102,8 @@ def layer_reports(
     Returns:
         The reports.
     """
-    owners = {part.name: (name, part) for name, parts in found.parts.items() for part in parts}
-    return tuple(_report(layer, owners, collection, model, exps) for layer in found.layers)
+    owners = {part.name: (name, part) for name, parts in discovery.parts.items() for part in parts}
+    return tuple(_report(layer, owners, collection, model, exps) for layer in discovery.layers)
 
 
 def loss_reports(
@@ -153,7 +153,7 @@ def _report(
     approximation = collection.approximation_of(key)
     item = max(model.parameters[owned[0][0]].dtype.itemsize, 4)
     shapes = block.factor_shapes([collection.require_shape(name) for name in layer.parameters])
-    kept = [
+    shapes_and_numbers = [
         (shape, factor.stored_numbers(shape))
         for shape, factor in zip(shapes, block.factors, strict=True)
     ]
@@ -167,8 +167,8 @@ def _report(
         inputs=layer.inputs,
         outputs=layer.outputs,
         factor_shapes=shapes,
-        factor_bytes=item * sum(prod(shape) + n for shape, n in kept),
-        inverse_flops=sum(refresh_cost(shape) for shape, n in kept if n),
+        factor_bytes=item * sum(prod(shape) + n for shape, n in shapes_and_numbers),
+        inverse_flops=sum(refresh_cost(shape) for shape, n in shapes_and_numbers if n),
         reason=layer.reason,
         hint=_hint(layer.kind, [name for name, _ in owned], shapes),
     )
