@@ -83,7 +83,8 @@ def _default(option: click.Option) -> str:
         return "required"
     value = option.default
     if isinstance(value, bool):
-        return "on" if value else "off"
+        # Versions of click differ in the default of a flag without an opposite.
+        return "on" if value else "off" if option.secondary_opts else ""
     shown = ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
     return f"`{shown}`" if option.show_default and shown is not None else ""
 
