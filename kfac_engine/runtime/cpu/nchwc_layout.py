@@ -1,12 +1,13 @@
-"""Convolutions on images in blocks of channels: the layout of ONNX Runtime's quickest kernels.
+"""Convolutions in the blocked layout of ONNX Runtime, for which it has its fastest kernels.
 
-An image ``(n, c, *pixels)`` in blocks lies as ``(n, c / block, *pixels, block)``, so that one
-vector register holds channels of one pixel. ONNX Runtime goes over to that layout by itself where
-kernels are constants; those of a model in training are fed. Its operators for it are in every
-optimized model that it writes, but in no documentation: a trial shows whether a build has them.
-Milliseconds of 1.31 on two threads of a processor with AVX-512, both ways around included:
+In the blocked layout, an image ``(n, c, *pixels)`` has shape ``(n, c / block, *pixels, block)``,
+so that a vector register contains channels of one pixel. ONNX Runtime converts convolutions with
+constant kernels to this layout. In training, kernels are inputs of the session, and ONNX Runtime
+does not convert them. The operators of this layout are not documented. A trial shows whether a
+build of ONNX Runtime has them. Times in ms, for version 1.31 on two threads of a processor with
+AVX-512, include the conversions of images and results:
 
-| images, kernel | plain | in blocks |
+| images, kernel | plain | blocked |
 |---|---|---|
 | 128 × 16 × 32 × 32, 3×3, 16 → 16 | 6.3 | 3.8 |
 | 128 × 64 × 8 × 8, 3×3, 64 → 64 | 3.7 | 2.2 |
@@ -33,23 +34,23 @@ from kfac_engine.graph.structure import Node
 
 DOMAIN = "com.microsoft.nchwc"
 
-# Laying a kernel out takes 1.3 ns a number, whatever the batch: larger ones wait for large batches.
+# Largest kernel that is converted: the conversion takes 1.3 ns a number, for any batch size.
 _MOST_NUMBERS = 1 << 20
 
-# The product that turns a kernel around takes each number as many times.
+# Most taps of a kernel that a product reverses: it takes as many multiplications for each number.
 _MOST_TAPS = 64
 
-_LAST = -(2**62)  # a backward slice that ends before it takes in index zero
+_LAST = -(2**62)  # a slice with step −1 and an end below this includes index zero
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedGraph:
-    """Nodes with the same results.
+    """A graph whose convolutions may use the blocked layout.
 
     Attributes:
-        nodes: In topological order.
-        constants: Those that were added.
-        copies: Name of each value that lies in blocks to the value that it is.
+        nodes: Nodes in topological order.
+        constants: New constants that the nodes read, by name.
+        copies: Map from a value in the blocked layout to the same value in the plain layout.
     """
 
     nodes: tuple[Node, ...]
@@ -59,13 +60,13 @@ class BlockedGraph:
 
 @dataclass(frozen=True, slots=True)
 class LayoutContext:
-    """What is known of the values of a graph.
+    """Results, shapes and constants of a graph.
 
     Attributes:
-        handed: Names of results that are handed over.
-        kernels: Shapes of float32 values that are the same in every batch, but no constants.
-        shapes: Shapes of other values in a sample run, as far as they are known.
-        constants: By name.
+        handed: Names of the results of the graph.
+        kernels: Shapes of float32 inputs that are the same for every batch, such as parameters.
+        shapes: Known shapes of other values in a sample run.
+        constants: Constants by name.
     """
 
     handed: Collection[str]
@@ -80,12 +81,12 @@ def convert_to_blocked(nodes: Sequence[Node], scene: LayoutContext, block: int) 
     A convolution in this layout includes an ``Add`` and a ``Relu`` that follow it.
 
     Args:
-        nodes: In topological order.
-        scene: What is known of their values.
-        block: Channels of a block; 0 where ONNX Runtime has no such layout.
+        nodes: Nodes in topological order.
+        scene: Results, shapes and constants of the graph.
+        block: Number of channels of a block; 0 if ONNX Runtime has no blocked layout.
 
     Returns:
-        Nodes with the same results, for ONNX Runtime alone.
+        A graph with the same results, which only ONNX Runtime can evaluate.
     """
     kernels = _shapes_of_kernels(nodes, scene) if block else {}
     if not any(node.op == "Conv" and node.inputs[1] in kernels for node in nodes):
@@ -105,50 +106,52 @@ def _shapes_of_kernels(nodes: Sequence[Node], scene: LayoutContext) -> dict[str,
     """Return the shapes of kernels and of views of kernels, which a backward graph reads."""
     shapes = dict(scene.kernels)
     for node in nodes:
-        if node.op in _TURNED and not node.domain and node.inputs[0] in shapes:
-            shape = _TURNED[node.op](node, shapes[node.inputs[0]], scene.constants)
+        if node.op in _SHAPE_AFTER and not node.domain and node.inputs[0] in shapes:
+            shape = _SHAPE_AFTER[node.op](node, shapes[node.inputs[0]], scene.constants)
             if shape:
                 shapes[node.outputs[0]] = shape
     return shapes
 
 
 def _transposed(
-    node: Node, sides: tuple[int, ...], constants: Mapping[str, Array]
+    node: Node, shape: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...]:
-    return tuple(sides[axis] for axis in integers(node, "perm", range(len(sides))[::-1]))
+    """Return the shape of a kernel after a Transpose."""
+    return tuple(shape[axis] for axis in integers(node, "perm", range(len(shape))[::-1]))
 
 
 def _reversed(
-    node: Node, sides: tuple[int, ...], constants: Mapping[str, Array]
+    node: Node, shape: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...] | None:
     """Return the shape of a kernel with all taps in reverse order; None for other slices."""
-    given = [constants.get(name) for name in node.inputs[1:5]]
-    if len(given) < 4 or any(array is None for array in given):
+    arrays = [constants.get(name) for name in node.inputs[1:5]]
+    if len(arrays) < 4 or any(array is None for array in arrays):
         return None
-    start, end, axes, step = (tuple(array) for array in given if array is not None)
-    taps = tuple(range(2, len(sides)))
+    start, end, axes, step = (tuple(array) for array in arrays if array is not None)
+    taps = tuple(range(2, len(shape)))
     whole = start == step == (-1,) * len(taps) and all(last < _LAST for last in end)
-    return sides if axes == taps and whole else None
+    return shape if axes == taps and whole else None
 
 
 def _reshaped(
-    node: Node, sides: tuple[int, ...], constants: Mapping[str, Array]
+    node: Node, shape: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...] | None:
-    shape = constants.get(node.inputs[1])
-    return tuple(int(n) for n in shape) if shape is not None and (shape > 0).all() else None
+    """Return the shape of a kernel after a Reshape; None if sizes are not constant."""
+    sizes = constants.get(node.inputs[1])
+    return tuple(int(n) for n in sizes) if sizes is not None and (sizes > 0).all() else None
 
 
-_TURNED: Mapping[
+_SHAPE_AFTER: Mapping[
     str,
     Callable[[Node, tuple[int, ...], Mapping[str, Array]], tuple[int, ...] | None],
 ] = {"Reshape": _reshaped, "Slice": _reversed, "Transpose": _transposed}
 
 
-def _inner(node: Node, sides: Sequence[int], block: int) -> int:
-    """Input channels that lie together in a kernel; 0 where plain layout is quicker."""
-    outs, ins, *kernel = sides
+def _inner(node: Node, shape: Sequence[int], block: int) -> int:
+    """Return the block size of a kernel's input channels; 0 if the plain layout is faster."""
+    outs, ins, *kernel = shape
     group = integer(node, "group", 1)
-    small = prod(kernel) > 1 and prod(sides) <= _MOST_NUMBERS
+    small = prod(kernel) > 1 and prod(shape) <= _MOST_NUMBERS
     if len(kernel) != 2 or outs % block or not small:
         return 0
     if group == 1:
@@ -161,14 +164,14 @@ def _inner(node: Node, sides: Sequence[int], block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A convolution that may take in what follows.
+    """A convolution that may be fused with the Add and the Relu that follow it.
 
     Attributes:
         node: The convolution.
-        inner: Input channels that lie together in its kernel.
-        result: The value it will make.
-        added: A value in blocks that it adds to what it makes; may be empty.
-        rectified: Whether it ends with Relu.
+        inner: Block size of the input channels of its kernel.
+        result: Name of the result of the fused convolution.
+        added: Name of a value in the blocked layout to add to the result; empty without an Add.
+        rectified: Whether a Relu is applied to the result.
     """
 
     node: Node
@@ -198,53 +201,58 @@ class _LayoutBuilder(NodeBuilder):
                 self._readers.setdefault(name, []).append(node)
 
     def visit(self, node: Node) -> None:
-        sides = self._scene.kernels.get(node.inputs[1]) if node.op == "Conv" else None
-        inner = _inner(node, sides, self._block) if sides and not node.domain else 0
+        """Add a node, or fuse it with a convolution before it."""
+        shape = self._scene.kernels.get(node.inputs[1]) if node.op == "Conv" else None
+        inner = _inner(node, shape, self._block) if shape and not node.domain else 0
         if inner:
-            self._keep(_Draft(node, inner, node.outputs[0]))
-        elif node.domain or node.op not in _TAKEN_IN or not _TAKEN_IN[node.op](self, node):
+            self._write_or_wait(_Draft(node, inner, node.outputs[0]))
+        elif node.domain or node.op not in _FUSED or not _FUSED[node.op](self, node):
             for name in (*node.inputs, *node.captures):
                 if name in self._drafts:
                     self._write(self._drafts.pop(name))
             self.nodes.append(node)
 
     def relu(self, node: Node) -> bool:
-        """Take a Relu into the convolution before it; False where that is none."""
+        """Fuse a Relu with the convolution before it; return False without a convolution."""
         draft = self._drafts.pop(node.inputs[0], None)
         if draft:
             self._write(replace(draft, result=node.outputs[0], rectified=True))
         return draft is not None
 
     def add(self, node: Node) -> bool:
-        """Take an Add into the convolution that makes one operand if the other is in blocks."""
+        """Fuse an Add with the convolution of an operand if the other operand is blocked."""
         for mine, other in (node.inputs, node.inputs[::-1]):
             draft = self._drafts.get(mine)
             if draft and not draft.added and self._alike(mine, other):
                 del self._drafts[mine]
                 if other in self._drafts:
                     self._write(self._drafts.pop(other))
-                self._keep(replace(draft, result=node.outputs[0], added=self.blocks[other]))
+                self._write_or_wait(
+                    replace(draft, result=node.outputs[0], added=self.blocks[other])
+                )
                 return True
         return False
 
     def _alike(self, mine: str, other: str) -> bool:
+        """Return whether two values have one shape and the second is in the blocked layout."""
         shapes = self._scene.shapes
         same = mine in shapes and shapes[mine] == shapes.get(other)
         return same and (other in self.blocks or other in self._drafts)
 
-    def _keep(self, draft: _Draft) -> None:
-        """Write a convolution, or wait for its only reader if that could be taken in."""
+    def _write_or_wait(self, draft: _Draft) -> None:
+        """Write a convolution, unless its only reader may be fused with it."""
         readers = self._readers.get(draft.result, [])
         alone = len(readers) == 1 and draft.result not in self._scene.handed
-        if alone and readers[0].op in _TAKEN_IN and not readers[0].domain:
+        if alone and readers[0].op in _FUSED and not readers[0].domain:
             self._drafts[draft.result] = draft
         else:
             self._write(draft)
 
     def _write(self, draft: _Draft) -> None:
+        """Add the nodes of a fused convolution, with its result in both layouts."""
         x, weight, *bias = draft.node.inputs
         outs, ins, *kernel = self._scene.kernels[weight]
-        # Images of few channels are read as they are.
+        # The convolution reads images of few channels in the plain layout.
         if ins >= self._block or integer(draft.node, "group", 1) > 1:
             x = self._image(x)
         operands = [x, self._kernel(weight, draft.inner), *(bias or [""]), draft.added]
@@ -259,6 +267,7 @@ class _LayoutBuilder(NodeBuilder):
         self.blocks[draft.result] = result
 
     def _image(self, x: str) -> str:
+        """Return the name of an image in the blocked layout."""
         if x not in self.blocks:
             self.blocks[x] = f"{x} in blocks"
             self.op("ReorderInput", x, result=self.blocks[x], domain=DOMAIN)
@@ -267,7 +276,7 @@ class _LayoutBuilder(NodeBuilder):
     def _kernel(self, weight: str, inner: int) -> str:
         """Return a kernel with the output channels of a block last, after the input channels."""
         if (weight, inner) not in self._kernels:
-            outs, ins, *kernel = sides = self._scene.kernels[weight]
+            outs, ins, *kernel = shape = self._scene.kernels[weight]
             name, size, taps = f"{weight} in blocks of {inner}", self._block, prod(kernel)
             rows = self._split(weight, outs // size, size, ins * taps)
             # A product with the unit matrix and a Transpose of whole blocks take a third of the
@@ -279,7 +288,7 @@ class _LayoutBuilder(NodeBuilder):
                 parts = self._split(blocks, outs // size, ins // inner, inner, taps, size)
                 blocks = f"{name}, moved"
                 self.op("Transpose", parts, result=blocks, perm=(0, 1, 3, 2, 4))
-            self.op("Reshape", blocks, self._sides(*sides), result=name)
+            self.op("Reshape", blocks, self._shape_constant(*shape), result=name)
             self._kernels[weight, inner] = name
         return self._kernels[weight, inner]
 
@@ -292,29 +301,30 @@ class _LayoutBuilder(NodeBuilder):
         Returns:
             Whether the kernel has few enough taps; False leaves the builder unchanged.
         """
-        sides = self._scene.kernels.get(node.inputs[0], ())
-        taps = prod(sides[2:])
+        shape = self._scene.kernels.get(node.inputs[0], ())
+        taps = prod(shape[2:])
         if node.outputs[0] not in self._scene.kernels or not 1 < taps <= _MOST_TAPS:
             return False
         flip = self.constant(np.eye(taps, dtype=np.float32)[::-1], label=f"flip of {taps}")
         lines = self._split(node.inputs[0], -1, taps)
         flipped = f"{node.outputs[0]}, in lines"
         self.op("MatMul", lines, flip, result=flipped)
-        self.op("Reshape", flipped, self._sides(*sides), result=node.outputs[0])
+        self.op("Reshape", flipped, self._shape_constant(*shape), result=node.outputs[0])
         return True
 
-    def _split(self, value: str, *sides: int) -> str:
-        result = f"{value} as {'×'.join(map(str, sides))}"
+    def _split(self, value: str, *shape: int) -> str:
+        """Return the name of a value after a Reshape."""
+        result = f"{value} as {'×'.join(map(str, shape))}"
         if result not in self._splits:
-            self.op("Reshape", value, self._sides(*sides), result=result)
+            self.op("Reshape", value, self._shape_constant(*shape), result=result)
         self._splits.add(result)
         return result
 
-    def _sides(self, *sides: int) -> str:
-        return self.constant(np.array(sides, np.int64), label=f"sides {'×'.join(map(str, sides))}")
+    def _shape_constant(self, *shape: int) -> str:
+        return self.constant(np.array(shape, np.int64), label=f"shape {'×'.join(map(str, shape))}")
 
 
-_TAKEN_IN: Mapping[str, Callable[[_LayoutBuilder, Node], bool]] = {
+_FUSED: Mapping[str, Callable[[_LayoutBuilder, Node], bool]] = {
     "Add": _LayoutBuilder.add,
     "Relu": _LayoutBuilder.relu,
     "Slice": _LayoutBuilder.flip,
