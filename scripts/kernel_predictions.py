@@ -63,9 +63,10 @@ def _tensor() -> Expected:
 def predictions() -> Iterator[str]:
     """The section of the page, line by line."""
     yield "## What is expected of a device\n"
-    yield "**Predictions, not measurements**: `kfac-engine bench --suite gpu` measures them. Floors are those of an H200 with"
-    yield "60 TFLOP/s in float32, 133 in 3 × TF32, 60 in float64, and 4.3 TB/s, whichever of products and bytes takes longer;"
-    yield f"a ResNet-50 has batch {_BATCH}.\n"
+    yield "**Predictions, not measurements**: `kfac-engine bench --suite gpu` measures them. The floor of a job is the longer"
+    yield "of two times on an H200: the time of its products, and the time of its bytes at 4.3 TB/s. The rates of products are"
+    yield "60 TFLOP/s in float32 and float64, and 133 TFLOP/s in 3 × TF32."
+    yield f"The ResNet-50 has batch {_BATCH}.\n"
     yield "| work | GFLOP | GB | products in | floor, ms | expected, ms | because |"
     yield "|---|---|---|---|---|---|---|"
     for counted, kind, expected in _rows():

@@ -35,9 +35,10 @@ _GEOMETRIES = {
 }
 _HEAD = """# Kernels
 
-To read a kernel, find its result in this table and open its source in `kernels/`; its first comment describes the work of
-a block and of a thread. To change a kernel, edit the source, then run `python -m scripts.compile_kernels` and
-`python -m scripts.kernel_report`, which writes this page. Neither needs a GPU.
+To read a kernel, find its result in this table and open its source in `kernels/`. The first comment of the source
+describes the work of a block and of a thread. To change a kernel, edit the source, then run
+`python -m scripts.compile_kernels` and `python -m scripts.kernel_report`, which writes this page. Neither program needs a
+GPU.
 
 | source | result | replaces |
 |---|---|---|
@@ -73,8 +74,8 @@ def resources() -> Iterator[str]:
     ]
     spilling = sum(taken.spilled_bytes > 0 for taken in each)
     yield "## Resources of a block\n"
-    yield "Largest number of registers of a thread over all variants of a source (types of images, lengths of rows, tensor cores),"
-    yield "with the kilobytes of shared memory of a block in brackets. `python -m scripts.compile_kernels` compiles every variant"
+    yield "Each cell is the largest number of registers of a thread over all variants of a source (types of images, lengths of"
+    yield "rows, tensor cores). Brackets contain the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
     yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory.\n"
     yield f"| kernel | {' | '.join(nvrtc.ARCHITECTURES)} |"
     yield "|---" * (len(nvrtc.ARCHITECTURES) + 1) + "|"
@@ -101,8 +102,8 @@ def cell(taken: nvrtc.Resources) -> str:
 
 def _exactness() -> Iterator[str]:
     yield "## Errors\n"
-    yield "Largest error relative to the largest entry of the result in float64, for each order of threads. A CPU runs every"
-    yield "thread of a block.\n"
+    yield "Each number is the largest error of a result, divided by the largest entry of the result in float64. A CPU executes"
+    yield "the threads of a block one after the other; each column is an order of the threads.\n"
     yield f"| kernel | case | {' | '.join(ORDERS)} |"
     yield "|---" * (len(ORDERS) + 2) + "|"
     for kernel, case, error in cases():

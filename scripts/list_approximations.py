@@ -12,14 +12,22 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
 
 HEAD = """# Approximations
 
-What each kind of layer can be given as its block of the Fisher matrix: by `approx=` of the
-registration that is named after the kind, by `approximations={kind: name}` of the engine, or by
-`--approx KIND=NAME`. Written by `scripts/list_approximations.py` from the table in the code.
+This page lists the approximations of the Fisher block for each kind of layer. Select an
+approximation by `approx=` of the registration that is named after the kind, by
+`approximations={kind: name}` of the engine, or by `--approx KIND=NAME`.
 
-`A` second moment of inputs, `G` of output gradients, both means over uses, examples and positions;
-`t` positions, `u` uses, `d` a lag between uses; `C`, `m` covariance and mean of a pixel's channels;
-`g` the gradient of an example (of the batch in blocks without an engine); `U`, `s`
-eigenbasis of the factors and variances in it. Damping and powers: [conventions](conventions.md).
+`scripts/list_approximations.py` writes this page from the table in the code.
+
+Formulas use these symbols:
+
+- `A` is the second moment of inputs, `G` the second moment of output gradients. Both are means over
+  uses, examples and positions.
+- `t` is the number of positions, `u` the number of uses, and `d` a lag between uses.
+- `C` and `m` are the covariance and the mean of the channels of a pixel.
+- `g` is the gradient of an example, or of the batch in blocks without an engine.
+- `U` is the eigenbasis of the factors, and `s` contains the variances in this basis.
+
+[Conventions](conventions.md) defines damping and powers.
 
 | kind of layer | approximation | block | source |
 |---|---|---|---|
@@ -27,7 +35,7 @@ eigenbasis of the factors and variances in it. Damping and powers: [conventions]
 
 
 def page() -> str:
-    """The page, as it should be."""
+    """Return the page for the current table."""
     rows = []
     for kind, found in KINDS.items():
         for name, row in found.approximations.items():

@@ -153,52 +153,53 @@ def written_by_hand() -> str:
 
 HEAD = """# How each operator is differentiated
 
-Written by `scripts/list_operators.py` with onnx {onnx} and ONNX Runtime {runtime}; the last part is
-by hand.
+Written by `scripts/list_operators.py` with onnx {onnx} and ONNX Runtime {runtime}; the last
+section is written by hand.
 
 | how | meaning |
 |---|---|
 | rule | a function in `kfac_engine/autodiff/rules` writes its derivative |
 | rewritten | a function in `kfac_engine/autodiff/lowering` replaces it by operators with rules |
-| unrolled | its body takes its place, once for each step |
-| by its definition | ONNX defines it by other operators, which take its place |
-| traced to the arrays it holds | whoever reads the sequence reads the arrays it was made of |
-| derivative is zero | it changes in jumps, or its operands are no real numbers |
-| loaded as … | an old form, replaced when the file is read |
-| refused | an error names it, where a derivative is asked for |
+| unrolled | a copy of its body for each step replaces it |
+| by its definition | ONNX defines it by other operators, which replace it |
+| traced to the arrays it holds | operators that read the sequence read the arrays of its elements |
+| derivative is zero | its result changes in jumps, or its operands are not real numbers |
+| loaded as … | another operator replaces this old form when the file is read |
+| refused | an error names it if its derivative is needed |
 
 ## Standard operators
 
 {count} operators:
 {kinds}.
 
-*Versions* are the operator sets that changed an operator; *tests* are the node tests with it, those
-that pass of those that apply.
+The column *versions* lists the operator sets that changed an operator. The column *tests* contains
+two numbers of node tests with the operator: the tests that pass, and the tests that apply.
 
 | operator | versions | how | tests |
 |---|---|---|---|"""
 OTHERS = """
 ## Operators of other domains
 
-Those that ONNX Runtime executes on the CPU but that have no row are refused by name. Attention is
-covered without a shared cache; quantized operators are refused. The weights of linear models, which
-`ai.onnx.ml` keeps in attributes, are read as parameters.
+An operator without a row is refused by name, even if ONNX Runtime executes it on the CPU. Attention
+operators are differentiated if they have no shared cache. Quantized operators are refused. Linear
+models of `ai.onnx.ml` store their weights in attributes; the engine reads them as parameters.
 
 | operator | how |
 |---|---|"""
 TESTS = """
 ## Node tests of the onnx package
 
-Each of the {count} models of one operator, or of an operator's definition, is read, rewritten and
-run; its results must be those that come with it, and its gradient must agree with central
-differences of ONNX Runtime's kernels along random directions.
+The onnx package has {count} models of one operator, or of the definition of an operator. Each model
+is read, rewritten and run. Its results must equal the expected results of the package. Its gradient
+must agree with central differences of ONNX Runtime's kernels along random directions.
 
-{applicable} apply: **{passed} pass ({share:.1f} %)**, {refused} are refused, {wrong} are wrong.
+{applicable} models apply.
+**{passed} pass ({share:.1f} %)**, {refused} are refused, {wrong} are wrong.
 
 | refused | why |
 |---|---|"""
 REASONS = """
-The others do not apply:
+The other models do not apply:
 
 | tests | why |
 |---|---|"""
