@@ -14,12 +14,12 @@ from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
 from kfac_engine.runtime.cpu.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
 from kfac_engine.runtime.cpu.transposed_products import fused_products
-from kfac_engine.runtime.cpu.weight_gradient_session import FinishingSession, divided
+from kfac_engine.runtime.cpu.weight_gradient_session import WeightGradientSession, split_backward
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.placement import open_session
 from kfac_engine.sessions.session import Session
 
-BackwardSession: TypeAlias = Session | DeviceSession | FinishingSession
+BackwardSession: TypeAlias = Session | DeviceSession | WeightGradientSession
 
 
 def open_backward(
@@ -37,10 +37,12 @@ def open_backward(
     """
     if context.memory_space is not HOST:
         return _open(context, backward, fetched)
-    parts = divided(backward, apart=WEIGHT_GRADIENTS in context.graph_passes)
+    parts = split_backward(backward, apart=WEIGHT_GRADIENTS in context.graph_passes)
     session = _open(context, parts.session, fetched) if parts.session.gradients else None
     workers = Workers(context.threads or None)
-    return FinishingSession(session, parts, context.graph.constants, workers, context.scratch_bytes)
+    return WeightGradientSession(
+        session, parts, context.graph.constants, workers, context.scratch_bytes
+    )
 
 
 def _open(

@@ -17,7 +17,7 @@ from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
 from kfac_engine.runtime.cpu.nchwc_layout import BlockedGraph
 from kfac_engine.runtime.cpu.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
 from kfac_engine.runtime.cpu.transposed_products import fused_products
-from kfac_engine.runtime.cpu.weight_gradient_session import divided
+from kfac_engine.runtime.cpu.weight_gradient_session import split_backward
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.sample_run import measured_facts, open_run, sample_batch
 
@@ -117,7 +117,7 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
         gradient for name, gradient in backward.gradients.items() if name in model.parameters
     }
     if model.memory_space is HOST:
-        backward = divided(backward, apart=WEIGHT_GRADIENTS in model.graph_passes).session
+        backward = split_backward(backward, apart=WEIGHT_GRADIENTS in model.graph_passes).session
     results = set(backward.gradients.values())
     constants = {**graph.constants, **backward.constants}
     nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in model.graph_passes)

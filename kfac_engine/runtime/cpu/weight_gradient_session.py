@@ -1,12 +1,12 @@
-"""Gradients that ONNX Runtime leaves to us: it hands over what they are products of.
+"""Weight gradients of convolutions, computed by BLAS outside ONNX Runtime.
 
-In its operators, the gradient of a convolution's kernel is made of copies of whole batches, which
-go through memory; here the copies of a few images stay in a cache. So a backward session on a CPU
-ends before such products, and they are done side by side.
+ONNX Runtime copies the patches of a whole batch through memory for the gradient of a kernel. This
+module copies the patches of a few images, which stay in the cache. A backward session on the CPU
+therefore returns the operands of these products, and threads compute the products.
 
-A gradient is computed here if it is a kernel gradient (see ``autodiff.weight_gradients``), a sum of
-a few, or a transposed or reshaped one, and if no node reads it or its terms. The session computes
-all other gradients as the graph says.
+A gradient is computed here if it is a sum of transposed or reshaped kernel gradients (see
+``autodiff.weight_gradients``), and if no node reads the gradient or a term of the sum. The session
+computes all other gradients.
 """
 
 from collections import ChainMap, Counter
@@ -27,18 +27,18 @@ from kfac_engine.graph.structure import Node
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
 
-# Loops that were unrolled use a weight many times: the operands of all uses would be kept.
+# An unrolled loop uses a weight many times; the operands of all uses would stay in memory.
 _MOST_USES = 8
-# A chain of sums and moves that is longer has too many uses, or comes from no rule.
+# No derivative rule writes a longer chain of sums and moves for so few uses.
 _LONGEST_CHAIN = 64
 
 
 class Move(NamedTuple):
-    """A rearrangement of numbers: of axes, or to another shape.
+    """A transposition or a change of the shape.
 
     Attributes:
-        perm: As ``np.transpose`` takes it; empty for another shape.
-        shape: Of the result.
+        perm: Order of the axes, as for ``np.transpose``; empty for a change of the shape.
+        shape: Shape of the result.
     """
 
     perm: tuple[int, ...]
@@ -46,52 +46,53 @@ class Move(NamedTuple):
 
 
 class ProductTerm(NamedTuple):
-    """A product, rearranged.
+    """A term of a gradient: a kernel gradient and the moves that follow it.
 
     Attributes:
-        leaf: The product.
-        moves: From the first to the last.
+        gradient: The kernel gradient.
+        moves: The moves, in the order of their application.
     """
 
-    leaf: KernelGradient
+    gradient: KernelGradient
     moves: tuple[Move, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what comes out."""
-        return self.moves[-1].shape if self.moves else self.leaf.shape
+        """Shape of the term."""
+        return self.moves[-1].shape if self.moves else self.gradient.shape
 
 
-# What a gradient is the sum of.
-Parts: TypeAlias = tuple[ProductTerm, ...]
+# The terms whose sum is a gradient.
+Terms: TypeAlias = tuple[ProductTerm, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
-    """A backward graph in two parts.
+class SplitBackward:
+    """A backward graph without its weight gradients, and their terms.
 
     Attributes:
-        session: What ONNX Runtime computes; its gradients are its results, by their own names.
-        finished: Gradients made of what that reads and computes, by name.
+        session: The graph that ONNX Runtime computes. Its results are the other gradients and the
+            operands of the terms, by name.
+        finished: Name of each weight gradient to its terms.
     """
 
     session: Backward
-    finished: Mapping[str, Parts]
+    finished: Mapping[str, Terms]
 
 
-def divided(backward: Backward, *, apart: bool = True) -> Divided:
-    """A backward graph, divided into the part of a session and the products outside it.
+def split_backward(backward: Backward, *, apart: bool = True) -> SplitBackward:
+    """Split the weight gradients that BLAS computes off a backward graph.
 
     Args:
         backward: The graph.
-        apart: Whether products are computed outside the session; False leaves all to the session.
+        apart: Whether any gradient is split off; False leaves all gradients to the session.
 
     Returns:
-        The two parts.
+        The graph of the session, and the terms of the weight gradients.
     """
     reader = _Reader(backward if apart else replace(backward, leaves={}))
     handed = dict.fromkeys(backward.gradients.values())
-    finished = {name: parts for name in handed if (parts := reader.parts(name, handed=True))}
+    finished = {name: terms for name in handed if (terms := reader.terms(name, handed=True))}
     computed = {name for node in backward.nodes for name in node.outputs}
     results = [
         name
@@ -104,29 +105,29 @@ def divided(backward: Backward, *, apart: bool = True) -> Divided:
         gradients={name: name for name in results},
         leaves={},
     )
-    return Divided(session, finished)
+    return SplitBackward(session, finished)
 
 
-class FinishingSession:
-    """A backward session on the CPU, and the products that it leaves out.
+class WeightGradientSession:
+    """A backward session on the CPU that computes weight gradients by BLAS.
 
     Args:
-        session: Computes ``parts.session``; None where nothing is left to compute.
-        parts: The two parts.
-        constants: Values that are fed to no session.
+        session: Computes ``terms.session``; None where that graph is empty.
+        terms: The graph of the session and the terms of the weight gradients.
+        constants: Constants of the graph, which are not inputs of the session.
         workers: Threads for the products.
-        scratch_bytes: Bound of their working memory.
+        scratch_bytes: Bound of the working memory of the products.
     """
 
     def __init__(
         self,
         session: Session | DeviceSession | None,
-        parts: Divided,
+        terms: SplitBackward,
         constants: Mapping[str, Array],
         workers: Workers,
         scratch_bytes: int,
     ) -> None:
-        self._session, self._parts = session, parts
+        self._session, self._parts = session, terms
         self._constants, self._workers = constants, workers
         self._scratch_bytes = scratch_bytes
 
@@ -151,7 +152,7 @@ class FinishingSession:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Evaluate gradients into arrays of the caller's own.
+        """Evaluate gradients into arrays of the caller.
 
         Args:
             results: Name of a gradient to a contiguous array of its shape and element type.
@@ -165,16 +166,18 @@ class FinishingSession:
             BackendError: An operator failed, or a result has another shape than its array.
         """
         finished = self._parts.finished
-        mine = {name: finished[name] for name in (*results, *others) if name in finished}
-        into = {name: array for name, array in results.items() if name not in mine}
+        selected = {name: finished[name] for name in (*results, *others) if name in finished}
+        into = {name: array for name, array in results.items() if name not in selected}
         computed = self._parts.session.gradients
         requested = dict.fromkeys(
-            name for name in (*others, *_operands(mine)) if name in computed and name not in into
+            name
+            for name in (*others, *_operands(selected))
+            if name in computed and name not in into
         )
         known = ChainMap(
             self._computed(into, tuple(requested), feeds), into, dict(feeds), dict(self._constants)
         )
-        gradients = self._finished(mine, results, known)
+        gradients = self._finished(selected, results, known)
         return {name: gradients[name] if name in gradients else known[name] for name in others}
 
     def _computed(
@@ -188,47 +191,50 @@ class FinishingSession:
         return self._session.run(requested, feeds)
 
     def _finished(
-        self, mine: Mapping[str, Parts], given: Mapping[str, Array], known: Mapping[str, Array]
+        self,
+        selected: Mapping[str, Terms],
+        results: Mapping[str, Array],
+        known: Mapping[str, Array],
     ) -> dict[str, Array]:
-        """Compute the gradients outside the session, in arrays of the caller where given."""
+        """Compute the gradients outside the session, into arrays of the caller where they exist."""
         scratch, tasks = Scratch(self._scratch_bytes), list[Task]()
         gradients: dict[str, Array] = {}
-        for name, parts in mine.items():
-            operands = [[known[value] for value in part.leaf.operands] for part in parts]
+        for name, terms in selected.items():
+            operands = [[known[value] for value in term.gradient.operands] for term in terms]
             gradients[name] = (
-                given[name] if name in given else np.empty(parts[0].shape, operands[0][0].dtype)
+                results[name] if name in results else np.empty(terms[0].shape, operands[0][0].dtype)
             )
-            tasks.append(_task(parts, operands, gradients[name], self._workers, scratch))
+            tasks.append(_task(terms, operands, gradients[name], self._workers, scratch))
         run_parallel(tasks, self._workers)
         return gradients
 
 
 def _task(
-    parts: Parts,
+    terms: Terms,
     operands: Sequence[Sequence[Array]],
     out: Array,
     workers: Workers,
     scratch: Scratch,
 ) -> Task:
-    """The task of a gradient: its parts are added in their order."""
+    """Return the task that adds the terms of a gradient in their order."""
 
     def write() -> None:
         out[...] = 0
-        for (leaf, moves), given in zip(parts, operands, strict=True):
-            product = _before(out, leaf.shape, moves)
+        for (gradient, moves), pair in zip(terms, operands, strict=True):
+            product = _before(out, gradient.shape, moves)
             if product is not None:
-                _add(leaf, given, product, workers, scratch)
+                _add(gradient, pair, product, workers, scratch)
                 continue
-            product = np.zeros(leaf.shape, out.dtype)
-            _add(leaf, given, product, workers, scratch)
+            product = np.zeros(gradient.shape, out.dtype)
+            _add(gradient, pair, product, workers, scratch)
             out[...] += _after(product, moves)
 
-    work = (_work(part.leaf, given) for part, given in zip(parts, operands, strict=True))
+    work = (_work(term.gradient, pair) for term, pair in zip(terms, operands, strict=True))
     return Task(sum(work), write)
 
 
 def _work(gradient: KernelGradient, operands: Sequence[Array]) -> float:
-    """Multiplications of a product; copies count as the multiplications of equal time."""
+    """Return the cost of a product in multiplications, with the copies of its operands."""
     x, g = operands
     return g.size * gradient.ins * gradient.window.taps + TO_READ * (x.size + g.size)
 
@@ -240,33 +246,37 @@ def _add(
     workers: Workers,
     scratch: Scratch,
 ) -> None:
-    """Add the gradient to ``out``, of any strides."""
+    """Add a kernel gradient to ``out``, which may have any strides."""
     x, g = operands
     window = gradient.window.resolved(x.shape[2:])
     add_weight_gradient(x, g, window, out, workers, scratch=scratch)
 
 
 def _after(product: Array, moves: Sequence[Move]) -> Array:
+    """Apply moves to a product."""
     for move in moves:
         product = product.transpose(move.perm) if move.perm else product.reshape(move.shape)
     return product
 
 
 def _before(out: Array, shape: tuple[int, ...], moves: Sequence[Move]) -> Array | None:
-    """``out`` as it is before the moves; None where that is not a view."""
+    """Return the view of ``out`` that becomes ``out`` by the moves; None if a copy is needed."""
     view = out
     shapes = [shape, *(move.shape for move in moves)]
-    for move, sides in zip(reversed(moves), reversed(shapes[:-1]), strict=True):
-        view = view.transpose(np.argsort(move.perm)) if move.perm else view.reshape(sides)
+    for move, before in zip(reversed(moves), reversed(shapes[:-1]), strict=True):
+        view = view.transpose(np.argsort(move.perm)) if move.perm else view.reshape(before)
     return view if np.may_share_memory(view, out) else None
 
 
-def _operands(gradients: Mapping[str, Parts]) -> list[str]:
-    return [name for parts in gradients.values() for part in parts for name in part.leaf.operands]
+def _operands(gradients: Mapping[str, Terms]) -> list[str]:
+    """Return the names of the operands of all terms."""
+    return [
+        name for terms in gradients.values() for term in terms for name in term.gradient.operands
+    ]
 
 
 class _Reader:
-    """Reads backward from a gradient to the products that it is made of."""
+    """Finds the terms of a gradient by a backward search in the graph."""
 
     def __init__(self, backward: Backward) -> None:
         self._leaves, self._constants = backward.leaves, backward.constants
@@ -276,16 +286,17 @@ class _Reader:
         )
         self._handed = frozenset(backward.gradients.values())
 
-    def parts(self, name: str, *, handed: bool = False, depth: int = 0) -> Parts:
-        """What a value is the sum of; nothing where that is not leaves which nobody else reads.
+    def terms(self, name: str, *, handed: bool = False, depth: int = 0) -> Terms:
+        """Return the terms whose sum is a value.
 
         Args:
             name: The value.
-            handed: Whether it is a gradient; else it stands in between and has one reader.
-            depth: Sums and moves between the gradient and the value.
+            handed: Whether the value is a gradient; an intermediate value must have one reader.
+            depth: Number of sums and moves between the gradient and the value.
 
         Returns:
-            Parts, in the order of their sum.
+            The terms in the order of the sum; empty if the value is not such a sum, or if another
+            node reads a term.
         """
         alone = (self._readers[name], name in self._handed) == (int(not handed), handed)
         if not alone or name not in self._makers or depth > _LONGEST_CHAIN:
@@ -295,30 +306,31 @@ class _Reader:
         node = self._makers[name]
         if node.qualified_op in _SUMS:
             return self._sum(node, depth)
-        parts = self.parts(node.inputs[0], depth=depth + 1) if node.qualified_op in _MOVES else ()
-        moved = [self._moved(part, node) for part in parts]
-        return tuple(part for part in moved if part) if all(moved) else ()
+        terms = self.terms(node.inputs[0], depth=depth + 1) if node.qualified_op in _MOVES else ()
+        moved = [self._moved(term, node) for term in terms]
+        return tuple(term for term in moved if term) if all(moved) else ()
 
-    def _sum(self, node: Node, depth: int) -> Parts:
-        parts: Parts = ()
+    def _sum(self, node: Node, depth: int) -> Terms:
+        """Return the terms of a sum; empty if an operand has none, or if there are too many."""
+        terms: Terms = ()
         for name in node.inputs:
-            term = self.parts(name, depth=depth + 1)
-            parts += term
-            if not term or len(parts) > _MOST_USES:
+            term = self.terms(name, depth=depth + 1)
+            terms += term
+            if not term or len(terms) > _MOST_USES:
                 return ()
-        return parts
+        return terms
 
-    def _moved(self, part: ProductTerm, node: Node) -> ProductTerm | None:
-        """A part behind another move; None where its shape depends on the batch."""
+    def _moved(self, term: ProductTerm, node: Node) -> ProductTerm | None:
+        """Return a term with a further move; None if the shape depends on the batch."""
         if node.op == "Transpose":
-            perm = integers(node, "perm", tuple(reversed(range(len(part.shape)))))
-            move = Move(perm, tuple(part.shape[axis] for axis in perm))
+            perm = integers(node, "perm", tuple(reversed(range(len(term.shape)))))
+            move = Move(perm, tuple(term.shape[axis] for axis in perm))
         else:
-            sides = self._constants.get(node.inputs[1])
-            if sides is None or min(sides, default=0) < 1:
+            shape = self._constants.get(node.inputs[1])
+            if shape is None or min(shape, default=0) < 1:
                 return None
-            move = Move((), tuple(map(int, sides)))
-        return ProductTerm(part.leaf, (*part.moves, move))
+            move = Move((), tuple(map(int, shape)))
+        return ProductTerm(term.gradient, (*term.moves, move))
 
 
 _SUMS = frozenset({"Add", "Sum"})  # of equal shapes: those of one weight

@@ -124,7 +124,7 @@ MARKS = {
 def opened(monkeypatch):
     """The backward sessions that are opened during a test."""
     recorded = Opened([], [])
-    compact, finishing = backward_session.compact_model, backward_session.FinishingSession
+    compact, finishing = backward_session.compact_model, backward_session.WeightGradientSession
 
     def compact_model(nodes, *given, **options):
         recorded.nodes.extend(nodes)
@@ -135,7 +135,7 @@ def opened(monkeypatch):
         return finishing(session, parts, *given)
 
     monkeypatch.setattr(backward_session, "compact_model", compact_model)
-    monkeypatch.setattr(backward_session, "FinishingSession", finishing_session)
+    monkeypatch.setattr(backward_session, "WeightGradientSession", finishing_session)
     return recorded
 
 

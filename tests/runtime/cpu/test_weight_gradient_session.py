@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 import kfac_engine as ke
 from kfac_engine.autodiff.rules import kernels
 from kfac_engine.runtime.cpu import weight_gradient_session
-from kfac_engine.runtime.cpu.weight_gradient_session import Move, ProductTerm, _task, divided
+from kfac_engine.runtime.cpu.weight_gradient_session import Move, ProductTerm, _task, split_backward
 from tests import models, oracle
 
 # Sums of some thousand products in float32, relative to the largest entry.
@@ -97,7 +97,7 @@ def test_kernels_have_the_gradient_that_differences_show(layer, batch):
     expected = differences(layer, x, c)
     for found in (trace.vjp({"output": c}, ["w"]), trace.writable_vjp({"output": c}, ["w"])):
         assert_close(found["w"], expected)
-    parts = divided(model.backwards()[0])
+    parts = split_backward(model.backwards()[0])
     assert not parts.session.nodes
     assert len(parts.finished) == 1
 
@@ -113,7 +113,7 @@ def test_groups_of_a_transposed_convolution_have_the_gradient_of_the_runtime(mon
         trace = model.run({"input": x})
         c = np.random.default_rng(1).standard_normal(trace["output"].shape).astype(np.float32)
         found.append(trace.vjp({"output": c}, ["w"])["w"])
-        assert len(divided(model.backwards()[0]).finished) == left
+        assert len(split_backward(model.backwards()[0]).finished) == left
     assert_close(found[1], found[0])
 
 
@@ -207,7 +207,7 @@ def test_gradients_of_kernels_in_any_place_are_those_of_the_exported_graph(build
     for found in (trace.vjp({"output": c}, names), trace.writable_vjp({"output": c}, names)):
         for name in names:
             assert_close(found[name], expected[name])
-    assert len(divided(model.backwards()[0]).finished) == left
+    assert len(split_backward(model.backwards()[0]).finished) == left
 
 
 @of_any_size
@@ -224,7 +224,7 @@ def test_a_reshape_to_an_unknown_shape_stays_in_the_session(shape, left):
     (reshape,) = (node for node in backward.nodes if node.outputs[0] in backward.gradients.values())
     assert reshape.op == "Reshape"
     constants = {**backward.constants, reshape.inputs[1]: np.array(shape)}
-    assert len(divided(replace(backward, constants=constants)).finished) == left
+    assert len(split_backward(replace(backward, constants=constants)).finished) == left
 
 
 @of_any_size
@@ -258,7 +258,7 @@ THIN = {
 @pytest.mark.parametrize("layer", THIN.values(), ids=THIN)
 def test_products_that_the_runtime_does_well_stay_there(layer):
     model = ke.load_model(layer.model())
-    assert not divided(model.backward(["output"], ["w"])).finished
+    assert not split_backward(model.backward(["output"], ["w"])).finished
 
 
 def test_a_net_of_many_layers_has_the_gradients_of_its_exported_graph():
@@ -273,7 +273,7 @@ def test_a_net_of_many_layers_has_the_gradients_of_its_exported_graph():
         found = trace.writable_vjp({"output": c}, names)
         for name in names:
             assert_close(found[name], expected[name])
-    assert len(divided(model.backwards()[0]).finished) == 3
+    assert len(split_backward(model.backwards()[0]).finished) == 3
 
 
 def _deep():
