@@ -17,12 +17,12 @@ H200 = GpuRates(4.3e12, {FLOAT32: 30e12, TF32: 200e12, SPLIT: 200e12 / 3, FLOAT6
 
 
 class Expected(NamedTuple):
-    """Part of the rate of the floor that is expected, in percent, and why.
+    """Expected rate of a kernel, in percent of the rate of its floor.
 
     Attributes:
         least: Percent.
         most: Percent.
-        reason: What keeps it from the floor.
+        reason: Cause of the difference from the floor.
     """
 
     least: int
@@ -30,17 +30,19 @@ class Expected(NamedTuple):
     reason: str
 
 
-_STREAM = Expected(60, 90, "reads and writes along rows")
+_STREAM = Expected(60, 90, "reads and writes run along rows")
 _KERNELS: Mapping[str, Expected] = {
-    "moment": Expected(35, 55, "as all factors; the border reads the images once more"),
-    "groups": Expected(15, 30, "some 200 instructions to find the nine pixels of 45 products"),
-    "squares": Expected(25, 45, "products from shared memory in FP32 units, four by four a thread"),
-    "channels": Expected(20, 40, "as many instructions to find pixels"),
+    "moment": Expected(
+        35, 55, "the blocks of the factors above; the border reads the images again"
+    ),
+    "groups": Expected(15, 30, "about 200 instructions find the nine pixels of 45 products"),
+    "squares": Expected(25, 45, "FP32 units read shared memory; a thread has 4 × 4 products"),
+    "channels": Expected(20, 40, "as many instructions find pixels"),
     "diagonal": Expected(50, 80, "two launches"),
-    "patches": Expected(20, 40, "divisions for each number"),
-    "sums": Expected(40, 70, "a warp an entry: tails of 32"),
-    "classes": Expected(10, 25, "the exponential in float64, twice"),
-    "ids": Expected(20, 50, "counts in the second-level cache"),
+    "patches": Expected(20, 40, "each number takes divisions"),
+    "sums": Expected(40, 70, "a warp sums each entry; the last 32 numbers of a row are incomplete"),
+    "classes": Expected(10, 25, "two exponentials in float64 for each class"),
+    "ids": Expected(20, 50, "counts are in the second-level cache"),
     "finite": _STREAM,
     "average": _STREAM,
     "mirror": _STREAM,
@@ -50,18 +52,18 @@ _KERNELS: Mapping[str, Expected] = {
 
 
 def _tensor() -> Expected:
-    """The expectation for products on tensor cores, whose blocks have 128 threads."""
+    """Return the expected rate of products on tensor cores, whose blocks have 128 threads."""
     taken = [
         compiled("patch_products")[entry(variant, "sm_90")]["patch_products"].registers
         for variant in variants("patch_products")
         if {"-DSPLIT=3", "-DINPUT=0"} <= {*variant}
     ]
     registers = f"{min(taken)} to {max(taken)} registers"
-    return Expected(40, 60, f"four warps of {registers} a block: loads are not hidden wholly")
+    return Expected(40, 60, f"four warps of {registers} a block do not hide all loads")
 
 
 def predictions() -> Iterator[str]:
-    """The section of the page, line by line."""
+    """Yield the lines of the section on predictions."""
     yield "## What is expected of a device\n"
     yield "**Predictions, not measurements**: `kfac-engine bench --suite gpu` measures them. The floor of a job is the longer"
     yield "of two times on an H200: the time of its products, and the time of its bytes at 4.3 TB/s. The rates of products are"
@@ -91,7 +93,7 @@ def _rows() -> Iterator[tuple[Counted, str, Expected]]:
     yield (
         gpu_counts.inverses(layers),
         FLOAT64,
-        Expected(20, 40, "most is in factorisations of 4608², whose panels are slow"),
+        Expected(20, 40, "factorisations of 4608² take most of the time; their panels are slow"),
     )
     yield gpu_counts.gradients(layers), FLOAT32, Expected(50, 80, "108 products of cuBLAS")
     for kernel, counted in gpu_counts.kernels(gpu_counts.Sizes()).items():

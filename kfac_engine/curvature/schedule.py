@@ -26,8 +26,8 @@ class Schedule:
             0``), ``"round_robin"`` (an equal number each call) or ``"balanced"`` (an equal cost
             each call).
         overlap: Whether a refresh of one call is used from the next call on, so that a GPU computes
-            inverses during the next batch. Inverses of call 0 are used at once. On a CPU the option
-            changes nothing.
+            inverses during the next batch. Inverses of call 0 are used at once. A CPU gives the
+            same results, but the option saves no time there.
     """
 
     covariance_every: int = 1

@@ -34,8 +34,8 @@ class MemoryReport:
         factors: Moving averages and stored powers.
         scratch: Peak of temporary arrays.
         sessions: Memory of ONNX Runtime and of graphs, without values.
-        device: What of it lies in a GPU's own memory: factors and scratch, and where the model runs
-            there all but sessions. The rest is the host's.
+        device: Bytes of the parts above that are in the memory of a GPU: factors and scratch, and
+            all parts but sessions if the model runs on the GPU.
     """
 
     parameters: int
