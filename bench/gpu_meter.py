@@ -60,7 +60,7 @@ class GpuRates:
     products: Mapping[str, float]
 
     def floor(self, counted: Counted, kind: str) -> float:
-        """Return the least seconds of work with products of a kind."""
+        """Return the least time in which a GPU can do this work, in seconds."""
         multiplied: float = counted.products / self.products[kind]
         moved: float = counted.moved / self.copied_bytes
         return max(multiplied, moved)

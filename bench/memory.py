@@ -91,7 +91,7 @@ def in_new_process(network: str, batch: int, mode: str) -> Peak:
 
 
 def step_peak(network: str, batch: int, mode: str) -> tuple[int, int]:
-    """Measure two steps in this process.
+    """Measure the peak memory of two steps in this process.
 
     Args:
         network: Name of the network.

@@ -17,7 +17,7 @@ from kfac_engine.graph.structure import Node
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """Return a run that computes gradients and the natural gradients of layers.
+    """Return a function that computes gradients and the natural gradients of layers.
 
     Args:
         network: Name of the network.

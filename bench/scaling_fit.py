@@ -1,4 +1,4 @@
-"""Exponents of the growth of a cost with a size."""
+"""Scaling exponents of a cost, fitted over a range of sizes."""
 
 from collections.abc import Sequence
 

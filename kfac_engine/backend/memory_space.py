@@ -117,7 +117,7 @@ HOST: Final[MemorySpace] = HostMemory()
 
 
 def stays_on_host(dtype: DType, rank: int) -> bool:
-    """Check whether a value stays on the host: counts and shapes, which operators read there.
+    """Check whether a value stays on the host, where operators read counts and shapes.
 
     Args:
         dtype: Element type of the value.

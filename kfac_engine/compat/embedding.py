@@ -17,7 +17,7 @@ from kfac_engine.layers.token_ids import TokenIdView
 
 
 class EmbeddingInputKroneckerFactor(VocabularyFactor):
-    """``Cov = (1/n) Σ_i diag(n_hot(ids_i)²)``: how many rows have each identifier.
+    """``Cov = (1/n) Σ_i diag(n_hot(ids_i)²)``: counts of each identifier.
 
     Args:
         input_ids: Names of identifiers ``(n, ids)`` or ``(n,)``, one a tower.

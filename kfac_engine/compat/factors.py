@@ -226,7 +226,7 @@ def tensors_of(names: Gradients) -> Tensors:
 
 
 def uses_in(tensors: Tensors, num_uses: int | None) -> int:
-    """Return the number of uses, from a number and from lists of names.
+    """Return the number of uses, given as a number or as a list of names for each tower.
 
     Args:
         tensors: Result of ``tensors_of``.

@@ -138,7 +138,7 @@ def bind_losses(
     options: LossOptions,
     inputs: Mapping[str, Array] | None = None,
 ) -> tuple[tuple[LossBinding, ...], Batch]:
-    """Losses on the outputs of a model.
+    """Bind losses to the outputs of a model.
 
     Args:
         graph: The model.

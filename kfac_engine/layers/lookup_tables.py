@@ -50,7 +50,7 @@ def find_token_ids(context: MatchContext, value: str) -> str:
 
 
 def _positions(context: MatchContext, table: str, ids: str, rows: str) -> LayerMatch | None:
-    """Return the layer of a table of positions, whose rows are added to the data."""
+    """Return the layer of a position embedding, whose rows are added to the data."""
     value, (user, _) = rows, context.only_user(rows)
     while user is not None and user.op in _VIEWS and not user.domain:
         value = user.outputs[0]

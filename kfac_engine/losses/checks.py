@@ -130,7 +130,7 @@ def require_finite(what: str, array: Array) -> None:
 
 
 def require_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
-    """Check a shape.
+    """Check that an array has the expected shape.
 
     Args:
         what: Subject of the message.

@@ -191,7 +191,7 @@ class _Probe:
         return replace(batch, places={name: place for name, place in places.items() if place})
 
     def with_doubt(self, batch: Batch, outputs: Sequence[str]) -> Batch:
-        """Return the batch with a doubt if its examples depend on each other."""
+        """Return the batch with a warning if its examples depend on each other."""
         node = self.coupled(batch, outputs)
         return replace(batch, doubt=node and f"{node} makes them depend on each other")
 

@@ -161,7 +161,7 @@ def value_bytes(fact: Fact) -> int:
 
 
 def _peak(nodes: Iterable[Node], sizes: Mapping[str, float], returned: Collection[str]) -> float:
-    """Return the peak of the bytes of live results while the nodes run in order.
+    """Return the peak memory of live results while the nodes run in order, in bytes.
 
     A result is live until its last reader has run; results in ``returned`` stay live.
     """

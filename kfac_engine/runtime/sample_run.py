@@ -61,7 +61,7 @@ class SampleRun:
         return {name: known[name] for name in self._computed if name in known}
 
     def inferred_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of results that ONNX Runtime infers from those of the inputs."""
+        """Return the shapes of results that ONNX Runtime infers from the shapes of the inputs."""
         shapes = {name: entry.shape or () for name, entry in self._inferred.items()}
         # ONNX Runtime returns an empty shape for scalars and for unknown ranks.
         empty = [name for name, shape in shapes.items() if not shape]

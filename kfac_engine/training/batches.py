@@ -144,7 +144,7 @@ def is_pair_of_arrays(data: object) -> TypeGuard[tuple[Any, Targets]]:
 
 
 def arrays_of(inputs: object, targets: Targets, axes: ExampleAxes) -> Batch:
-    """Return inputs and targets as arrays with an index, from any library."""
+    """Return inputs and targets of any library as arrays that can be indexed."""
     named = {name: as_array(array) for name, array in axes.named(inputs).items()}
     if targets is None:
         return named, None

@@ -232,7 +232,7 @@ def at_least_zero(name: str, value: object) -> None:
 
 
 def fraction(name: str, value: object) -> None:
-    """Refuse a value that is not a number in [0, 1), with an InputError."""
+    """Raise an InputError unless a value is a number in [0, 1)."""
     number(name, value)
     if not 0 <= value < 1:  # type: ignore[operator] # a number
         raise InputError(f"{name} must lie in [0, 1), got {value!r}.")

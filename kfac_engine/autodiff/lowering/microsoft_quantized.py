@@ -1,4 +1,4 @@
-"""Products with weights of four or eight bits: frozen, but what goes through them is not."""
+"""Products with frozen weights of four or eight bits; their data has a derivative."""
 
 import numpy as np
 

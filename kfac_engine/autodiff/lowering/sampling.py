@@ -40,7 +40,7 @@ def grid_sample(b: LoweringBuilder, node: Node) -> None:
 
 
 def _grid_taps(b: LoweringBuilder, node: Node, axis: int) -> Taps:
-    """Return the taps along one spatial axis; the grid has the last axis first."""
+    """Return the interpolation taps of one spatial axis; the grid lists the last axis first."""
     image, grid = node.inputs
     spatial = len(b.facts[image].shape) - 2
     mode = text(node, "mode", "bilinear")

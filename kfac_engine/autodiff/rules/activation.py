@@ -86,7 +86,7 @@ def hard_sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 @vjp_rule("HardSwish")
 def hard_swish(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope x/3 + 1/2 between −3 and 3, else a step."""
+    """The derivative is x/3 + 1/2 between −3 and 3, else a step."""
     x = node.inputs[0]
     bent = b.op("Less", b.op("Abs", x), b.scalar(3, x))
     outside = b.cast_like(_positive(b, x), x)
@@ -98,25 +98,25 @@ def hard_swish(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 @vjp_rule("Tanh")
 def tanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope 1 − y²."""
+    """The derivative is 1 − y²."""
     return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, -1)))}
 
 
 @vjp_rule("Sigmoid")
 def sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope y (1 − y)."""
+    """The derivative is y (1 − y)."""
     return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (0, 1, -1)))}
 
 
 @vjp_rule("Softplus")
 def softplus(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope sigmoid(x)."""
+    """The derivative is sigmoid(x)."""
     return {0: b.op("Mul", g[0], b.op("Sigmoid", node.inputs[0]))}
 
 
 @vjp_rule("Softsign")
 def softsign(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope 1/(1 + |x|)²."""
+    """The derivative is 1/(1 + |x|)²."""
     x = node.inputs[0]
     root = b.op("Add", b.op("Abs", x), b.scalar(1, x))
     return {0: b.op("Div", g[0], b.op("Mul", root, root))}
@@ -124,13 +124,13 @@ def softsign(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 @vjp_rule("Elu")
 def elu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope 1 for x > 0, else y + α."""
+    """The derivative is 1 for x > 0, else y + α."""
     return _exponential_unit(b, node, g[0], number(node, "alpha", 1.0), 1.0)
 
 
 @vjp_rule("Selu")
 def selu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope γ for x > 0, else y + γ α."""
+    """The derivative is γ for x > 0, else y + γ α."""
     gamma = number(node, "gamma", _SELU_GAMMA)
     return _exponential_unit(b, node, g[0], gamma * number(node, "alpha", _SELU_ALPHA), gamma)
 
@@ -146,7 +146,7 @@ def _exponential_unit(
 
 @vjp_rule("Celu")
 def celu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slope 1 for x > 0, else 1 + y/α."""
+    """The derivative is 1 for x > 0, else 1 + y/α."""
     x, y = node.inputs[0], node.outputs[0]
     left = polynomial(b, y, (1, 1 / number(node, "alpha", 1.0)))
     return {0: b.op("Mul", g[0], b.op("Where", _positive(b, x), b.scalar(1, x), left))}

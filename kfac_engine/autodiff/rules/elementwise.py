@@ -40,7 +40,7 @@ def mul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Div")
 def div(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """With q = g/x₁: q and −q y."""
+    """The cotangents q and −q y with q = g/x₁."""
     quotient = b.op("Div", g[0], node.inputs[1])
     wide = {0: quotient}
     if 1 in wanted:
@@ -135,7 +135,7 @@ def log(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Sqrt")
 def sqrt(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over 2 y."""
+    """The cotangent divided by 2 y."""
     y = node.outputs[0]
     return {0: b.op("Div", b.op("Mul", g[0], b.scalar(0.5, y)), y)}
 

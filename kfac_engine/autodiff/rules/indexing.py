@@ -47,7 +47,7 @@ def numbers(b: VjpBuilder, x: str) -> str:
 
 @vjp_rule("Gather")
 def gather(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Add the cotangents of slices to their origin."""
+    """Scatter-add the cotangents of slices into the cotangent of the data."""
     x, indices = node.inputs
     axis = integer(node, "axis", 0) % b.rank(x)
     if axis == 0 and b.rank(x) > 1:

@@ -57,7 +57,7 @@ class Correlation:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Number of positions of each axis."""
+        """Number of output positions along each axis."""
         return *self.spatial_shape[: self.cut], *self.window.output_shape(self.spatial_shape)[
             self.cut :
         ]

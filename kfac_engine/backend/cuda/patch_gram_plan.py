@@ -66,7 +66,7 @@ class Recipe:
         return prod(self.grids[grid][1])
 
     def cost(self, images: int) -> int:
-        """Return the number of positions of all products."""
+        """Return the number of output positions over all products, the cost of a plan."""
         needed = {part for terms in self.terms.values() for part, _ in terms}
         return sum(images * self.positions(part.grid) + _START for part in needed)
 

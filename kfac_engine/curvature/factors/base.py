@@ -80,7 +80,7 @@ class FisherFactor(FactorOperations, ABC):
         return self.average.read(self.name).copy()
 
     def check(self, values: Values, known: TensorStats | None = None) -> None:
-        """Check that a batch fits the average and is finite.
+        """Check that a batch is finite and has the shape of the average.
 
         An update by a checked batch raises no error. Numbers whose squares overflow float32 are
         accepted: the average is float64 from this batch on.

@@ -148,7 +148,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         return self._within(self.average.read(self.name))
 
     def _lower(self) -> Array:
-        """Return the matrix or the stack, of which only the lower triangle is defined."""
+        """Return the average, a matrix or a stack; only its lower triangle is defined."""
         return self._within(self.average.lower(self.name))
 
     def _within(self, average: Array) -> Array:

@@ -32,7 +32,7 @@ class ScaleShiftMoment(LayerPairs):
     shift: Reduction | None
 
     def entries(self, values: Values) -> int:
-        """Return the size of ``v``; a ShapeError if inputs and gradients do not fit."""
+        """Return the size of ``v``; raise a ShapeError if inputs and gradients differ in shape."""
         for x_name, ds_name in self.products():
             x, ds = values[x_name].shape, values[ds_name].shape
             if len(x) != len(ds) or any(a not in (1, b) for a, b in zip(x, ds, strict=True)):

@@ -183,7 +183,7 @@ def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: B
 
 
 def multiply_infinite(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
-    """Return the block of option 2 times ``V``.
+    """Multiply ``V`` by the block of option 2, which assumes an infinite sequence.
 
     Args:
         V: Vectors, ``(…, d_in, d_out)``.

@@ -26,7 +26,7 @@ PASSES = Registry(
 
 
 def chosen_passes(names: Sequence[str] | None) -> frozenset[str]:
-    """Check the names of the passes that a model runs.
+    """Return the checked names of the passes that a model runs.
 
     Args:
         names: Names from ``PASSES``; None for all of them, an empty list for none.

@@ -287,7 +287,7 @@ class _Reader:
         self._handed = frozenset(backward.gradients.values())
 
     def terms(self, name: str, *, handed: bool = False, depth: int = 0) -> Terms:
-        """Return the terms whose sum is a value.
+        """Return the kernel gradients whose sum is a value of the graph.
 
         Args:
             name: The value.
