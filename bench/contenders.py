@@ -1,4 +1,4 @@
-"""The table of contenders: the package and the definition, and in a checkout also the peers."""
+"""Table of contenders: the package and its definition; in a checkout also other libraries."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module

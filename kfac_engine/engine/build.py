@@ -304,10 +304,10 @@ def _moved(layer: LayerMatch, batch: Batch) -> str:
 
 
 def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
-    """Refuse an approximation that needs the examples on axis 0 if they are on another axis.
+    """Check that an approximation supports the axis that holds the examples.
 
     Raises:
-        UnsupportedError: They are not.
+        UnsupportedError: The approximation needs the examples on axis 0, and they are on another.
     """
     moved = _moved(layer, batch)
     if moved and row(layer.kind, approximation).examples_first:

@@ -31,7 +31,7 @@ class Recorder:
         return tuple(self._stages.values())
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Return a context whose time and memory are added to the stage of this name."""
+        """Return a context manager that adds its time and memory to the named stage."""
         return self._measured(name) if self._active else nullcontext()
 
     @contextmanager

@@ -189,7 +189,7 @@ class OnnxModel:
         return {old: trace[new].copy() for old, new in self._statistics.items()}
 
     def to_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert parameters or gradients to the types and names of the file.
+        """Convert parameters or gradients to the element types and the names in the model file.
 
         Args:
             values: Parameter name to array.

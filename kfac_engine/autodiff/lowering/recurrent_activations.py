@@ -71,7 +71,7 @@ def _elu(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
 
 
 def _thresholded(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
-    """Write ``x`` above α, else zero."""
+    """Write the nodes of ThresholdedRelu: ``x`` where ``x > α``, else zero."""
     above = b.op("Greater", x, b.scalar(alpha, node.inputs[0]))
     return b.op("Where", above, x, b.scalar(0, node.inputs[0]))
 
@@ -81,13 +81,13 @@ def _hard_sigmoid(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: 
 
 
 def _affine(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
-    """Write ``α x + β``."""
+    """Write the nodes of ``α x + β``."""
     slope, shift = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
     return b.op("Add", b.op("Mul", x, slope), shift)
 
 
 def _scaled_tanh(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
-    """Write ``α tanh(β x)``."""
+    """Write the nodes of ``α tanh(β x)``."""
     outer, inner = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
     return b.op("Mul", b.op("Tanh", b.op("Mul", x, inner)), outer)
 

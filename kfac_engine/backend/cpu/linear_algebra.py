@@ -167,7 +167,7 @@ class NumpyLinearAlgebra:
 
 
 def _eigh_of_stack(stack: Array, workers: Workers) -> tuple[Array, Array]:
-    """Return eigenvalues and eigenvectors of a stack, divided among threads."""
+    """Return eigenvalues and eigenvectors of stacked matrices; threads divide the stack."""
     parts: dict[int, tuple[Array, Array]] = {}
 
     def decompose(rows: slice) -> None:

@@ -226,7 +226,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
             self._solvers[option, identity] = self._stored(make(side, self.backend))
 
     def _stored(self, side: _Side) -> _Side:
-        """Return a factor of a closed form in the element type of the average."""
+        """Convert the arrays of a closed form to the element type of the average."""
         arrays = {field.name: getattr(side, field.name) for field in fields(side)}
         dtype = self._matrix().dtype
         return replace(side, **{k: array.astype(dtype) for k, array in arrays.items()})
