@@ -93,18 +93,21 @@ class RatedUpdate:
         if self.precondition_first:
             natural = self._clipped(self.engine.precondition(gradients), gradients, step.rate)
             velocity = direction = self._averaged(velocity, natural)
+            solves = False
         else:
             velocity = self._averaged(velocity, gradients)
-            direction = self._clipped(self.engine.precondition(velocity), velocity, step.rate)
+            natural = self.engine.precondition(velocity)
+            direction = self._clipped(natural, velocity, step.rate)
+            solves = direction is natural and not self.weight_decay
         updates = {
             name: step.rate * (array + self.weight_decay * step.parameters[name])
             for name, array in direction.items()
         }
 
         def predict() -> float:
-            if self.precondition_first:
+            if not solves:
                 return quadratic_change(self.engine, gradients, updates)
-            # F u = v, up to the age of the inverses, so that no product with F is needed.
+            # (F + λ) u = v, up to the age of the inverses, so that no product with F is needed.
             along, against = dot(direction, velocity), dot(direction, gradients)
             return 0.5 * step.rate**2 * along - step.rate * against
 

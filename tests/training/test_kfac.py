@@ -1,6 +1,7 @@
 """The K-FAC optimizer against a re-implementation in float64."""
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
@@ -158,6 +159,37 @@ def test_the_damping_follows_the_reduction_ratio(change, predicted, factor):
     damping, ratio = ke.DampingAdaptation().adapted(0.1, change, predicted)
     assert damping == pytest.approx(0.1 * factor)
     assert np.isnan(ratio) if predicted == 0 else ratio == change / predicted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_constraint": 1e-3}, {"weight_decay": 0.5}, {"momentum_type": "regular"}],
+    ids=["plain", "constrained", "decayed", "regular"],
+)
+def test_the_quadratic_model_is_exact_for_linear_regression(options):
+    """The block of a linear layer under squared error is the Hessian matrix of the loss."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 64, 3))
+    engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
+    optimizer = ke.KfacOptimizer(
+        engine, 0.5, 1e-10, statistics_every=1, statistics_part=1.0, refresh_every=1,
+        adapt_damping=ke.DampingAdaptation(interval=1), **options,
+    )  # fmt: skip
+    for _ in range(3):
+        report = optimizer.step({"x": x}, y)
+        # The factors are damped by about √λ = 1e-5, relative to eigenvalues near 1.
+        assert report.reduction_ratio == pytest.approx(1, rel=1e-3)
+
+
+def linear_model():
+    weight = np.random.default_rng(1).standard_normal((3, 3))
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])]
+    shapes = [onnx.helper.make_tensor_value_info(n, 11, ["n", 3]) for n in "xy"]
+    graph = onnx.helper.make_graph(
+        nodes, "linear", shapes[:1], shapes[1:], [onnx.numpy_helper.from_array(weight, "w")]
+    )
+    opset = onnx.helper.make_opsetid("", 18)
+    return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
 
 
 def test_an_adapted_damping_has_a_lower_bound():
