@@ -121,7 +121,8 @@ def fit(  # noqa: PLR0913 (the options of a run)
         records.append(record)
         stop = [callback(record, chosen) is True for callback in callbacks]
         if any(stop) and not ends.run:
-            record.update(run.evaluated())
+            if not ends.epoch:
+                record.update(run.evaluated())
             ends = _Ends(ends.epoch, True)
         file.add(record)
         if store.is_due(reached, ends):

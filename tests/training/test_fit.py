@@ -147,6 +147,23 @@ def test_callbacks_see_each_step_and_may_end_the_run(data):
     assert "validation_loss" in history.records[-1]
 
 
+def test_a_callback_that_ends_the_run_with_an_epoch_costs_no_second_validation(data, monkeypatch):
+    evaluated = []
+    evaluate = ke.Engine.evaluate
+    monkeypatch.setattr(
+        ke.Engine, "evaluate", lambda *args, **more: evaluated.append(1) or evaluate(*args, **more)
+    )
+
+    def at_the_end_of_an_epoch(record, optimizer):
+        return "validation_loss" in record
+
+    history = ke.fit(
+        net.engine(), data, callbacks=[at_the_end_of_an_epoch], validation=data, **options()
+    )
+    assert len(evaluated) == 1
+    assert [record["epoch"] for record in history.records] == [0] * len(history.records)
+
+
 def test_the_log_has_a_line_of_json_for_each_record(data, tmp_path):
     path = tmp_path / "run.jsonl"
     x, y = net.batch(7)
