@@ -46,7 +46,7 @@ class InferenceModel:
         model = self._model
         checked = check_inputs(model.graph, inputs)
         feeds = {name: model.memory_space.as_feed(array) for name, array in checked.items()}
-        feeds |= model.context().stored
+        feeds |= {**model.parameters, **model.buffers}
         known = {**model.graph.constants, **feeds}
         computed = tuple(name for name in dict.fromkeys(names) if name not in known)
         results: dict[str, Array] = {}
