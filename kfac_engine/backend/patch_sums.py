@@ -4,6 +4,8 @@ Images are summed first. Then pixels become taps, one axis at a time: the pixels
 along an axis do not depend on the other axes.
 """
 
+from collections.abc import Callable, Iterator
+from math import prod
 from types import ModuleType
 
 from kfac_engine._types import Array, DType
@@ -13,6 +15,9 @@ from kfac_engine.errors import ShapeError
 
 # Images that are summed in their own precision before the sums are added in float64.
 _SUM_IMAGES = 64
+# Entries of the channels of an image that are summed at a time, which bound the working memory:
+# 16 MiB in float64, and 8 MiB in float32.
+_SUM_NUMBERS = 1 << 21
 
 
 def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
@@ -27,10 +32,7 @@ def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
     Returns:
         ``(taps·channels,)``, tap-major, float64.
     """
-    total = xp.zeros(x.shape[1:])
-    for start in range(0, len(x), _SUM_IMAGES):
-        total += x[start : start + _SUM_IMAGES].sum(axis=0, dtype=dtype)
-    return _by_taps(total, window, xp)
+    return _summed(x, window, xp, lambda images: images.sum(axis=0, dtype=dtype))
 
 
 def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
@@ -45,7 +47,8 @@ def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
     Returns:
         ``(n, taps·channels)``, tap-major, in ``dtype``.
     """
-    return _by_taps(x.astype(dtype, copy=False), window, xp)
+    sums_by_tap: Array = _by_taps(x.astype(dtype, copy=False), window, xp).reshape(len(x), -1)
+    return sums_by_tap
 
 
 def add_patch_squares(
@@ -65,12 +68,14 @@ def add_patch_squares(
         ShapeError: ``out`` has another shape.
     """
     check_feature_vector(x, window, out)
-    total = xp.zeros(x.shape[1:])
-    for start in range(0, len(x), _SUM_IMAGES):
-        part = x[start : start + _SUM_IMAGES].astype(out.dtype, copy=False)
-        total += xp.einsum("n...,n...->...", part, part)
+
+    def squares(images: Array) -> Array:
+        images = images.astype(out.dtype, copy=False)
+        total: Array = xp.einsum("n...,n...->...", images, images)
+        return total
+
     scale(out, beta)
-    out += alpha * _by_taps(total, window, xp)
+    out += alpha * _summed(x, window, xp, squares)
 
 
 def check_feature_vector(x: Array, window: Window, out: Array) -> None:
@@ -92,8 +97,36 @@ def check_feature_vector(x: Array, window: Window, out: Array) -> None:
         )
 
 
+def _summed(
+    x: Array, window: Window, xp: ModuleType, add_images: Callable[[Array], Array]
+) -> Array:
+    """Return the sum over all patches of a function of the pixels, ``(taps·channels,)``.
+
+    Args:
+        x: Images, ``(n, channels, *spatial_shape)``.
+        window: Geometry.
+        xp: The array library.
+        add_images: Sums its function over the first axis of some images with some channels.
+    """
+    sums_by_tap = []
+    for channels in _channel_groups(x.shape[1:]):
+        total = xp.zeros((channels.stop - channels.start, *x.shape[2:]))
+        for start in range(0, len(x), _SUM_IMAGES):
+            total += add_images(x[start : start + _SUM_IMAGES, channels])
+        sums_by_tap.append(_by_taps(total, window, xp))
+    joined: Array = xp.concatenate(sums_by_tap, axis=-1).reshape(-1)
+    return joined
+
+
+def _channel_groups(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Split the channels of an image into groups with at most ``_SUM_NUMBERS`` entries each."""
+    count = max(1, _SUM_NUMBERS // max(1, prod(shape[1:])))
+    for start in range(0, shape[0], count):
+        yield slice(start, min(start + count, shape[0]))
+
+
 def _by_taps(total: Array, window: Window, xp: ModuleType) -> Array:
-    """Sum what each tap sees of images: ``(…, channels, *shape)`` to ``(…, taps·channels)``."""
+    """Sum the pixels under each tap: ``(…, channels, *shape)`` to ``(…, *kernel, channels)``."""
     axes = len(window.kernel)
     spatial_shape, channels = total.shape[total.ndim - axes :], total.ndim - axes - 1
     everywhere = (slice(None),) * (channels + 1)
@@ -102,6 +135,5 @@ def _by_taps(total: Array, window: Window, xp: ModuleType) -> Array:
         seen = (window.seen(axis, tap, spatial_shape)[1] for tap in range(taps))
         sums = [total[(*everywhere, pixels)].sum(axis=channels + 1) for pixels in seen]
         total = xp.stack(sums, axis=-1)
-    last = xp.moveaxis(total, channels, -1)
-    sums_by_tap: Array = last.reshape(*total.shape[:channels], -1)
+    sums_by_tap: Array = xp.moveaxis(total, channels, -1)
     return sums_by_tap

@@ -1,11 +1,13 @@
 """Sums over patches that are never made, against patches read pixel by pixel."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from kfac_engine.backend.patch_sums import add_patch_squares, patch_sums, row_sums
-from kfac_engine.backend.window import pointwise
+from kfac_engine.backend.window import Window, pointwise
 from tests.backend.geometries import CORNERS, STRIDE_ONE, STRIDED, Case
 from tests.backend.truths import patches
 
@@ -44,3 +46,24 @@ def test_rows_without_positions_are_themselves() -> None:
     found = row_sums(x, pointwise(0), DOUBLE, np)
     assert found.dtype == np.float64
     np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize("squares", [False, True], ids=["sums", "squares"])
+def test_a_large_image_is_summed_in_bounded_memory(squares):
+    """Working memory is 24 MiB and the sums of a tap, for images of any size."""
+    window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+    x = np.ones((1, 64, 400, 400), np.float32)
+    out = np.zeros(9 * 64, np.float32)
+    tracemalloc.start()
+    if squares:
+        add_patch_squares(x, window, out, np, alpha=1.0, beta=0.0)
+    else:
+        out[:] = patch_sums(x, window, x.dtype, np)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert x.nbytes > 39e6
+    assert peak < 34e6
+    # A tap sees 400 or, at the border, 399 pixels along each axis.
+    seen = np.array([399, 400, 399])
+    expected = np.multiply.outer(seen, seen)[..., None].repeat(64, axis=-1)
+    np.testing.assert_array_equal(out.reshape(3, 3, 64), expected)
