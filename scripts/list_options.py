@@ -28,6 +28,7 @@ SECTIONS = {
     "approximations": "approximations.md",
     "backend": "gpu.md",
     "scratch_bytes": "performance.md#memory-and-growth",
+    "train_form": "conventions.md#normalizations-in-training-form",
     "graph_passes": "performance.md#graph-passes",
 }
 

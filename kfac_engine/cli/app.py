@@ -93,6 +93,7 @@ _SPELLINGS = {
     "class_axis=": "--class-axis ",
     "find_logits=False": "--no-find-logits",
     "sample_inputs": "--inputs",
+    "train_form": "--train-form",
 }
 
 

@@ -84,7 +84,8 @@ class Assembly:
         """Sentences on values that losses read in place of outputs, and on untrained parameters."""
         zero = (layer for layer in self.discovery.layers if layer.reason.startswith(ZERO))
         told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
-        return (*self.task.notes, *notes_of(self.model.left_out), *told)
+        form = self.model.loaded.notes
+        return (*self.task.notes, *form, *notes_of(self.model.left_out), *told)
 
     def request_values(self, estimator: FisherEstimator) -> None:
         """Request the values that losses and statistics read from every forward pass."""
@@ -161,7 +162,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
 
 def _loaded(source: ModelSource, options: EngineOptions) -> LoadedModel:
     """Load a model and find its batch axes; its outputs are chosen before anything runs."""
-    loaded = load_model(source)
+    loaded = load_model(source, train_form=options.train_form)
     if loaded.float_outputs:
         options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
     named = with_batch_axes(loaded.graph.inputs, options.batch_axes)

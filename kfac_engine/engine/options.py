@@ -72,6 +72,8 @@ class EngineOptions:
         tie_weights: Train weights that are equal in the file as one parameter. See ``ties``.
         batch_axes: Axis of an input that holds the examples; by default found by running the model.
             All inputs with examples must be named.
+        train_form: Put the normalizations and dropouts of a model that was exported for inference
+            into training form. The file of ``export`` has the form of the model's file.
         graph_passes: Graph passes that make sessions faster or smaller. The table is in
             ``docs/performance.md``; all by default, none for an empty list.
     """
@@ -100,6 +102,7 @@ class EngineOptions:
     gradient_dtype: GradientDType = "file"
     tie_weights: bool = False
     batch_axes: Mapping[str, int] | None = None
+    train_form: bool = False
     graph_passes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +122,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least=1)
         whole("seed", self.seed, least=0)
-        for name in ("tie_weights", "compute_cholesky", "compute_cholesky_inverse"):
+        for name in ("tie_weights", "train_form", "compute_cholesky", "compute_cholesky_inverse"):
             flag(name, getattr(self, name))
         chosen_passes(self.graph_passes)
         for name, like in _DICTIONARIES.items():

@@ -35,7 +35,11 @@ from kfac_engine.graph.passes.decompose import decompose
 from kfac_engine.graph.passes.expansions import check_sizes
 from kfac_engine.graph.passes.newer_opsets import executable
 from kfac_engine.graph.passes.order import all_nodes, refuse_repeated, sort_nodes
-from kfac_engine.graph.passes.shared_constants import separate_statistics
+from kfac_engine.graph.passes.shared_constants import (
+    separate_normalizations,
+    separate_statistics,
+)
+from kfac_engine.graph.passes.train_form import in_train_form
 from kfac_engine.graph.passes.upcast import declared_halves, upcast
 from kfac_engine.graph.read import read_model
 from kfac_engine.graph.structure import Graph, Input
@@ -73,11 +77,13 @@ class LoadedModel:
             ``graph.constants``.
         stored: Element types in the file, for constants, inputs and outputs that are float16 or
             bfloat16 in the file and float32 in the graph.
+        notes: Notes on nodes that cannot be put into training form.
     """
 
     graph: Graph
     template: onnx.ModelProto
     stored: Mapping[str, DType] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def float_outputs(self) -> tuple[str, ...]:
@@ -100,22 +106,25 @@ def load_graph(source: ModelSource) -> Graph:
     return load_model(source).graph
 
 
-def load_model(source: ModelSource) -> LoadedModel:
+def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
     """Read a model and return its canonical graph with the message.
 
     Args:
         source: A path, the bytes of a file, or a message. A message is not changed.
+        train_form: Whether the graph has normalizations and dropouts in training form. The message
+            keeps the form of the file.
 
     Returns:
         The graph and the message.
 
     Raises:
+        InputError: ``train_form`` is set for a model without normalization and dropout.
         ModelError: The file cannot be read, or does not contain a valid model.
         UnsupportedError: An input, constant or attribute of the model is not a dense tensor.
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
     try:
-        return _load(read_model(source), path)
+        return _load(read_model(source), path, train_form)
     except UnicodeDecodeError as failure:
         # Protobuf accepts any bytes as text; the error comes when the text is read.
         raise ModelError(
@@ -134,7 +143,7 @@ def external_files(path: Path) -> Iterator[Path]:
             yield from (path.parent / e.value for e in entry.external_data if e.key == "location")
 
 
-def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
+def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> LoadedModel:
     check_versions(model)
     if model.graph.sparse_initializer:
         name = model.graph.sparse_initializer[0].values.name
@@ -144,25 +153,25 @@ def _load(model: onnx.ModelProto, path: Path | None) -> LoadedModel:
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     template = _template(model, external)
     separate_statistics(template, constants)
+    if train_form:
+        separate_normalizations(template, constants)
     working, filled, inner = _canonical(template, constants)
     _decode_all(working.graph, template)
     stored = declared_halves((*template.graph.input, *template.graph.output))
     stored |= upcast(working.graph, constants)
-    return LoadedModel(
-        graph=Graph(
-            nodes=decompose(canonical_nodes(working.graph.node), constants),
-            inputs=tuple(_inputs(working.graph.input, constants, stored)),
-            outputs=tuple(entry.name for entry in working.graph.output),
-            constants=constants,
-            opset=opset(working),
-            name=path.name if path else _text(model.graph.name) or "model",
-            domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
-            filled=filled,
-            inner=inner,
-        ),
-        template=template,
-        stored=stored,
+    graph = Graph(
+        nodes=decompose(canonical_nodes(working.graph.node), constants),
+        inputs=tuple(_inputs(working.graph.input, constants, stored)),
+        outputs=tuple(entry.name for entry in working.graph.output),
+        constants=constants,
+        opset=opset(working),
+        name=path.name if path else _text(model.graph.name) or "model",
+        domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
+        filled=filled,
+        inner=inner,
     )
+    graph, notes = in_train_form(graph) if train_form else (graph, ())
+    return LoadedModel(graph=graph, template=template, stored=stored, notes=notes)
 
 
 def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.ModelProto:

@@ -12,6 +12,7 @@ from kfac_engine.data import demo_model
 from kfac_engine.runtime.trace import Trace
 from tests.engine.test_buffers import normalised
 from tests.engine.test_recurrent_engine import classifier
+from tests.engine.test_train_form import folded, network
 from tests.models import Net, layer_norm, random_inputs, resnet_block, two_outputs
 
 
@@ -216,3 +217,21 @@ def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys)
     assert "batch_axes names 'z'" in capsys.readouterr().err
     assert main(["inspect", str(path), "--loss", "normal"]) == 2
     assert "batch_axes" in capsys.readouterr().err
+
+
+def test_normalizations_and_dropouts_in_inference_form_have_a_note_with_the_option(
+    tmp_path, capsys
+):
+    path = tmp_path / "model.onnx"
+    onnx.save(network(training=False, dropout=True), path)
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (norms,) = [line for line in lines if "'node_norm0', 'node_norm1'" in line]
+    (dropout,) = [line for line in lines if "'node_dropped': dropout" in line]
+    assert "--train-form" in norms
+    assert "--train-form" in dropout
+    assert main(["inspect", str(path), "--train-form"]) == 0
+    assert "inference" not in capsys.readouterr().out
+    onnx.save(folded(), path)
+    assert main(["inspect", str(path), "--train-form"]) == 2
+    assert capsys.readouterr().err.startswith("error: --train-form changes nothing in model")

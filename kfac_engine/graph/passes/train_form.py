@@ -1,0 +1,163 @@
+"""Puts normalizations and dropouts of a model exported for inference into training form."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+from kfac_engine.graph.structure import Graph, Node
+
+# Dropout ratio of ONNX for a node without one.
+_DEFAULT_RATIO = 0.5
+_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+# Messages name so many nodes.
+_MOST_NAMES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceNodes:
+    """Nodes of a graph that compute another function in training, in the form of inference.
+
+    Attributes:
+        normalizations: ``BatchNormalization`` nodes with running statistics that are constants.
+        dropouts: ``Dropout`` nodes that drop nothing.
+        fixed: ``BatchNormalization`` nodes with computed running statistics.
+        biased: Convolutions with a constant bias whose result no ``BatchNormalization`` reads. A
+            normalization that an exporter folded into the weights leaves such a convolution.
+    """
+
+    normalizations: tuple[Node, ...]
+    dropouts: tuple[Node, ...]
+    fixed: tuple[Node, ...]
+    biased: tuple[Node, ...]
+
+
+def inference_nodes(graph: Graph) -> InferenceNodes:
+    """Return the nodes of a canonical graph that are in the form of inference."""
+    nodes = [node for node in graph.nodes if not node.domain]
+    norms = [node for node in nodes if node.op == "BatchNormalization" and not _trains(graph, node)]
+    normalized = {node.inputs[0] for node in nodes if node.op == "BatchNormalization"}
+    return InferenceNodes(
+        normalizations=tuple(node for node in norms if _has_constants(graph, node)),
+        dropouts=tuple(node for node in nodes if node.op == "Dropout" and _is_idle(graph, node)),
+        fixed=tuple(node for node in norms if not _has_constants(graph, node)),
+        biased=tuple(
+            node
+            for node in nodes
+            if node.op in _CONVOLUTIONS
+            and "".join(node.inputs[2:3]) in graph.constants
+            and node.outputs[0] not in normalized
+        ),
+    )
+
+
+def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """Put normalizations and dropouts into training form.
+
+    A ``BatchNormalization`` with constant running statistics normalizes with the statistics of the
+    batch, and returns new running statistics under its ``momentum``. A ``Dropout`` drops elements;
+    its generator has a fixed seed, so that runs are repeatable. Nodes in bodies stay as they are.
+
+    Args:
+        graph: Canonical graph.
+
+    Returns:
+        The graph with the same names for the same values; and notes on nodes that stay in the form
+        of inference, each a sentence without its period.
+
+    Raises:
+        InputError: The graph has no normalization and no dropout.
+    """
+    idle = inference_nodes(graph)
+    changed = {node.name for node in (*idle.normalizations, *idle.dropouts)}
+    if not changed and not any(_trains(graph, node) for node in graph.nodes):
+        raise InputError(_nothing_to_train(graph, idle))
+    always = _free_name("training mode", graph)
+    rewritten = (
+        _trained(node, always, index) if node.name in changed else node
+        for index, node in enumerate(graph.nodes)
+    )
+    constants: dict[str, Array] = {**graph.constants}
+    if idle.dropouts:
+        constants[always] = np.array(True)
+    return replace(graph, nodes=tuple(rewritten), constants=constants), tuple(_notes(graph, idle))
+
+
+def listed_names(nodes: Sequence[Node]) -> str:
+    """Return the names of nodes for a message; many are cut to a few and a number."""
+    names = ", ".join(f"'{node.name}'" for node in nodes[:_MOST_NAMES])
+    more = len(nodes) - _MOST_NAMES
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _trained(node: Node, always: str, index: int) -> Node:
+    """Return a node in training form; ``always`` is a constant that is true."""
+    if node.op == "BatchNormalization":
+        # Further results of operator sets before 14 have no counterpart.
+        attributes = {**node.attributes, "training_mode": 1}
+        return replace(node, outputs=node.outputs[:1], attributes=attributes)
+    ratio = "".join(node.inputs[1:2])
+    attributes = {"seed": index, **node.attributes}
+    return replace(node, inputs=(node.inputs[0], ratio, always), attributes=attributes)
+
+
+def _trains(graph: Graph, node: Node) -> bool:
+    """Check whether a node is a normalization or a dropout that can be in training form."""
+    if node.domain:
+        return False
+    if node.op == "BatchNormalization":
+        return bool(node.attributes.get("training_mode", 0))
+    return node.op == "Dropout" and not _is_idle(graph, node, least=-1.0)
+
+
+def _has_constants(graph: Graph, node: Node) -> bool:
+    return all(name in graph.constants for name in node.inputs[3:5])
+
+
+def _is_idle(graph: Graph, node: Node, least: float = 0.0) -> bool:
+    """Check for a Dropout in the form of inference with a ratio of more than ``least``."""
+    _, ratio, mode = (*node.inputs, "", "")[:3]
+    known = graph.constants.get(ratio)
+    if known is None and ratio:
+        return False
+    value = _DEFAULT_RATIO if known is None else float(known)
+    return value > least and (not mode or (mode in graph.constants and not graph.constants[mode]))
+
+
+def _notes(graph: Graph, idle: InferenceNodes) -> Iterator[str]:
+    if idle.fixed:
+        yield (
+            f"train_form leaves {listed_names(idle.fixed)} in the form of inference: the running "
+            f"statistics are not constants of the file"
+        )
+    others = any(node.op == "BatchNormalization" for node in graph.nodes)
+    if idle.biased and not others:
+        yield _folded(idle)
+
+
+def _nothing_to_train(graph: Graph, idle: InferenceNodes) -> str:
+    if idle.fixed:
+        why = f"the running statistics of {listed_names(idle.fixed)} are not constants of the file"
+    else:
+        why = "it has no BatchNormalization and no Dropout"
+    folded = f" {_folded(idle).capitalize()}." if idle.biased else ""
+    return (
+        f"train_form changes nothing in model '{graph.name}': {why}.{folded} Leave train_form out, "
+        f"or export the model in training form."
+    )
+
+
+def _folded(idle: InferenceNodes) -> str:
+    return (
+        f"normalizations that were folded into convolutions cannot be recovered; these "
+        f"convolutions have biases, as folding leaves them: {listed_names(idle.biased)}"
+    )
+
+
+def _free_name(name: str, graph: Graph) -> str:
+    taken = set(graph.values())
+    while name in taken:
+        name += "_"
+    return name

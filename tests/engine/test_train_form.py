@@ -1,0 +1,254 @@
+"""``train_form`` trains a file in inference form like the same network in training form."""
+
+from functools import partial
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from onnxruntime import InferenceSession
+
+import kfac_engine as ke
+from tests import models
+from tests.engine.test_inference import in_inference
+
+MOMENTUM = 0.7
+SGD = partial(ke.SGD, learning_rate=0.1)
+NORM = ("scale", "shift", "mean", "var")
+
+
+def norm(net, name, x, width, **attributes):
+    operands = [
+        net.positive(f"{name}.scale", width),
+        net.weight(f"{name}.shift", width),
+        net.weight(f"{name}.mean", width),
+        net.positive(f"{name}.var", width),
+    ]
+    return net.op("BatchNormalization", x, *operands, to=name, **attributes)
+
+
+def network(training=True, dropout=False):
+    """Two convolutions with normalizations, and a dense layer, in training or inference form."""
+    net = models.Net(seed=3)
+    x = net.op("Conv", "input", net.weight("conv0.weight", 4, 2, 3, 3), to="conv0", pads=[1] * 4)
+    x = net.op("Relu", norm(net, "norm0", x, 4, momentum=MOMENTUM), to="act0")
+    x = net.conv("conv1", x, 4, 3, 3)
+    x = net.op("Tanh", norm(net, "norm1", x, 3), to="act1")
+    x = net.op("GlobalAveragePool", x, to="pooled")
+    x = net.op("Flatten", x, to="flat")
+    if dropout:
+        x = net.op("Dropout", x, net.constant("ratio", np.float32(0.4)), to="dropped")
+    net.op("Gemm", x, net.weight("fc.weight", 3, 5), net.weight("fc.bias", 5), to="output")
+    model = net.model({"input": ["batch", 2, 6, 6]}, {"output": ["batch", 5]})
+    return in_training(model) if training else model
+
+
+def in_training(model):
+    """Return the model as an exporter writes it in training form."""
+    other = onnx.ModelProto()
+    other.CopyFrom(model)
+    for index, node in enumerate(other.graph.node):
+        if node.op_type == "BatchNormalization":
+            node.attribute.append(helper.make_attribute("training_mode", 1))
+            node.output.extend([f"{node.name}.mean", f"{node.name}.var"])
+        if node.op_type == "Dropout":
+            node.input.append("mode")
+            node.attribute.append(helper.make_attribute("seed", index))
+            other.graph.initializer.append(numpy_helper.from_array(np.array(True), "mode"))
+    onnx.checker.check_model(other, full_check=True)
+    return other
+
+
+@pytest.fixture
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 2, 6, 6)).astype(np.float32)
+    return {"input": x}, rng.integers(0, 5, 8)
+
+
+def trained(model, data, make=ke.KfacOptimizer, steps=4, **options):
+    engine = ke.Engine.from_onnx(model, loss="categorical", **options)
+    optimizer = make(engine)
+    losses = [optimizer.step(*data).loss for _ in range(steps)]
+    return engine, losses
+
+
+def run(model, inputs):
+    session = InferenceSession(
+        model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model),
+        providers=["CPUExecutionProvider"],
+    )
+    return session.run(["output"], inputs)[0]
+
+
+@pytest.mark.parametrize("make", [ke.KfacOptimizer, SGD], ids=["kfac", "sgd"])
+@pytest.mark.parametrize("dropout", [False, True], ids=["norms", "norms and dropout"])
+def test_train_form_trains_bit_for_bit_like_the_file_in_training_form(data, make, dropout):
+    ours, losses = trained(network(False, dropout), data, make, train_form=True)
+    theirs, expected = trained(network(True, dropout), data, make)
+    assert losses == expected
+    assert set(ours.buffers) == {f"norm{i}.{part}" for i in range(2) for part in ("mean", "var")}
+    for arrays, others in ((ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)):
+        assert arrays.keys() == others.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, others[name], err_msg=name)
+    start = {e.name: numpy_helper.to_array(e) for e in network().graph.initializer}
+    assert all((array != start[name]).any() for name, array in ours.buffers.items())
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["norms", "norms and dropout"])
+def test_export_keeps_the_inference_form_with_updated_statistics(data, tmp_path, dropout):
+    model = network(False, dropout)
+    engine, _ = trained(model, data, train_form=True)
+    engine.export(tmp_path / "trained.onnx")
+    written = onnx.load(tmp_path / "trained.onnx")
+    # Everything but the values of the initializers is that of the input file.
+    assert [e.name for e in written.graph.initializer] == [e.name for e in model.graph.initializer]
+    for field in ("node", "input", "output"):
+        assert list(getattr(written.graph, field)) == list(getattr(model.graph, field))
+    other, _ = trained(network(True, dropout), data)
+    expected = run(in_inference(network(True, dropout), other.parameters | other.buffers), data[0])
+    outputs = run(tmp_path / "trained.onnx", data[0])
+    np.testing.assert_array_equal(outputs, expected)
+    # Other sessions may add in another order: a few roundings of float32 sums.
+    np.testing.assert_allclose(engine.predict(data[0]), expected, rtol=1e-5, atol=1e-6)
+    assert abs(expected - run(model, data[0])).max() > 1e-2
+
+
+def test_without_train_form_the_statistics_do_not_change(data, tmp_path):
+    engine, _ = trained(network(False), data)
+    assert not engine.buffers
+    engine.export(tmp_path / "trained.onnx")
+    written = {
+        e.name: numpy_helper.to_array(e)
+        for e in onnx.load(tmp_path / "trained.onnx").graph.initializer
+    }
+    start = {e.name: numpy_helper.to_array(e) for e in network().graph.initializer}
+    np.testing.assert_array_equal(written["norm0.mean"], start["norm0.mean"])
+
+
+def test_dropouts_in_train_form_draw_anew_in_each_step_and_repeat_in_each_engine(data):
+    def losses():
+        engine = ke.Engine.from_onnx(network(False, True), loss="categorical", train_form=True)
+        return [engine.loss(*data) for _ in range(3)]
+
+    first = losses()
+    assert len(set(first)) == 3
+    assert losses() == first
+
+
+@pytest.mark.parametrize("opset", [7, 9, 12])
+def test_train_form_reads_nodes_of_older_operator_sets(data, opset):
+    model = network(False)
+    node = model.graph.node[4]
+    assert node.output[0] == "norm1"
+    dropped = helper.make_node("Dropout", ["act1"], ["dropped"], name="node_dropped")
+    if opset < 12:
+        dropped.attribute.append(helper.make_attribute("ratio", 0.25))
+    model.graph.node[6].input[0] = "dropped"
+    model.graph.node.insert(6, dropped)
+    del model.opset_import[:]
+    model.opset_import.append(helper.make_opsetid("", opset))
+    engine = ke.Engine.from_onnx(model, loss="categorical", train_form=True)
+    assert len(engine.buffers) == 4
+    assert engine.loss(*data) != engine.loss(*data)
+
+
+def folded():
+    net = models.Net()
+    x = net.op("Relu", net.conv("conv0", "input", 2, 4, 3), to="act0")
+    x = net.op("Flatten", net.op("GlobalAveragePool", x, to="pooled"), to="flat")
+    net.op("Gemm", x, net.weight("fc.weight", 4, 5), to="output")
+    return net.model({"input": ["batch", 2, 6, 6]}, {"output": ["batch", 5]})
+
+
+def test_train_form_refuses_a_model_with_folded_normalizations_by_name():
+    with pytest.raises(ke.InputError, match=r"folded into convolutions .* 'node_conv0'") as error:
+        ke.Engine.from_onnx(folded(), loss="categorical", train_form=True)
+    assert "no BatchNormalization and no Dropout" in str(error.value)
+    assert "export the model in training form" in str(error.value)
+
+
+def test_train_form_notes_folded_normalizations_next_to_a_dropout(data):
+    model = folded()
+    model.graph.node[-1].input[0] = "dropped"
+    dropout = helper.make_node("Dropout", ["flat"], ["dropped"], name="node_dropped")
+    model.graph.node.insert(4, dropout)
+    engine = ke.Engine.from_onnx(model, loss="categorical", train_form=True)
+    (note,) = [n for n in engine.gradients(*data).notes if "folded" in n]
+    assert "'node_conv0'" in note
+    engine = ke.Engine.from_onnx(network(False), loss="categorical", train_form=True)
+    assert not [n for n in engine.gradients(*data).notes if "folded" in n]
+
+
+def test_train_form_leaves_normalizations_with_computed_statistics(data):
+    model = network(False)
+    model.graph.node[1].input[3] = "computed"
+    model.graph.node.insert(0, helper.make_node("Neg", ["norm0.mean"], ["computed"], name="neg"))
+    engine = ke.Engine.from_onnx(model, loss="categorical", train_form=True)
+    assert set(engine.buffers) == {"norm1.mean", "norm1.var"}
+    (note,) = [n for n in engine.gradients(*data).notes if "train_form" in n]
+    assert "'node_norm0'" in note
+
+
+def test_train_form_changes_nothing_in_a_file_in_training_form(data):
+    ours, losses = trained(network(True), data, train_form=True)
+    assert losses == trained(network(True), data)[1]
+    assert not [n for n in ours.gradients(*data).notes if "train_form" in n]
+
+
+def test_dropout_without_an_effect_stays_as_it_is():
+    model = network(False, True)
+    zero = numpy_helper.from_array(np.float32(0), "ratio")
+    next(e for e in model.graph.initializer if e.name == "ratio").CopyFrom(zero)
+    engine = ke.Engine.from_onnx(model, loss="categorical", train_form=True)
+    assert not engine.collection.graph.draws
+
+
+def shared(names, values=None):
+    """The network with two normalizations of equal width, whose operands ``names`` are shared."""
+    net = models.Net(seed=3)
+    x = net.op("Conv", "input", net.weight("conv0.weight", 4, 2, 3, 3), to="conv0")
+    x = net.op("Relu", norm(net, "norm0", x, 4), to="act0")
+    x = net.op("Conv", x, net.weight("conv1.weight", 4, 4, 3, 3), to="conv1")
+    x = net.op("Relu", norm(net, "norm1", x, 4), to="act1")
+    x = net.op("Flatten", net.op("GlobalAveragePool", x, to="pooled"), to="flat")
+    net.op("Gemm", x, net.weight("fc.weight", 4, 5), to="output")
+    model = net.model({"input": ["batch", 2, 6, 6]}, {"output": ["batch", 5]})
+    for index, part in enumerate(NORM, start=1):
+        if part in names:
+            model.graph.node[4].input[index] = f"norm0.{part}"
+    entries = [e for e in model.graph.initializer if e.name not in {f"norm1.{n}" for n in names}]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(entries)
+    for entry in model.graph.initializer:
+        if values is not None and entry.name in values:
+            entry.CopyFrom(numpy_helper.from_array(values[entry.name], entry.name))
+    return model
+
+
+INITIAL = {"norm0.mean": np.zeros(4, np.float32), "norm0.var": np.ones(4, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [(("mean", "var"), None), (NORM, INITIAL)],
+    ids=["other weights", "untrained"],
+)
+def test_statistics_that_normalizations_share_by_chance_become_two(data, tmp_path, names, values):
+    model = shared(names, values)
+    engine, _ = trained(model, data, SGD, train_form=True)
+    assert len(engine.buffers) == 4
+    engine.export(tmp_path / "trained.onnx")
+    expected = engine.predict(data[0])
+    np.testing.assert_allclose(
+        run(tmp_path / "trained.onnx", data[0]), expected, rtol=1e-5, atol=1e-6
+    )
+    apart = [engine.buffers[f"norm0.{n}"] for n in ("mean", "mean.running_mean")]
+    assert (apart[0] != apart[1]).any()
+
+
+def test_statistics_of_two_uses_of_one_normalization_stay_one(data):
+    engine = ke.Engine.from_onnx(shared(NORM), loss="categorical", train_form=True)
+    assert set(engine.buffers) == {"norm0.mean", "norm0.var"}
+    engine.step(*data)
