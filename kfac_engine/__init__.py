@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from kfac_engine.training.first_order import Muon as Muon
     from kfac_engine.training.fit import fit as fit
     from kfac_engine.training.history import History as History
+    from kfac_engine.training.hooks import Callback as Callback
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
     from kfac_engine.training.report import StepReport as StepReport
 
@@ -211,6 +212,7 @@ _HOMES = {
     "StepReport": "training.report",
     "fit": "training.fit",
     "History": "training.history",
+    "Callback": "training.hooks",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -95,6 +95,7 @@ PUBLIC = (
     "StepReport",
     "fit",
     "History",
+    "Callback",
 )
 
 # The errors' built-in parents, which callers may catch instead.

@@ -1,6 +1,7 @@
 """The batches of an epoch: of shuffled arrays, or of an iterable of the user."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
@@ -23,8 +24,8 @@ class Batches(Protocol):
 
     per_epoch: int | None
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """Return the batches of an epoch, counted from 0."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from the batch ``start`` on; both count from 0."""
 
 
 class ShuffledArrays:
@@ -52,11 +53,11 @@ class ShuffledArrays:
         self._size = min(batch_size, self._count)
         self.per_epoch: int | None = self._count // self._size
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """Return the batches of an epoch."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from the batch ``start`` on."""
         order = np.random.default_rng([self._seed, number]).permutation(self._count)
-        for start in range(0, self._count - self._size + 1, self._size):
-            yield self._axes.part(self._inputs, self._targets, order[start : start + self._size])
+        for first in range(start * self._size, self._count - self._size + 1, self._size):
+            yield self._axes.part(self._inputs, self._targets, order[first : first + self._size])
 
 
 class GivenBatches:
@@ -82,14 +83,14 @@ class GivenBatches:
         length = getattr(data, "__len__", None)
         self.per_epoch: int | None = length() if length else None
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """Return the batches of an epoch.
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from the batch ``start`` on.
 
         Raises:
             InputError: An entry is not a pair of inputs and targets.
         """
         del number
-        for batch in self._data:
+        for batch in islice(self._data, start, None):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise InputError(
                     f"each batch must be a pair (inputs, targets), got {type(batch).__name__}."

@@ -12,7 +12,7 @@ from kfac_engine.errors import InputError
 from kfac_engine.system.writing import checked_path
 from kfac_engine.training.optimizer import Optimizer
 
-# Name to number: "step", "epoch", "seconds", "loss", "learning_rate"; results of an evaluation.
+# Name to number; see ``History.records``.
 Record: TypeAlias = dict[str, float]
 
 
@@ -24,8 +24,11 @@ class History:
         engine: The engine with the trained parameters.
         optimizer: The optimizer with its state.
         records: A dictionary for each step: ``step`` (from 1), ``epoch`` (from 0), ``seconds``,
-            ``loss`` of the batch before the update, and ``learning_rate``. Steps that end an epoch
-            or the run also have ``validation_loss`` and the other metrics by name.
+            ``loss`` of the batch before the update, and ``learning_rate``. The other numbers of
+            the step are those of ``StepReport`` where they are defined: ``momentum``, ``damping``,
+            ``reduction_ratio``, ``refreshed``, ``skipped``, and ``seconds/STAGE`` for each stage.
+            Steps that end an epoch or the run also have ``validation_loss`` and the other metrics
+            by name.
     """
 
     engine: Engine

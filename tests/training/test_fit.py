@@ -216,6 +216,10 @@ def interrupt_at(step):
     return callback
 
 
+def without_times(record):
+    return {name: value for name, value in record.items() if not name.startswith("seconds")}
+
+
 @pytest.mark.parametrize("optimizer", ["kfac", "adam"])
 @pytest.mark.parametrize("given", ["arrays", "batches"])
 def test_a_run_resumes_with_equal_bits(data, optimizer, given, tmp_path):
@@ -237,7 +241,7 @@ def test_a_run_resumes_with_equal_bits(data, optimizer, given, tmp_path):
     assert same(parameters(whole), parameters(resumed))
     assert len(whole.records) == len(resumed.records)
     for left, right in zip(whole.records, resumed.records, strict=True):
-        assert {**left, "seconds": 0} == {**right, "seconds": 0}
+        assert without_times(left) == without_times(right)
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == resumed.records
 

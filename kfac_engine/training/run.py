@@ -1,0 +1,126 @@
+"""The steps of a training run, from a position in the data to the end of a budget."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from kfac_engine.errors import InputError
+from kfac_engine.training.batches import Batches
+from kfac_engine.training.budget import Budget, Position
+from kfac_engine.training.examples import Batch
+from kfac_engine.training.history import Record
+from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.report import StepReport
+from kfac_engine.training.schedules import ScheduleFunction
+
+# Numbers of a step report that records have where they are defined.
+_NUMBERS = ("momentum", "damping", "reduction_ratio")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a run.
+
+    Attributes:
+        position: The position after the step.
+        record: The record.
+        ends_epoch: Whether the step is the last step of an epoch.
+        ends_run: Whether the step ends the budget.
+    """
+
+    position: Position
+    record: Record
+    ends_epoch: bool
+    ends_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run.
+
+    Attributes:
+        optimizer: Changes the parameters.
+        batches: The data.
+        budget: When the run ends.
+        schedule: Factor of the learning rate.
+        validation: Batches that are evaluated; None for no validation.
+        metrics: Metrics of the validation.
+    """
+
+    optimizer: Optimizer
+    batches: Batches
+    budget: Budget
+    schedule: ScheduleFunction
+    validation: Sequence[Batch] | None
+    metrics: tuple[str, ...]
+
+    def steps(self, position: Position) -> Iterator[Step]:
+        """Train from a position to the end of the budget.
+
+        Yields:
+            Each step.
+        """
+        start = perf_counter() - position.seconds
+        per_epoch = self.batches.per_epoch
+        spent = self.budget.spent(position, per_epoch)
+        while spent < 1:
+            for batch, is_last in _marked(self._rest_of_epoch(position)):
+                scale = self.schedule(spent)
+                report = self.optimizer.step(*batch, scale)
+                epoch = position.epoch
+                position = replace(
+                    position,
+                    epoch=epoch + is_last,
+                    batch=0 if is_last else position.batch + 1,
+                    steps=position.steps + 1,
+                    seconds=perf_counter() - start,
+                )
+                spent = self.budget.spent(position, per_epoch)
+                record = _record(position, epoch, report)
+                if is_last or spent >= 1:
+                    record.update(self.evaluated())
+                yield Step(position, record, is_last, spent >= 1)
+                if spent >= 1:
+                    return
+
+    def evaluated(self) -> Record:
+        """Return the metrics on the validation data, by their names in records."""
+        if self.validation is None:
+            return {}
+        values = self.optimizer.engine.evaluate(self.validation, metrics=self.metrics)
+        return {"validation_loss" if name == "loss" else name: v for name, v in values.items()}
+
+    def _rest_of_epoch(self, position: Position) -> Iterator[Batch]:
+        """Return the batches of the epoch after those that the run has used."""
+        remaining = self.batches.epoch(position.epoch, position.batch)
+        first = next(remaining, None)
+        if first is None:
+            raise InputError(
+                "an epoch of the data has no batch left; an iterable must give batches each time."
+            )
+        yield first
+        yield from remaining
+
+
+def _record(position: Position, epoch: int, report: StepReport) -> Record:
+    """Return the record of a step."""
+    record: Record = {
+        "step": position.steps,
+        "epoch": epoch,
+        "seconds": position.seconds,
+        "loss": report.loss,
+        "learning_rate": report.learning_rate,
+    }
+    numbers = {name: getattr(report, name) for name in _NUMBERS}
+    record |= {name: value for name, value in numbers.items() if value is not None}
+    record |= {"refreshed": report.refreshed, "skipped": report.skipped}
+    return record | {f"seconds/{stage}": value for stage, value in report.seconds.items()}
+
+
+def _marked(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Return batches, each with whether it is the last one."""
+    present = next(batches, None)
+    while present is not None:
+        following = next(batches, None)
+        yield present, following is None
+        present = following

@@ -1,0 +1,100 @@
+"""The hooks of ``fit``: their order, their effect on the run, and their release."""
+
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.training.hooks import Callback
+from tests.training import softmax_net as net
+
+
+class Recorder(Callback):
+    """Lists the calls of its hooks; ends the run where it is told."""
+
+    def __init__(self, end=(None, None)):
+        self.calls = []
+        self._end = end
+
+    def _answer(self, hook, record):
+        self.calls.append((hook, record["step"]))
+        return self._end == (hook, record["step"])
+
+    def on_run_start(self, optimizer, records):
+        self.calls.append(("start", optimizer.steps, len(records)))
+
+    def on_step_end(self, record, optimizer):
+        return self._answer("step", record)
+
+    def on_epoch_end(self, record, optimizer):
+        return self._answer("epoch", record)
+
+    def on_run_end(self, optimizer, records):
+        self.calls.append(("end", optimizer.steps, len(records)))
+
+    def close(self):
+        self.calls.append("close")
+
+
+def run(callback, **more):
+    options = {"optimizer": "sgd", "epochs": 2, "batch_size": 16} | more
+    return ke.fit(net.engine(), net.batch(n=32), callbacks=[callback], **options)
+
+
+STEPS = [("step", 1), ("step", 2), ("epoch", 2), ("step", 3), ("step", 4), ("epoch", 4)]
+
+
+def test_hooks_follow_the_steps_and_epochs():
+    recorder = Recorder()
+    run(recorder)
+    assert recorder.calls == [("start", 0, 0), *STEPS, ("end", 4, 4), "close"]
+
+
+@pytest.mark.parametrize(("end", "calls"), [(("step", 3), 4), (("epoch", 2), 3)])
+def test_a_hook_that_returns_true_ends_the_run(end, calls):
+    recorder = Recorder(end)
+    history = run(recorder, validation=net.batch(7))
+    assert recorder.calls[1 : 1 + calls] == STEPS[:calls]
+    assert recorder.calls[1 + calls :] == [("end", end[1], end[1]), "close"]
+    assert "validation_loss" in history.records[-1]
+
+
+def test_a_resumed_run_starts_with_its_records(tmp_path):
+    store = {"checkpoint": tmp_path, "checkpoint_every": 1}
+    run(Recorder(("step", 3)), **store)
+    recorder = Recorder()
+    run(recorder, resume=True, **store)
+    assert recorder.calls == [("start", 3, 3), *STEPS[4:], ("end", 4, 4), "close"]
+
+
+def test_callbacks_are_closed_after_an_error():
+    class StepError(Exception):
+        pass
+
+    def fail(record, optimizer):
+        raise StepError
+
+    recorder = Recorder()
+    with pytest.raises(StepError):
+        ke.fit(net.engine(), net.batch(n=32), optimizer="sgd", epochs=1, callbacks=[recorder, fail])
+    assert recorder.calls == [("start", 0, 0), ("step", 1), "close"]
+
+
+def test_an_object_that_is_no_callback_is_refused():
+    with pytest.raises(ke.InputError, match="a callback must be a Callback or a function"):
+        run(3)
+
+
+def test_a_record_has_the_numbers_of_the_step_report():
+    reports = []
+    engine = net.engine()
+    optimizer = ke.KfacOptimizer(engine, 0.1, damping=0.5, momentum=0.75)
+    step = optimizer.step
+    optimizer.__dict__["step"] = lambda *batch: reports.append(step(*batch)) or reports[-1]
+    history = ke.fit(engine, net.batch(n=32), optimizer=optimizer, steps=2, batch_size=16)
+    for record, report in zip(history.records, reports, strict=True):
+        assert (record["damping"], record["momentum"]) == (0.5, 0.75)
+        assert record["learning_rate"] == report.learning_rate
+        assert record["refreshed"] == report.refreshed
+        assert "reduction_ratio" not in record
+        stages = {name: value for name, value in record.items() if name.startswith("seconds/")}
+        assert stages == {f"seconds/{name}": value for name, value in report.seconds.items()}
+        assert "seconds/inverses" in stages
