@@ -1,49 +1,20 @@
-"""Arrays in files: sizes are checked before memory is allocated, and writes are atomic."""
+"""Files of the commands: inputs and targets by name, gradients, and results."""
 
-import io
-import lzma
-import os
-import struct
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.errors import InputError, KfacError, UnknownNameError
+from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
-from kfac_engine.system.memory_limits import available_memory
-from kfac_engine.system.reading import check_file, is_pipe, read_bounded
+from kfac_engine.system.arrays import read_arrays
+from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import check_outputs, write_file
 
 TARGETS = "targets"
 GRADIENT = "gradient/"
 NATURAL_GRADIENT = "natural_gradient/"
-
-_ZIP, _NPY = b"PK", b"\x93NUMPY"
-# Exceptions of NumPy and zipfile for damaged files.
-_DAMAGED = (
-    ArithmeticError,
-    EOFError,
-    LookupError,
-    RuntimeError,  # encrypted, or of an unknown version
-    SyntaxError,
-    TypeError,
-    ValueError,
-    lzma.LZMAError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 def check_files(
@@ -129,87 +100,6 @@ def read_targets(path: Path) -> Array:
         held = ", ".join(f"'{name}'" for name in arrays) or "none"
         raise InputError(f"'{path}' must hold one array or one named '{TARGETS}'; it holds {held}.")
     return next(iter(arrays.values()))
-
-
-def read_arrays(path: Path) -> dict[str | None, Array]:
-    """Return the arrays of an ``.npz`` file by name, or that of an ``.npy`` file under None.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The arrays.
-
-    Raises:
-        InputError: The file is missing, has another format, is broken, or announces more bytes
-            than it has.
-    """
-    piped = is_pipe(path)
-    if not piped:
-        check_file(path)
-    try:
-        with path.open("rb") as file:
-            return _read_arrays(_buffered(file) if piped else file)
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror or error}.") from error
-    except KfacError as error:
-        raise InputError(f"cannot read '{path}': {error}") from error
-    except _DAMAGED as error:
-        raise InputError(
-            f"cannot read '{path}': {error}; expected what numpy.savez or numpy.save writes."
-        ) from error
-
-
-def _buffered(pipe: IO[bytes]) -> IO[bytes]:
-    """Return the bytes of a pipe that starts like an .npy or .npz file.
-
-    Raises:
-        ValueError: The data starts differently. They are not read to the end, because a pipe may be
-            endless.
-    """
-    start = pipe.read(len(_NPY))
-    if not start.startswith((_ZIP, _NPY)):
-        raise ValueError("the data of this pipe do not begin like arrays")
-    # The arrays need as much memory again as these bytes.
-    return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
-
-
-def _read_arrays(file: IO[bytes]) -> dict[str | None, Array]:
-    start = file.read(len(_NPY))
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if start == _NPY:
-        return {None: _read_array(file, size)}
-    with zipfile.ZipFile(file) as archive:
-        return _read_archive(archive)
-
-
-def _read_archive(archive: zipfile.ZipFile) -> dict[str | None, Array]:
-    total, free = sum(entry.file_size for entry in archive.infolist()), available_memory()
-    if total > free:
-        raise InputError(f"its arrays would take {total} bytes, and {free} are free.")
-    arrays: dict[str | None, Array] = {}
-    for entry in archive.infolist():
-        with archive.open(entry) as file:
-            arrays[entry.filename.removesuffix(".npy")] = _read_array(file, entry.file_size)
-    return arrays
-
-
-def _read_array(file: IO[bytes], size: int) -> Array:
-    # NumPy allocates what a header announces before it reads: compare with what is there first.
-    version = np.lib.format.read_magic(file)
-    if version not in _HEADERS:
-        raise InputError(f"it is of an unknown version, {version[0]}.{version[1]}.")
-    shape, _, dtype = _HEADERS[version](file)
-    if min(shape, default=0) < 0:  # NumPy 2.0 takes it for a length to infer
-        raise InputError(f"an array announces the shape {shape}, with a negative length.")
-    announced = dtype.itemsize * int(np.prod(shape, dtype=object))
-    if dtype.hasobject or announced > size:
-        what = "Python objects" if dtype.hasobject else f"{announced} bytes in a file of {size}"
-        raise InputError(f"an array announces {what}.")
-    file.seek(0)
-    array: Array = np.lib.format.read_array(file, allow_pickle=False)
-    return array
 
 
 def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:

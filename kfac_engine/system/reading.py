@@ -20,6 +20,26 @@ def check_file(path: Path, error: type[InputError] = InputError) -> None:
     Raises:
         InputError: The file does not exist, is not a regular file, or is too large.
     """
+    size, free = check_regular_file(path, error), available_memory()
+    if size > free:
+        raise error(
+            f"cannot read '{path}': it has {size} bytes, but only {free} bytes of memory are free."
+        )
+
+
+def check_regular_file(path: Path, error: type[InputError] = InputError) -> int:
+    """Return the bytes of a file; refuse a path that names no regular file.
+
+    Args:
+        path: Path of the file.
+        error: Type of the error to raise.
+
+    Returns:
+        The size of the file.
+
+    Raises:
+        InputError: The file does not exist, or is not a regular file.
+    """
     try:
         status = path.stat()
     except FileNotFoundError as failure:
@@ -29,12 +49,7 @@ def check_file(path: Path, error: type[InputError] = InputError) -> None:
         raise error(f"cannot read '{path}': {reason}.") from failure
     if not stat.S_ISREG(status.st_mode):
         raise error(f"cannot read '{path}': it is {_kind(status.st_mode)}, not a regular file.")
-    free = available_memory()
-    if status.st_size > free:
-        raise error(
-            f"cannot read '{path}': it has {status.st_size} bytes, but only {free} bytes "
-            f"of memory are free."
-        )
+    return status.st_size
 
 
 def is_pipe(path: Path) -> bool:

@@ -1,18 +1,29 @@
-"""The batches of an epoch: of shuffled arrays, or of an iterable of the user."""
+"""The data of a run: arrays in memory or in files, which are cut into batches, or batches."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
-import numpy as np
-
+from kfac_engine._types import Array
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.training.data_files import is_path, opened_inputs, opened_targets, shards_of
 from kfac_engine.training.examples import Batch, ExampleAxes
+from kfac_engine.training.shards import Examples, OrderedBatches, Shard, ShuffledBatches, split
 
-# Arrays of all examples, or batches: pairs of inputs and targets.
-Data: TypeAlias = tuple[Any, Targets] | Iterable[tuple[Any, Targets]]
+# A file or folder; all examples, as inputs and targets or as arrays by name; or batches, each in
+# one of these two forms.
+Data: TypeAlias = (
+    str
+    | os.PathLike[str]
+    | Mapping[str, Any]
+    | tuple[Any, Targets | str | os.PathLike[str]]
+    | Iterable[Any]
+)
 
 
 class Batches(Protocol):
@@ -28,50 +39,22 @@ class Batches(Protocol):
         """Return the batches of an epoch from the batch ``start`` on; both count from 0."""
 
 
-class ShuffledArrays:
-    """Batches of arrays in an order that depends on the seed and the epoch only.
-
-    Every epoch leaves out the last examples of its order that do not fill a batch.
-
-    Args:
-        inputs: Input name to array of all examples, or the array of the only input.
-        targets: Targets of all examples.
-        axes: The axes of the examples.
-        batch_size: Examples in a batch; an array of fewer examples is one batch.
-        seed: Seed of the orders.
-    """
-
-    def __init__(
-        self, inputs: object, targets: Targets, axes: ExampleAxes, batch_size: int, seed: int
-    ) -> None:
-        _check_divisible(axes)
-        self._axes, self._seed = axes, seed
-        self._inputs, self._targets = arrays_of(inputs, targets, axes)
-        self._count = axes.check(self._inputs, self._targets)
-        if not self._count:
-            raise InputError("the data have no examples.")
-        self._size = min(batch_size, self._count)
-        self.per_epoch: int | None = self._count // self._size
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from the batch ``start`` on."""
-        order = np.random.default_rng([self._seed, number]).permutation(self._count)
-        for first in range(start * self._size, self._count - self._size + 1, self._size):
-            yield self._axes.part(self._inputs, self._targets, order[first : first + self._size])
-
-
 class GivenBatches:
-    """The batches of an iterable, in its order in each epoch.
+    """The batches of an iterable, in its order.
 
     Args:
-        data: A list, or another object that can be iterated again.
+        data: A list, or another object that can be iterated again. If it has a method
+            ``set_epoch``, each epoch begins with a call of it.
         axes: The axes of the examples.
+
+    Raises:
+        InputError: The object is no iterable, or cannot be iterated again.
     """
 
     def __init__(self, data: object, axes: ExampleAxes) -> None:
-        if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
+        if not isinstance(data, Iterable) or isinstance(data, bytes):
             raise InputError(
-                f"data must be a pair (inputs, targets) or an iterable of such pairs, got "
+                f"data must be a pair (inputs, targets), a path, or an iterable of such pairs, got "
                 f"{type(data).__name__}."
             )
         if isinstance(data, Iterator):
@@ -80,82 +63,136 @@ class GivenBatches:
                 "object whose __iter__ starts anew."
             )
         self._data, self._axes = data, axes
-        length = getattr(data, "__len__", None)
-        self.per_epoch: int | None = length() if length else None
+        self.per_epoch: int | None = _length(data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.epoch(0)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from the batch ``start`` on.
 
         Raises:
-            InputError: An entry is not a pair of inputs and targets.
+            InputError: An entry is no batch.
         """
-        del number
+        set_epoch = getattr(self._data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
         for batch in islice(self._data, start, None):
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
+            if isinstance(batch, Mapping):
+                yield self._axes.separated(batch)
+            elif isinstance(batch, tuple | list) and len(batch) == 2:
+                yield self._axes.named(batch[0]), batch[1]
+            else:
                 raise InputError(
-                    f"each batch must be a pair (inputs, targets), got {type(batch).__name__}."
+                    f"each batch must be a pair (inputs, targets), or arrays by name with "
+                    f"'targets', got {type(batch).__name__}."
                 )
-            yield self._axes.named(batch[0]), batch[1]
 
 
-def batches_of(data: Data, axes: ExampleAxes, batch_size: int, seed: int) -> Batches:
-    """Return the source of batches for training data.
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        train: The batches to train on.
+        validation: Batches to evaluate, which can be iterated again; None for no validation.
+        examples: Number of examples before a split; None for an iterable of batches.
+    """
+
+    train: Batches
+    validation: Iterable[Batch] | None
+    examples: int | None
+
+
+def run_data(
+    data: Data, validation: Data | float | None, axes: ExampleAxes, batch_size: int, seed: int
+) -> RunData:
+    """Return the batches of a run.
 
     Args:
-        data: A pair ``(inputs, targets)`` of arrays, or an iterable of such pairs, one a batch.
+        data: Training data.
+        validation: Data to evaluate; or a fraction of the examples, which are split off.
         axes: The axes of the examples.
-        batch_size: Examples in a batch of arrays.
-        seed: Seed of the orders of arrays.
+        batch_size: Examples in a batch, where data are not batches already.
+        seed: Seed of the orders and of the split.
 
     Returns:
-        The source.
+        The batches.
+
+    Raises:
+        InputError: The data have another form, or do not fit the model.
     """
-    if is_pair_of_arrays(data):
+    examples = _examples(data, axes)
+    if examples is None:
+        if isinstance(validation, Real):
+            raise InputError(
+                "a fraction as validation splits arrays or files; data are batches, which need "
+                "validation data of their own."
+            )
+        return RunData(GivenBatches(data, axes), _ordered(validation, axes, batch_size), None)
+    if isinstance(validation, Real):
+        used, held_out = _split(examples, float(validation), seed)
+        ordered = OrderedBatches(examples, batch_size, held_out)
+        return RunData(ShuffledBatches(examples, batch_size, seed, used), ordered, examples.total)
+    ordered_batches = _ordered(validation, axes, batch_size)
+    return RunData(ShuffledBatches(examples, batch_size, seed), ordered_batches, examples.total)
+
+
+def _split(examples: Examples, fraction: float, seed: int) -> tuple[list[Array], list[Array]]:
+    if not 0 < fraction < 1:
+        raise InputError(f"validation as a number must lie between 0 and 1, got {fraction!r}.")
+    return split(examples.counts, fraction, seed)
+
+
+def _ordered(data: Any, axes: ExampleAxes, batch_size: int) -> Iterable[Batch] | None:
+    """Return the batches of validation data; None for none."""
+    if data is None:
+        return None
+    examples = _examples(data, axes)
+    return GivenBatches(data, axes) if examples is None else OrderedBatches(examples, batch_size)
+
+
+def _examples(data: Data, axes: ExampleAxes) -> Examples | None:
+    """Return data as examples; None for an iterable of batches."""
+    if is_path(data):
+        return Examples(shards_of(data, axes), axes)
+    if isinstance(data, Mapping):
+        inputs, targets = axes.separated(data)
+    elif _is_pair(data):
         inputs, targets = data
-        return ShuffledArrays(inputs, targets, axes, batch_size, seed)
-    return GivenBatches(data, axes)
+    else:
+        return None
+    batch = _named(_opened(inputs), axes), _targets(targets)
+    count = axes.check(*batch)
+    return Examples([Shard(count, lambda: batch)], axes)
 
 
-def validation_batches(data: Data, axes: ExampleAxes, batch_size: int) -> list[Batch]:
-    """Return the batches of validation data, in their order.
-
-    Args:
-        data: As for ``batches_of``.
-        axes: The axes of the examples.
-        batch_size: Examples in a batch of arrays; the last batch may have fewer.
-
-    Returns:
-        The batches. The parts of arrays are views.
-    """
-    if not is_pair_of_arrays(data):
-        return list(GivenBatches(data, axes).epoch(0))
-    inputs, targets = arrays_of(*data, axes)
-    if axes.obstacle:
-        return [(inputs, targets)]
-    count = axes.check(inputs, targets)
-    return [
-        axes.part(inputs, targets, slice(start, start + batch_size))
-        for start in range(0, count, batch_size)
-    ]
-
-
-def is_pair_of_arrays(data: object) -> TypeGuard[tuple[Any, Targets]]:
+def _is_pair(data: object) -> TypeGuard[tuple[Any, Any]]:
     """Return whether data are inputs and targets, in place of an iterable of batches."""
     return isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple | list)
 
 
-def arrays_of(inputs: object, targets: Targets, axes: ExampleAxes) -> Batch:
-    """Return inputs and targets of any library as arrays that can be indexed."""
-    named = {name: as_array(array) for name, array in axes.named(inputs).items()}
-    if targets is None:
-        return named, None
+def _named(inputs: object, axes: ExampleAxes) -> dict[str, Array]:
+    named = axes.named(inputs)
+    return {name: as_array(_opened(array)) for name, array in named.items()}
+
+
+def _targets(targets: Any) -> Targets:
+    if is_path(targets):
+        return opened_targets(targets)
     if isinstance(targets, Mapping):
-        return named, {name: as_array(array) for name, array in targets.items()}
-    return named, as_array(targets)
+        return {name: as_array(_opened(array)) for name, array in targets.items()}
+    return None if targets is None else as_array(targets)
 
 
-def _check_divisible(axes: ExampleAxes) -> None:
-    if axes.obstacle:
-        raise InputError(
-            f"the arrays cannot be cut into batches: {axes.obstacle}; give an iterable of batches."
-        )
+def _opened(value: Any) -> Any:
+    """Return the contents of a file in place of its path."""
+    return opened_inputs(value) if is_path(value) else value
+
+
+def _length(data: object) -> int | None:
+    """Return the number of batches; loaders of a stream have no length, or raise a TypeError."""
+    try:
+        return len(data)  # type: ignore[arg-type] # may have none
+    except TypeError:
+        return None

@@ -1,11 +1,12 @@
 """Parts of a batch: the examples of inputs and targets along their axes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import Targets
@@ -13,6 +14,8 @@ from kfac_engine.losses.objective import Targets
 # Examples of a batch: a range, or an array of their numbers.
 Selection: TypeAlias = slice | Array
 Batch: TypeAlias = tuple[Mapping[str, Array], Targets]
+
+TARGETS = "targets"  # name of the targets among arrays by name
 
 
 class ExampleAxes:
@@ -107,6 +110,69 @@ class ExampleAxes:
         }
         return selected, selected_targets if isinstance(targets, Mapping) else selected_targets[""]
 
+    def joined(self, batches: Sequence[Batch]) -> Batch:
+        """Return the examples of several batches as one; new arrays.
+
+        Args:
+            batches: Batches with the same arrays; inputs without an axis of examples are those of
+                the first batch.
+
+        Returns:
+            Inputs and targets.
+        """
+        inputs = {
+            name: _concatenated([batch[0][name] for batch in batches], self.inputs[name])
+            if name in self.inputs
+            else array
+            for name, array in batches[0][0].items()
+        }
+        first = batches[0][1]
+        if first is None:
+            return inputs, None
+        named = [self._named(targets) for _, targets in batches]
+        targets = {
+            name: _concatenated([entry[name] for entry in named], self._target_axis(name))
+            for name in named[0]
+        }
+        return inputs, targets if isinstance(first, Mapping) else targets[""]
+
+    def separated(self, arrays: Mapping[str, Array]) -> Batch:
+        """Return the inputs and the targets among arrays by name.
+
+        Args:
+            arrays: An array for each input, and ``targets``; for several losses, the targets under
+                the names of their outputs.
+
+        Returns:
+            Inputs and targets.
+
+        Raises:
+            InputError: There are no targets, or an input is missing.
+        """
+        present = ", ".join(f"'{name}'" for name in arrays) or "none"
+        missing = [name for name in self.inputs if name not in arrays]
+        if missing:
+            raise InputError(f"input '{missing[0]}' is missing; the arrays are: {present}.")
+        if TARGETS in arrays and TARGETS not in self.inputs:
+            inputs = {name: array for name, array in arrays.items() if name != TARGETS}
+            return inputs, arrays[TARGETS]
+        targets = {name: arrays[name] for name in self._targets if name in arrays}
+        if not targets:
+            names = " or ".join(f"'{name}'" for name in (TARGETS, *self._targets))
+            raise InputError(f"there are no targets, under {names}; the arrays are: {present}.")
+        return {name: array for name, array in arrays.items() if name not in targets}, targets
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arrays of a data set."""
+        return (*self.inputs, TARGETS, *self._targets)
+
+    def axis(self, name: str) -> int | None:
+        """Return the axis of the examples of an array of a data set; None for an array without."""
+        if name in self.inputs:
+            return self.inputs[name]
+        return self._target_axis(name) if name in self.names else None
+
     def named(self, inputs: object) -> Mapping[str, Array]:
         """Return inputs by name: a lone array belongs to the only input.
 
@@ -136,6 +202,11 @@ class ExampleAxes:
     def _target_axis(self, name: str) -> int:
         """Return the axis of examples in targets; loss objects may have names of their own."""
         return self._targets.get(name, next(iter(self._targets.values())))
+
+
+def _concatenated(arrays: Sequence[Array], axis: int) -> Array:
+    whole: Array = array_module(arrays[0]).concatenate(arrays, axis=axis)
+    return whole
 
 
 def _take(array: Array, axis: int, selection: Selection) -> Array:

@@ -14,7 +14,7 @@ from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
-from kfac_engine.training.batches import Data, batches_of, validation_batches
+from kfac_engine.training.batches import Data, run_data
 from kfac_engine.training.budget import Position, budget_of
 from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
@@ -49,7 +49,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     steps: int | None = None,
     seconds: float | None = None,
     batch_size: int = 128,
-    validation: Data | None = None,
+    validation: Data | float | None = None,
     metrics: Sequence[str] = ("loss",),
     schedule: str | ScheduleFunction = "tail",
     callbacks: Sequence[Callback | StepFunction] = (),
@@ -64,17 +64,19 @@ def fit(  # noqa: PLR0913 (the options of a run)
 
     Args:
         model_or_engine: Path, bytes or ``ModelProto`` of a model, or an engine.
-        data: A pair ``(inputs, targets)`` with all examples, or an iterable of such pairs, one a
-            batch, that can be iterated again. Inputs are a dictionary of arrays by input name; a
-            model of one input takes the array alone.
+        data: All examples, as a pair ``(inputs, targets)`` or as arrays by name with ``targets``;
+            the path of an ``.npz`` file with such arrays, or of a folder of such files; or an
+            iterable of batches that can be iterated again. Inputs are a dictionary of arrays by
+            input name; a model of one input takes the array alone.
         loss: Loss of a model; an engine has its own.
         optimizer: ``"kfac"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``, or an optimizer of
             the engine.
         epochs: Bound of the number of epochs. Without any bound, the run has ten epochs.
         steps: Bound of the number of batches.
         seconds: Bound of the wall time, validation included.
-        batch_size: Examples in a batch, where ``data`` are arrays.
-        validation: Data that are evaluated at the end of each epoch and of the run.
+        batch_size: Examples in a batch, where ``data`` are no batches.
+        validation: Data that are evaluated at the end of each epoch and of the run, in a form of
+            ``data``; or the fraction of the examples that is split off for it.
         metrics: Metrics of ``Engine.evaluate`` for ``validation``.
         schedule: Factor of the learning rate by the part of the budget that is spent:
             ``"constant"``, ``"cosine"`` (to zero), ``"tail"`` (constant to 60 %, then linear to
@@ -106,12 +108,12 @@ def fit(  # noqa: PLR0913 (the options of a run)
         METRICS[name]  # an unknown name is an error before the run, not after an epoch
     chosen = _optimizer(model_or_engine, loss, optimizer, seed)
     axes = ExampleAxes(chosen.engine)
-    batches = batches_of(data, axes, batch_size, seed)
-    held_out = None if validation is None else validation_batches(validation, axes, batch_size)
-    store = RunCheckpoint(checkpoint, checkpoint_every, {"seed": seed, "batch_size": batch_size})
+    sources = run_data(data, validation, axes, batch_size, seed)
+    options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
+    store = RunCheckpoint(checkpoint, checkpoint_every, options)
     hooks = Hooks(callbacks)
     position, records = store.restore(chosen) if resume else (Position(), [])
-    run = Run(chosen, batches, budget, factor, held_out, tuple(metrics))
+    run = Run(chosen, sources.train, budget, factor, sources.validation, tuple(metrics))
     with hooks:
         _train(run, position, records, hooks, store, Log(log, records))
     return History(chosen.engine, chosen, records)

@@ -1,6 +1,6 @@
 """The steps of a training run, from a position in the data to the end of a budget."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -51,7 +51,7 @@ class Run:
     batches: Batches
     budget: Budget
     schedule: ScheduleFunction
-    validation: Sequence[Batch] | None
+    validation: Iterable[Batch] | None
     metrics: tuple[str, ...]
 
     def steps(self, position: Position) -> Iterator[Step]:

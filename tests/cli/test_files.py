@@ -11,13 +11,13 @@ from onnx import save as save_onnx
 from safetensors.numpy import load_file, save_file
 
 from kfac_engine.cli.files import (
-    read_arrays,
     read_gradients,
     read_inputs,
     read_targets,
     write_result,
 )
 from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.system.arrays import read_arrays
 from tests.models import mlp
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

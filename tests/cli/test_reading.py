@@ -14,10 +14,10 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.cli import files
-from kfac_engine.cli.files import read_arrays, read_gradients
+from kfac_engine.cli.files import read_gradients
 from kfac_engine.graph.read import read_model
-from kfac_engine.system import reading
+from kfac_engine.system import arrays, reading
+from kfac_engine.system.arrays import read_arrays
 from tests import models
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
@@ -93,7 +93,7 @@ def test_arrays_come_through_a_pipe(form):
 @posix
 @pytest.mark.parametrize("start", [b"y\n", b"\x93NUMPY"], ids=["text", "an array's beginning"])
 def test_an_endless_pipe_is_read_no_further_than_the_bound(start, monkeypatch):
-    monkeypatch.setattr(files, "available_memory", lambda: 30 << 20)
+    monkeypatch.setattr(arrays, "available_memory", lambda: 30 << 20)
     os.mkfifo("pipe")
     code = f"f = open('pipe', 'wb')\nf.write({start!r})\nwhile True: f.write(bytes(1 << 16))"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as writer:
@@ -147,7 +147,7 @@ def test_an_archive_that_unpacks_to_more_than_the_free_memory_is_refused(monkeyp
     with zipfile.ZipFile("x", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.npy", npy(np.zeros(1 << 20)))
     assert Path("x").stat().st_size < 100_000
-    monkeypatch.setattr(files, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(arrays, "available_memory", lambda: 1 << 20)
     with pytest.raises(ke.InputError, match=r"its arrays would take 83\d+ bytes"):
         read_arrays(Path("x"))
 

@@ -12,7 +12,8 @@ import onnx
 from safetensors.numpy import save
 
 import kfac_engine as ke
-from kfac_engine.cli.files import read_arrays, read_gradients
+from kfac_engine.cli.files import read_gradients
+from kfac_engine.system.arrays import map_arrays, read_arrays
 from tests import models
 from tests.fuzz.mutants import BASES, mutated
 
@@ -75,6 +76,13 @@ def use_model(data: bytes) -> None:
         raise refusal
 
 
+def use_arrays(path: Path) -> None:
+    """Map the arrays of a file, then read them, and use every element."""
+    for array in map_arrays(path).values():
+        array.tobytes()
+    read_arrays(path)
+
+
 def use_state(path: Path) -> None:
     """Resume from a state, and go on."""
     engine = trained_engine()
@@ -131,9 +139,9 @@ ATTACKS: dict[str, tuple[Callable[[int], bytes], Callable[[Path], object]]] = {
             read,
         )
         for kind, read in {
-            "npy": read_arrays,
-            "npz": read_arrays,
-            "packed npz": read_arrays,
+            "npy": use_arrays,
+            "npz": use_arrays,
+            "packed npz": use_arrays,
             "gradients": lambda path: read_gradients(path, _parameters()),
             "state": use_state,
         }.items()

@@ -1,0 +1,272 @@
+"""Arrays in ``.npy`` and ``.npz`` files: sizes are checked first, and contents may be mapped.
+
+An array that is mapped stays in its file, and the operating system reads the parts that are used. A
+member of an ``.npz`` file can be mapped if the archive stores it without compression, as
+``numpy.savez`` does: its bytes are then a part of the file. A file must not be changed while it is
+mapped.
+"""
+
+import io
+import lzma
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Literal
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.errors import InputError, KfacError
+from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.system.reading import check_file, check_regular_file, is_pipe, read_bounded
+
+_ZIP, _NPY = b"PK", b"\x93NUMPY"
+# The header of a member within an archive: its length, signature, and where it has the lengths of
+# its name and of its extra field, which precede the content.
+_LOCAL_HEADER, _LOCAL_SIGNATURE, _LOCAL_LENGTHS = 30, b"PK\x03\x04", struct.Struct("<26x2H")
+_ENCRYPTED = 1  # bit of the flags of a member
+# Exceptions of NumPy and zipfile for damaged files.
+_DAMAGED = (
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    RuntimeError,  # encrypted, or of an unknown version
+    SyntaxError,
+    TypeError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayHeader:
+    """The announcement of an array in a file.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        order: ``"C"`` or ``"F"``.
+        length: Bytes of the header, which the elements follow.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    order: Literal["C", "F"]
+    length: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """An array in a file.
+
+    Attributes:
+        name: Its name; None in an ``.npy`` file.
+        size: Bytes of its header and elements.
+        open: Opens them as a stream.
+        offset: Their position in the file; None if they are compressed.
+    """
+
+    name: str | None
+    size: int
+    open: Callable[[], IO[bytes]]
+    offset: int | None
+
+
+def read_arrays(path: Path) -> dict[str | None, Array]:
+    """Return the arrays of an ``.npz`` file by name, or that of an ``.npy`` file under None.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The arrays.
+
+    Raises:
+        InputError: The file is missing, has another format, is broken, or announces more bytes
+            than it has.
+    """
+    piped = is_pipe(path)
+    if not piped:
+        check_file(path)
+    with (
+        _explained(path),
+        path.open("rb") as file,
+        _members(_buffered(file) if piped else file) as members,
+    ):
+        _check_memory(members)
+        return {member.name: _read(member) for member in members}
+
+
+def map_arrays(path: Path) -> dict[str | None, Array]:
+    """Return the arrays of a file as ``read_arrays`` does, mapped where the file allows it.
+
+    Args:
+        path: The file. Its arrays are read if it is a pipe, and if they are compressed.
+
+    Returns:
+        The arrays; those that are mapped are read-only.
+
+    Raises:
+        InputError: As for ``read_arrays``.
+    """
+    if is_pipe(path):
+        return read_arrays(path)
+    check_regular_file(path)
+    with _explained(path), path.open("rb") as file, _members(file) as members:
+        _check_memory([member for member in members if member.offset is None])
+        return {member.name: _mapped(member, file) for member in members}
+
+
+def array_headers(path: Path) -> dict[str | None, ArrayHeader]:
+    """Return the headers of the arrays of a file; see ``read_arrays``.
+
+    Args:
+        path: The file, which is no pipe.
+
+    Returns:
+        The headers; no elements are read.
+
+    Raises:
+        InputError: As for ``read_arrays``.
+    """
+    check_regular_file(path)
+    with _explained(path), path.open("rb") as file, _members(file) as members:
+        return {member.name: _header_of(member) for member in members}
+
+
+# -- private ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise failures of reading a file as InputErrors that name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror or error}.") from error
+    except KfacError as error:
+        raise InputError(f"cannot read '{path}': {error}") from error
+    except _DAMAGED as error:
+        raise InputError(
+            f"cannot read '{path}': {error}; expected what numpy.savez or numpy.save writes."
+        ) from error
+
+
+def _buffered(pipe: IO[bytes]) -> IO[bytes]:
+    """Return the bytes of a pipe that starts like an .npy or .npz file.
+
+    Raises:
+        ValueError: The data starts differently. They are not read to the end, because a pipe may be
+            endless.
+    """
+    start = pipe.read(len(_NPY))
+    if not start.startswith((_ZIP, _NPY)):
+        raise ValueError("the data of this pipe do not begin like arrays")
+    # The arrays need as much memory again as these bytes.
+    return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
+
+
+@contextmanager
+def _members(file: IO[bytes]) -> Iterator[list[_Member]]:
+    """Yield the arrays of a file, which can be opened within this context."""
+    start = file.read(len(_NPY))
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if start == _NPY:
+        yield [_Member(None, size, lambda: file, 0)]
+        return
+    with zipfile.ZipFile(file) as archive:
+        yield [
+            _Member(
+                entry.filename.removesuffix(".npy"),
+                entry.file_size,
+                partial(archive.open, entry),
+                _offset(file, size, entry),
+            )
+            for entry in archive.infolist()
+        ]
+
+
+def _offset(file: IO[bytes], size: int, entry: zipfile.ZipInfo) -> int | None:
+    """Return the position of a member's content; None if it is compressed or encrypted."""
+    if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _ENCRYPTED:
+        return None
+    file.seek(entry.header_offset)
+    header = file.read(_LOCAL_HEADER)
+    if not header.startswith(_LOCAL_SIGNATURE):
+        return None  # reading it reports the damage
+    offset = entry.header_offset + _LOCAL_HEADER + sum(_LOCAL_LENGTHS.unpack(header))
+    return offset if offset + entry.file_size <= size else None
+
+
+def _check_memory(members: list[_Member]) -> None:
+    total, free = sum(member.size for member in members), available_memory()
+    if total > free:
+        raise InputError(f"its arrays would take {total} bytes, and {free} are free.")
+
+
+def _header_of(member: _Member) -> ArrayHeader:
+    with member.open() as file:
+        return _header(file, member.size)
+
+
+def _header(file: IO[bytes], size: int) -> ArrayHeader:
+    """Return the header at the position of a file, which ``size`` bytes follow.
+
+    NumPy allocates what a header announces before it reads. The announcement is therefore compared
+    with the bytes that are there.
+
+    Raises:
+        InputError: The header is of an unknown version, or announces impossible contents.
+    """
+    start = file.tell()
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise InputError(f"it is of an unknown version, {version[0]}.{version[1]}.")
+    shape, fortran, dtype = _HEADERS[version](file)
+    if min(shape, default=0) < 0:  # NumPy 2.0 takes it for a length to infer
+        raise InputError(f"an array announces the shape {shape}, with a negative length.")
+    header = ArrayHeader(shape, dtype, "F" if fortran else "C", file.tell() - start)
+    if dtype.hasobject or header.bytes > size - header.length:
+        what = "Python objects" if dtype.hasobject else f"{header.bytes} bytes in a file of {size}"
+        raise InputError(f"an array announces {what}.")
+    return header
+
+
+def _read(member: _Member) -> Array:
+    with member.open() as file:
+        _header(file, member.size)
+        file.seek(0)
+        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+        return array
+
+
+def _mapped(member: _Member, file: IO[bytes]) -> Array:
+    if member.offset is None:
+        return _read(member)
+    file.seek(member.offset)
+    header = _header(file, member.size)
+    if not header.bytes:  # an empty range cannot be mapped
+        return np.zeros(header.shape, header.dtype)
+    start = member.offset + header.length
+    return np.memmap(file, header.dtype, "r", start, header.shape, header.order)

@@ -1,0 +1,186 @@
+"""Data sets in files: an ``.npz`` file, or a folder of shards.
+
+A file has an array for each input of the model, under its name, and ``targets``. The targets of
+several losses have the names of their outputs. A shard of a folder is an ``.npz`` file of this
+kind, or a group of ``.npy`` files ``SHARD.NAME.npy``. Other files of the folder are ignored.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, TypeGuard
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+from kfac_engine.losses.objective import Targets
+from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays
+from kfac_engine.training.examples import TARGETS, Batch, ExampleAxes
+from kfac_engine.training.shards import Shard
+
+# The files of a shard: the file of each array; or one file of all arrays, under None.
+Files: TypeAlias = Mapping[str | None, Path]
+_SEPARATORS = ".-_"
+
+
+def is_path(data: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether data are the path of a file or of a folder."""
+    return isinstance(data, str | os.PathLike)
+
+
+def shards_of(path: str | os.PathLike[str], axes: ExampleAxes) -> list[Shard]:
+    """Return the shards of a file or a folder.
+
+    Args:
+        path: An ``.npz`` file, or a folder of shards, which are sorted by name.
+        axes: The axes of the examples.
+
+    Returns:
+        The shards; a file is one.
+
+    Raises:
+        InputError: The path is neither, a file is damaged, or the shards differ in names, types or
+            shapes of their arrays.
+    """
+    place = Path(path)
+    if not place.is_dir():
+        batch = _separated(place, map_arrays(place), axes)
+        return [Shard(axes.check(*batch), lambda: batch)]
+    shards = _grouped(place, axes)
+    first, *others = shards
+    headers = {name: _headers(files) for name, files in shards.items()}
+    for name in others:
+        _compare(place, (first, headers[first]), (name, headers[name]), axes)
+    return [
+        Shard(
+            _counted(place / name, headers[name], axes),
+            partial(_load, place / name, files, headers[name], axes),
+        )
+        for name, files in shards.items()
+    ]
+
+
+def opened_inputs(path: str | os.PathLike[str]) -> Array | dict[str, Array]:
+    """Return the array of an ``.npy`` file, or the arrays of an ``.npz`` file by name; mapped."""
+    arrays = map_arrays(Path(path))
+    return arrays[None] if None in arrays else {str(name): a for name, a in arrays.items()}
+
+
+def opened_targets(path: str | os.PathLike[str]) -> Targets:
+    """Return the only array of a file, its array ``targets``, or its arrays by name; mapped."""
+    arrays = opened_inputs(path)
+    if not isinstance(arrays, Mapping):
+        return arrays
+    if TARGETS in arrays:
+        return arrays[TARGETS]
+    return next(iter(arrays.values())) if len(arrays) == 1 else arrays
+
+
+# -- private ---------------------------------------------------------------------------------------
+
+
+def _separated(path: Path, arrays: Mapping[str | None, Array], axes: ExampleAxes) -> Batch:
+    """Return the inputs and targets of a file."""
+    if None in arrays:
+        raise InputError(
+            f"'{path}' holds one array; data are an .npz file with the inputs by name and "
+            f"'{TARGETS}', or a folder of such files."
+        )
+    try:
+        return axes.separated({str(name): array for name, array in arrays.items()})
+    except InputError as failure:
+        raise InputError(f"'{path}': {failure}") from failure
+
+
+def _grouped(folder: Path, axes: ExampleAxes) -> dict[str, Files]:
+    """Return the files of each shard, by its name, in the order of the names.
+
+    Raises:
+        InputError: There is no shard, or a name of a file names no array of the model.
+    """
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    archives = [path for path in paths if path.suffix == ".npz"]
+    arrays = [path for path in paths if path.suffix == ".npy"]
+    if archives and arrays:
+        raise InputError(f"the folder '{folder}' has shards of both kinds, .npz and .npy.")
+    if archives:
+        return {path.name: {None: path} for path in archives}
+    shards: dict[str, dict[str | None, Path]] = {}
+    for path in arrays:
+        shard, name = _split_name(path, axes.names)
+        shards.setdefault(shard, {})[name] = path
+    if not shards:
+        raise InputError(f"the folder '{folder}' has no .npz and no .npy file.")
+    return dict(sorted(shards.items()))
+
+
+def _split_name(path: Path, names: Iterable[str]) -> tuple[str, str]:
+    """Return shard and array of a file ``SHARD.NAME.npy``; the shard may be empty."""
+    for name in sorted(names, key=len, reverse=True):
+        shard = path.stem.removesuffix(name)
+        if shard != path.stem and (not shard or shard[-1] in _SEPARATORS):
+            return shard.rstrip(_SEPARATORS), name
+    raise InputError(
+        f"'{path}' belongs to no array: the name of a shard's file must end with one of "
+        f"{', '.join(f'{name}.npy' for name in names)}."
+    )
+
+
+def _headers(files: Files) -> dict[str | None, ArrayHeader]:
+    if None in files:
+        return array_headers(files[None])
+    headers = {name: array_headers(path) for name, path in files.items()}
+    for name, path in files.items():
+        if None not in headers[name]:
+            raise InputError(f"'{path}' is no .npy file, as its name says.")
+    return {name: entries[None] for name, entries in headers.items()}
+
+
+def _compare(
+    folder: Path,
+    expected: tuple[str, Mapping[str | None, ArrayHeader]],
+    other: tuple[str, Mapping[str | None, ArrayHeader]],
+    axes: ExampleAxes,
+) -> None:
+    """Refuse a shard whose arrays differ from those of another shard."""
+    (first, headers), (name, others) = expected, other
+    for key in dict.fromkeys([*headers, *others]):
+        left, right = (_form(entries.get(key), str(key), axes) for entries in (headers, others))
+        if left != right:
+            raise InputError(
+                f"the shards in '{folder}' differ: '{key}' is {right} in '{name}', but {left} in "
+                f"'{first}'."
+            )
+
+
+def _form(header: ArrayHeader | None, name: str, axes: ExampleAxes) -> str:
+    """Describe an array without its number of examples."""
+    if header is None:
+        return "absent"
+    axis = axes.axis(name)
+    sizes = ("n" if i == axis else str(size) for i, size in enumerate(header.shape))
+    return f"{header.dtype} ({', '.join(sizes)})"
+
+
+def _counted(path: Path, headers: Mapping[str | None, ArrayHeader], axes: ExampleAxes) -> int:
+    """Return the number of examples that the headers of a shard announce."""
+    batch = _separated(path, headers, axes)  # type: ignore[arg-type] # only shapes are read
+    try:
+        return axes.check(*batch)
+    except InputError as failure:
+        raise InputError(f"'{path}': {failure}") from failure
+
+
+def _load(
+    path: Path, files: Files, headers: Mapping[str | None, ArrayHeader], axes: ExampleAxes
+) -> Batch:
+    """Return the arrays of a shard, which must be as they were when the run began."""
+    arrays = (
+        map_arrays(files[None])
+        if None in files
+        else {name: map_arrays(file).get(None) for name, file in files.items()}
+    )
+    present = {name: None if a is None else (a.shape, a.dtype) for name, a in arrays.items()}
+    if present != {name: (header.shape, header.dtype) for name, header in headers.items()}:
+        raise InputError(f"the shard '{path}' has changed since the run began.")
+    return _separated(path, arrays, axes)  # type: ignore[arg-type] # none is None

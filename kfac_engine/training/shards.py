@@ -1,0 +1,223 @@
+"""A data set as shards: parts that are stored together and loaded one at a time.
+
+The order of an epoch is a function of the seed and the number of the epoch: a permutation of the
+shards, and for each shard a permutation of its examples. Neighbours in a shard therefore stay near
+each other in an epoch, so that a data set on a disk is read shard by shard. Batches may contain the
+last examples of one shard and the first of the next.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+from kfac_engine.training.examples import Batch, ExampleAxes, Selection
+
+# Shards, each with the numbers of examples within it.
+Parts: TypeAlias = Sequence[tuple[int, Selection]]
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a data set.
+
+    Attributes:
+        count: Number of examples.
+        load: Returns the inputs and targets of all examples; their arrays may be mapped files.
+    """
+
+    count: int
+    load: Callable[[], Batch]
+
+
+class Examples:
+    """The examples of a data set; one shard is loaded at a time.
+
+    Args:
+        shards: The shards.
+        axes: The axes of the examples.
+
+    Attributes:
+        counts: Number of examples of each shard.
+        axes: The axes of the examples.
+
+    Raises:
+        InputError: There are no examples.
+    """
+
+    def __init__(self, shards: Sequence[Shard], axes: ExampleAxes) -> None:
+        self._shards, self.axes = shards, axes
+        self.counts = tuple(shard.count for shard in shards)
+        if not self.total:
+            raise InputError("the data have no examples.")
+        self._number, self._loaded = 0, shards[0].load()
+
+    @property
+    def total(self) -> int:
+        """Number of examples."""
+        return sum(self.counts)
+
+    def batch(self, parts: Parts) -> Batch:
+        """Return examples as one batch, in their order.
+
+        Args:
+            parts: Shards with the numbers of the examples.
+
+        Returns:
+            Inputs and targets; new arrays.
+        """
+        batches = [self.axes.part(*self._load(shard), numbers) for shard, numbers in parts]
+        return batches[0] if len(batches) == 1 else self.axes.joined(batches)
+
+    def whole(self) -> Batch:
+        """Return all examples as one batch; without a copy if there is one shard."""
+        shards = range(len(self.counts))
+        return self._load(0) if len(shards) == 1 else self.batch([(i, _ALL) for i in shards])
+
+    def _load(self, shard: int) -> Batch:
+        if shard != self._number:
+            self._number, self._loaded = shard, self._shards[shard].load()
+        return self._loaded
+
+
+class ShuffledBatches:
+    """Batches of examples in an order that depends on the seed and the epoch only.
+
+    Every epoch leaves out the last examples of its order that do not fill a batch.
+
+    Args:
+        examples: The examples.
+        batch_size: Examples in a batch; fewer examples in total are one batch.
+        seed: Seed of the orders.
+        chosen: Numbers of the examples of each shard that take part; None for all.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        batch_size: int,
+        seed: int,
+        chosen: Sequence[Array] | None = None,
+    ) -> None:
+        check_divisible(examples.axes)
+        self._examples, self._seed, self._chosen = examples, seed, chosen
+        self._counts = examples.counts if chosen is None else tuple(map(len, chosen))
+        self._size = min(batch_size, sum(self._counts))
+        self.per_epoch: int | None = sum(self._counts) // self._size
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from the batch ``start`` on."""
+        parts = self._parts(number, start * self._size)
+        return (self._examples.batch(part) for part in full_batches(parts, self._size))
+
+    def _parts(self, epoch: int, skip: int) -> Iterator[tuple[int, Array]]:
+        """Yield shards with their examples in the order of an epoch, without the first ones."""
+        shards = len(self._counts)
+        # Streams 0 to shards − 1 order the examples of a shard, and the next one the shards.
+        for shard in np.random.default_rng([self._seed, epoch, shards]).permutation(shards):
+            count = self._counts[shard]
+            if skip >= count:
+                skip -= count
+                continue
+            stream = np.random.default_rng([self._seed, epoch, int(shard)])
+            order = stream.permutation(count)[skip:]
+            yield int(shard), order if self._chosen is None else self._chosen[shard][order]
+            skip = 0
+
+
+class OrderedBatches:
+    """Batches of all examples in their order; can be iterated again.
+
+    Args:
+        examples: The examples.
+        batch_size: Examples in a batch; the last batch may have fewer.
+        chosen: As for ``ShuffledBatches``.
+    """
+
+    def __init__(
+        self, examples: Examples, batch_size: int, chosen: Sequence[Array] | None = None
+    ) -> None:
+        self._examples, self._size, self._chosen = examples, batch_size, chosen
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._examples.axes.obstacle:
+            yield self._examples.whole()
+            return
+        for part in full_batches(self._parts(), self._size, rest=True):
+            yield self._examples.batch(part)
+
+    def _parts(self) -> Iterator[tuple[int, Array]]:
+        for shard, count in enumerate(self._examples.counts):
+            chosen = None if self._chosen is None else self._chosen[shard]
+            stop = count if chosen is None else len(chosen)
+            for first in range(0, stop, self._size):  # a few numbers at a time
+                numbers = np.arange(first, min(first + self._size, stop))
+                yield shard, numbers if chosen is None else chosen[numbers]
+
+
+def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array], list[Array]]:
+    """Return a random split of the examples of a data set into two.
+
+    Args:
+        counts: Number of examples of each shard.
+        fraction: Fraction of the examples in the second part, in (0, 1).
+        seed: Seed of the split.
+
+    Returns:
+        The numbers of the examples of each shard in the first and in the second part, ascending.
+
+    Raises:
+        InputError: A part has no examples.
+    """
+    total = sum(counts)
+    size = round(fraction * total)
+    if not 0 < size < total:
+        raise InputError(
+            f"validation={fraction:g} of {total} examples leaves a part without examples; give "
+            f"more data, or validation data of their own."
+        )
+    # A stream of its own: the streams of the epochs have no spawn key.
+    stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
+    second = np.zeros(total, np.bool_)
+    second[stream.permutation(total)[:size]] = True
+    masks = np.split(second, np.cumsum(counts)[:-1])
+    return [np.flatnonzero(~mask) for mask in masks], [np.flatnonzero(mask) for mask in masks]
+
+
+def full_batches(
+    parts: Iterable[tuple[int, Array]], size: int, *, rest: bool = False
+) -> Iterator[Parts]:
+    """Cut examples into batches.
+
+    Args:
+        parts: Shards with numbers of examples, in order.
+        size: Examples in a batch.
+        rest: Whether the examples that do not fill a batch are a last batch.
+
+    Yields:
+        The parts of each batch.
+    """
+    waiting: list[tuple[int, Array]] = []
+    missing = size
+    for shard, numbers in parts:
+        while len(numbers) >= missing:
+            yield [*waiting, (shard, numbers[:missing])]
+            waiting, numbers, missing = [], numbers[missing:], size
+        if len(numbers):
+            waiting.append((shard, numbers))
+            missing -= len(numbers)
+    if rest and waiting:
+        yield waiting
+
+
+def check_divisible(axes: ExampleAxes) -> None:
+    """Refuse a model that does not run on a part of a batch, with an InputError."""
+    if axes.obstacle:
+        raise InputError(
+            f"the arrays cannot be cut into batches: {axes.obstacle}; give an iterable of batches."
+        )
