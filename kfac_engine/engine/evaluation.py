@@ -1,23 +1,19 @@
-"""Predictions of a model in inference form, and their loss and accuracy."""
+"""Predictions of a model in inference form, and their metrics."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import isfinite
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kfac_engine._types import Array, Values
-from kfac_engine.arguments import texts
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import as_array
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_batch_size
-from kfac_engine.errors import InputError, NonFiniteError
-from kfac_engine.losses.objective import Objective, Targets
-from kfac_engine.registry import Registry
+from kfac_engine.errors import InputError
+from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inference import InferenceModel
 
 Pair: TypeAlias = tuple[Mapping[str, Array], Targets]
-# Returns a sum over the examples of a batch, and the number of examples that it is divided by:
-# 0 where the metric of several batches is the sum of theirs.
-Metric: TypeAlias = Callable[[Objective, Values], tuple[float, int]]
 
 
 class Evaluation:
@@ -34,43 +30,68 @@ class Evaluation:
 
     def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
         """Return the outputs of the model; see ``Engine.predict``."""
-        names = [name for name in self._model.graph.outputs if name in self._model.facts]
-        results = self._arrays.for_backend(self._run(inputs, names))
-        outputs = {name: results[name].copy() for name in names}
-        return outputs[names[0]] if len(names) == 1 else outputs
+        results = self._run(inputs, self._outputs)
+        return self._for_caller({name: results[name].copy() for name in self._outputs})
 
-    def metrics(self, data: Pair | Iterable[Pair], names: Sequence[str] | None) -> dict[str, float]:
+    def metrics(
+        self, data: Pair | Iterable[Pair], choices: Sequence[MetricChoice] | None
+    ) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
-        if names is None:
-            towers = (tower for loss in self._task.objective.losses for tower in loss.towers)
-            names = ("loss", "accuracy") if all(tower.discrete for tower in towers) else ("loss",)
-        texts("metrics", names, "['loss']")
-        rows = {name: METRICS[name] for name in names}
-        totals = dict.fromkeys(rows, 0.0)
-        divisors = dict.fromkeys(rows, 0)
+        metrics = metrics_of(self._default() if choices is None else choices)
+        reads_outputs = any(metric.reads_outputs for metric in metrics.values())
+        totals, divisors = dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0)
         batches = 0
         for inputs, targets in _pairs(data):
-            values, batches = self._values(inputs, targets), batches + 1
-            for name, metric in rows.items():
-                total, divisor = metric(self._task.objective, values)
+            batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
+            for name, metric in metrics.items():
+                total, divisor = metric.measure(batch)
                 totals[name] += total
                 divisors[name] += divisor
         if not batches:
             raise InputError("the data has no batch; give one (inputs, targets) pair at least.")
-        return {name: total / (divisors[name] or 1) for name, total in totals.items()}
+        return {n: metric.finish(totals[n] / (divisors[n] or 1)) for n, metric in metrics.items()}
 
-    def _values(self, inputs: Mapping[str, Array], targets: Targets) -> dict[str, Array]:
-        """Evaluate the values that the objective reads."""
+    def _default(self) -> tuple[str, ...]:
+        """Return the metrics that the losses have."""
+        towers = (tower for loss in self._task.objective.losses for tower in loss.towers)
+        return ("loss", "accuracy") if all(tower.discrete for tower in towers) else ("loss",)
+
+    def _evaluated(
+        self, inputs: Mapping[str, Array], targets: Targets, reads_outputs: bool
+    ) -> Evaluated:
+        """Evaluate the values that the objective reads, and the outputs where they are needed."""
         objective, to_device = self._task.objective, self._model.memory_space.to_device
         named = objective.named_targets(targets)
-        names = dict.fromkeys((objective.batch or objective.inputs[0], *objective.inputs))
-        return self._run(inputs, tuple(names)) | {n: to_device(a) for n, a in named.items()}
+        names = [objective.batch or objective.inputs[0], *objective.inputs]
+        results = self._run(inputs, tuple(dict.fromkeys(names + self._outputs * reads_outputs)))
+        outputs = {name: results[name] for name in self._outputs} if reads_outputs else {}
+        values = results | {name: to_device(array) for name, array in named.items()}
+        return Evaluated(
+            objective, values, self._for_caller(outputs) if outputs else None, _arrays(targets)
+        )
+
+    @property
+    def _outputs(self) -> list[str]:
+        """Names of the outputs that are tensors."""
+        return [name for name in self._model.graph.outputs if name in self._model.facts]
+
+    def _for_caller(self, outputs: Mapping[str, Array]) -> Array | dict[str, Array]:
+        """Return outputs by name as the caller's arrays; a lone output without its name."""
+        converted = self._arrays.for_backend(outputs)
+        return next(iter(converted.values())) if len(converted) == 1 else converted
 
     def _run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
         check_batch_size(self._task.batch, inputs)
         if isinstance(inputs, Mapping):
             inputs = self._arrays.for_model(inputs)
         return self._inference.run(inputs, names)
+
+
+def _arrays(targets: Targets) -> Targets:
+    """Return targets of any library as arrays of NumPy or CuPy."""
+    if isinstance(targets, Mapping):
+        return {name: as_array(array) for name, array in targets.items()}
+    return None if targets is None else as_array(targets)
 
 
 def _pairs(data: Pair | Iterable[Pair]) -> Iterator[Pair]:
@@ -90,27 +111,3 @@ def _pairs(data: Pair | Iterable[Pair]) -> Iterator[Pair]:
                 f"entry is {type(pair).__name__}."
             )
         yield pair[0], pair[1]
-
-
-def _loss(objective: Objective, values: Values) -> tuple[float, int]:
-    """The loss times the number of examples; the loss itself under the reduction ``"sum"``."""
-    loss = objective.value(values)
-    if not isfinite(loss):
-        raise NonFiniteError(f"the loss of a batch is {loss:g}; check the data and parameters.")
-    examples = objective.examples(values)
-    return (loss, 0) if objective.reduction == "sum" else (loss * examples, examples)
-
-
-def _accuracy(objective: Objective, values: Values) -> tuple[float, int]:
-    """The share of predictions that equal their target, times the number of examples."""
-    hits = [
-        tower.hits(values, tower.check_targets(values))
-        for loss in objective.losses
-        for tower in loss.towers
-    ]
-    share = sum(int(hit.sum()) for hit in hits) / sum(hit.size for hit in hits)
-    examples = objective.examples(values)
-    return share * examples, examples
-
-
-METRICS: Registry[Metric] = Registry("metric", {"loss": _loss, "accuracy": _accuracy})

@@ -11,6 +11,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.evaluation import Evaluation, Pair
+from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.report import LossReport, loss_reports
 from kfac_engine.engine.result import Result
@@ -162,15 +163,28 @@ class TrainableModel(Sealed):
         return self._evaluation.predict(inputs)
 
     def evaluate(
-        self, data: Pair | Iterable[Pair], metrics: Sequence[str] | None = None
+        self, data: Pair | Iterable[Pair], metrics: Sequence[MetricChoice] | None = None
     ) -> dict[str, float]:
         """Return metrics of predictions in inference form; see ``predict``.
 
+        ==========================  =============================================================
+        metric                      value, over all losses
+        ==========================  =============================================================
+        ``loss``                    the loss under the engine's reduction
+        ``accuracy``                share of predictions whose most probable class is the target
+        ``topK``, such as ``top5``  share of predictions with the target among the K most probable
+        ``mean_absolute_error``     mean of ``|prediction − target|`` of losses on means
+        ``mean_squared_error``      mean of ``(prediction − target)²``; with the prefix ``root_``
+                                    its square root
+        a function                  mean of ``function(outputs, targets)``, an array with a value,
+                                    or a row of values, for each example
+        ==========================  =============================================================
+
         Args:
             data: One pair of inputs and targets, or an iterable of such pairs, read once.
-            metrics: ``"loss"``, under the engine's reduction, and ``"accuracy"``, the share of
-                predictions whose most probable class equals the target; each over all losses.
-                None for the loss, and the accuracy where all targets are discrete.
+            metrics: Names and functions. A function receives the outputs as ``predict`` returns
+                them and the targets of a batch, and its value has its name. None for the loss, and
+                the accuracy where all targets are discrete.
 
         Returns:
             Metric to its mean over the examples of all pairs. A loss under the reduction
@@ -179,7 +193,7 @@ class TrainableModel(Sealed):
         Raises:
             KfacError: Inputs or targets are wrong (see ``trace``), or there are none.
             UnknownNameError: There is no metric of a name.
-            UnsupportedError: Accuracy of targets that are not discrete.
+            UnsupportedError: A loss does not have the metric, such as the accuracy of means.
             NonFiniteError: A loss is NaN or infinite.
         """
         with single_threaded_blas(), quiet(), self._history.explain():

@@ -131,6 +131,44 @@ class LossFunction(LossOperations, ABC):
             f"targets are not discrete; leave 'accuracy' out of the metrics."
         )
 
+    def ranks(self, values: Values, targets: Array) -> Array:
+        """Return the number of classes that are more probable than the target.
+
+        Of classes with equal probabilities, the first one counts as the most probable.
+
+        Args:
+            values: The inputs by name.
+            targets: Checked targets.
+
+        Returns:
+            Integers, one for each prediction; 0 where ``hits`` is True.
+
+        Raises:
+            UnsupportedError: The targets are not classes.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} on {', '.join(self.inputs)} has no ranks, because its targets "
+            f"are not classes; leave the top-k metrics out."
+        )
+
+    def errors(self, values: Values, targets: Array) -> Array:
+        """Return the predicted means minus the targets.
+
+        Args:
+            values: The inputs by name.
+            targets: Checked targets.
+
+        Returns:
+            The differences, in the shape of the targets.
+
+        Raises:
+            UnsupportedError: The distribution does not predict means.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} on {', '.join(self.inputs)} has no mean error, because it "
+            f"predicts no means; use the metric 'loss' or 'accuracy'."
+        )
+
     # -- derived ---------------------------------------------------------------------------------
 
     def value(self, values: Values) -> float:

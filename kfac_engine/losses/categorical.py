@@ -97,6 +97,15 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         equal: Array = array_module(z).argmax(z, axis=self._axis(values)) == targets
         return equal
 
+    def ranks(self, values: Values, targets: Array) -> Array:
+        z, axis = values[self.logits], self._axis(values)
+        xp = array_module(z)
+        ids = xp.expand_dims(targets, axis)
+        of_target = xp.take_along_axis(z, ids, axis)
+        classes = xp.arange(z.shape[axis]).reshape([-1, *[1] * (z.ndim - 1 - axis)])
+        ahead: Array = ((z > of_target) | ((z == of_target) & (classes < ids))).sum(axis=axis)
+        return ahead
+
     def check_target_array(self, values: Values, targets: Array) -> None:
         axis, shape = self._axis(values), values[self.logits].shape
         expected = shape[:axis] + shape[axis + 1 :]
@@ -156,6 +165,9 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
     def hits(self, values: Values, targets: Array) -> Array:
         return super().hits(values, targets.argmax(axis=self._axis(values)))
+
+    def ranks(self, values: Values, targets: Array) -> Array:
+        return super().ranks(values, targets.argmax(axis=self._axis(values)))
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.logits, values[self.logits], targets)

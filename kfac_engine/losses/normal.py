@@ -47,12 +47,12 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         self.var = float(var)
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        error = self._error(values, targets)
+        error = self.errors(values, targets)
         result: Array = error * error / (2 * self.var) + 0.5 * log(2 * pi * self.var)
         return result
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        return {self.mean: self._error(values, targets) / self.var}
+        return {self.mean: self.errors(values, targets) / self.var}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         mean = values[self.mean]
@@ -65,7 +65,7 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.mean, values[self.mean], targets)
 
-    def _error(self, values: Values, targets: Array) -> Array:
+    def errors(self, values: Values, targets: Array) -> Array:
         return _difference(values[self.mean], targets)
 
 
@@ -106,12 +106,12 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         self.variance = variance
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        error, s = self._error_and_variance(values, targets)
+        error, s = self.errors(values, targets), values[self.variance]
         result: Array = 0.5 * (error * error / s + array_module(s).log(2 * pi * s))
         return result
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        error, s = self._error_and_variance(values, targets)
+        error, s = self.errors(values, targets), values[self.variance]
         scaled = error / s
         return {self.mean: scaled, self.variance: 0.5 * (1 / s - scaled * scaled)}
 
@@ -124,7 +124,8 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         return {self.mean: 1 / s, self.variance: 0.5 / (s * s)}
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        error, s = self._error_and_variance(values, values[self.require_target_name()])
+        error = self.errors(values, values[self.require_target_name()])
+        s = values[self.variance]
         mean, variance = v[self.mean], v[self.variance]
         mixed = error / (s * s)
         second = (error * error / s - 0.5) / (s * s)
@@ -155,8 +156,8 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.mean, values[self.mean], targets)
 
-    def _error_and_variance(self, values: Values, targets: Array) -> tuple[Array, Array]:
-        return _difference(values[self.mean], targets), values[self.variance]
+    def errors(self, values: Values, targets: Array) -> Array:
+        return _difference(values[self.mean], targets)
 
 
 def _difference(mean: Array, targets: Array) -> Array:

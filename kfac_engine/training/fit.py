@@ -7,10 +7,10 @@ depends on the seed and the number of the epoch only. A resumed run therefore ne
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kfac_engine.arguments import flag, texts, whole
+from kfac_engine.arguments import flag, whole
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.evaluation import METRICS
 from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
@@ -22,7 +22,7 @@ from kfac_engine.training.history import History, Log, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training.run import Run
+from kfac_engine.training.run import Run, check_metrics
 from kfac_engine.training.run_checkpoint import RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 
@@ -50,7 +50,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     seconds: float | None = None,
     batch_size: int = 128,
     validation: Data | float | None = None,
-    metrics: Sequence[str] = ("loss",),
+    metrics: Sequence[MetricChoice] = ("loss",),
     schedule: str | ScheduleFunction = "tail",
     callbacks: Sequence[Callback | StepFunction] = (),
     seed: int = 0,
@@ -77,7 +77,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
         batch_size: Examples in a batch, where ``data`` are no batches.
         validation: Data that are evaluated at the end of each epoch and of the run, in a form of
             ``data``; or the fraction of the examples that is split off for it.
-        metrics: Metrics of ``Engine.evaluate`` for ``validation``.
+        metrics: Metrics of ``Engine.evaluate`` for ``validation``: names or functions.
         schedule: Factor of the learning rate by the part of the budget that is spent:
             ``"constant"``, ``"cosine"`` (to zero), ``"tail"`` (constant to 60 %, then linear to
             zero) or a function of the part.
@@ -103,9 +103,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     whole("batch_size", batch_size, least=1)
     whole("seed", seed, least=0)
     flag("resume", resume)
-    texts("metrics", metrics, "('loss', 'accuracy')")
-    for name in metrics:
-        METRICS[name]  # an unknown name is an error before the run, not after an epoch
+    check_metrics(metrics)
     chosen = _optimizer(model_or_engine, loss, optimizer, seed)
     axes = ExampleAxes(chosen.engine)
     sources = run_data(data, validation, axes, batch_size, seed)

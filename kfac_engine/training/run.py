@@ -1,9 +1,10 @@
 """The steps of a training run, from a position in the data to the end of a budget."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from kfac_engine.engine.metrics import MetricChoice, metrics_of
 from kfac_engine.errors import InputError
 from kfac_engine.training.batches import Batches
 from kfac_engine.training.budget import Budget, Position
@@ -15,6 +16,10 @@ from kfac_engine.training.schedules import ScheduleFunction
 
 # Numbers of a step report that records have where they are defined.
 _NUMBERS = ("momentum", "damping", "reduction_ratio")
+# The entries of a record besides metrics; the metric "loss" is recorded as "validation_loss".
+_ENTRIES = frozenset(
+    {"step", "epoch", "seconds", "learning_rate", "refreshed", "skipped", "validation_loss"}
+).union(_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Run:
     budget: Budget
     schedule: ScheduleFunction
     validation: Iterable[Batch] | None
-    metrics: tuple[str, ...]
+    metrics: tuple[MetricChoice, ...]
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Train from a position to the end of the budget.
@@ -100,6 +105,22 @@ class Run:
             )
         yield first
         yield from remaining
+
+
+def check_metrics(metrics: Sequence[MetricChoice]) -> None:
+    """Refuse metrics whose names are unknown, or are those of other entries of a record.
+
+    Args:
+        metrics: Metrics of ``Engine.evaluate``.
+
+    Raises:
+        InputError: A function has such a name; or see ``metrics_of``.
+    """
+    for name in metrics_of(metrics):
+        if name in _ENTRIES:
+            raise InputError(
+                f"'{name}' is the name of another number in records; rename the metric's function."
+            )
 
 
 def _record(position: Position, epoch: int, report: StepReport) -> Record:

@@ -1,9 +1,7 @@
 """``fit``: the loop against the same loop written out, bit-exact resumption, refusals."""
 
 import json
-import re
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,14 +369,3 @@ def test_wrong_data_are_refused(data):
     for message, wrong in cases.items():
         with pytest.raises(ke.InputError, match=message):
             ke.fit(net.engine(), wrong, **options())
-
-
-def test_the_examples_of_the_page_on_training_run(tmp_path, monkeypatch):
-    page = Path(__file__).resolve().parents[2] / "docs" / "training.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    monkeypatch.chdir(tmp_path)
-    examples = [block for block in blocks if "ke.fit(" in block]
-    assert len(examples) >= 2
-    for example in examples:
-        exec(compile(example, "training.md", "exec"), {})
-    assert (tmp_path / "trained.onnx").exists()
