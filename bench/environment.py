@@ -43,7 +43,13 @@ def environment(threads: int) -> Mapping[str, str]:
     return found
 
 
-def keep_to_cores(threads: int) -> None:
-    """Restrict this process to its first cores, if the system supports it."""
+def keep_to_cores(threads: int, first: int = 0) -> None:
+    """Restrict this process to some of its cores, if the system supports it.
+
+    Args:
+        threads: Number of cores.
+        first: Position of the first of them; it wraps around at the number of cores.
+    """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(threads)})

@@ -22,12 +22,16 @@ from kfac_engine.bench.report import print_suite, read_report, restored, write_j
 from kfac_engine.bench.roofline import Roofline, SuiteConditions, ceiling, ceilings, higher
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
+from kfac_engine.bench.training.suite import TRAINING_DEFAULTS, TrainingOptions, run_training
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
 from kfac_engine.system.writing import check_outputs
 
 # Width of output that does not go to a terminal: wide enough for a table.
 _FILE_WIDTH = 160
+# Suites that run only if the user names them: one raises an error without a GPU, the other takes
+# hours.
+_ON_REQUEST = ("gpu", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Options:
         profile: Whether the suite ``step`` also prints the time of each stage.
         plot: Folder for a chart of each suite that compares contenders.
         resume: Whether to skip the suites that the JSON file has already.
+        training: Options of the suite ``train``.
     """
 
     compare: Sequence[str] = ()
@@ -49,6 +54,7 @@ class Options:
     profile: bool = False
     plot: str | Path | None = None
     resume: bool = False
+    training: TrainingOptions = TRAINING_DEFAULTS
 
 
 DEFAULTS = Options()
@@ -66,6 +72,7 @@ class Setting:
         threads: Number of threads of each contender.
         repeats: Number of rounds of each job; None for as many as fit into the time.
         profile: Whether the suite ``step`` prints the time of each stage.
+        training: Options of the suite ``train``.
         failures: Names of jobs and suites that failed so far.
     """
 
@@ -76,6 +83,7 @@ class Setting:
     threads: int
     repeats: int | None = None
     profile: bool = False
+    training: TrainingOptions = TRAINING_DEFAULTS
     failures: list[str] = field(default_factory=list)
 
 
@@ -92,7 +100,7 @@ def run_suites(
     """Run suites and print a table for each.
 
     Args:
-        names: Names of suites, in order; empty for all but ``gpu``.
+        names: Names of suites, in order; empty for all but ``gpu`` and ``train``.
         json_path: File of the measurements, written after each suite.
         options: Options of the run.
 
@@ -104,8 +112,7 @@ def run_suites(
             cannot be created.
     """
     suites = known_suites()
-    # Without a GPU this suite only raises an error: it runs if the user names it.
-    todo = {name: suites[name] for name in names or [n for n in suites if n != "gpu"]}
+    todo = {name: suites[name] for name in names or [n for n in suites if n not in _ON_REQUEST]}
     contenders, threads = select_contenders(options.compare), checked_threads(options.threads)
     facts = machine(threads)
     path = None if json_path is None else Path(json_path)
@@ -151,8 +158,9 @@ def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options
         console.print(f"ceiling with {limit.threads} thread{plural}: {limit}")
     best = limits[-1]
     return Setting(
-        console, contenders, best, best, facts["threads"], options.repeats, options.profile
-    )
+        console, contenders, best, best, facts["threads"], options.repeats, options.profile,
+        options.training,
+    )  # fmt: skip
 
 
 def _measured(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], SuiteConditions]:
@@ -221,4 +229,5 @@ _ALONE: Mapping[str, Suite] = {
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),
     "gpu": lambda setting, name: run_gpu(setting.console, name),
     "build": lambda setting, name: run_build(setting.console, name),
+    "train": lambda setting, name: run_training(setting.console, setting.training),
 }

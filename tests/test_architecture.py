@@ -208,7 +208,11 @@ def test_files_and_functions_are_short(path):
 def test_every_package_is_listed_for_the_wheel():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {dotted_name(path) for path in MODULES if path.name == "__init__.py"}
-    assert set(listed) == found | {"kfac_engine.kernels", "kfac_engine.bench"}
+    assert set(listed) == found | {
+        "kfac_engine.kernels",
+        "kfac_engine.bench",
+        "kfac_engine.bench.training",
+    }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=identify)

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kfac_engine.cli.options import debug_option, file_path
+from kfac_engine.cli.training_options import separated, training_options
 
 
 @click.command
@@ -13,7 +14,7 @@ from kfac_engine.cli.options import debug_option, file_path
     "--suite",
     multiple=True,
     metavar="NAME",
-    help="Suite to run; by default all but gpu. May be repeated.",
+    help="Suite to run; by default all but gpu and train. May be repeated.",
 )
 @click.option(
     "--compare",
@@ -58,10 +59,13 @@ from kfac_engine.cli.options import debug_option, file_path
     is_flag=True,
     help="Show the time and the memory of each stage of a step, with the suite step.",
 )
+@training_options
 @debug_option
 def bench(suite: tuple[str, ...], json_path: Path | None, compare: str, **options: Any) -> None:
-    """Measure the time and the memory of each operation and of whole steps."""
+    """Measure the time and the memory of each operation, of whole steps, and of training."""
     from kfac_engine.bench.run import Options, run_suites
+    from kfac_engine.bench.training.suite import TrainingOptions
 
-    peers = [name.strip() for name in compare.split(",") if name.strip()]
-    run_suites(suite, json_path, options=Options(compare=peers, **options))
+    training = {name: options.pop(name) for name in TrainingOptions.__dataclass_fields__}
+    chosen = Options(compare=separated(compare), training=TrainingOptions(**training), **options)
+    run_suites(suite, json_path, options=chosen)

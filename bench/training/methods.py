@@ -1,0 +1,151 @@
+"""The optimizers that are compared, with the settings among which each is tuned."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import kfac_engine as ke
+from kfac_engine._types import Array
+from kfac_engine.bench.training.soap import Soap
+from kfac_engine.errors import InputError
+from kfac_engine.registry import Registry
+
+# Changes the parameters of an engine by one batch; returns the loss before the change. The last
+# argument is the factor of the learning rate.
+Step: TypeAlias = Callable[[Mapping[str, Array], Array, float], float]
+# Returns the step of an engine for a learning rate (None where a method has none) and options.
+Factory: TypeAlias = Callable[[ke.Engine, float | None, Mapping[str, Any]], Step]
+
+TAIL, COSINE = "tail", "cosine"
+# Part of the budget in which the learning rate of a method with a rate rises.
+WARM_UP = 0.02
+_FIRST = 1e-3  # added to the spent part, so that the first step has an effect
+_SEPARATOR, _EQUALS = ":", "="
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An optimizer.
+
+    Attributes:
+        factory: Return its step; None for a method of a peer.
+        schedules: Schedules that are tried.
+        rates: Task to the learning rates that are tried, where they differ from ``usual_rates``.
+        usual_rates: Learning rates that are tried; ``(None,)`` for a method without a rate.
+        peer: Module that trains with this method; empty for the engine.
+    """
+
+    factory: Factory | None
+    schedules: tuple[str, ...]
+    usual_rates: tuple[float | None, ...]
+    rates: Mapping[str, tuple[float, ...]]
+    peer: str = ""
+
+    def rates_of(self, task: str) -> tuple[float | None, ...]:
+        """Return the learning rates that are tried on a task, whatever its batch size."""
+        return self.rates.get(task.partition("@")[0], self.usual_rates)
+
+    def scale(self, schedule: str, spent: float) -> float:
+        """Return the factor of the learning rate.
+
+        Args:
+            schedule: Name of the schedule.
+            spent: Part of the budget that is spent, in [0, 1].
+
+        Returns:
+            The value of the schedule. Methods with a learning rate start with a linear rise.
+        """
+        from kfac_engine.training.schedules import SCHEDULES
+
+        rise = 1.0 if self.usual_rates == (None,) else min(1.0, (spent + _FIRST) / WARM_UP)
+        return rise * SCHEDULES[schedule](spent)
+
+
+def _kfac(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
+    del rate  # a rate of its own is an option
+    return _step_of(ke.KfacOptimizer(engine, **options))
+
+
+def _first_order(kind: type) -> Factory:
+    return lambda engine, rate, options: _step_of(kind(engine, learning_rate=rate, **options))
+
+
+def _step_of(optimizer: Any) -> Step:
+    return lambda inputs, targets, scale: float(optimizer.step(inputs, targets, scale).loss)
+
+
+def _soap(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
+    if options:
+        raise InputError(f"method 'soap' has no options, got {', '.join(options)}.")
+    assert rate is not None
+    soap, top = Soap(engine.parameters), rate
+
+    def step(inputs: Mapping[str, Array], targets: Array, scale: float) -> float:
+        result = engine.gradients(inputs, targets, update_buffers=True)
+        engine.set_parameters(soap.update(result.gradients, top * scale))
+        return result.loss
+
+    return step
+
+
+_ADAM = (0.001, 0.002, 0.004, 0.008, 0.016)
+_HIGH_ADAM = (0.002, 0.004, 0.008, 0.016, 0.032)
+_LOW_ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008)
+_ADAM_RATES = {
+    "mlp": _LOW_ADAM,
+    "cnn": _LOW_ADAM,
+    "autoencoder-relu": _LOW_ADAM,
+    "digits": _HIGH_ADAM,
+    "function": _HIGH_ADAM,
+}
+# Losses that sum over pixels have larger gradients.
+_LOW_SGD = (0.0003, 0.001, 0.003, 0.01, 0.03)
+_SGD_RATES = {
+    "autoencoder": _LOW_SGD,
+    "autoencoder-relu": (0.00003, 0.0001, 0.0003, 0.001, 0.003),
+    "restorer": (0.00003, 0.0001, 0.0003, 0.001, 0.003),
+    "function": (0.003, 0.01, 0.03, 0.1, 0.3),
+}
+
+METHODS: Mapping[str, Method] = Registry(
+    "method",
+    {
+        "kfac": Method(_kfac, (TAIL,), (None,), {}),
+        "adam": Method(_first_order(ke.Adam), (TAIL, COSINE), _ADAM, _ADAM_RATES),
+        "sgd": Method(_first_order(ke.SGD), (TAIL,), (0.01, 0.03, 0.1, 0.3, 1.0), _SGD_RATES),
+        "muon": Method(_first_order(ke.Muon), (TAIL,), (0.01, 0.03, 0.1), {}),
+        "soap": Method(_soap, (TAIL,), (0.003, 0.01, 0.03), {}),
+        "torch-adam": Method(
+            None, (TAIL,), _ADAM, _ADAM_RATES, peer="kfac_engine.bench.peers.torch_training"
+        ),
+    },
+)
+
+
+def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
+    """Return a method and its options.
+
+    Args:
+        text: ``name``, or ``name:option=value:…`` with values in JSON.
+
+    Returns:
+        The method, and the options by name.
+
+    Raises:
+        UnknownNameError: There is no such method.
+        InputError: An option has no value.
+    """
+    name, *pairs = text.split(_SEPARATOR)
+    method, options = METHODS[name], {}
+    for pair in pairs:
+        key, equals, value = pair.partition(_EQUALS)
+        try:
+            options[key] = json.loads(value)
+        except ValueError as error:
+            raise InputError(
+                f"method '{text}': write options as {name}:option=value, with a value in JSON."
+            ) from error
+        if not (key and equals):
+            raise InputError(f"method '{text}': an option has no name.")
+    return method, options

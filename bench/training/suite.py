@@ -1,0 +1,165 @@
+"""The suite ``train``: all runs, the tables of their results and their curves."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+
+from rich.console import Console
+
+from kfac_engine.bench.training.data import DATA_FOLDER, has_images, load_images, load_text
+from kfac_engine.bench.training.plan import Group, all_tasks, final_runs, groups, tuning_runs
+from kfac_engine.bench.training.records import Record, Records, revision
+from kfac_engine.bench.training.run import Outcome, Run
+from kfac_engine.bench.training.worker import run_in_process
+from kfac_engine.errors import InputError
+
+# The methods that run without another library.
+METHODS = ("kfac", "adam", "sgd", "muon", "soap")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """Options of the suite.
+
+    Attributes:
+        data_folder: Folder of Fashion-MNIST; None for the folder of Debian's package, or the
+            bundled digits if it does not exist.
+        tasks: Names of tasks; empty for all.
+        methods: Names of methods; empty for all.
+        seeds: Seeds; rates are tuned with the first one.
+        seconds: CPU seconds of each run; empty for the budgets of the suite.
+        runs: File of the finished runs; None for no file.
+        reuse: Whether runs of other sources in this file count.
+        workers: Number of runs at a time, each on a core of its own.
+    """
+
+    data_folder: Path | None = None
+    tasks: Sequence[str] = ()
+    methods: Sequence[str] = ()
+    seeds: Sequence[int] = (0, 1, 2)
+    seconds: Sequence[float] = ()
+    runs: Path | None = None
+    reuse: bool = False
+    workers: int = 1
+
+
+TRAINING_DEFAULTS = TrainingOptions()
+
+# Trains in a new process, on the core of a number.
+Execute = Callable[[Run, Path | None, int], Outcome]
+
+
+def run_training(
+    console: Console, options: TrainingOptions, execute: Execute = run_in_process
+) -> list[Record]:
+    """Make all runs that the file of runs does not have.
+
+    Args:
+        console: Console to print on.
+        options: Options of the suite.
+        execute: Executes a run.
+
+    Returns:
+        The records of the chosen runs.
+
+    Raises:
+        KfacError: An option is wrong, a file cannot be read, or a run failed.
+    """
+    if not options.seeds:
+        raise InputError("--seeds must name one seed at least.")
+    folder = _image_folder(console, options.data_folder)
+    images = load_images(folder)
+    chosen = groups(options.tasks or all_tasks(), options.methods or METHODS, options.seconds)
+    if any(group.task.startswith("transformer") for group in chosen):
+        console.print(f"text: hash {load_text().digest}")
+    suite = _Suite(console, options, folder, images.source, execute)
+    suite.run_missing(tuning_runs(chosen, options.seeds[0]))
+    suite.run_missing(final_runs(chosen, suite.outcomes, options.seeds))
+    return suite.chosen_records(chosen)
+
+
+def _image_folder(console: Console, given: Path | None) -> Path | None:
+    """Return the folder of Fashion-MNIST, or None for the digits; print which data are used."""
+    folder = given or DATA_FOLDER
+    if has_images(folder):
+        console.print(f"images: Fashion-MNIST of {folder}")
+        return folder
+    if given is not None:
+        raise InputError(f"--data-folder: '{given}' does not contain the images of Fashion-MNIST.")
+    console.print(
+        f"images: the bundled digits, because {folder} has no images; install Debian's package "
+        "dataset-fashion-mnist or use --data-folder."
+    )
+    return None
+
+
+class _Suite:
+    """Executes runs and stores their records."""
+
+    def __init__(
+        self,
+        console: Console,
+        options: TrainingOptions,
+        folder: Path | None,
+        source: str,
+        execute: Execute,
+    ) -> None:
+        self._console, self._options, self._folder = console, options, folder
+        self._source, self._execute = source, execute
+        self._records = Records(options.runs)
+        self._lock = Lock()
+        self._cores: SimpleQueue[int] = SimpleQueue()
+        for core in range(options.workers):
+            self._cores.put(core)
+
+    @property
+    def outcomes(self) -> dict[Run, Outcome]:
+        """Results by settings."""
+        return dict(self._records.of(self._source, any_revision=self._options.reuse))
+
+    def run_missing(self, runs: Sequence[Run]) -> None:
+        """Execute the runs without a result."""
+        missing = [run for run in runs if run not in self.outcomes]
+        seconds = sum(run.seconds for run in missing)
+        self._console.print(
+            f"{len(runs) - len(missing)} runs are done; {len(missing)} runs of {seconds:.0f} CPU "
+            f"seconds follow"
+        )
+        with ThreadPoolExecutor(self._options.workers) as pool:
+            try:
+                for future in [pool.submit(self._run, run) for run in missing]:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _run(self, run: Run) -> None:
+        """Execute a run on a free core, and store its record at once."""
+        core = self._cores.get()
+        try:
+            outcome = self._execute(run, self._folder, core)
+        finally:
+            self._cores.put(core)
+        with self._lock:
+            self._records.add(Record(run, outcome, self._source, revision()))
+            self._console.print(_described(run, outcome))
+
+    def chosen_records(self, chosen: Sequence[Group]) -> list[Record]:
+        """Return the records of the best settings of each group."""
+        outcomes = self.outcomes
+        return [
+            Record(run, outcomes[run], self._source, revision())
+            for run in final_runs(chosen, outcomes, self._options.seeds)
+        ]
+
+
+def _described(run: Run, outcome: Outcome) -> str:
+    last = (
+        f"loss {outcome.curve[-1].loss:.4g}, lowest {outcome.lowest:.4g}" if outcome.curve else ""
+    )
+    each = 1e3 * outcome.cpu / max(1, outcome.steps)
+    died = f"; died: {outcome.died}" if outcome.died else ""
+    return f"{run}: {outcome.steps} steps of {each:.1f} ms, {last}{died}"

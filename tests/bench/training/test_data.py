@@ -1,0 +1,159 @@
+"""The data of the suite ``train``."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+
+from kfac_engine.bench.training import data
+from kfac_engine.bench.training.image_files import read_idx
+from kfac_engine.errors import InputError
+
+
+def idx(path, array, *, magic=b"\0\0\x08", tail=b""):
+    header = magic + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    with gzip.open(path, "wb") as file:
+        file.write(header + array.tobytes() + tail)
+    return path
+
+
+PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+
+
+def test_a_file_of_images_is_read(tmp_path):
+    path = idx(tmp_path / "x.gz", PIXELS)
+    np.testing.assert_array_equal(read_idx(path, (2, 3, 4)), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"magic": b"\0\0\x09"}, "begins with the bytes 00 00 09 03"),
+        ({"tail": b"\0"}, "has more than 40 bytes"),
+    ],
+)
+def test_a_file_with_another_header_or_length_is_refused(tmp_path, options, message):
+    path = idx(tmp_path / "x.gz", PIXELS, **options)
+    with pytest.raises(InputError, match=message):
+        read_idx(path, (2, 3, 4))
+
+
+def test_a_file_of_another_shape_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"a file of bytes of the shape \(3, 2, 4\) begins with"):
+        read_idx(idx(tmp_path / "x.gz", PIXELS), (3, 2, 4))
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = idx(tmp_path / "x.gz", PIXELS)
+    whole = path.read_bytes()
+    for content in (whole[:-12], b"plain", whole[:10] + bytes(8) + whole[18:]):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"cannot decompress|fewer than 40 bytes"):
+            read_idx(path, (2, 3, 4))
+    with pytest.raises(InputError, match="no such file"):
+        read_idx(tmp_path / "y.gz", (2, 3, 4))
+
+
+def test_no_more_than_the_announced_bytes_are_decompressed(tmp_path, monkeypatch):
+    path = idx(tmp_path / "x.gz", PIXELS, tail=bytes(1 << 20))
+    sizes = []
+    real = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda file, n=-1: sizes.append(n) or real(file, n))
+    with pytest.raises(InputError, match="has more than 40 bytes"):
+        read_idx(path, (2, 3, 4))
+    assert sizes == [41]
+
+
+def test_batches_of_an_epoch_contain_each_example_once():
+    x = np.arange(10.0)
+    examples = data.Data(x, 10 * x, x, x)
+    batches = examples.batches(3, 0)
+    epochs = [[next(batches) for _ in range(3)] for _ in range(2)]
+    for epoch in epochs:
+        drawn = np.concatenate([inputs["x"] for inputs, _ in epoch])
+        assert len(set(drawn)) == 9
+        np.testing.assert_array_equal(np.concatenate([y for _, y in epoch]), 10 * drawn)
+    first, second = ([inputs["x"].tolist() for inputs, _ in epoch] for epoch in epochs)
+    assert first != second
+    again = examples.batches(3, 0)
+    assert [next(again)[0]["x"].tolist() for _ in range(3)] == first
+    other = examples.batches(3, 1)
+    assert [next(other)[0]["x"].tolist() for _ in range(3)] != first
+
+
+def test_a_batch_has_at_most_all_examples():
+    x = np.arange(4.0)
+    inputs, _ = next(data.Data(x, x, x, x).batches(100, 0))
+    assert sorted(inputs["x"]) == [0, 1, 2, 3]
+
+
+def test_validation_examples_are_read_once_in_order():
+    x = np.arange(7.0)
+    parts = [inputs["x"] for inputs, _ in data.Data(x[:2], x[:2], x, x).held_batches(3)]
+    assert [len(part) for part in parts] == [3, 3, 1]
+    np.testing.assert_array_equal(np.concatenate(parts), x)
+
+
+def test_validation_examples_are_not_trained_on():
+    images = data.load_digits()
+    rows = {row.tobytes() for row in data.classified(images, (64,)).x}
+    held = data.classified(images, (64,), 300).held_x
+    assert len(held) == 300
+    # No two of the digits are equal.
+    assert not rows & {row.tobytes() for row in held}
+
+
+def test_blurred_images_are_means_of_nine_pixels_with_noise():
+    pixels = np.zeros((3, 5, 5), np.float32)
+    pixels[:, 2, 2] = 9
+    pixels[:, 0, 0] = 9
+    examples = data.blurred(data.Images(pixels, np.zeros(3, int), 2, ""), 2, 1)
+    expected = np.zeros((5, 5))
+    expected[1:4, 1:4] = 1
+    expected[:2, :2] += 1
+    noise = np.random.default_rng(3).standard_normal((3, 5, 5))
+    np.testing.assert_allclose(examples.x[:, 0], expected + 0.1 * noise[:2], atol=1e-6)
+    np.testing.assert_allclose(examples.held_x[:, 0], expected + 0.1 * noise[2:], atol=1e-6)
+    np.testing.assert_array_equal(examples.y, pixels[:2].reshape(2, 25))
+
+
+def test_the_smooth_function_has_variance_one_half():
+    examples = data.smooth_function(20_000, 10)
+    # The mean of sin² of evenly spread angles; the waves of one output may be longer than the cube.
+    assert np.mean(examples.y**2) == pytest.approx(0.5, abs=0.1)
+    assert len(examples.held_x) == 10
+
+
+def test_targets_of_a_text_are_the_next_characters(tmp_path, monkeypatch):
+    content = "def f(x):\n    return x\n" * 1000
+    (tmp_path / "a.py").write_text("\t" + content + "é")
+    monkeypatch.setattr(data, "_LICENCES", tmp_path / "none")
+    monkeypatch.setattr(data.os, "__file__", str(tmp_path / "os.py"))
+    data.load_text.cache_clear()
+    try:
+        symbols = data.load_text().symbols
+        examples = data.next_characters()
+    finally:
+        data.load_text.cache_clear()
+    assert "".join("\n" if s == 0 else chr(s + 31) for s in symbols) == content
+    assert len(examples.held_x) == 300
+    assert len(examples.x) == (len(content) - 1) // 64 - 300
+    np.testing.assert_array_equal(examples.x[:, 1:], examples.y[:, :-1])
+    pairs = {(content[i], content[i + 1]) for i in range(len(content) - 1)}
+    last = np.stack([examples.x[:, -1], examples.y[:, -1]], axis=1)
+    assert {tuple("\n" if s == 0 else chr(s + 31) for s in pair) for pair in last} <= pairs
+
+
+def test_the_text_is_cut_after_a_number_of_characters(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text(name * 50)
+    monkeypatch.setattr(data, "_LICENCES", tmp_path / "none")
+    monkeypatch.setattr(data.os, "__file__", str(tmp_path / "os.py"))
+    monkeypatch.setattr(data, "_CHARACTERS", 70)
+    data.load_text.cache_clear()
+    try:
+        symbols = data.load_text().symbols
+    finally:
+        data.load_text.cache_clear()
+    assert "".join(chr(s + 31) for s in symbols) == "a" * 50 + "b" * 20
