@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from kfac_engine.engine.options import EngineOptions as EngineOptions
     from kfac_engine.engine.report import LayerReport as LayerReport
     from kfac_engine.engine.result import Result as Result
+    from kfac_engine.engine.spectra import FactorSpectrum as FactorSpectrum
+    from kfac_engine.engine.spectra import factor_spectra as factor_spectra
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import DivergenceWarning as DivergenceWarning
     from kfac_engine.errors import InputError as InputError
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.run_report.report import report as report
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.trace import Trace as Trace
@@ -151,6 +154,8 @@ _HOMES = {
     "differentiate": "export.gradient_model",
     "Result": "engine.result",
     "LayerReport": "engine.report",
+    "FactorSpectrum": "engine.spectra",
+    "factor_spectra": "engine.spectra",
     "MemoryReport": "engine.memory",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",
@@ -213,6 +218,7 @@ _HOMES = {
     "fit": "training.fit",
     "History": "training.history",
     "Callback": "training.hooks",
+    "report": "run_report.report",
 }
 
 __all__ = ["__version__", *_HOMES]

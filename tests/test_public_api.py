@@ -34,6 +34,8 @@ PUBLIC = (
     "differentiate",
     "Result",
     "LayerReport",
+    "FactorSpectrum",
+    "factor_spectra",
     "MemoryReport",
     "OnnxModel",
     "Trace",
@@ -95,6 +97,7 @@ PUBLIC = (
     "StepReport",
     "fit",
     "History",
+    "report",
     "Callback",
 )
 

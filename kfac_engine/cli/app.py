@@ -14,6 +14,7 @@ from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import Invocation, debug_option
 from kfac_engine.cli.precondition import precondition
+from kfac_engine.cli.report import report
 from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
 
@@ -30,7 +31,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (demo, precondition, inspect, differentiate, bench, doctor):
+for command in (demo, precondition, inspect, differentiate, report, bench, doctor):
     app.add_command(command)
 
 

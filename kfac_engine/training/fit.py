@@ -16,6 +16,7 @@ from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
 from kfac_engine.training.batches import Data, run_data
 from kfac_engine.training.budget import Position, budget_of
+from kfac_engine.training.description import describe
 from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
@@ -88,7 +89,8 @@ def fit(  # noqa: PLR0913 (the options of a run)
             of the run.
         resume: Whether to continue from the state in ``checkpoint``, if there is one. The run then
             has the same bits as one without interruption, unless ``seconds`` bounds it.
-        log: File for the records, each a line of JSON.
+        log: File of JSON lines: the description of the run, a record for each step, and the spectra
+            of the factors after the last step.
         checkpoint_every: Number of steps from one checkpoint to the next, in place of epochs.
 
     Returns:
@@ -108,13 +110,16 @@ def fit(  # noqa: PLR0913 (the options of a run)
     axes = ExampleAxes(chosen.engine)
     sources = run_data(data, validation, axes, batch_size, seed)
     options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
+    bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
+    settings = {**bounds, **options, "metrics": tuple(metrics), "schedule": schedule}
+    description = describe(chosen, model_or_engine, settings)
     store = RunCheckpoint(checkpoint, checkpoint_every, options)
     hooks = Hooks(callbacks)
     position, records = store.restore(chosen) if resume else (Position(), [])
     run = Run(chosen, sources.train, budget, factor, sources.validation, tuple(metrics))
     with hooks:
-        _train(run, position, records, hooks, store, Log(log, records))
-    return History(chosen.engine, chosen, records)
+        _train(run, position, records, hooks, store, Log(log, description, records))
+    return History(chosen.engine, chosen, records, description)
 
 
 def _train(
@@ -139,6 +144,8 @@ def _train(
             if not epoch_ends:
                 record.update(run.evaluated())
         log.add(record)
+        if run_ends:
+            log.add_spectra(optimizer.engine)
         if run_ends or store.is_due(step.position, epoch_ends):
             store.write(optimizer, step.position, records)
         if run_ends:

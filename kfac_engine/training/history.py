@@ -1,8 +1,8 @@
 """The records of a training run, in memory and as a file of JSON lines."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import TypeAlias
@@ -10,7 +10,11 @@ from typing import TypeAlias
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import checked_path
+from kfac_engine.training.description import Description, described_spectra
 from kfac_engine.training.optimizer import Optimizer
+
+# Keys of the lines of a log that are not records.
+RUN, SPECTRA = "run", "spectra"
 
 # Name to number; see ``History.records``.
 Record: TypeAlias = dict[str, float]
@@ -29,35 +33,52 @@ class History:
             ``reduction_ratio``, ``refreshed``, ``skipped``, and ``seconds/STAGE`` for each stage.
             Steps that end an epoch or the run also have ``validation_loss`` and the other metrics
             by name.
+        description: ``settings``, ``versions`` and ``layers`` of the run, and the name of the
+            ``model``: values that JSON can hold.
     """
 
     engine: Engine
     optimizer: Optimizer
     records: list[Record]
+    description: Description = field(default_factory=dict)
+
+    def lines(self) -> Iterator[Description]:
+        """Yield the lines of a log: the description, the records and the present spectra."""
+        yield {RUN: self.description}
+        yield from self.records
+        yield {SPECTRA: described_spectra(self.engine)}
 
 
 class Log:
-    """A file of records, each a line of JSON.
+    """A file of JSON lines: ``{"run": description}``, the records, ``{"spectra": [...]}``.
 
     Args:
         path: The file, which is replaced; None for no file.
+        description: The description of the run.
         records: The records of the part of the run before.
     """
 
-    def __init__(self, path: str | Path | None, records: Sequence[Record]) -> None:
+    def __init__(
+        self, path: str | Path | None, description: Description, records: Sequence[Record]
+    ) -> None:
         self._path = None if path is None else checked_path(path)
-        self._write("w", records)
+        self._write("w", [{RUN: description}, *map(_valid, records)])
 
     def add(self, record: Record) -> None:
         """Append a record."""
-        self._write("a", [record])
+        self._write("a", [_valid(record)])
 
-    def _write(self, mode: str, records: Sequence[Record]) -> None:
+    def add_spectra(self, engine: Engine) -> None:
+        """Append the spectra of the factors of an engine."""
+        if self._path is not None:
+            self._write("a", [{SPECTRA: described_spectra(engine)}])
+
+    def _write(self, mode: str, lines: Sequence[Mapping[str, object]]) -> None:
         if self._path is None:
             return
         try:
             with self._path.open(mode, encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(_valid(record))}\n" for record in records)
+                file.writelines(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
         except OSError as failure:
             raise InputError(f"cannot write the log '{self._path}': {failure.strerror}.") from None
 

@@ -6,6 +6,7 @@ A step computes new parameters and new state, and replaces the old ones after al
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from math import nan
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -64,6 +65,16 @@ class Optimizer(Sealed, ABC):
         skipped: Number of batches that were skipped.
     """
 
+    _options: dict[str, object]
+
+    def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
+        """Return a new optimizer that stores the arguments of its constructor."""
+        self = super().__new__(cls)
+        bound = signature(cls.__init__).bind(self, *arguments, **options)
+        bound.apply_defaults()
+        self._options = dict(tuple(bound.arguments.items())[2:])  # without self and the engine
+        return self
+
     def __init__(
         self, engine: Engine, learning_rate: Rate, weight_decay: float, non_finite: NonFinitePolicy
     ) -> None:
@@ -84,6 +95,11 @@ class Optimizer(Sealed, ABC):
         self._weight_decay = weight_decay
         self._non_finite = non_finite
         self._slots: SlotArrays = {}
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The arguments of the constructor by name, without the engine."""
+        return dict(self._options)
 
     @property
     def learning_rate(self) -> Rate:

@@ -162,11 +162,18 @@ def test_a_callback_that_ends_the_run_with_an_epoch_costs_no_second_validation(d
     assert [record["epoch"] for record in history.records] == [0] * len(history.records)
 
 
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_the_log_has_a_line_of_json_for_each_record(data, tmp_path):
     path = tmp_path / "run.jsonl"
     x, y = net.batch(7)
     history = ke.fit(net.engine(), data, log=path, validation=(x, y), **options())
-    assert [json.loads(line) for line in path.read_text().splitlines()] == history.records
+    first, *records, last = lines_of(path)
+    assert records == history.records
+    assert first == {"run": history.description}
+    assert last.keys() == {"spectra"}
 
 
 def test_a_skipped_batch_has_no_loss_in_the_log(data, tmp_path):
@@ -177,7 +184,7 @@ def test_a_skipped_batch_has_no_loss_in_the_log(data, tmp_path):
     batches = [(x, y), (bad, y), (x, y)]
     path = tmp_path / "run.jsonl"
     history = ke.fit(optimizer.engine, batches, optimizer=optimizer, epochs=1, log=path)
-    losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    losses = [line["loss"] for line in lines_of(path) if "loss" in line]
     assert losses[1] is None
     assert losses[0] == history.records[0]["loss"]
     assert optimizer.skipped == 1
@@ -240,8 +247,7 @@ def test_a_run_resumes_with_equal_bits(data, optimizer, given, tmp_path):
     assert len(whole.records) == len(resumed.records)
     for left, right in zip(whole.records, resumed.records, strict=True):
         assert without_times(left) == without_times(right)
-    lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == resumed.records
+    assert lines_of(tmp_path / "run.jsonl")[1:-1] == resumed.records
 
 
 def test_a_finished_run_is_not_continued_and_a_longer_one_is(data, tmp_path):

@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import isfinite, prod
-from typing import Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.mixins.blocks import InverseProducts
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 
@@ -53,7 +54,10 @@ class FisherBlock(InverseProducts, ABC):
 
     Attributes:
         params: The parameters; set at registration.
+        symbols: The symbol of each factor.
     """
+
+    symbols: ClassVar[tuple[str, ...]] = ("F",)
 
     def __init__(self, collection: FactorOwner) -> None:
         self._collection = collection
@@ -120,6 +124,13 @@ class FisherBlock(InverseProducts, ABC):
         if self._damping is None:
             raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
         return self._checked_damping(self._damping())
+
+    def factor_dampings(self) -> tuple[Level | None, ...]:
+        """Return the damping that is added to each factor; None for a factor without damping.
+
+        A factor of several groups has a damping for each group.
+        """
+        return (self.damping,)
 
     @abstractmethod
     def register_matpower(self, exp: float) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kfac_engine.curvature.blocks.base import GradsList, shape_of
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor, RotatedSquare
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
@@ -17,6 +18,8 @@ class EigenbasisFB(LayerDiagonalFB):
     Positions are summed within an example, so that no count multiplies the block.
     """
 
+    symbols = ("A", "G", "s")
+
     @property
     def factors(self) -> tuple[FisherFactor, ...]:
         factor = self.factor
@@ -26,6 +29,9 @@ class EigenbasisFB(LayerDiagonalFB):
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.form.packing.matrix_shape(shapes[0])
         return (d_in, d_in), (d_out, d_out), (d_in, d_out)
+
+    def factor_dampings(self) -> tuple[Level | None, ...]:
+        return None, None, self.damping
 
     @property
     def work(self) -> float:

@@ -73,6 +73,8 @@ class KroneckerProductFB(FisherBlock):
         output_side: Form of ``G``.
     """
 
+    symbols = ("A", "G")
+
     def __init__(
         self,
         collection: FactorOwner,
@@ -192,6 +194,9 @@ class KroneckerProductFB(FisherBlock):
         A, G = self.input_factor, self.output_factor
         pi = pi_correction(A.trace(), A.side, G.trace(), G.side)
         return root * pi, root / pi
+
+    def factor_dampings(self) -> tuple[Level | None, ...]:
+        return self.split_damping()
 
     def register_matpower(self, exp: float) -> None:
         for factor, damping in self._damped():

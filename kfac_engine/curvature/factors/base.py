@@ -273,6 +273,13 @@ class FisherFactor(FactorOperations, ABC):
     def get_cov(self) -> Array:
         """Return the undamped matrix as a dense array ``(side, side)``."""
 
+    def eigenvalues(self) -> Array:
+        """Return the eigenvalues of the undamped matrix, ascending: a float64 host array ``(d,)``.
+
+        A block-diagonal matrix of ``g`` groups has ``(g, d)`` eigenvalues.
+        """
+        return np.linalg.eigvalsh(self.backend.to_numpy(self.get_cov()).astype(_WIDE))
+
     @abstractmethod
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
         """Have ``(C + damping·I)**exp`` computed at each refresh."""

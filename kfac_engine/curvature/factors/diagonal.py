@@ -1,5 +1,7 @@
 """Factors that are diagonal matrices, stored as a number for each parameter."""
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.damping import Damping
@@ -29,6 +31,10 @@ class DiagonalFactor(FisherFactor):
     def get_cov(self) -> Array:
         dense: Array = self.backend.xp.diag(self.average.read(self.name).reshape(-1))
         return dense
+
+    def eigenvalues(self) -> Array:
+        average = self.backend.to_numpy(self.average.read(self.name))
+        return np.sort(average.astype(np.float64), axis=None)
 
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
         del exp, damping_func

@@ -104,6 +104,9 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
             dense[where, where] = matrix
         return dense
 
+    def eigenvalues(self) -> Array:
+        return np.linalg.eigvalsh(self.backend.to_numpy(self._matrix()).astype(np.float64))
+
     def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
         return None  # the power is a stack
 

@@ -1,0 +1,1 @@
+"""The run report: a page with the charts and tables of one training run."""

@@ -1,0 +1,181 @@
+"""The page of a run: one file of HTML with its style, its script and its data."""
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from kfac_engine.run_report.charts import MOST_POINTS, Chart, Stages, charts, stages
+from kfac_engine.run_report.entries import (
+    SpectrumEntry,
+    layer_entries,
+    named_texts,
+    spectrum_entries,
+)
+from kfac_engine.run_report.run_log import RunLog
+from kfac_engine.run_report.tables import (
+    layer_table,
+    pair_table,
+    spectrum_table,
+    stage_table,
+    summary,
+)
+
+_PACKAGE = "kfac_engine.run_report"
+
+
+def page(log: RunLog) -> str:
+    """Return the page of a run.
+
+    The page loads nothing: its security policy forbids requests, and scripts other than its own.
+    """
+    style, script = _asset("page.css"), _asset("page.js")
+    lines, times = charts(log), stages(log)
+    layers, more_layers = layer_entries(log.run)
+    spectra, more_spectra = spectrum_entries(log.spectra)
+    by_layer = _by_layer(spectra)
+    left_out = ((more_layers, "layers"), (more_spectra, "factors"))
+    notes = [*log.notes, *(f"{n} more {what} are not shown." for n, what in left_out if n)]
+    if log.steps > MOST_POINTS:
+        notes.append(
+            f"The charts have at most {MOST_POINTS:,} points a line. Each shortened line has the "
+            f"smallest and the largest value of ranges of equal length."
+        )
+    sections = [
+        _section("Course of the run", _figures(lines)),
+        _section("Time", _stage_figure(times, log.steps)) if times else "",
+        _section("Spectra of the factors", _spectra(by_layer, spectra)) if spectra else "",
+        _section("Layers", layer_table(layers)) if layers else "",
+        _section("Settings", _settings(log)) if log.run else "",
+    ]
+    model = named_texts(log.run)
+    title = dict(model).get("model", "")
+    return Template(_asset("page.html")).substitute(
+        title=escape(f"Training run: {title}" if title else "Training run"),
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        summary=summary(log, times),
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
+        sections="\n".join(filter(None, sections)),
+        data=_embedded(_data(lines, times, by_layer)),
+        footer=f"{log.steps:,} records. The file is complete in itself and loads nothing.",
+    )
+
+
+def _data(
+    lines: Sequence[Chart], times: Stages | None, by_layer: Sequence[Sequence[SpectrumEntry]]
+) -> dict[str, Any]:
+    """Return the data of the charts for the script."""
+    return {
+        "charts": [asdict(chart) for chart in lines],
+        "stages": None if times is None else asdict(times),
+        "spectra": [
+            {"title": layer[0].layer, "factors": [_curve(entry) for entry in layer]}
+            for layer in by_layer
+        ],
+    }
+
+
+def _curve(entry: SpectrumEntry) -> dict[str, Any]:
+    """Return the eigenvalues of a factor that are above their rounding errors."""
+    floor = entry.resolution * (entry.largest or 0.0)
+    points = [
+        (100 * (rank - 1) / max(1, (entry.count or 1) - 1), value)
+        for rank, value in zip(entry.ranks, entry.eigenvalues, strict=True)
+        if value > max(floor, 0.0)
+    ]
+    return {
+        "name": entry.factor,
+        "damping": entry.damping,
+        "parts": [part for part, _ in points],
+        "eigenvalues": [value for _, value in points],
+    }
+
+
+def _by_layer(spectra: Sequence[SpectrumEntry]) -> list[list[SpectrumEntry]]:
+    """Return the computed spectra, those of one layer together."""
+    layers: dict[str, list[SpectrumEntry]] = {}
+    for entry in spectra:
+        if entry.count:
+            layers.setdefault(entry.layer, []).append(entry)
+    return list(layers.values())
+
+
+def _figures(lines: Sequence[Chart]) -> str:
+    figures = (
+        _figure(f"chart-{index}", chart.title, chart.note, wide=index == 0)
+        for index, chart in enumerate(lines)
+    )
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _stage_figure(times: Stages, steps: int) -> str:
+    note = (
+        f"Mean time of a step over {len(times.last)} ranges of steps. The stage “other” is the "
+        f"time between two steps, such as validation and reading of data."
+    )
+    figure = _figure("chart-stages", "Time of a step by stage", note, wide=True)
+    return f'<div class="charts">{figure}</div>{stage_table(times, steps)}'
+
+
+def _spectra(by_layer: Sequence[Sequence[SpectrumEntry]], spectra: Sequence[SpectrumEntry]) -> str:
+    note = (
+        "Eigenvalues of the factors after the last step, next to the damping that is added to "
+        "them. Along eigenvectors of eigenvalues far below the damping, the damping alone is "
+        "inverted. Eigenvalues below their rounding errors are not drawn."
+    )
+    figures = (
+        _figure(f"spectrum-{index}", layer[0].layer, "") for index, layer in enumerate(by_layer)
+    )
+    return (
+        f'<p class="note">{note}</p><div class="charts small">{"".join(figures)}</div>'
+        f"{spectrum_table(spectra)}"
+    )
+
+
+def _settings(log: RunLog) -> str:
+    titles = {"settings": "Settings", "versions": "Versions"}
+    return '<div class="pairs">{}</div>'.format(
+        "".join(
+            pair_table(title, ("name", "value"), named_texts(log.run.get(key)))
+            for key, title in titles.items()
+            if named_texts(log.run.get(key))
+        )
+    )
+
+
+def _figure(key: str, title: str, note: str, *, wide: bool = False) -> str:
+    kind = ' class="wide"' if wide else ""
+    text = f"<p>{escape(note)}</p>" if note else ""
+    return (
+        f'<figure id="{key}"{kind}><figcaption><h3>{escape(title)}</h3>{text}</figcaption></figure>'
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n{content}\n</section>"
+
+
+def _asset(name: str) -> str:
+    return files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """Return the source expression that allows this text in a security policy."""
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def _embedded(data: object) -> str:
+    """Return JSON that cannot end the element that contains it, or begin a comment in it."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return "".join(_ESCAPES.get(character, character) for character in text)
+
+
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}

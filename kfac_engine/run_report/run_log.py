@@ -1,0 +1,152 @@
+"""The log of a run as arrays: a file of JSON lines, which may be damaged or hostile."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError
+from kfac_engine.system.reading import check_file
+from kfac_engine.training.history import RUN, SPECTRA
+
+Json: TypeAlias = Mapping[str, Any]
+
+_MOST_BYTES_IN_LINE = 1 << 26
+_MOST_COLUMNS = 64
+
+
+@dataclass(slots=True)
+class RunLog:
+    """The records of a run, with the description of the run and its last spectra.
+
+    Attributes:
+        run: Settings, versions and layers; empty if the log has no description.
+        spectra: An entry for each factor; empty if the log has none.
+        columns: Name of a number to its values, ``(steps,)``, NaN where a record lacks it.
+        notes: Sentences about parts of the log that are missing.
+    """
+
+    run: Json = field(default_factory=dict)
+    spectra: list[Json] = field(default_factory=list)
+    columns: dict[str, Array] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Number of records."""
+        return len(self.columns["step"])
+
+
+def gathered(lines: Iterable[Json]) -> RunLog:
+    """Return a log from its lines: records of steps, the description, and the spectra.
+
+    Args:
+        lines: A dictionary for each line. The last description and the last spectra count.
+
+    Returns:
+        The log.
+
+    Raises:
+        InputError: There is no record, or the steps do not increase.
+    """
+    log, values, steps = RunLog(), dict[str, list[float]](), 0
+    omitted: set[str] = set()
+    for line in lines:
+        if isinstance(line.get(RUN), Mapping):
+            log.run = line[RUN]
+        elif isinstance(line.get(SPECTRA), list):
+            log.spectra = [entry for entry in line[SPECTRA] if isinstance(entry, Mapping)]
+        elif "step" in line:
+            for name, value in line.items():
+                if name not in values and len(values) == _MOST_COLUMNS:
+                    omitted.add(name)
+                    continue
+                column = values.setdefault(name, [])
+                column.extend([nan] * (steps - len(column)))
+                column.append(_number(value))
+            steps += 1
+    if not steps:
+        raise InputError("the run has no record of a step.")
+    for name, column in values.items():
+        column.extend([nan] * (steps - len(column)))
+        log.columns[name] = np.array(column)
+    if omitted:
+        log.notes.append(f"{len(omitted)} of the numbers of a record are not shown.")
+    _check_positions(log)
+    return log
+
+
+def read_log(path: Path) -> RunLog:
+    """Read the log that ``fit`` writes.
+
+    An incomplete last line, as an interrupted run leaves it, is left out with a note.
+
+    Args:
+        path: File of JSON lines.
+
+    Returns:
+        The log.
+
+    Raises:
+        InputError: The file is missing, larger than the memory, or not the log of a run.
+    """
+    check_file(path)
+    notes: list[str] = []
+    try:
+        log = gathered(_lines(path, notes))
+    except InputError as failure:
+        raise InputError(f"cannot read the log '{path}': {failure}") from failure
+    log.notes += notes
+    return log
+
+
+def _lines(path: Path, notes: list[str]) -> Iterable[Json]:
+    """Yield the lines of a file; raise an InputError for a line that is not an object of JSON."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MOST_BYTES_IN_LINE):
+            number += 1
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                if line.endswith(b"\n") or len(line) == _MOST_BYTES_IN_LINE:
+                    raise InputError(
+                        f"line {number} is not JSON; give the file that fit writes with log=."
+                    ) from None
+                notes.append("The last line of the log is incomplete and is left out.")
+                return
+            if not isinstance(value, dict):
+                raise InputError(f"line {number} is not an object of JSON, but {value!r:.40}.")
+            yield value
+
+
+def _number(value: object) -> float:
+    """Return a finite number as float; NaN for anything else."""
+    if not isinstance(value, int | float):
+        return nan
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of many digits
+        return nan
+    return number if isfinite(number) else nan
+
+
+def _check_positions(log: RunLog) -> None:
+    """Refuse steps that do not increase; complete missing seconds by NaN."""
+    steps = log.columns["step"]
+    if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
+        raise InputError("the steps of the records do not increase.")
+    seconds = log.columns.get("seconds")
+    if seconds is None or not np.isfinite(seconds).all() or (np.diff(seconds) < 0).any():
+        log.columns["seconds"] = np.full(len(steps), nan)
+        log.notes.append("The log has no increasing seconds; the charts show steps only.")
+
+
+def finite(value: float) -> float | None:
+    """Return a number, or None in place of NaN and infinity, which JSON cannot represent."""
+    return float(value) if isfinite(value) else None

@@ -1,0 +1,109 @@
+"""The description of a run and of its factors, for the log: values that JSON can hold."""
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.spectra import FactorSpectrum, factor_spectra
+from kfac_engine.training.optimizer import Optimizer
+
+Description: TypeAlias = dict[str, Any]
+
+# Matrices of more rows would delay the end of a run: their eigenvalues take cubic time.
+MOST_ROWS = 1024
+_LISTED = 64
+_PACKAGES = ("kfac-engine", "numpy", "scipy", "onnx", "onnxruntime")
+
+
+def describe(optimizer: Optimizer, model: object, settings: Mapping[str, object]) -> Description:
+    """Return the settings, versions and layers of a run.
+
+    Args:
+        optimizer: The optimizer with its engine.
+        model: The model, whose file name is part of the description if it is a path.
+        settings: Settings of the run by name.
+
+    Returns:
+        ``model``, ``settings``, ``versions`` and ``layers``: numbers, texts, None and lists.
+    """
+    engine = optimizer.engine
+    choices = {"optimizer": type(optimizer).__name__, **optimizer.options, **settings}
+    return {
+        "model": Path(model).name if isinstance(model, str | Path) else "",
+        "settings": {name: _plain(value) for name, value in choices.items()},
+        "versions": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "layers": [
+            {
+                "parameters": [n + p for n, p in zip(layer.parameters, layer.parts, strict=True)],
+                "kind": layer.kind,
+                "block": f"{layer.approximation}: {layer.formula}",
+                "factors": [list(shape) for shape in layer.factor_shapes],
+                "numbers": sum(engine.parameters[name].size for name in layer.parameters),
+                "bytes": layer.factor_bytes,
+                "reason": layer.reason,
+            }
+            for layer in engine.layers
+        ],
+    }
+
+
+def described_spectra(engine: Engine) -> list[Description]:
+    """Return the spectrum of each factor; empty for an engine without statistics.
+
+    Spectra of matrices of more than 1024 rows have no eigenvalues.
+    """
+    if any(factor.average.value is None for factor in engine.estimator.factors):
+        return []
+    return [_described(spectrum) for spectrum in factor_spectra(engine, most_rows=MOST_ROWS)]
+
+
+def _described(spectrum: FactorSpectrum) -> Description:
+    entry: Description = {
+        "parameters": list(spectrum.parameters),
+        "factor": spectrum.factor,
+        "shape": list(spectrum.shape),
+    }
+    if spectrum.eigenvalues is None:
+        return entry
+    descending = np.sort(spectrum.eigenvalues, axis=None)[::-1]
+    ranks = np.unique(np.linspace(1, len(descending), _LISTED).round().astype(int))
+    condition = spectrum.condition
+    return entry | {
+        "count": len(descending),
+        "eigenvalues": [[int(rank), float(descending[rank - 1])] for rank in ranks],
+        "smallest": float(descending[-1]),
+        "largest": float(descending[0]),
+        "resolution": spectrum.resolution,
+        "damping": None if spectrum.damping is None else float(spectrum.damping.min()),
+        "below_damping": spectrum.below_damping,
+        "condition": condition if condition is not None and isfinite(condition) else None,
+        "damped_condition": spectrum.damped_condition,
+    }
+
+
+def _plain(value: object) -> object:
+    """Return a setting as a number, a text, None or a list of these."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if callable(value) and hasattr(value, "__name__"):
+        return f"function {value.__name__}"
+    return repr(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
