@@ -128,6 +128,10 @@ if TYPE_CHECKING:
     from kfac_engine.training.hooks import Callback as Callback
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
     from kfac_engine.training.report import StepReport as StepReport
+    from kfac_engine.verification.checks import Check as Check
+    from kfac_engine.verification.checks import Measurement as Measurement
+    from kfac_engine.verification.checks import Verification as Verification
+    from kfac_engine.verification.verify import verify as verify
 
 # Public name to the module that defines it.
 _HOMES = {
@@ -219,6 +223,10 @@ _HOMES = {
     "History": "training.history",
     "Callback": "training.hooks",
     "report": "run_report.report",
+    "verify": "verification.verify",
+    "Verification": "verification.checks",
+    "Check": "verification.checks",
+    "Measurement": "verification.checks",
 }
 
 __all__ = ["__version__", *_HOMES]

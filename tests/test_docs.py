@@ -56,6 +56,15 @@ def test_the_examples_of_the_building_blocks_run_in_order():
         exec(compile(code, "building_blocks.md", "exec"), names)
 
 
+def test_the_examples_of_the_page_on_verification_run_in_order(capsys):
+    names = {}
+    examples = blocks(ROOT / "docs" / "verify.md", "python")
+    assert len(examples) == 2
+    for _, code in examples:
+        exec(compile(code, "verify.md", "exec"), names)
+    assert capsys.readouterr().out.count("pass ") == 5
+
+
 def first_block(page, containing):
     """The first example in Python of a page that contains a text."""
     return next(code for _, code in blocks(page, "python") if containing in code)

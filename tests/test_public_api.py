@@ -99,6 +99,10 @@ PUBLIC = (
     "History",
     "report",
     "Callback",
+    "verify",
+    "Verification",
+    "Check",
+    "Measurement",
 )
 
 # The errors' built-in parents, which callers may catch instead.

@@ -15,6 +15,7 @@ from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import Invocation, debug_option
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.report import report
+from kfac_engine.cli.verify import verify
 from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
 
@@ -31,7 +32,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (demo, precondition, inspect, differentiate, report, bench, doctor):
+for command in (demo, precondition, inspect, differentiate, report, verify, bench, doctor):
     app.add_command(command)
 
 
@@ -42,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
         arguments: Command line without the name of the program.
 
     Returns:
-        0 if the command is done, 2 if the input is wrong, 1 for a bug. After a signal, 128 plus its
+        0 if the command is done, 2 if the input is wrong, 3 if a check of ``verify`` fails, 1 for a
+        bug. After a signal, 128 plus its
         number: 130 after Ctrl-C, 143 after SIGTERM.
     """
     invocation = Invocation()

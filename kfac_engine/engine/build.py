@@ -72,12 +72,14 @@ class Assembly:
         task: What is minimised.
         discovery: Layers of the graph, parameters without a layer, and parameter slices.
         collection: Their blocks, and the losses.
+        options: The options of the engine.
     """
 
     model: OnnxModel
     task: Task
     discovery: Discovery
     collection: LayerCollection
+    options: EngineOptions
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     task = register_losses(model, collection, options.losses, options.reduction, inputs)
     check_mode(options.estimation_mode, task.heads, task.batch)
     discovery = register_layers(model, task, collection, chosen)
-    assembly = Assembly(model, task, discovery, collection)
+    assembly = Assembly(model, task, discovery, collection, options)
     estimator = FisherEstimator(
         collection.registered_variables,
         options.ema_decay,

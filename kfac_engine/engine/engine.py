@@ -99,6 +99,11 @@ class Engine(TrainableModel):
         return cls(assembly, estimator, options.schedule or Schedule(), options.exps)
 
     @property
+    def options(self) -> EngineOptions:
+        """The options of ``from_onnx``; ``damping`` and ``schedule`` may have been set since."""
+        return self._assembly.options
+
+    @property
     def damping(self) -> float:
         """The multiple λ > 0 of the identity that is added to the Fisher matrix; can be set.
 

@@ -7,6 +7,7 @@ All sessions of a process allocate from one arena, so a backward pass uses the m
 pass has released. A step of a transformer then needs 460 MB instead of 820 MB.
 """
 
+import os
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -162,6 +163,36 @@ class Session:
             raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
         # DLPack represents truth values as bytes: the view restores their type.
         return np.from_dlpack(value).view(self.output_dtypes[name])
+
+
+def run_file(
+    source: str | os.PathLike[str] | bytes, feeds: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Evaluate all outputs of a model file as it is, in a session with default options.
+
+    Args:
+        source: Path, or the bytes of a file.
+        feeds: Input name to array.
+
+    Returns:
+        Output name to array; outputs that are not tensors are left out.
+
+    Raises:
+        BackendError: ONNX Runtime refuses the file or the inputs.
+        KfacError: The run exceeded the time limit.
+    """
+    model = source if isinstance(source, bytes) else os.fspath(source)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        results = interruptible(partial(session.run, None, dict(feeds)))
+    except KfacError:  # a ValueError, too
+        raise
+    except FAILURES as failure:
+        raise BackendError(f"ONNX Runtime cannot run the file: {reason(failure)}") from failure
+    named = zip((output.name for output in session.get_outputs()), results, strict=True)
+    return {name: array for name, array in named if isinstance(array, np.ndarray)}
 
 
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:

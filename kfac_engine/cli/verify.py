@@ -1,0 +1,135 @@
+"""``verify``: check gradients, curvature, inverses and export on a model and a batch."""
+
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kfac_engine.cli.display import print_json, print_table, say, working
+from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.options import debug_option, file_path, json_option, keywords
+
+if TYPE_CHECKING:
+    from kfac_engine.verification.checks import Check, Measurement, Verification
+
+# Exit status if a check fails: neither wrong input nor an error of the command.
+FAILED = 3
+
+
+@click.command(cls=EngineCommand)
+@click.argument("model", type=file_path)
+@click.option(
+    "--inputs", type=file_path, required=True, help="Batch: .npz by input name, or one .npy."
+)
+@click.option("--targets", type=file_path, required=True, help="Targets, .npz or .npy.")
+@click.option(
+    "--examples",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Largest number of examples that the checks read.",
+)
+@click.option(
+    "--parameters",
+    type=click.IntRange(min=1),
+    default=12,
+    show_default=True,
+    help="Largest number of parameters, and of layers, that are checked one by one.",
+)
+@keywords()
+@json_option
+@debug_option
+def verify(
+    model: Path,
+    inputs: Path,
+    targets: Path,
+    examples: int,
+    parameters: int,
+    options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Check gradients, curvature, inverses and export against definitions."""
+    import kfac_engine as ke
+    from kfac_engine.cli import files
+
+    with working("reading"):
+        batch = files.read_inputs(inputs, model)
+        one = isinstance(options["loss"], str)
+        observed = (files.read_targets if one else files.read_targets_by_output)(targets)
+    with working("checking"):
+        result = ke.verify(
+            model,
+            batch,
+            observed,
+            examples=examples,
+            parameters=parameters,
+            sample_inputs=batch,
+            **options,
+        )
+    if as_json:
+        print_json(_report(result))
+    else:
+        _print(result)
+    if not result.passed:
+        click.get_current_context().exit(FAILED)
+
+
+def _print(result: "Verification") -> None:
+    say(f"examples: {result.examples}; parameters one by one: {', '.join(result.parameters)}")
+    print_table(
+        "checks",
+        ("check", "result", " error", " tolerance", "largest error at"),
+        [_row(check) for check in result.checks],
+    )
+    for check in result.checks:
+        if check.detail:
+            say(f"{check.name}: {check.detail}")
+    for check in result.checks:
+        for subject, reason in check.skipped.items():
+            say(f"skipped: {check.name}{f' of {subject}' if subject else ''}: {reason}")
+    for check in result.checks:
+        for failure in check.failures:
+            say(
+                f"FAIL: {check.name} of {failure.subject}: error {failure.error:.2g}, tolerance "
+                f"{failure.tolerance:.2g}. What to do: {check.remedy}."
+            )
+
+
+def _row(check: "Check") -> tuple[str, ...]:
+    worst = check.worst
+    if worst is None:
+        return check.name, check.outcome, "", "", ""
+    return (
+        check.name, check.outcome, f"{worst.error:.2g}", f"{worst.tolerance:.2g}", worst.subject,
+    )  # fmt: skip
+
+
+def _report(result: "Verification") -> dict[str, object]:
+    return {
+        "passed": result.passed,
+        "examples": result.examples,
+        "parameters": list(result.parameters),
+        "checks": [
+            {
+                "name": check.name,
+                "outcome": check.outcome,
+                "detail": check.detail,
+                "remedy": check.remedy if check.failures else "",
+                "skipped": dict(check.skipped),
+                "measurements": [_measurement(m) for m in check.measurements],
+            }
+            for check in result.checks
+        ],
+    }
+
+
+def _measurement(measurement: "Measurement") -> dict[str, object]:
+    """Return a measurement for JSON, which has no infinity."""
+    error = measurement.error if isfinite(measurement.error) else None
+    return {
+        "subject": measurement.subject,
+        "error": error,
+        "tolerance": measurement.tolerance,
+        "passed": measurement.passed,
+    }

@@ -1,0 +1,118 @@
+"""Compares blocks with the Fisher matrix of one example, for blocks that are exact there."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kfac_engine.backend.namespace import on_host
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.report import LayerReport
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.verification.checks import Check, Measurement
+from kfac_engine.verification.dense_fisher import MOST_ROWS, DenseFisher, Entries, dense_fisher
+from kfac_engine.verification.differences import sizes
+from kfac_engine.verification.sources import Rebuild
+from kfac_engine.verification.specimen import Floats, Specimen, spread_evenly
+
+NAME = "blocks"
+REMEDY = (
+    "the block of this layer is wrong: choose another approximation of its kind with "
+    "approximations (--approx KIND=diagonal), and report the model"
+)
+# Errors of float32 averages and products, relative to the largest entry.
+_TOLERANCE = 2e-3
+# A damping below the rounding of the blocks.
+_DAMPING = 1e-14
+# Kinds whose Kronecker block is exact for one example with one use at one position.
+_KRONECKER = frozenset(
+    {"fully_connected", "conv1d", "conv2d", "convolution", "conv_transpose", "embedding"}
+)
+_EXACT_ONCE = frozenset({"kron", "kron_reduce"})
+# Forms that are exact for every example.
+_EXACT_ALWAYS = frozenset({"full", "diagonal"})
+
+
+def check_blocks(
+    specimen: Specimen, rebuild: Rebuild, layers: Sequence[LayerReport], most: int, entries: int
+) -> Check:
+    """Compare products with blocks on one example, in the mode of exact expectations.
+
+    Args:
+        specimen: The model and the batch.
+        rebuild: Builds engines of the same model.
+        layers: The layers to choose from.
+        most: Largest number of layers.
+        entries: Number of rows of the slice of each layer.
+
+    Returns:
+        The check.
+    """
+    alone = specimen.alone()
+    if alone is None:
+        return Check(NAME, (), "", {"": "the model does not run with one example alone"})
+    exact = spread_evenly([layer for layer in layers if _is_exact(alone, layer)], most)
+    if not exact:
+        return Check(NAME, (), "", {"": "no layer has a block that is exact for one example"})
+    count = sum(alone.trace[name].size for name in specimen.engine.objective.inputs)
+    mode = "exact" if count <= MOST_ROWS else "empirical"
+    names = tuple(dict.fromkeys(name for layer in exact for name in layer.parameters))
+    try:
+        probe = rebuild.engine(trainable=names, freeze=None, estimation_mode=mode, damping=_DAMPING)
+    except UnsupportedError as failure:
+        return Check(NAME, (), "", {"": str(failure)})
+    one = replace(alone, engine=probe)
+    trace = one.trace
+    probe.estimator.update_covariances(trace, scales=probe.objective.fisher_scales(trace))
+    measurements, skipped = [], {}
+    for index, layer in enumerate(exact):
+        error = _error(
+            one, layer, mode, Entries.draw(one.parameters, layer.parameters, entries, index)
+        )
+        if isinstance(error, str):
+            skipped[", ".join(layer.parameters)] = error
+        else:
+            measurements.append(Measurement(", ".join(layer.parameters), error, _TOLERANCE))
+    detail = f"one example, mode {mode}, {len(exact)} of {len(specimen.engine.layers)} layers"
+    return Check(NAME, tuple(measurements), detail, skipped, REMEDY)
+
+
+def _is_exact(alone: Specimen, layer: LayerReport) -> bool:
+    """Check whether the block of a whole layer is exact for one example."""
+    if any(layer.parts):
+        return False
+    if layer.approximation in _EXACT_ALWAYS:
+        return True
+    if layer.kind not in _KRONECKER or layer.approximation not in _EXACT_ONCE:
+        return False
+    output = layer.outputs
+    return isinstance(output, str) and alone.trace[output].size == layer.factor_shapes[-1][-1]
+
+
+def _error(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> float | str:
+    """Return the error of a product with the block of a layer, or why it cannot be measured."""
+    scales, rng = sizes(one.parameters), np.random.default_rng(0)
+    vector = {n: scales[n] * rng.standard_normal(one.parameters[n].shape) for n in layer.parameters}
+    product = rows.of(_product(one.engine, vector))
+    if mode == "empirical":
+        gradients = {name: one.gradients[name] for name in layer.parameters}
+        along = sum(float(np.vdot(gradients[n], vector[n])) for n in vector)
+        part = rows.of(gradients)
+        expected = (
+            part * part * rows.of(vector) if layer.approximation == "diagonal" else part * along
+        )
+    else:
+        dense = dense_fisher(one, rows, [vector])
+        if not isinstance(dense, DenseFisher):
+            return dense
+        diagonal = layer.approximation == "diagonal"
+        expected = dense.diagonal() * rows.of(vector) if diagonal else dense.products()[0]
+    size = float(abs(expected).max()) or 1.0
+    return float(abs(product - expected).max()) / size
+
+
+def _product(engine: Engine, vector: dict[str, Floats]) -> dict[str, Floats]:
+    types = {name: engine.parameters[name].dtype for name in vector}
+    single = {name: array.astype(types[name]) for name, array in vector.items()}
+    host = on_host(engine.precondition(single, exp=1), engine.collection.backend)
+    return {name: host[name].astype(np.float64) for name in vector}

@@ -1,0 +1,216 @@
+"""The model and the part of a batch that a verification reads, with a float64 copy of the model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import on_host
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.analysis.subgraph import SubGraph
+from kfac_engine.graph.reference import ReferenceModel
+from kfac_engine.graph.structure import Graph
+from kfac_engine.losses.objective import Targets
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.runtime.trace import Trace
+from kfac_engine.training.examples import ExampleAxes
+
+# An array in float64.
+Floats: TypeAlias = NDArray[np.float64]
+Item = TypeVar("Item")
+# Largest difference of the float64 copy from the model in float32, relative to the largest entry.
+_SAME = 1e-2
+_RESOLUTIONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model with the first examples of a batch.
+
+    Attributes:
+        engine: The engine of the model. No check changes its state.
+        inputs: Input name to array.
+        targets: The targets.
+        examples: Number of examples.
+    """
+
+    engine: Engine
+    inputs: Mapping[str, Array]
+    targets: Targets
+    examples: int
+
+    @classmethod
+    def of_batch(
+        cls, engine: Engine, inputs: Mapping[str, Array], targets: Targets, most: int
+    ) -> "Specimen":
+        """Return the first examples of a batch; the whole batch if the model cannot be divided.
+
+        Args:
+            engine: The engine.
+            inputs: Input name to array.
+            targets: The targets.
+            most: Largest number of examples.
+
+        Returns:
+            The specimen; its values on the batch were computed, so that all errors of inputs and
+            targets have been raised.
+        """
+        engine.loss(inputs, targets)
+        axes = ExampleAxes(engine)
+        if axes.inputs and not axes.obstacle:
+            count = axes.check(inputs, targets)
+            if count > most:
+                inputs, targets = axes.part(inputs, targets, slice(most))
+        examples = engine.objective.examples(engine.trace(inputs, targets))
+        return cls(engine, inputs, targets, examples)
+
+    def alone(self) -> "Specimen | None":
+        """Return the first example; None if the model does not run with one example alone."""
+        axes = ExampleAxes(self.engine)
+        if self.examples == 1:
+            return self
+        if axes.obstacle or not axes.inputs or self.coupling:
+            return None
+        return Specimen(self.engine, *axes.part(self.inputs, self.targets, slice(1)), 1)
+
+    def with_engine(self, engine: Engine) -> "Specimen":
+        """Return the same batch with another engine of the same model."""
+        return Specimen(engine, self.inputs, self.targets, self.examples)
+
+    @cached_property
+    def coupling(self) -> str:
+        """The node by which results of one example depend on the others; empty for none."""
+        return next((loss.coupling for loss in self.engine.losses if loss.coupling), "")
+
+    @cached_property
+    def model(self) -> OnnxModel:
+        """The model of the engine."""
+        model = self.engine.collection.graph
+        assert isinstance(model, OnnxModel), "an engine has a model"
+        return model
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The values of the batch."""
+        return self.engine.trace(self.inputs, self.targets)
+
+    @cached_property
+    def parameters(self) -> dict[str, Floats]:
+        """Parameter name to value, in float64."""
+        host = on_host(self.model.parameters, self.engine.collection.backend)
+        return {name: array.astype(np.float64) for name, array in host.items()}
+
+    @cached_property
+    def resolution(self) -> float:
+        """The largest rounding error of an entry of ``gradients``, relative to the entry."""
+        types = {np.dtype(dtype).name for dtype in self.model.handed_out_types.values()}
+        return max((_RESOLUTIONS.get(name, 0.0) for name in types), default=0.0)
+
+    @cached_property
+    def gradients(self) -> dict[str, Floats]:
+        """Parameter name to the gradient that the engine computes, in float64."""
+        result = self.engine.gradients(self.inputs, self.targets).gradients
+        host = on_host(result, self.engine.collection.backend)
+        return {name: host[name].astype(np.float64) for name in self.parameters}
+
+    @cached_property
+    def copy(self) -> "FloatCopy":
+        """The copy of the model in which differences are computed."""
+        return FloatCopy(self)
+
+
+def spread_evenly(items: Sequence[Item], most: int) -> tuple[Item, ...]:
+    """Return at most ``most`` items at equal distances, the first and the last among them."""
+    if len(items) <= most:
+        return tuple(items)
+    places = np.linspace(0, len(items) - 1, most).round().astype(int)
+    return tuple(items[place] for place in dict.fromkeys(places.tolist()))
+
+
+class FloatCopy:
+    """A copy of the model for differences: in float64 where that is possible, else in float32.
+
+    Args:
+        specimen: The model and the batch.
+
+    Attributes:
+        why_not: Why the copy computes in float32; empty if it computes in float64.
+        passes: Number of evaluations.
+    """
+
+    def __init__(self, specimen: Specimen) -> None:
+        self._specimen, self.passes = specimen, 0
+        objective, backend = specimen.engine.objective, specimen.engine.collection.backend
+        named = objective.named_targets(specimen.targets)
+        batch = (objective.batch,) if objective.batch else ()
+        self._fixed = on_host({n: specimen.trace[n] for n in batch} | named, backend)
+        self._reference: ReferenceModel | None = None
+        self._feeds: dict[str, Array] = {}
+        self.why_not = ""
+        for graph in _graphs_of(specimen.model, objective.inputs):
+            try:
+                self._open(graph)
+            except ModelError as failure:
+                self._reference, self.why_not = None, str(failure)
+            else:
+                self.why_not = ""
+                break
+
+    @property
+    def is_double(self) -> bool:
+        """Whether the copy computes in float64."""
+        return self._reference is not None
+
+    def outputs(self, parameters: Mapping[str, Array]) -> dict[str, Floats]:
+        """Return the values that the losses read.
+
+        Args:
+            parameters: Parameter name to value; all parameters.
+
+        Returns:
+            Value name to array in float64.
+        """
+        self.passes += 1
+        names, model = self._specimen.engine.objective.inputs, self._specimen.model
+        if self._reference is not None:
+            return self._reference.run({**self._feeds, **parameters})
+        single = {n: a.astype(model.facts[n].dtype) for n, a in parameters.items()}
+        feeds = {entry.name: self._specimen.trace[entry.name] for entry in model.graph.inputs}
+        trace = model.run(feeds, parameters=single)
+        host = on_host({n: trace[n] for n in names}, self._specimen.engine.collection.backend)
+        return {name: array.astype(np.float64) for name, array in host.items()}
+
+    def loss(self, parameters: Mapping[str, Array]) -> float:
+        """Return the loss under the reduction of the engine; see ``outputs``."""
+        values = {**self._fixed, **self.outputs(parameters)}
+        return self._specimen.engine.objective.value(values)
+
+    def _open(self, graph: Graph) -> None:
+        """Open the copy in float64, and compare its values with those of the model."""
+        specimen, model = self._specimen, self._specimen.model
+        names = specimen.engine.objective.inputs
+        buffers = {name: model.memory_space.on_host(a) for name, a in model.buffers.items()}
+        inputs = {e.name: model.memory_space.on_host(specimen.trace[e.name]) for e in graph.inputs}
+        self._reference = ReferenceModel(graph, names, (*specimen.parameters, *buffers))
+        self._feeds = {**inputs, **buffers}
+        for name, value in self.outputs(specimen.parameters).items():
+            expected = model.memory_space.on_host(specimen.trace[name])
+            scale = float(abs(expected).max(initial=0.0)) or 1.0
+            if value.shape != expected.shape or not abs(value - expected).max() <= _SAME * scale:
+                raise ModelError(
+                    f"the reference implementation of onnx computes other values of '{name}' than "
+                    f"ONNX Runtime"
+                )
+
+
+def _graphs_of(model: OnnxModel, names: tuple[str, ...]) -> Iterator[Graph]:
+    """Yield graphs that compute ``names``: in the operators of the file, and of the engine."""
+    graphs = [model.graph] if model.ties else [model.loaded.graph, model.graph]
+    for graph in graphs:
+        if {*names} <= {*graph.values()}:
+            yield replace(graph, nodes=SubGraph(graph, names).nodes, outputs=names)

@@ -1,0 +1,110 @@
+"""``kfac_engine.verify``: all checks on a model and a batch of the user."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import whole
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError
+from kfac_engine.graph.load import ModelSource
+from kfac_engine.losses.objective import Targets
+from kfac_engine.verification import blocks, exports, gradients, inverses, products
+from kfac_engine.verification.checks import Check, Verification
+from kfac_engine.verification.differences import sizes
+from kfac_engine.verification.sources import Rebuild
+from kfac_engine.verification.specimen import Specimen, spread_evenly
+
+# Layers whose refresh takes more operations are not inverted or compared.
+_MOST_FLOPS = 2e11
+_MOST_ENTRIES = 32
+# Part of the size of a parameter by which its entries are moved.
+_MOVE = 1e-3
+
+
+def verify(
+    model: ModelSource | Engine,
+    inputs: Mapping[str, Array],
+    targets: Targets,
+    *,
+    examples: int = 8,
+    parameters: int = 12,
+    **options: Any,
+) -> Verification:
+    """Check gradients, curvature, inverses and export on a model and a batch.
+
+    The number of passes is bounded: the checks read the first examples, all parameters together,
+    and some parameters and layers one by one. Random vectors depend on the option ``seed`` only.
+    ``docs/verify.md`` describes each check with its tolerance.
+
+    Args:
+        model: Path, bytes or ``ModelProto``; or an engine, whose state does not change.
+        inputs: Input name to array.
+        targets: The targets of the loss; for several losses, by output.
+        examples: Largest number of examples.
+        parameters: Largest number of parameters, and of layers, that are checked one by one.
+        options: The fields of ``EngineOptions``, if ``model`` is not an engine.
+
+    Returns:
+        The checks; ``passed`` is whether none failed.
+
+    Raises:
+        InputError: Options are given for an engine, or the model, the data or an option is wrong.
+        NonFiniteError: The loss of the batch is NaN or infinite.
+    """
+    for name, value in (("examples", examples), ("parameters", parameters)):
+        whole(name, value, least=1)
+    if isinstance(model, Engine):
+        if options:
+            raise InputError(
+                f"verify takes the options of the engine; leave out: {', '.join(options)}."
+            )
+        engine, source = model, None
+    else:
+        engine = Engine.from_onnx(model, **options)
+        source = model if not hasattr(model, "SerializeToString") else model.SerializeToString()
+    specimen = Specimen.of_batch(engine, inputs, targets, examples)
+    with Rebuild.exported(engine, inputs) as rebuild:
+        checks = tuple(_checks(specimen, rebuild, parameters, source))
+    names = spread_evenly(tuple(specimen.parameters), parameters)
+    return Verification(checks, specimen.examples, names)
+
+
+def _checks(specimen: Specimen, rebuild: Rebuild, most: int, source: Any) -> Iterator[Check]:
+    """Run the checks; ``most`` is the number of parameters and of layers."""
+    engine = specimen.engine
+    rng, moves = np.random.default_rng(engine.options.seed).spawn(2)
+    names = spread_evenly(tuple(specimen.parameters), most)
+    cheap = [layer for layer in engine.layers if layer.inverse_flops <= _MOST_FLOPS]
+    if specimen.model.draws:
+        reason = "each pass of the model draws random numbers"
+        for name in (gradients.NAME, products.NAME, blocks.NAME):
+            yield Check(name, (), "", {"": reason})
+    else:
+        moved = specimen.with_engine(_moved(specimen, rebuild.engine(), moves))
+        yield gradients.GradientCheck(moved, rng).run(names)
+        yield products.check_products(moved, names, _MOST_ENTRIES, rng)
+        yield blocks.check_blocks(specimen, rebuild, cheap, most, _MOST_ENTRIES)
+    yield inverses.check_inverses(specimen, rebuild, spread_evenly(cheap, most), rng)
+    yield exports.check_export(specimen, rebuild.file, source)
+
+
+def _moved(specimen: Specimen, probe: Engine, rng: np.random.Generator) -> Engine:
+    """Move the parameters of an engine by a small part of their size.
+
+    At the initial parameters, such as biases of zero, activations lie on kinks, where differences
+    are no derivatives.
+
+    Returns:
+        ``probe``.
+    """
+    scales = sizes(specimen.parameters)
+    probe.set_parameters(
+        {
+            name: (value + _MOVE * scales[name] * rng.standard_normal(value.shape))
+            for name, value in specimen.parameters.items()
+        }
+    )
+    return probe
