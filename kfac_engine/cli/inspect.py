@@ -1,6 +1,6 @@
 """``inspect``: the layers, blocks and costs of a model, before any step runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,11 +16,14 @@ from kfac_engine.cli.options import (
     keywords,
     sample_option,
 )
+from kfac_engine.errors import InputError
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine._types import Array
     from kfac_engine.engine.memory import MemoryReport
     from kfac_engine.engine.report import LayerReport, LossReport
+    from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.graph.analysis.ties import Tie
     from kfac_engine.runtime.model import OnnxModel
 
@@ -39,35 +42,39 @@ _MOST_ALIKE = 3
     help="Number of examples in a batch, for the peak memory; by default that of --inputs, or 1.",
 )
 @sample_option
+@click.option(
+    "--plot",
+    type=file_path,
+    help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "
+    ".png, .svg, .pdf or .html. All but .html need matplotlib.",
+)
 @keywords()
 @json_option
 @debug_option
 def inspect(
-    model: Path, batch: int | None, inputs: Path | None, options: dict[str, Any], as_json: bool
+    model: Path,
+    batch: int | None,
+    inputs: Path | None,
+    plot: Path | None,
+    options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """Show the layer, block, factors and costs of each parameter."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 
+    if plot is not None:
+        _check_plot(plot, inputs, model)
     with working("preparing the model"):
         sample = None if inputs is None else read_inputs(inputs, model)
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
+    spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
     losses = engine.losses
     batch = batch or losses[0].examples
     memory = engine.memory(batch)
     untrained = _untrained(engine)
     if as_json:
-        report = {
-            "losses": [asdict(loss) for loss in losses],
-            "layers": [asdict(layer) for layer in engine.layers],
-            "not_trained": [
-                {"name": name, "shape": shape, "reason": reason}
-                for name, shape, reason in untrained
-            ],
-            "ties": [asdict(tie) for tie in engine.ties],
-            "memory": {**asdict(memory), "total": memory.total},
-        }
-        print_json(report)
+        print_json(_as_json(engine, memory, untrained, spectra))
         return
     _print_losses(losses)
     print_layers(engine)
@@ -80,7 +87,57 @@ def inspect(
     if untrained:
         heads = ("name", "shape", "because it is")
         print_table("constants that are not trained", heads, list(_gathered(untrained)))
+    if spectra:
+        from kfac_engine.cli.spectra import print_spectra
+
+        print_spectra(spectra)
     _print_memory(memory, batch)
+
+
+def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything is computed."""
+    from kfac_engine.cli.files import check_files
+    from kfac_engine.cli.spectra import check_picture
+
+    if inputs is None:
+        raise InputError("--plot needs a batch for the statistics; give its file by --inputs.")
+    check_picture(plot)
+    check_files({"--plot": plot}, {"--inputs": inputs}, model)
+
+
+def _plotted(
+    plot: Path, engine: "ke.Engine", sample: "Mapping[str, Array]", title: str
+) -> "Sequence[FactorSpectrum]":
+    """Draw the spectra of the factors of a batch, and return them."""
+    import kfac_engine as ke
+    from kfac_engine.cli.spectra import write_picture
+
+    with working("computing eigenvalues"):
+        engine.observe(sample)
+        spectra = ke.factor_spectra(engine)
+        write_picture(plot, title, spectra)
+    return spectra
+
+
+def _as_json(
+    engine: "ke.Engine",
+    memory: "MemoryReport",
+    untrained: "Sequence[Untrained]",
+    spectra: "Sequence[FactorSpectrum]",
+) -> dict[str, object]:
+    """Return the report as values that JSON can hold."""
+    from kfac_engine.training.description import described
+
+    return {
+        "losses": [asdict(loss) for loss in engine.losses],
+        "layers": [asdict(layer) for layer in engine.layers],
+        "not_trained": [
+            {"name": name, "shape": shape, "reason": reason} for name, shape, reason in untrained
+        ],
+        "ties": [asdict(tie) for tie in engine.ties],
+        "memory": {**asdict(memory), "total": memory.total},
+        "spectra": [described(spectrum) for spectrum in spectra],
+    }
 
 
 def print_layers(engine: "ke.Engine") -> None:

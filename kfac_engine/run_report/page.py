@@ -2,7 +2,7 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from html import escape
@@ -17,7 +17,7 @@ from kfac_engine.run_report.entries import (
     named_texts,
     spectrum_entries,
 )
-from kfac_engine.run_report.run_log import RunLog
+from kfac_engine.run_report.run_log import Json, RunLog
 from kfac_engine.run_report.tables import (
     layer_table,
     pair_table,
@@ -34,13 +34,10 @@ def page(log: RunLog) -> str:
 
     The page loads nothing: its security policy forbids requests, and scripts other than its own.
     """
-    style, script = _asset("page.css"), _asset("page.js")
     lines, times = charts(log), stages(log)
     layers, more_layers = layer_entries(log.run)
     spectra, more_spectra = spectrum_entries(log.spectra)
-    by_layer = _by_layer(spectra)
-    left_out = ((more_layers, "layers"), (more_spectra, "factors"))
-    notes = [*log.notes, *(f"{n} more {what} are not shown." for n, what in left_out if n)]
+    notes = [*log.notes, *_left_out(more_layers, "layers"), *_left_out(more_spectra, "factors")]
     if log.steps > MOST_POINTS:
         notes.append(
             f"The charts have at most {MOST_POINTS:,} points a line. Each shortened line has the "
@@ -49,28 +46,59 @@ def page(log: RunLog) -> str:
     sections = [
         _section("Course of the run", _figures(lines)),
         _section("Time", _stage_figure(times, log.steps)) if times else "",
-        _section("Spectra of the factors", _spectra(by_layer, spectra)) if spectra else "",
+        _section("Spectra of the factors", _spectra(spectra)) if spectra else "",
         _section("Layers", layer_table(layers)) if layers else "",
         _section("Settings", _settings(log)) if log.run else "",
     ]
-    model = named_texts(log.run)
-    title = dict(model).get("model", "")
+    model = dict(named_texts(log.run)).get("model", "")
+    return _document(
+        f"Training run: {model}" if model else "Training run",
+        f'<dl class="summary">{summary(log, times)}</dl>',
+        notes,
+        sections,
+        _data(lines, times, spectra),
+    )
+
+
+def spectrum_page(title: str, spectra: Sequence[Json]) -> str:
+    """Return a page with the spectra of factors.
+
+    Args:
+        title: Title of the page.
+        spectra: Entries of the log.
+
+    Returns:
+        HTML that loads nothing.
+    """
+    entries, more = spectrum_entries(spectra)
+    sections = [_section("Spectra of the factors", _spectra(entries))]
+    return _document(title, "", _left_out(more, "factors"), sections, _data([], None, entries))
+
+
+def _document(
+    title: str, head: str, notes: Sequence[str], sections: Sequence[str], data: Mapping[str, Any]
+) -> str:
+    """Return a page; ``head`` and ``sections`` are HTML."""
+    style, script = _asset("page.css"), _asset("page.js")
     return Template(_asset("page.html")).substitute(
-        title=escape(f"Training run: {title}" if title else "Training run"),
+        title=escape(title),
         style=style,
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        summary=summary(log, times),
+        head=head,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         sections="\n".join(filter(None, sections)),
-        data=_embedded(_data(lines, times, by_layer)),
-        footer=f"{log.steps:,} records. The file is complete in itself and loads nothing.",
+        data=_embedded(data),
     )
 
 
+def _left_out(number: int, what: str) -> list[str]:
+    return [f"{number:,} more {what} are not shown."] if number else []
+
+
 def _data(
-    lines: Sequence[Chart], times: Stages | None, by_layer: Sequence[Sequence[SpectrumEntry]]
+    lines: Sequence[Chart], times: Stages | None, spectra: Sequence[SpectrumEntry]
 ) -> dict[str, Any]:
     """Return the data of the charts for the script."""
     return {
@@ -78,7 +106,7 @@ def _data(
         "stages": None if times is None else asdict(times),
         "spectra": [
             {"title": layer[0].layer, "factors": [_curve(entry) for entry in layer]}
-            for layer in by_layer
+            for layer in _by_layer(spectra)
         ],
     }
 
@@ -99,7 +127,7 @@ def _curve(entry: SpectrumEntry) -> dict[str, Any]:
     }
 
 
-def _by_layer(spectra: Sequence[SpectrumEntry]) -> list[list[SpectrumEntry]]:
+def _by_layer(spectra: Sequence[SpectrumEntry]) -> Sequence[Sequence[SpectrumEntry]]:
     """Return the computed spectra, those of one layer together."""
     layers: dict[str, list[SpectrumEntry]] = {}
     for entry in spectra:
@@ -125,14 +153,15 @@ def _stage_figure(times: Stages, steps: int) -> str:
     return f'<div class="charts">{figure}</div>{stage_table(times, steps)}'
 
 
-def _spectra(by_layer: Sequence[Sequence[SpectrumEntry]], spectra: Sequence[SpectrumEntry]) -> str:
+def _spectra(spectra: Sequence[SpectrumEntry]) -> str:
     note = (
-        "Eigenvalues of the factors after the last step, next to the damping that is added to "
+        "Eigenvalues of the factors, next to the damping that is added to "
         "them. Along eigenvectors of eigenvalues far below the damping, the damping alone is "
         "inverted. Eigenvalues below their rounding errors are not drawn."
     )
     figures = (
-        _figure(f"spectrum-{index}", layer[0].layer, "") for index, layer in enumerate(by_layer)
+        _figure(f"spectrum-{index}", layer[0].layer, "")
+        for index, layer in enumerate(_by_layer(spectra))
     )
     return (
         f'<p class="note">{note}</p><div class="charts small">{"".join(figures)}</div>'

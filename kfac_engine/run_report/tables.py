@@ -81,7 +81,7 @@ def spectrum_table(spectra: Sequence[SpectrumEntry]) -> str:
         "layer", "factor", "shape", " largest eigenvalue", " smallest", " damping",
         " below the damping", " condition", " condition with damping",
     )  # fmt: skip
-    return table("Factors after the last step", heads, [_spectrum_row(entry) for entry in spectra])
+    return table("Factors", heads, [_spectrum_row(entry) for entry in spectra])
 
 
 def pair_table(title: str, heads: Cells, pairs: Sequence[tuple[str, str]]) -> str:

@@ -64,10 +64,11 @@ def described_spectra(engine: Engine) -> list[Description]:
     """
     if any(factor.average.value is None for factor in engine.estimator.factors):
         return []
-    return [_described(spectrum) for spectrum in factor_spectra(engine, most_rows=MOST_ROWS)]
+    return [described(spectrum) for spectrum in factor_spectra(engine, most_rows=MOST_ROWS)]
 
 
-def _described(spectrum: FactorSpectrum) -> Description:
+def described(spectrum: FactorSpectrum) -> Description:
+    """Return a spectrum as values that JSON can hold, with at most 64 of its eigenvalues."""
     entry: Description = {
         "parameters": list(spectrum.parameters),
         "factor": spectrum.factor,

@@ -109,7 +109,7 @@ def test_the_summary_has_the_last_numbers_of_the_records(read, history):
 
 
 def test_the_spectra_are_those_of_the_engine(read, history):
-    rows = {tuple(row[:2]): row for row in read.tables["Factors after the last step"][1:]}
+    rows = {tuple(row[:2]): row for row in read.tables["Factors"][1:]}
     drawn = {layer["title"]: layer["factors"] for layer in read.data["spectra"]}
     spectra = ke.factor_spectra(history.engine)
     assert len(rows) == len(spectra) == sum(map(len, drawn.values())) == 4

@@ -1,0 +1,162 @@
+"""The spectra of the factors: a table, and pictures in the formats of ``inspect --plot``."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from math import ceil, isinf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfac_engine.cli.display import print_table, show_shape
+from kfac_engine.errors import BackendError, InputError
+from kfac_engine.printable import printable
+from kfac_engine.system.writing import write_file, write_rendered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kfac_engine.engine.spectra import FactorSpectrum
+
+_COLUMNS, _WIDTH, _HEIGHT = 3, 11.0, 2.6
+_MOST_PANELS = 90
+_MOST_CHARACTERS = 40
+_NONE = "–"
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything is computed.
+
+    Args:
+        path: File of the picture.
+
+    Raises:
+        InputError: The name of the file ends in no known format.
+        BackendError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise InputError(
+            f"--plot '{path}' has no known format; name a file that ends in {', '.join(_FORMATS)}."
+        )
+    if path.suffix.lower() != ".html" and find_spec("matplotlib") is None:
+        raise BackendError(
+            f"'{path.suffix}' needs matplotlib: pip install 'kfac-engine[plot]', or name a file "
+            f"that ends in .html."
+        )
+
+
+def write_picture(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
+    """Draw the spectra into a file, in the format of its name."""
+    _FORMATS[path.suffix.lower()](path, printable(title), spectra)
+
+
+def print_spectra(spectra: "Sequence[FactorSpectrum]") -> None:
+    """Print a row for each factor."""
+    heads = (
+        "layer", "factor", "shape", " largest", " smallest", " damping", " below the damping",
+        " condition", " with damping",
+    )  # fmt: skip
+    print_table("eigenvalues of the factors", heads, [_row(spectrum) for spectrum in spectra])
+
+
+def panels(spectra: "Sequence[FactorSpectrum]") -> "dict[str, list[FactorSpectrum]]":
+    """Return the spectra of each layer, under its name."""
+    layers: dict[str, list[FactorSpectrum]] = {}
+    for spectrum in spectra:
+        layers.setdefault(", ".join(spectrum.parameters), []).append(spectrum)
+    return layers
+
+
+def figure(title: str, spectra: "Sequence[FactorSpectrum]") -> "Figure":
+    """Return a figure with a panel for each layer: eigenvalues, and the damping as dashed lines."""
+    from matplotlib.figure import Figure
+
+    layers = list(panels(spectra).items())
+    shown = layers[:_MOST_PANELS]
+    rows = ceil(len(shown) / _COLUMNS)
+    drawing = Figure(figsize=(_WIDTH, 0.6 + _HEIGHT * rows), layout="constrained")
+    axes = drawing.subplots(rows, _COLUMNS, squeeze=False).ravel()
+    for panel, (name, factors) in zip(axes, shown, strict=False):
+        _draw_layer(panel, name, factors)
+    for panel in axes[len(shown) :]:
+        panel.set_axis_off()
+    omitted = (
+        f"; {len(layers) - len(shown)} more layers are not shown" if layers[len(shown) :] else ""
+    )
+    drawing.suptitle(f"Eigenvalues of the factors of {title}{omitted}", parse_math=False)
+    return drawing
+
+
+def _draw_layer(panel: Any, name: str, factors: "Sequence[FactorSpectrum]") -> None:
+    for index, spectrum in enumerate(factors):
+        if spectrum.eigenvalues is None:
+            continue
+        values = np.sort(spectrum.eigenvalues, axis=None)[::-1]
+        part = np.linspace(0, 100, len(values))
+        # Rounding errors have no place on a logarithmic axis.
+        is_resolved = values > max(0.0, spectrum.resolution * values[0])
+        colour = f"C{index}"
+        label = f"{spectrum.factor}, condition {_condition(spectrum)}"
+        if spectrum.damped_condition is not None:
+            label += f", damped {spectrum.damped_condition:.3g}"
+        panel.plot(part[is_resolved], values[is_resolved], color=colour, label=label)
+        if spectrum.damping is not None and spectrum.damping.min() > 0:
+            panel.axhline(float(spectrum.damping.min()), color=colour, linestyle="--", linewidth=1)
+    half = _MOST_CHARACTERS // 2
+    short = name if len(name) <= _MOST_CHARACTERS else f"{name[:half]}…{name[-half:]}"
+    panel.set_title(printable(short), loc="left", fontsize="medium", parse_math=False)
+    panel.set_yscale("log")
+    panel.set_xlabel("% of the eigenvalues, dashed: damping", fontsize="small")
+    panel.grid(alpha=0.3)
+    if panel.lines:
+        panel.legend(fontsize="x-small")
+
+
+def _write_drawing(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
+    drawing, kind = figure(title, spectra), path.suffix.lower().removeprefix(".")
+    with warnings.catch_warnings():
+        # A name may have characters that the font lacks; they are drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        write_rendered(path, lambda stream: drawing.savefig(stream, format=kind, dpi=120))
+
+
+def _write_page(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
+    from kfac_engine.run_report.page import spectrum_page
+    from kfac_engine.training.description import described
+
+    text = spectrum_page(f"Factors of {title}", [described(spectrum) for spectrum in spectra])
+    write_file(path, [text.encode()])
+
+
+# Suffix of a file to the function that writes it.
+_FORMATS: "Mapping[str, Callable[[Path, str, Sequence[FactorSpectrum]], None]]" = {
+    ".png": _write_drawing,
+    ".svg": _write_drawing,
+    ".pdf": _write_drawing,
+    ".html": _write_page,
+}
+
+
+def _row(spectrum: "FactorSpectrum") -> tuple[object, ...]:
+    where = list(spectrum.parameters), spectrum.factor, show_shape(spectrum.shape)
+    values = spectrum.eigenvalues
+    if values is None:
+        return (*where, *[_NONE] * 6)
+    damping = spectrum.damping
+    return (
+        *where,
+        f"{values.max():.3g}",
+        f"{values.min():.3g}",
+        _NONE if damping is None else f"{damping.min():.3g}",
+        _NONE if damping is None else f"{spectrum.below_damping} of {values.size}",
+        _condition(spectrum),
+        _NONE if spectrum.damped_condition is None else f"{spectrum.damped_condition:.3g}",
+    )
+
+
+def _condition(spectrum: "FactorSpectrum") -> str:
+    condition = spectrum.condition
+    if condition is None:
+        return _NONE
+    return "singular" if isinf(condition) else f"{condition:.3g}"
