@@ -22,7 +22,12 @@ from kfac_engine.bench.report import print_suite, read_report, restored, write_j
 from kfac_engine.bench.roofline import Roofline, SuiteConditions, ceiling, ceilings, higher
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
-from kfac_engine.bench.training.suite import TRAINING_DEFAULTS, TrainingOptions, run_training
+from kfac_engine.bench.training.suite import (
+    TRAINING_DEFAULTS,
+    TrainingOptions,
+    run_training,
+    with_peers,
+)
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
 from kfac_engine.system.writing import check_outputs
@@ -73,6 +78,7 @@ class Setting:
         repeats: Number of rounds of each job; None for as many as fit into the time.
         profile: Whether the suite ``step`` prints the time of each stage.
         training: Options of the suite ``train``.
+        folder: Folder for charts; None for none.
         failures: Names of jobs and suites that failed so far.
     """
 
@@ -84,6 +90,7 @@ class Setting:
     repeats: int | None = None
     profile: bool = False
     training: TrainingOptions = TRAINING_DEFAULTS
+    folder: Path | None = None
     failures: list[str] = field(default_factory=list)
 
 
@@ -123,7 +130,7 @@ def run_suites(
     report: dict[str, dict[str, Any]] = {"machine": facts, "course": {}, "suites": {}}
     if options.resume and path is not None:
         report.update(read_report(path, facts))
-    setting = _prepared(facts, contenders, options)
+    setting = replace(_prepared(facts, contenders, options), folder=folder)
     for name, run in todo.items():
         if name in report["suites"]:
             setting.console.print(f"{name}: skipped, {path} has it")
@@ -229,5 +236,7 @@ _ALONE: Mapping[str, Suite] = {
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),
     "gpu": lambda setting, name: run_gpu(setting.console, name),
     "build": lambda setting, name: run_build(setting.console, name),
-    "train": lambda setting, name: run_training(setting.console, setting.training),
+    "train": lambda setting, name: run_training(
+        setting.console, with_peers(setting.training, setting.contenders), setting.folder
+    ),
 }

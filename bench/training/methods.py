@@ -10,6 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.bench.training.soap import Soap
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
+from kfac_engine.training.schedules import SCHEDULES
 
 # Changes the parameters of an engine by one batch; returns the loss before the change. The last
 # argument is the factor of the learning rate.
@@ -17,6 +18,8 @@ Step: TypeAlias = Callable[[Mapping[str, Array], Array, float], float]
 # Returns the step of an engine for a learning rate (None where a method has none) and options.
 Factory: TypeAlias = Callable[[ke.Engine, float | None, Mapping[str, Any]], Step]
 
+# A package of the repository that wheels leave out.
+PEERS = "kfac_engine.bench.peers"
 TAIL, COSINE = "tail", "cosine"
 # Part of the budget in which the learning rate of a method with a rate rises.
 WARM_UP = 0.02
@@ -33,7 +36,8 @@ class Method:
         schedules: Schedules that are tried.
         rates: Task to the learning rates that are tried, where they differ from ``usual_rates``.
         usual_rates: Learning rates that are tried; ``(None,)`` for a method without a rate.
-        peer: Module that trains with this method; empty for the engine.
+        peer: Module of ``PEERS`` that trains with this method; empty for the engine.
+        library: Library that the peer needs.
     """
 
     factory: Factory | None
@@ -41,6 +45,7 @@ class Method:
     usual_rates: tuple[float | None, ...]
     rates: Mapping[str, tuple[float, ...]]
     peer: str = ""
+    library: str = ""
 
     def rates_of(self, task: str) -> tuple[float | None, ...]:
         """Return the learning rates that are tried on a task, whatever its batch size."""
@@ -56,8 +61,6 @@ class Method:
         Returns:
             The value of the schedule. Methods with a learning rate start with a linear rise.
         """
-        from kfac_engine.training.schedules import SCHEDULES
-
         rise = 1.0 if self.usual_rates == (None,) else min(1.0, (spent + _FIRST) / WARM_UP)
         return rise * SCHEDULES[schedule](spent)
 
@@ -117,7 +120,7 @@ METHODS: Mapping[str, Method] = Registry(
         "muon": Method(_first_order(ke.Muon), (TAIL,), (0.01, 0.03, 0.1), {}),
         "soap": Method(_soap, (TAIL,), (0.003, 0.01, 0.03), {}),
         "torch-adam": Method(
-            None, (TAIL,), _ADAM, _ADAM_RATES, peer="kfac_engine.bench.peers.torch_training"
+            None, (TAIL,), _ADAM, _ADAM_RATES, peer="torch_training", library="torch"
         ),
     },
 )

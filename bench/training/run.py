@@ -1,6 +1,7 @@
 """One training run: steps until the budget is spent, with evaluations off the clock."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -14,9 +15,9 @@ import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.bench.training.data import load_images
 from kfac_engine.bench.training.layers import Model
-from kfac_engine.bench.training.methods import Method, parse_method
+from kfac_engine.bench.training.methods import PEERS, Method, parse_method
 from kfac_engine.bench.training.tasks import Task, find_task
-from kfac_engine.errors import KfacError
+from kfac_engine.errors import DivergenceWarning, KfacError
 
 Batch: TypeAlias = tuple[Mapping[str, Array], Array]
 Clock: TypeAlias = Callable[[], float]
@@ -193,13 +194,16 @@ def train(
     data, model = task.data(images), task.model(images.side, run.seed)
     trainer: Trainer
     if method.peer:
-        peer = import_module(method.peer)
-        trainer = peer.trainer(run.task.partition("@")[0], images.side, model, run.rate)
+        peer = import_module(f"{PEERS}.{method.peer}")
+        trainer = peer.trainer(run.task.partition("@")[0], model, run.rate)
     else:
         trainer = EngineTrainer(model, task, method, run.rate, options, run.seed)
     trainer.warm_up(*next(data.batches(batch, run.seed)))
     course = _Course(run, method, trainer, lambda: data.held_batches(task.evaluated))
-    return course.follow(data.batches(batch, run.seed), cpu_clock, wall_clock)
+    with warnings.catch_warnings():
+        # A run that diverges is reported as its result.
+        warnings.simplefilter("ignore", DivergenceWarning)
+        return course.follow(data.batches(batch, run.seed), cpu_clock, wall_clock)
 
 
 class _Course:

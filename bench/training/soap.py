@@ -71,7 +71,7 @@ class Soap:
         self._values = dict(parameters)
         self._means = {name: np.zeros_like(_matrix(v)) for name, v in parameters.items()}
         self._squares = {name: np.zeros_like(v) for name, v in self._means.items()}
-        self._bases: dict[str, _Basis] = {}
+        self._bases: dict[str, _Basis] | None = None
         self._steps = 0
 
     def update(self, gradients: Mapping[str, Array], rate: float) -> Mapping[str, Array]:
@@ -85,17 +85,18 @@ class Soap:
             Parameter name to new value; the arrays are new.
         """
         matrices = {name: _matrix(gradient) for name, gradient in gradients.items()}
-        if not self._bases:
+        if self._bases is None:
             self._bases = {n: _Basis.of(G) for n, G in matrices.items() if gradients[n].ndim > 1}
             return self._values
         self._steps += 1
         for name, gradient in matrices.items():
-            direction = self._direction(name, gradient).reshape(self._values[name].shape)
+            direction = self._direction(name, gradient, self._bases.get(name)).reshape(
+                self._values[name].shape
+            )
             self._values[name] = self._values[name] - rate * direction
         return self._values
 
-    def _direction(self, name: str, gradient: Array) -> Array:
-        basis = self._bases.get(name)
+    def _direction(self, name: str, gradient: Array, basis: _Basis | None) -> Array:
         mean, square = self._means[name], self._squares[name]
         mean += (1 - _DECAY) * (gradient - mean)
         projected = gradient if basis is None else basis.project(gradient)

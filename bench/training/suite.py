@@ -2,19 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
+from typing import TypeAlias
 
 from rich.console import Console
 
+from kfac_engine.bench.training.curves import draw_curves
 from kfac_engine.bench.training.data import DATA_FOLDER, has_images, load_images, load_text
+from kfac_engine.bench.training.methods import METHODS as ALL_METHODS
+from kfac_engine.bench.training.methods import PEERS, parse_method
 from kfac_engine.bench.training.plan import Group, all_tasks, final_runs, groups, tuning_runs
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Run
+from kfac_engine.bench.training.summary import Comparison, GroupRow, compare, group_row
+from kfac_engine.bench.training.tables import print_comparisons, print_results
 from kfac_engine.bench.training.worker import run_in_process
-from kfac_engine.errors import InputError
+from kfac_engine.errors import BackendError, InputError
 
 # The methods that run without another library.
 METHODS = ("kfac", "adam", "sgd", "muon", "soap")
@@ -48,37 +55,67 @@ class TrainingOptions:
 
 TRAINING_DEFAULTS = TrainingOptions()
 
+
+def with_peers(options: TrainingOptions, contenders: Sequence[str]) -> TrainingOptions:
+    """Return options with the methods of the contenders, if they name no methods."""
+    peers = [name for name, method in ALL_METHODS.items() if method.library in contenders]
+    return options if options.methods else replace(options, methods=(*METHODS, *peers))
+
+
 # Trains in a new process, on the core of a number.
-Execute = Callable[[Run, Path | None, int], Outcome]
+Execute: TypeAlias = Callable[[Run, Path | None, int], Outcome]
 
 
 def run_training(
-    console: Console, options: TrainingOptions, execute: Execute = run_in_process
-) -> list[Record]:
-    """Make all runs that the file of runs does not have.
+    console: Console,
+    options: TrainingOptions,
+    folder: Path | None = None,
+    execute: Execute = run_in_process,
+) -> list[GroupRow | Comparison]:
+    """Make all runs that the file of runs does not have, and print the tables.
 
     Args:
         console: Console to print on.
         options: Options of the suite.
+        folder: Folder for pictures of the losses; None for no pictures.
         execute: Executes a run.
 
     Returns:
-        The records of the chosen runs.
+        The rows of the tables.
 
     Raises:
         KfacError: An option is wrong, a file cannot be read, or a run failed.
     """
     if not options.seeds:
         raise InputError("--seeds must name one seed at least.")
-    folder = _image_folder(console, options.data_folder)
-    images = load_images(folder)
     chosen = groups(options.tasks or all_tasks(), options.methods or METHODS, options.seconds)
+    _require_peers(chosen)
+    data_folder = _image_folder(console, options.data_folder)
+    images = load_images(data_folder)
     if any(group.task.startswith("transformer") for group in chosen):
         console.print(f"text: hash {load_text().digest}")
-    suite = _Suite(console, options, folder, images.source, execute)
+    suite = _Suite(console, options, data_folder, images.source, execute)
     suite.run_missing(tuning_runs(chosen, options.seeds[0]))
     suite.run_missing(final_runs(chosen, suite.outcomes, options.seeds))
-    return suite.chosen_records(chosen)
+    results = suite.results(chosen)
+    rows = [group_row(group, runs) for group, runs in results.items()]
+    comparisons = compare(results)
+    print_results(console, rows)
+    print_comparisons(console, comparisons)
+    if folder is not None:
+        draw_curves(folder, results)
+    return [*rows, *comparisons]
+
+
+def _require_peers(chosen: Sequence[Group]) -> None:
+    """Raise a BackendError if a method needs a library or a module that is not installed."""
+    for name in dict.fromkeys(group.method for group in chosen):
+        method, _ = parse_method(name)
+        if method.peer and (find_spec(PEERS) is None or find_spec(method.library) is None):
+            raise BackendError(
+                f"method '{name}' needs {method.library} and a checkout of the repository: install "
+                f"{method.library}, or leave the method out of --methods and --compare."
+            )
 
 
 def _image_folder(console: Console, given: Path | None) -> Path | None:
@@ -147,13 +184,14 @@ class _Suite:
             self._records.add(Record(run, outcome, self._source, revision()))
             self._console.print(_described(run, outcome))
 
-    def chosen_records(self, chosen: Sequence[Group]) -> list[Record]:
-        """Return the records of the best settings of each group."""
+    def results(self, chosen: Sequence[Group]) -> dict[Group, dict[Run, Outcome]]:
+        """Return the results of the best settings of each group; without groups that died."""
         outcomes = self.outcomes
-        return [
-            Record(run, outcomes[run], self._source, revision())
-            for run in final_runs(chosen, outcomes, self._options.seeds)
-        ]
+        return {
+            group: {run: outcomes[run] for run in runs}
+            for group in chosen
+            if (runs := group.chosen(outcomes, self._options.seeds))
+        }
 
 
 def _described(run: Run, outcome: Outcome) -> str:

@@ -1,0 +1,198 @@
+"""The suite ``train``: stored runs, tables, pictures and the process of a run."""
+
+import json
+from dataclasses import replace
+from subprocess import CompletedProcess
+
+import pytest
+from rich.console import Console
+
+from kfac_engine.bench.training import suite as module
+from kfac_engine.bench.training import worker
+from kfac_engine.bench.training.records import Record, Records, revision
+from kfac_engine.bench.training.run import Outcome, Point, Run
+from kfac_engine.bench.training.suite import TrainingOptions, run_training, with_peers
+from kfac_engine.bench.training.worker import run_in_process
+from kfac_engine.errors import BackendError, InputError
+
+RUN = Run("digits", "adam", 0.002, "tail", 0, 2.0)
+OUTCOME = Outcome(3, 2.0, 2.5, (Point(0, 0.0, 0.0, 2.3, 0.1), Point(3, 2.0, 2.5, 1.5, 0.6)))
+
+
+def test_a_record_is_restored_from_its_line():
+    record = Record(RUN, OUTCOME, "digits", "abc")
+    assert Record.parse(record.line()) == record
+    assert record.line().count("\n") == 1
+    assert {"task", "method", "rate", "seed", "curve", "died"} <= set(json.loads(record.line()))
+
+
+def test_runs_of_other_data_or_sources_do_not_count(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    records, other = Records(path), replace(OUTCOME, steps=9)
+    records.add(Record(RUN, OUTCOME, "digits", revision()))
+    records.add(Record(replace(RUN, seed=1), OUTCOME, "digits", "older"))
+    records.add(Record(RUN, other, "Fashion-MNIST", revision()))
+    for stored in (records, Records(path)):
+        assert stored.of("digits") == {RUN: OUTCOME}
+        assert stored.of("Fashion-MNIST") == {RUN: other}
+        assert set(stored.of("digits", any_revision=True)) == {RUN, replace(RUN, seed=1)}
+    # The last run of equal settings counts.
+    records.add(Record(replace(RUN, seed=1), other, "digits", revision()))
+    assert Records(path).of("digits", any_revision=True)[replace(RUN, seed=1)] == other
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '{"task": "mlp"}', "", '"x"'])
+def test_a_file_without_records_is_refused(tmp_path, line):
+    path = tmp_path / "runs.jsonl"
+    path.write_text(Record(RUN, OUTCOME, "digits", "abc").line() + line + "\n")
+    with pytest.raises(InputError, match=r"line 2 of '.*' is no record"):
+        Records(path)
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="cannot write"):
+        Records(tmp_path / "none" / "runs").add(Record(RUN, OUTCOME, "digits", "abc"))
+
+
+class Recorder:
+    """Executes no run: the loss falls to the rate; K-FAC reaches a thousandth."""
+
+    def __init__(self):
+        self.runs = []
+
+    def __call__(self, run, folder, core):
+        self.runs.append(run)
+        last = run.rate or 0.001
+        curve = (Point(0, 0.0, 0.0, 1.0, 0.1), Point(9, run.seconds, 2.0, last, 0.5))
+        return Outcome(9, run.seconds, 2.0, curve)
+
+
+def execute(recorder, tmp_path, folder=None, **options):
+    console = Console(width=160)
+    options = {"tasks": ["digits"], "methods": ["kfac", "muon"], "seconds": [2.0], **options}
+    return run_training(
+        console, TrainingOptions(runs=tmp_path / "runs.jsonl", **options), folder, recorder
+    )
+
+
+def test_the_best_rate_of_the_first_seed_runs_with_all_seeds(tmp_path, capsys):
+    recorder = Recorder()
+    kfac, muon, comparison = execute(recorder, tmp_path)
+    tuned = [run for run in recorder.runs if run.method == "muon" and run.seed == 0]
+    assert [run.rate for run in tuned] == [0.01, 0.03, 0.1]
+    assert [run.rate for run in recorder.runs if run.seed] == [None, 0.01] * 2
+    assert (muon.setting, muon.losses) == ("0.01 tail", (0.01,) * 3)
+    assert kfac.losses == (0.001,) * 3
+    # From 1 to 0.001 in 2 s: 0.01 is reached after 2 · 0.99 / 0.999 s.
+    assert comparison.seconds == pytest.approx(2 * 0.99 / 0.999)
+    assert comparison.loss_ratio == pytest.approx(0.1)
+    printed = capsys.readouterr().out
+    assert "4 runs of 8 CPU seconds follow" in printed
+    assert "muon 0.01 tail" in printed
+    assert "1.98" in printed
+
+
+def test_runs_in_the_file_are_skipped(tmp_path, monkeypatch):
+    execute(Recorder(), tmp_path)
+    again = Recorder()
+    assert len(execute(again, tmp_path)) == 3
+    assert not again.runs
+    more = Recorder()
+    execute(more, tmp_path, seeds=(0, 1, 2, 3))
+    assert [(run.method, run.seed) for run in more.runs] == [("kfac", 3), ("muon", 3)]
+    # Changed sources: everything runs again, unless runs of other sources count.
+    monkeypatch.setattr(module, "revision", lambda: "newer")
+    monkeypatch.setattr("kfac_engine.bench.training.records.revision", lambda: "newer")
+    reused = Recorder()
+    execute(reused, tmp_path, reuse=True)
+    assert not reused.runs
+    renewed = Recorder()
+    execute(renewed, tmp_path)
+    assert len(renewed.runs) == 8
+
+
+def test_a_run_that_fails_keeps_the_records_of_the_others(tmp_path):
+    recorder = Recorder()
+
+    def failing(run, folder, core):
+        if run.rate == 0.1:
+            raise BackendError("the run failed")
+        return recorder(run, folder, core)
+
+    with pytest.raises(BackendError, match="the run failed"):
+        execute(failing, tmp_path)
+    again = Recorder()
+    execute(again, tmp_path)
+    assert 0.1 in {run.rate for run in again.runs}
+    assert not set(again.runs) & set(recorder.runs)
+
+
+def test_several_workers_use_different_cores(tmp_path):
+    busy, seen = set(), set()
+    recorder = Recorder()
+
+    def executing(run, folder, core):
+        assert core not in busy
+        busy.add(core)
+        seen.add(core)
+        outcome = recorder(run, folder, core)
+        busy.remove(core)
+        return outcome
+
+    execute(executing, tmp_path, workers=2)
+    assert seen <= {0, 1}
+    assert len(recorder.runs) == 8
+
+
+def test_a_method_whose_settings_all_die_has_no_row(tmp_path):
+    def dying(run, folder, core):
+        return replace(OUTCOME, died="" if run.rate is None else "the loss is infinite.")
+
+    (row,) = execute(dying, tmp_path)
+    assert row.method == "kfac"
+
+
+def test_without_images_the_suite_says_that_it_uses_digits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(module, "DATA_FOLDER", tmp_path / "none")
+    execute(Recorder(), tmp_path)
+    assert "images: the bundled digits, because" in capsys.readouterr().out
+    with pytest.raises(InputError, match="does not contain the images of Fashion-MNIST"):
+        execute(Recorder(), tmp_path, data_folder=tmp_path)
+    with pytest.raises(InputError, match="--seeds must name one seed"):
+        execute(Recorder(), tmp_path, seeds=())
+
+
+def test_a_peer_without_its_library_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    recorder = Recorder()
+    with pytest.raises(BackendError, match="method 'torch-adam' needs torch"):
+        execute(recorder, tmp_path, methods=["torch-adam"])
+    assert not recorder.runs
+
+
+def test_a_library_to_compare_with_adds_its_methods():
+    plain, named = TrainingOptions(), TrainingOptions(methods=("kfac",))
+    assert with_peers(plain, ["ours", "torch"]).methods == (*module.METHODS, "torch-adam")
+    assert with_peers(plain, ["ours"]).methods == module.METHODS
+    assert with_peers(named, ["torch"]).methods == ("kfac",)
+
+
+def test_a_picture_is_drawn_for_each_task(tmp_path):
+    pytest.importorskip("matplotlib")
+    execute(Recorder(), tmp_path, tmp_path, tasks=["digits", "function"])
+    for task in ("digits", "function"):
+        assert (tmp_path / f"train-{task}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_has_a_process_of_its_own():
+    outcome = run_in_process(Run("digits", "sgd", 0.1, "tail", 0, 0.02), None, 0)
+    assert outcome.steps > 0
+    assert outcome.cpu >= 0.02
+    assert outcome.curve[-1].accuracy is not None
+
+
+def test_a_process_that_fails_is_named_with_its_last_message(monkeypatch):
+    finished = CompletedProcess([], 1, stdout="", stderr="Traceback\nMemoryError: no memory\n")
+    monkeypatch.setattr(worker.subprocess, "run", lambda *arguments, **options: finished)
+    with pytest.raises(BackendError, match=r"the run 'digits, adam 0.002 .*' failed: MemoryError"):
+        run_in_process(RUN, None, 0)
