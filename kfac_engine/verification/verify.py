@@ -19,7 +19,7 @@ from kfac_engine.verification.specimen import Specimen, spread_evenly
 
 # Layers whose refresh takes more operations are not inverted or compared.
 _MOST_FLOPS = 2e11
-_MOST_ENTRIES = 32
+_MOST_ENTRIES = 16
 # Part of the size of a parameter by which its entries are moved.
 _MOVE = 1e-3
 
