@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from kfac_engine.engine.spectra import factor_spectra as factor_spectra
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import DivergenceWarning as DivergenceWarning
+    from kfac_engine.errors import InferenceFormWarning as InferenceFormWarning
     from kfac_engine.errors import InputError as InputError
     from kfac_engine.errors import KfacError as KfacError
     from kfac_engine.errors import MemoryLimitError as MemoryLimitError
@@ -150,6 +151,7 @@ _HOMES = {
     "MissingKernelError": "errors",
     "MemoryLimitError": "errors",
     "DivergenceWarning": "errors",
+    "InferenceFormWarning": "errors",
     "CollectionConfig": "curvature.config",
     "Schedule": "curvature.schedule",
     "Engine": "engine.engine",

@@ -17,7 +17,7 @@ The tree of classes, with built-in parent classes in brackets::
     └── BackendError            [RuntimeError]         the array library or ONNX Runtime failed
         └── MissingKernelError                         ONNX Runtime has no kernel for an operator
 
-``DivergenceWarning`` is the only warning.
+The warnings are ``DivergenceWarning`` and ``InferenceFormWarning``.
 
 Each message has one or two sentences: the error, its location and a remedy. A message is one
 printable line, even if names in it have line breaks or control characters.
@@ -88,3 +88,7 @@ class MissingKernelError(BackendError):
 
 class DivergenceWarning(UserWarning):
     """The loss of a run has become a large multiple of its first losses."""
+
+
+class InferenceFormWarning(UserWarning):
+    """A model that is trained has normalizations or dropouts in the form of inference."""

@@ -63,7 +63,7 @@ def _sections() -> Iterator[tuple[str, list[click.Option]]]:
     names = {option.name for option in shared}
     for name, command in app.commands.items():
         arguments = [p.name.upper() for p in command.params if isinstance(p, click.Argument)]
-        whole = isinstance(command, EngineCommand) and names <= {p.name for p in command.params}
+        whole = isinstance(command, EngineCommand) and command.takes_all
         options = [p for p in command.params if isinstance(p, click.Option)]
         yield (
             "`" + " ".join([name, *arguments]) + "`",

@@ -26,6 +26,7 @@ PUBLIC = (
     "MissingKernelError",
     "MemoryLimitError",
     "DivergenceWarning",
+    "InferenceFormWarning",
     "CollectionConfig",
     "Schedule",
     "Engine",

@@ -12,9 +12,10 @@ from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
-from kfac_engine.cli.options import Invocation, debug_option
+from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.report import report
+from kfac_engine.cli.train import train
 from kfac_engine.cli.verify import verify
 from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
@@ -32,7 +33,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (demo, precondition, inspect, differentiate, report, verify, bench, doctor):
+for command in (demo, train, precondition, inspect, differentiate, report, verify, bench, doctor):
     app.add_command(command)
 
 
@@ -47,8 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         bug. After a signal, 128 plus its
         number: 130 after Ctrl-C, 143 after SIGTERM.
     """
-    invocation = Invocation()
     with Interruption() as interruption:
+        invocation = Invocation(interruption=interruption)
         try:
             status = app.main(
                 list(arguments), prog_name="kfac-engine", standalone_mode=False, obj=invocation
@@ -90,21 +91,8 @@ def _describe_memory(error: MemoryError) -> str:
     )
 
 
-# Names of the library in messages, to the options of the command line.
-_SPELLINGS = {
-    "output=…": "--output",
-    "class_axis=": "--class-axis ",
-    "find_logits=False": "--no-find-logits",
-    "sample_inputs": "--inputs",
-    "train_form": "--train-form",
-}
-
-
 def _describe_ours(error: KfacError) -> str:
-    text = str(error)
-    for name, option in _SPELLINGS.items():
-        text = text.replace(name, option)
-    return text
+    return spelled(str(error))
 
 
 # The first matching row explains an exception.

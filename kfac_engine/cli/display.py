@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -57,6 +58,19 @@ def progress() -> "Progress":
         transient=True,
         disable=not target.is_terminal,
     )
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Print warnings as lines on stderr."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        click.echo(f"warning: {printable(str(message))}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

@@ -132,11 +132,14 @@ class EngineCommand(click.Command):
 
     Args:
         names: Fields of ``EngineOptions``; empty for all.
+        without: Fields that the command sets itself.
         settings: Arguments of ``click.Command``.
     """
 
-    def __init__(self, *args: Any, names: Sequence[str] = (), **settings: Any) -> None:
-        self._names = names
+    def __init__(
+        self, *args: Any, names: Sequence[str] = (), without: Sequence[str] = (), **settings: Any
+    ) -> None:
+        self._names, self._without = names, without
         self._shared: list[click.Option] = []
         super().__init__(*args, **settings)
 
@@ -146,7 +149,8 @@ class EngineCommand(click.Command):
         if not self._shared:
             from kfac_engine.engine.options import EngineOptions
 
-            self._shared = options_of(EngineOptions, self._names)
+            options = options_of(EngineOptions, self._names)
+            self._shared = [option for option in options if option.name not in self._without]
             self._params += self._shared
         return self._params
 
@@ -154,6 +158,11 @@ class EngineCommand(click.Command):
     def params(self, params: list[click.Parameter]) -> None:
         self._params = params
         self._shared = []
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the command has all options of an engine, but those that it sets itself."""
+        return not self._names
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command's own options, then those of the engine."""

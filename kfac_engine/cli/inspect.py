@@ -15,6 +15,7 @@ from kfac_engine.cli.options import (
     json_option,
     keywords,
     sample_option,
+    spelled,
 )
 from kfac_engine.errors import InputError
 
@@ -81,8 +82,10 @@ def inspect(
     _print_uncovered(engine)
     doubts = (doubt for loss in losses for doubt in loss.doubts)
     hints = (layer.hint for layer in engine.layers if layer.hint)
-    for note in dict.fromkeys((*doubts, *hints, *_model(engine).loaded.notes, *_idle(engine))):
-        click.echo(f"note: {note}.")
+    for note in dict.fromkeys(
+        (*doubts, *hints, *_model(engine).loaded.notes, *engine.inference_notes)
+    ):
+        click.echo(f"note: {spelled(note)}.")
     _print_ties(engine.ties, options["tie_weights"])
     if untrained:
         heads = ("name", "shape", "because it is")
@@ -197,21 +200,6 @@ def _print_uncovered(engine: "ke.Engine") -> None:
     alone = engine.estimator.differentiated_alone
     if _model(engine).backward(engine.objective.inputs, alone).gradients:
         say("without a layer: each update differentiates the examples one by one")
-
-
-def _idle(engine: "ke.Engine") -> Iterator[str]:
-    """Yield notes on normalizations and dropouts that stay in the form of inference."""
-    from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
-
-    nodes = inference_nodes(_model(engine).loaded.graph)
-    if nodes.normalizations:
-        yield (
-            f"{listed_names(nodes.normalizations)}: normalization in the form of inference, its "
-            f"running statistics do not change; --train-form trains it with those of the batch"
-        )
-    if nodes.dropouts:
-        names = listed_names(nodes.dropouts)
-        yield f"{names}: dropout in the form of inference; --train-form drops elements in training"
 
 
 def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:

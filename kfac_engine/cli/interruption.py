@@ -45,10 +45,15 @@ class Interruption:
 
     Attributes:
         received: Number of the first signal; None before it.
+        patient: Whether the first signal does not end the process soon, because the command stores
+            its state first; the next signal does.
+        advice: What the message of an interruption says besides; a clause.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.patient = False
+        self.advice = ""
         self._over = Event()
         self._restore = ExitStack()
 
@@ -83,7 +88,10 @@ class Interruption:
         """Exit status and message; None if there was no signal."""
         if self.received is None:
             return None
-        return _SIGNAL_STATUS + self.received, _MESSAGES[self.received]
+        message = _MESSAGES[self.received]
+        if self.advice:
+            message = f"{message.removesuffix('.')}; {self.advice}."
+        return _SIGNAL_STATUS + self.received, message
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         # A second signal must not disturb the shutdown by the first.
@@ -95,7 +103,9 @@ class Interruption:
         with reader:
             while received := reader.recv(1):  # nothing once the other end is closed
                 number = received[0]
-                if number in _MESSAGES and not self._over.wait(_GRACE_SECONDS):
+                if number in _MESSAGES and self.patient:
+                    self.patient = False
+                elif number in _MESSAGES and not self._over.wait(_GRACE_SECONDS):
                     _end(number)
 
 

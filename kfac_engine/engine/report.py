@@ -1,6 +1,6 @@
 """What an engine will do, told before it does it: blocks, factor sizes, costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import and_
@@ -10,6 +10,8 @@ from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.refreshes import refresh_cost
 from kfac_engine.engine.loss_bindings import LossBinding
+from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
+from kfac_engine.graph.structure import Graph
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch, Tensors
 from kfac_engine.layers.parameter_slices import ParameterSlice, describe
@@ -200,3 +202,23 @@ def _extent(part: ParameterSlice, shape: tuple[int, ...]) -> str:
     """What a part is of a parameter of this shape; empty for all."""
     whole = part.index is None or part.index.size == prod(shape)
     return "" if whole or part.index is None else describe(part.index, shape)
+
+
+def inference_notes(graph: Graph) -> Iterator[str]:
+    """Yield notes on normalizations and dropouts that are in the form of inference.
+
+    Args:
+        graph: Canonical graph.
+
+    Yields:
+        Clauses with the names of the nodes.
+    """
+    nodes = inference_nodes(graph)
+    if nodes.normalizations:
+        yield (
+            f"{listed_names(nodes.normalizations)}: normalization in the form of inference, its "
+            f"running statistics do not change; train_form trains it with those of the batch"
+        )
+    if nodes.dropouts:
+        names = listed_names(nodes.dropouts)
+        yield f"{names}: dropout in the form of inference; train_form drops elements in training"

@@ -13,7 +13,7 @@ from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.evaluation import Evaluation, Pair
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.model_arrays import ModelArrays
-from kfac_engine.engine.report import LossReport, loss_reports
+from kfac_engine.engine.report import LossReport, inference_notes, loss_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite
@@ -203,6 +203,11 @@ class TrainableModel(Sealed):
     def losses(self) -> tuple[LossReport, ...]:
         """A report for each loss: the value that it reads, and the axis of the examples."""
         return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
+
+    @property
+    def inference_notes(self) -> tuple[str, ...]:
+        """Notes on normalizations and dropouts in the form of inference, which training keeps."""
+        return tuple(inference_notes(self._model.loaded.graph))
 
     def curvature_products(self, trace: Trace) -> CurvatureProducts:
         """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.

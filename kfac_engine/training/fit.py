@@ -4,16 +4,20 @@ A run is a function of the seed, the data and the position: the order of the exa
 depends on the seed and the number of the epoch only. A resumed run therefore needs the position.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kfac_engine.arguments import flag, whole
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.metrics import MetricChoice
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
+from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.training.batches import Data, run_data
 from kfac_engine.training.budget import Position, budget_of
 from kfac_engine.training.description import describe
@@ -22,22 +26,23 @@ from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
-from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training.run import Run, check_metrics
+from kfac_engine.training.optimizer import Optimizer, Rate
+from kfac_engine.training.progress import Progress
+from kfac_engine.training.run import Run, Step, check_metrics
 from kfac_engine.training.run_checkpoint import RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 
 _SGD_RATE = 0.01
 
-OPTIMIZERS: Registry[Callable[[Engine], Optimizer]] = Registry(
+
+def _sgd(engine: Engine, learning_rate: Rate = _SGD_RATE, **options: Any) -> SGD:
+    return SGD(engine, learning_rate, **options)
+
+
+# Each takes an engine, and the options of the class.
+OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry(
     "optimizer",
-    {
-        "kfac": KfacOptimizer,
-        "adam": Adam,
-        "adamw": AdamW,
-        "muon": Muon,
-        "sgd": lambda engine: SGD(engine, _SGD_RATE),
-    },
+    {"kfac": KfacOptimizer, "adam": Adam, "adamw": AdamW, "muon": Muon, "sgd": _sgd},
 )
 
 
@@ -51,7 +56,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     seconds: float | None = None,
     batch_size: int = 128,
     validation: Data | float | None = None,
-    metrics: Sequence[MetricChoice] = ("loss",),
+    metrics: Sequence[MetricChoice] | None = ("loss",),
     schedule: str | ScheduleFunction = "tail",
     callbacks: Sequence[Callback | StepFunction] = (),
     seed: int = 0,
@@ -60,6 +65,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     log: str | Path | None = None,
     *,
     checkpoint_every: int | None = None,
+    progress: bool = False,
 ) -> History:
     """Train a model on data.
 
@@ -78,7 +84,8 @@ def fit(  # noqa: PLR0913 (the options of a run)
         batch_size: Examples in a batch, where ``data`` are no batches.
         validation: Data that are evaluated at the end of each epoch and of the run, in a form of
             ``data``; or the fraction of the examples that is split off for it.
-        metrics: Metrics of ``Engine.evaluate`` for ``validation``: names or functions.
+        metrics: Metrics of ``Engine.evaluate`` for ``validation``: names or functions; None for the
+            loss, and the accuracy where all targets are discrete.
         schedule: Factor of the learning rate by the part of the budget that is spent:
             ``"constant"``, ``"cosine"`` (to zero), ``"tail"`` (constant to 60 %, then linear to
             zero) or a function of the part.
@@ -86,12 +93,14 @@ def fit(  # noqa: PLR0913 (the options of a run)
             record and the optimizer. A function that returns True ends the run.
         seed: Seed of the order of the examples, and of an engine that is made here.
         checkpoint: Folder for the state of the run, which is written at the end of each epoch and
-            of the run.
+            of the run. Ctrl-C and SIGTERM then end the run after the present step, with a
+            checkpoint; a second signal ends it at once.
         resume: Whether to continue from the state in ``checkpoint``, if there is one. The run then
             has the same bits as one without interruption, unless ``seconds`` bounds it.
         log: File of JSON lines: the description of the run, a record for each step, and the spectra
             of the factors after the last step.
         checkpoint_every: Number of steps from one checkpoint to the next, in place of epochs.
+        progress: Whether to show the progress on stderr: a bar on a terminal, lines elsewhere.
 
     Returns:
         The trained engine, the optimizer and the records.
@@ -100,56 +109,79 @@ def fit(  # noqa: PLR0913 (the options of a run)
         InputError: An argument is wrong, or does not fit the others.
         UnknownNameError: An optimizer, a schedule or a metric has no such name.
         NonFiniteError: A batch yields NaN or infinity.
+
+    Warns:
+        InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
     """
     budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
     whole("batch_size", batch_size, least=1)
     whole("seed", seed, least=0)
     flag("resume", resume)
+    flag("progress", progress)
     check_metrics(metrics)
     chosen = _optimizer(model_or_engine, loss, optimizer, seed)
+    for note in chosen.engine.inference_notes:
+        warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=2)
     axes = ExampleAxes(chosen.engine)
     sources = run_data(data, validation, axes, batch_size, seed)
     options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
     bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
-    settings = {**bounds, **options, "metrics": tuple(metrics), "schedule": schedule}
+    settings = {**bounds, **options, "metrics": metrics, "schedule": schedule}
     description = describe(chosen, model_or_engine, settings)
     store = RunCheckpoint(checkpoint, checkpoint_every, options)
     hooks = Hooks(callbacks)
     position, records = store.restore(chosen) if resume else (Position(), [])
-    run = Run(chosen, sources.train, budget, factor, sources.validation, tuple(metrics))
-    with hooks:
-        _train(run, position, records, hooks, store, Log(log, description, records))
+    run = Run(chosen, sources.train, budget, factor, sources.validation, metrics)
+    with hooks, Progress(progress, budget.epochs) as display:
+        reporters = _Reporters(hooks, Log(log, description, records), display)
+        _train(run, position, records, reporters, store)
     return History(chosen.engine, chosen, records, description)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reporters:
+    """The receivers of records.
+
+    Attributes:
+        hooks: The callbacks.
+        log: The log.
+        display: The progress.
+    """
+
+    hooks: Hooks
+    log: Log
+    display: Progress
+
+    def add(self, run: Run, step: Step) -> bool:
+        """Pass on the record of a step; return whether the step ends the run."""
+        record, optimizer = step.record, run.optimizer
+        stops = self.hooks.on_step_end(record, optimizer)
+        if step.ends_epoch:
+            stops |= self.hooks.on_epoch_end(record, optimizer)
+        if stops and not step.ends_run and not step.ends_epoch:
+            record.update(run.evaluated())
+        ends_run = stops or step.ends_run
+        self.log.add(record)
+        if ends_run:
+            self.log.add_spectra(optimizer.engine)
+        self.display.show(record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
+        return ends_run
+
+
 def _train(
-    run: Run,
-    position: Position,
-    records: list[Record],
-    hooks: Hooks,
-    store: RunCheckpoint,
-    log: Log,
+    run: Run, position: Position, records: list[Record], reporters: _Reporters, store: RunCheckpoint
 ) -> None:
-    """Train from a position to the end of the run; append the records."""
-    optimizer = run.optimizer
-    hooks.on_run_start(optimizer, tuple(records))
-    for step in run.steps(position):
-        record, epoch_ends, run_ends = step.record, step.ends_epoch, step.ends_run
-        records.append(record)
-        stops = hooks.on_step_end(record, optimizer)
-        if epoch_ends:
-            stops |= hooks.on_epoch_end(record, optimizer)
-        if stops and not run_ends:
-            run_ends = True
-            if not epoch_ends:
-                record.update(run.evaluated())
-        log.add(record)
-        if run_ends:
-            log.add_spectra(optimizer.engine)
-        if run_ends or store.is_due(step.position, epoch_ends):
-            store.write(optimizer, step.position, records)
-        if run_ends:
-            break
+    """Train from a position to the end of the run, or to a signal; append the records."""
+    optimizer, hooks = run.optimizer, reporters.hooks
+    with DeferredSignals(bool(store)) as signals:
+        hooks.on_run_start(optimizer, tuple(records))
+        for step in run.steps(position):
+            records.append(step.record)
+            ends = reporters.add(run, step) or signals.received is not None
+            if ends or store.is_due(step.position, step.ends_epoch):
+                store.write(optimizer, step.position, records)
+            if ends:
+                break
     hooks.on_run_end(optimizer, tuple(records))
 
 

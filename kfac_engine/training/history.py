@@ -16,6 +16,14 @@ from kfac_engine.training.optimizer import Optimizer
 # Keys of the lines of a log that are not records.
 RUN, SPECTRA = "run", "spectra"
 
+# Entries of a record besides the metrics of a validation and the seconds of stages.
+STEP_ENTRIES = frozenset(
+    {
+        "step", "epoch", "seconds", "loss", "learning_rate", "momentum", "damping",
+        "reduction_ratio", "refreshed", "skipped",
+    }
+)  # fmt: skip
+
 # Name to number; see ``History.records``.
 Record: TypeAlias = dict[str, float]
 
@@ -47,6 +55,16 @@ class History:
         yield {RUN: self.description}
         yield from self.records
         yield {SPECTRA: described_spectra(self.engine)}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the validation at the end of the run, by their names in records."""
+        return metrics_in(self.records[-1]) if self.records else {}
+
+
+def metrics_in(record: Record) -> dict[str, float]:
+    """Return the metrics of a validation among the entries of a record."""
+    return {n: v for n, v in record.items() if n not in STEP_ENTRIES and "/" not in n}
 
 
 class Log:

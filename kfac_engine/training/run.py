@@ -9,17 +9,13 @@ from kfac_engine.errors import InputError
 from kfac_engine.training.batches import Batches
 from kfac_engine.training.budget import Budget, Position
 from kfac_engine.training.examples import Batch
-from kfac_engine.training.history import Record
+from kfac_engine.training.history import STEP_ENTRIES, Record
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.schedules import ScheduleFunction
 
 # Numbers of a step report that records have where they are defined.
 _NUMBERS = ("momentum", "damping", "reduction_ratio")
-# The entries of a record besides metrics; the metric "loss" is recorded as "validation_loss".
-_ENTRIES = frozenset(
-    {"step", "epoch", "seconds", "learning_rate", "refreshed", "skipped", "validation_loss"}
-).union(_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +25,14 @@ class Step:
     Attributes:
         position: The position after the step.
         record: The record.
+        spent: Part of the budget that is spent, in [0, 1].
         ends_epoch: Whether the step is the last step of an epoch.
         ends_run: Whether the step ends the budget.
     """
 
     position: Position
     record: Record
+    spent: float
     ends_epoch: bool
     ends_run: bool
 
@@ -49,7 +47,7 @@ class Run:
         budget: When the run ends.
         schedule: Factor of the learning rate.
         validation: Batches that are evaluated; None for no validation.
-        metrics: Metrics of the validation.
+        metrics: Metrics of the validation; None for those of the losses.
     """
 
     optimizer: Optimizer
@@ -57,7 +55,7 @@ class Run:
     budget: Budget
     schedule: ScheduleFunction
     validation: Iterable[Batch] | None
-    metrics: tuple[MetricChoice, ...]
+    metrics: Sequence[MetricChoice] | None
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Train from a position to the end of the budget.
@@ -84,7 +82,7 @@ class Run:
                 record = _record(position, epoch, report)
                 if is_last or spent >= 1:
                     record.update(self.evaluated())
-                yield Step(position, record, is_last, spent >= 1)
+                yield Step(position, record, spent, is_last, spent >= 1)
                 if spent >= 1:
                     return
 
@@ -107,17 +105,18 @@ class Run:
         yield from remaining
 
 
-def check_metrics(metrics: Sequence[MetricChoice]) -> None:
+def check_metrics(metrics: Sequence[MetricChoice] | None) -> None:
     """Refuse metrics whose names are unknown, or are those of other entries of a record.
 
     Args:
-        metrics: Metrics of ``Engine.evaluate``.
+        metrics: Metrics of ``Engine.evaluate``; None for those of the losses.
 
     Raises:
         InputError: A function has such a name; or see ``metrics_of``.
     """
-    for name in metrics_of(metrics):
-        if name in _ENTRIES:
+    for name in metrics_of(metrics or ()):
+        # The metric "loss" is recorded as "validation_loss".
+        if name in (STEP_ENTRIES - {"loss"}) | {"validation_loss"}:
             raise InputError(
                 f"'{name}' is the name of another number in records; rename the metric's function."
             )

@@ -24,16 +24,23 @@ class RunCheckpoint:
     """
 
     def __init__(
-        self, folder: str | Path | None, every: int | None, options: Mapping[str, int | None]
+        self,
+        folder: str | Path | None,
+        every: int | None = None,
+        options: Mapping[str, int | None] | None = None,
     ) -> None:
         if every is not None:
             whole("checkpoint_every", every, least=1)
-        self._every, self._options = every, options
+        self._every, self._options = every, options or {}
         self._file = None if folder is None else checked_path(folder) / CHECKPOINT
 
     def __bool__(self) -> bool:
         """Return whether the run has checkpoints."""
         return self._file is not None
+
+    def exists(self) -> bool:
+        """Return whether the folder has a checkpoint."""
+        return self._file is not None and self._file.exists()
 
     def is_due(self, position: Position, epoch_ends: bool) -> bool:
         """Return whether a checkpoint is written after a step."""
@@ -63,7 +70,7 @@ class RunCheckpoint:
         """Load the checkpoint, if there is one; return the position and the records."""
         if self._file is None:
             raise InputError("resume=True needs the folder of the run: give checkpoint=FOLDER.")
-        if not self._file.exists():
+        if not self.exists():
             return Position(), []
         run = optimizer.load_run(self._file, self._check)
         place = {name: run[name] for name in ("epoch", "batch", "steps", "seconds")}

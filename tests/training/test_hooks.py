@@ -1,5 +1,9 @@
 """The hooks of ``fit``: their order, their effect on the run, and their release."""
 
+import os
+import signal
+
+import numpy as np
 import pytest
 
 import kfac_engine as ke
@@ -98,3 +102,27 @@ def test_a_record_has_the_numbers_of_the_step_report():
         stages = {name: value for name, value in record.items() if name.startswith("seconds/")}
         assert stages == {f"seconds/{name}": value for name, value in report.seconds.items()}
         assert "seconds/inverses" in stages
+
+
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_resumes_with_equal_bits(tmp_path):
+    def interrupt(record, optimizer):
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    older = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        whole = run(Recorder(), optimizer="kfac")
+        options = {"optimizer": "kfac", "checkpoint": tmp_path, "checkpoint_every": 100}
+        with pytest.raises(KeyboardInterrupt):
+            run(interrupt, **options)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        recorder = Recorder()
+        resumed = run(recorder, resume=True, **options)
+        assert recorder.calls[0] == ("start", 3, 3)
+        for name, value in whole.engine.parameters.items():
+            assert np.array_equal(value, resumed.engine.parameters[name])
+        # Without a checkpoint, the signal has its effect at once.
+        with pytest.raises(KeyboardInterrupt):
+            run(interrupt)
+    finally:
+        signal.signal(signal.SIGINT, older)

@@ -1,0 +1,304 @@
+"""``train``: train a model on a data set, and write it as an ONNX file."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, working
+from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.options import (
+    Invocation,
+    debug_option,
+    file_path,
+    gathered,
+    json_option,
+    keywords,
+    sample_option,
+    spelled,
+)
+from kfac_engine.errors import InferenceFormWarning, InputError
+from kfac_engine.printable import printable
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+    from kfac_engine.training.hooks import Callback
+    from kfac_engine.training.optimizer import Optimizer
+
+OPTIMIZERS = ("kfac", "adam", "adamw", "muon", "sgd")
+SCHEDULES = ("tail", "cosine", "constant")
+# Fields of an engine's options that the command sets itself: an optimizer needs parameters in
+# single precision, and K-FAC sets the damping of the engine.
+_SET_HERE = ("damping", "gradient_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that the command reads and writes."""
+
+    data: Path
+    targets: Path | None
+    validation: Path | float | None
+    checkpoint: Path | None
+    log: Path | None
+    report: Path | None
+    inputs: Path | None
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer and its options; None for a default of its class."""
+
+    optimizer: str
+    learning_rate: float | None
+    optimizer_damping: float | None
+    weight_decay: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The course of the run, as ``fit`` takes it."""
+
+    epochs: int | None
+    steps: int | None
+    seconds: float | None
+    batch_size: int
+    schedule: str
+    metrics: Sequence[str] | None
+    checkpoint_every: int | None
+    resume: bool
+
+
+def _path_or_fraction(
+    _: click.Context, __: click.Parameter, value: str | None
+) -> Path | float | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return Path(str(value))
+
+
+def _all_or_none(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Any:
+    return values or None
+
+
+_FILES = (
+    click.option(
+        "--data",
+        type=file_path,
+        required=True,
+        help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
+        "--targets: the inputs, .npz or .npy.",
+    ),
+    click.option("--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."),
+    click.option(
+        "--validation",
+        metavar="FILE|FRACTION",
+        callback=_path_or_fraction,
+        help="Data to evaluate after each epoch, in a form of --data; or the fraction of --data "
+        "that is split off, such as 0.1.",
+    ),
+    click.option(
+        "--checkpoint", type=file_path, help="Folder for the state of the run, to resume from."
+    ),
+    click.option("--log", type=file_path, help="File for a line of JSON for each step."),
+    click.option(
+        "--report", type=file_path, help="File for a page with the charts of the run (.html)."
+    ),
+    sample_option,
+    click.option("-o", "--out", type=file_path, required=True, help="The trained model (.onnx)."),
+)
+_UPDATE = (
+    click.option(
+        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
+        help="The optimizer.",
+    ),
+    click.option("--learning-rate", type=float, help="By default that of the optimizer."),
+    click.option(
+        "--damping", "optimizer_damping", type=float,
+        help="Damping of the first step, for kfac; 0.01 by default.",
+    ),
+    click.option("--weight-decay", type=float, help="By default that of the optimizer."),
+)  # fmt: skip
+_COURSE = (
+    click.option(
+        "--epochs", type=click.IntRange(min=1), help="Bound of the epochs; 10 without any bound."
+    ),
+    click.option("--steps", type=click.IntRange(min=1), help="Bound of the batches."),
+    click.option("--seconds", type=float, help="Bound of the time, validation included."),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
+        help="Examples in a batch.",
+    ),
+    click.option(
+        "--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
+        help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "
+        "cosine, or constant.",
+    ),
+    click.option(
+        "--metrics", metavar="NAME", multiple=True, callback=_all_or_none,
+        help="Metric of --validation: loss, accuracy, top5 (or another number), "
+        "mean_absolute_error, mean_squared_error, root_mean_squared_error. By default the loss, "
+        "and the accuracy of classes. May be repeated.",
+    ),
+    click.option(
+        "--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS",
+        help="Steps from one checkpoint to the next; by default epochs.",
+    ),
+    click.option("--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."),
+)  # fmt: skip
+
+
+@click.command(cls=EngineCommand, without=_SET_HERE)
+@click.argument("model", type=file_path)
+@gathered("files", Files, _FILES)
+@gathered("update", Update, _UPDATE)
+@gathered("course", Course, _COURSE)
+@keywords()
+@json_option
+@debug_option
+@click.pass_context
+def train(
+    context: click.Context,
+    model: Path,
+    files: Files,
+    update: Update,
+    course: Course,
+    options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Train a model, and write it with its new weights."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import read_inputs
+
+    _check(files, model, resume=course.resume)
+    with working("preparing the model"):
+        sample = None if files.inputs is None else read_inputs(files.inputs, model)
+        engine = ke.Engine.from_onnx(
+            model, sample_inputs=sample, gradient_dtype="float32", **options
+        )
+        optimizer = _optimizer(engine, update)
+    for note in engine.inference_notes:
+        click.echo(f"note: {printable(spelled(note))}.", err=True)
+    interruption = context.ensure_object(Invocation).interruption
+    try:
+        history = _fit(optimizer, files, course, options["seed"], interruption)
+    except SignalReceived:
+        interruption.advice = _advice(files)
+        raise
+    with working("writing the model"):
+        engine.export(files.out)
+        if files.report is not None:
+            ke.report(history, files.report)
+    with report_beside(files.out):
+        _report(history, files.out, as_json)
+
+
+def _check(files: Files, model: Path, *, resume: bool) -> None:
+    """Refuse to overwrite a file that is read, or the checkpoint of another run."""
+    from kfac_engine.cli.files import check_files
+    from kfac_engine.training.run_checkpoint import RunCheckpoint
+
+    weights = files.out.with_name(f"{files.out.name}.data") if files.out.name else None
+    validation = files.validation if isinstance(files.validation, Path) else None
+    check_files(
+        {
+            "--out": files.out, "the weights of --out": weights, "--log": files.log,
+            "--report": files.report,
+        },
+        {
+            "--data": files.data, "--targets": files.targets, "--validation": validation,
+            "--inputs": files.inputs,
+        },
+        model,
+    )  # fmt: skip
+    if not resume and RunCheckpoint(files.checkpoint).exists():
+        raise InputError(
+            f"'{files.checkpoint}' has the checkpoint of a run; give --resume to continue it, or "
+            f"name another folder."
+        )
+
+
+def _optimizer(engine: "ke.Engine", update: Update) -> "Optimizer":
+    from kfac_engine.training.fit import OPTIMIZERS
+
+    given = {
+        "learning_rate": update.learning_rate,
+        "damping": update.optimizer_damping,
+        "weight_decay": update.weight_decay,
+    }
+    if update.optimizer != "kfac" and update.optimizer_damping is not None:
+        raise InputError(f"--damping belongs to kfac; {update.optimizer} has no curvature.")
+    options = {name: value for name, value in given.items() if value is not None}
+    return OPTIMIZERS[update.optimizer](engine, **options)
+
+
+def _fit(
+    optimizer: "Optimizer", files: Files, course: Course, seed: int, interruption: Interruption
+) -> "ke.History":
+    import kfac_engine as ke
+
+    with shown_warnings():
+        warnings.simplefilter("ignore", InferenceFormWarning)
+        return ke.fit(
+            optimizer.engine,
+            files.data if files.targets is None else (files.data, files.targets),
+            optimizer=optimizer,
+            epochs=course.epochs,
+            steps=course.steps,
+            seconds=course.seconds,
+            batch_size=course.batch_size,
+            validation=files.validation,
+            metrics=course.metrics,
+            schedule=course.schedule,
+            callbacks=[] if files.checkpoint is None else [_patience(interruption)],
+            seed=seed,
+            checkpoint=files.checkpoint,
+            resume=course.resume,
+            log=files.log,
+            checkpoint_every=course.checkpoint_every,
+            progress=True,
+        )
+
+
+def _patience(interruption: Interruption) -> "Callback":
+    """Return a callback that lets a run write its checkpoint after the first signal."""
+    from kfac_engine.training.hooks import Callback
+
+    class Patience(Callback):
+        def on_run_start(self, *_: object) -> None:
+            interruption.patient = True
+
+        def close(self) -> None:
+            interruption.patient = False
+
+    return Patience()
+
+
+def _advice(files: Files) -> str:
+    """Return how a run continues after a signal, or why it does not."""
+    from kfac_engine.training.run_checkpoint import RunCheckpoint
+
+    if files.checkpoint is None:
+        return "nothing is written, because the run has no --checkpoint"
+    if not RunCheckpoint(files.checkpoint).exists():
+        return "the run has no checkpoint yet"
+    return f"the same command with --resume continues from '{files.checkpoint}'"
+
+
+def _report(history: "ke.History", path: Path, as_json: bool) -> None:
+    last = history.records[-1]
+    if as_json:
+        numbers = {name: last[name] for name in ("step", "epoch", "seconds", "loss")}
+        finite = {n: v if isfinite(v) else None for n, v in {**numbers, **history.metrics}.items()}
+        print_json({**finite, "out": str(path)})
+        return
+    for name, value in history.metrics.items():
+        say(f"{name} {value:.6g}")
+    say(f"written to {path}")

@@ -1,0 +1,189 @@
+"""The progress of a run on stderr: a bar on a terminal, and lines elsewhere."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kfac_engine.printable import printable
+from kfac_engine.training.history import Record, metrics_in
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import Progress as Bar
+
+# Seconds between two lines: at the ends of epochs, and within an epoch.
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 30.0
+# Stages of a step that optimizers without curvature have as well.
+_PLAIN_STAGES = ("seconds/gradients", "seconds/update")
+# Entries of records to their names on the display.
+_SHOWN = {"learning_rate": "rate", "damping": "damping", "reduction_ratio": "ratio"}
+_BAR_WIDTH = 30
+# Significant digits. With three, the numbers of a step fit into 80 columns.
+_LINE_DIGITS, _BAR_DIGITS = 4, 3
+
+
+class Progress:
+    """A context that shows the steps of a run.
+
+    On a terminal, a bar shows the spent part of the budget and the numbers of the present step, and
+    a line remains for each epoch. Elsewhere there are lines only: at the end of an epoch, but not
+    more than one in a second; every 30 seconds within an epoch; and at the end of the run.
+
+    Args:
+        active: Whether anything is shown.
+        epochs: Number of epochs of the budget; None for no bound.
+        console: Where to write; the standard error by default.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        active: bool,
+        epochs: int | None = None,
+        *,
+        console: "Console | None" = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._epochs, self._clock = epochs, clock
+        self._console = (console or _stderr()) if active else None
+        self._live: Live | None = None
+        self._bar: Bar | None = None
+        self._numbers = _Numbers()
+        self._shown = clock()
+
+    def __enter__(self) -> "Progress":
+        if self._console is not None and self._console.is_terminal:
+            self._bar, self._live = _bar(self._console)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, record: Record, spent: float, *, ends_epoch: bool, ends_run: bool) -> None:
+        """Show a step.
+
+        Args:
+            record: The record of the step.
+            spent: Part of the budget that is spent, in [0, 1].
+            ends_epoch: Whether the step is the last step of an epoch.
+            ends_run: Whether the step is the last step of the run.
+        """
+        if self._console is None:
+            return
+        self._numbers.add(record)
+        if self._bar is not None and self._live is not None:
+            self._refresh(record, spent)
+        elapsed = self._clock() - self._shown
+        if ends_run or elapsed >= (_LEAST_SECONDS if ends_epoch else _MOST_SECONDS):
+            self._console.print(self._line(record), markup=False, highlight=False, soft_wrap=True)
+            self._shown = self._clock()
+        if ends_epoch:
+            self._numbers = _Numbers(self._numbers.curvature, self._numbers.seconds)
+
+    def _refresh(self, record: Record, spent: float) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        assert self._bar is not None
+        assert self._live is not None
+        self._bar.update(self._bar.task_ids[0], completed=spent, description=self._epoch(record))
+        numbers = {"loss": record["loss"], **self._numbers_of(record)}
+        text = Text(_text(numbers, _BAR_DIGITS), no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(self._bar, text))
+
+    def _line(self, record: Record) -> str:
+        """Return the line of a step; the loss is the mean over the steps of the epoch."""
+        loss = {"loss": self._numbers.mean_loss}
+        entries = {**loss, **metrics_in(record), **self._numbers_of(record)}
+        place = f"{self._epoch(record)} step {record['step']:.0f}"
+        return printable(f"{place}: {_text(entries, _LINE_DIGITS)}, {_duration(record['seconds'])}")
+
+    def _epoch(self, record: Record) -> str:
+        of = "" if self._epochs is None else f"/{self._epochs}"
+        return f"epoch {record['epoch'] + 1:.0f}{of}"
+
+    def _numbers_of(self, record: Record) -> dict[str, float | str]:
+        """Return the numbers of a step that are no metrics, under their names on the display."""
+        shown: dict[str, float | str] = {
+            name: record[entry] for entry, name in _SHOWN.items() if entry in record
+        }
+        if self._numbers.curvature:
+            shown["curvature"] = f"{self._numbers.curvature / self._numbers.seconds:.0%}"
+        return shown
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """Sums over the steps of a run and of an epoch.
+
+    Attributes:
+        curvature: Seconds of the stages that curvature adds to a step.
+        seconds: Seconds of all stages.
+        loss: Sum of the finite losses of the epoch.
+        steps: Their number.
+    """
+
+    curvature: float = 0.0
+    seconds: float = 0.0
+    loss: float = 0.0
+    steps: int = 0
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean of the finite losses of the epoch; NaN for none."""
+        return self.loss / self.steps if self.steps else float("nan")
+
+    def add(self, record: Record) -> None:
+        """Add a step."""
+        if isfinite(record["loss"]):
+            self.loss += record["loss"]
+            self.steps += 1
+        for name, value in record.items():
+            if name.startswith("seconds/"):
+                self.seconds += value
+                self.curvature += value if name not in _PLAIN_STAGES else 0.0
+
+
+def _text(entries: Mapping[str, float | str], digits: int) -> str:
+    values = (v if isinstance(v, str) else f"{v:.{digits}g}" for v in entries.values())
+    return ", ".join(f"{name} {value}" for name, value in zip(entries, values, strict=True))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _stderr() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def _bar(console: "Console") -> "tuple[Bar, Live]":
+    """Return a bar of one task, and the display that it is a part of."""
+    from rich.live import Live
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(_BAR_WIDTH),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    bar.add_task("", total=1.0)
+    return bar, Live(bar, console=console, refresh_per_second=4, transient=True)

@@ -1,0 +1,344 @@
+"""``train``: the file that it writes, its refusals, and its end by a signal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from kfac_engine.cli import train
+from kfac_engine.data import demo_model, digits
+from kfac_engine.training.fit import OPTIMIZERS
+from kfac_engine.training.schedules import SCHEDULES
+from tests import models
+from tests.training import softmax_net as net
+
+IMAGES, LABELS = digits()
+N = 320  # examples for training
+FAST = ["--batch-size=64", "--epochs=2"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mlp.onnx").write_bytes(demo_model("mlp"))
+    np.savez("d.npz", image=IMAGES[:N], targets=LABELS[:N])
+    np.savez("v.npz", image=IMAGES[N : N + 90], targets=LABELS[N : N + 90])
+    return tmp_path
+
+
+def run(*arguments, model="mlp.onnx", data="d.npz"):
+    return main(["train", model, f"--data={data}", "-o", "out.onnx", *arguments])
+
+
+def parameters(path="out.onnx"):
+    return ke.Engine.from_onnx(path, loss="categorical").parameters
+
+
+def logged(path):
+    """The records of a log, without the description of the run and the spectra."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [entry for entry in entries if "step" in entry]
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)
+
+
+# -- the result ------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits, labels):
+    z = logits.astype(np.float64)
+    z -= z.max(axis=1, keepdims=True)
+    return float(np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(len(labels)), labels]))
+
+
+def test_the_result_runs_in_onnx_runtime_with_the_loss_that_is_reported(folder, capsys):
+    assert run("--validation=v.npz", "--json", "--epochs=20") == 0
+    report = json.loads(capsys.readouterr().out)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession("out.onnx", options, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"image": IMAGES[N : N + 90]})
+    labels = LABELS[N : N + 90]
+    # Sums of float32 in another order.
+    assert report["validation_loss"] == pytest.approx(cross_entropy(logits, labels), rel=1e-5)
+    assert report["accuracy"] == np.mean(logits.argmax(1) == labels)
+    assert report["accuracy"] > 0.6
+    assert (report["step"], report["epoch"], report["out"]) == (40, 19, "out.onnx")
+
+
+def without_weights(model):
+    """A message without the contents of its initializers."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for entry in copy.graph.initializer:
+        entry.raw_data = b""
+    return copy
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_the_result_differs_from_the_file_in_its_weights_alone(name, folder):
+    Path("model.onnx").write_bytes(demo_model(name))
+    assert run(*FAST, model="model.onnx") == 0
+    old, new = onnx.load("model.onnx"), onnx.load("out.onnx")
+    assert without_weights(old) == without_weights(new)
+    history = ke.fit(
+        "model.onnx", (IMAGES[:N], LABELS[:N]), loss="categorical", batch_size=64, epochs=2
+    )
+    for entry in new.graph.initializer:
+        value = history.engine.parameters[entry.name]
+        assert np.array_equal(onnx.numpy_helper.to_array(entry), value)
+    assert any(a != b for a, b in zip(old.graph.initializer, new.graph.initializer, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_the_command_is_fit_with_the_same_options(optimizer, folder):
+    given = ["--learning-rate=0.02", "--weight-decay=0.1", "--schedule=cosine", "--seed=3"]
+    run(f"--optimizer={optimizer}", "--validation=0.25", "--log=run.jsonl", *given, *FAST)
+    engine = ke.Engine.from_onnx("mlp.onnx", loss="categorical", seed=3)
+    made = OPTIMIZERS[optimizer](engine, learning_rate=0.02, weight_decay=0.1)
+    history = ke.fit(
+        engine, (IMAGES[:N], LABELS[:N]), optimizer=made, validation=0.25, schedule="cosine",
+        seed=3, batch_size=64, epochs=2, metrics=("loss", "accuracy"),
+    )  # fmt: skip
+    assert same(parameters(), engine.parameters)
+    lines = logged(Path("run.jsonl"))
+    assert [line["loss"] for line in lines] == [record["loss"] for record in history.records]
+    assert history.metrics.keys() == {"validation_loss", "accuracy"}
+    assert {name: lines[-1][name] for name in history.metrics} == history.metrics
+
+
+def test_the_choices_are_those_of_the_library():
+    assert set(train.OPTIMIZERS) == set(OPTIMIZERS)
+    assert set(train.SCHEDULES) == set(SCHEDULES)
+
+
+def test_targets_may_be_in_a_file_of_their_own(folder):
+    assert run(*FAST) == 0
+    expected = parameters()
+    np.save("x.npy", IMAGES[:N])
+    np.save("y.npy", LABELS[:N])
+    assert run("--targets=y.npy", *FAST, data="x.npy") == 0
+    assert same(parameters(), expected)
+
+
+def test_frozen_parameters_keep_their_values(folder):
+    assert run("--freeze=*bias*", *FAST) == 0
+    initial, trained = parameters("mlp.onnx"), parameters()
+    frozen = [name for name in initial if "bias" in name]
+    assert frozen
+    for name in initial:
+        assert np.array_equal(initial[name], trained[name]) == (name in frozen)
+
+
+def test_the_report_is_that_of_the_log(folder):
+    assert run("--report=run.html", "--log=run.jsonl", "--validation=0.2", *FAST) == 0
+    ke.report("run.jsonl", "log.html")
+    assert Path("run.html").read_text() == Path("log.html").read_text()
+
+
+def test_kfac_begins_with_the_damping_that_is_given(folder):
+    assert run("--damping=0.5", "--log=run.jsonl", *FAST) == 0
+    assert logged(Path("run.jsonl"))[0]["damping"] == 0.5
+
+
+def test_progress_and_notes_are_on_stderr(folder, capsys):
+    net_ = models.Net()
+    net_.op(
+        "BatchNormalization", "input", net_.constant("scale", np.ones(3, np.float32)),
+        net_.constant("shift", np.zeros(3, np.float32)),
+        net_.constant("mean", np.zeros(3, np.float32)),
+        net_.constant("variance", np.ones(3, np.float32)), to="normal",
+    )  # fmt: skip
+    net_.dense("output", "normal", 3, 2)
+    onnx.save(net_.model({"input": ["batch", 3]}, {"output": ["batch", 2]}), "norm.onnx")
+    x = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
+    np.savez("n.npz", input=x, targets=np.arange(20) % 2)
+    assert run("--steps=2", model="norm.onnx", data="n.npz") == 0
+    out, err = capsys.readouterr()
+    assert out == "written to out.onnx\n"
+    note, line = err.splitlines()
+    assert note.startswith("note: ")
+    assert "its running statistics do not change; --train-form trains it" in note
+    assert line.startswith("epoch 2 step 2: loss ")
+    assert run("--steps=2", "--train-form", model="norm.onnx", data="n.npz") == 0
+    assert "note" not in capsys.readouterr().err
+    with pytest.warns(ke.InferenceFormWarning, match="trains it with those of the batch"):
+        ke.fit("norm.onnx", (x, np.arange(20) % 2), steps=1)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data=missing.npz"], "there is no such file"),
+        (["--data=v.onnx"], "cannot read 'v.onnx'"),
+        (["--data=lone.npy"], "holds one array"),
+        (["--validation=1.5"], "must lie between 0 and 1"),
+        (["--validation=missing.npz"], "there is no such file"),
+        (["--metrics=f1"], "unknown metric 'f1'; choose one of: accuracy"),
+        (["--optimizer=adam", "--damping=0.1"], "--damping belongs to kfac; adam has no curvat"),
+        (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
+        (["--learning-rate=-1"], "learning_rate must be at least 0"),
+        (["--seconds=0"], "seconds must be a positive number"),
+        (["--resume"], "resume=True needs the folder"),
+        (["--checkpoint=state"], "'state' has the checkpoint of a run; give --resume"),
+        (["-o", "d.npz"], "would overwrite the file of --data"),
+        (["-o", "mlp.onnx"], "would overwrite the file of the model"),
+        (["--log=v.npz", "--validation=v.npz"], "would overwrite the file of --validation"),
+        (["-o", "missing/out.onnx"], "name a file in a folder that exists"),
+        (["--loss=normal"], "targets"),
+    ],
+)
+def test_wrong_input_is_one_line_and_nothing_is_written(arguments, message, folder, capsys):
+    np.save("lone.npy", IMAGES[:5])
+    Path("v.onnx").write_bytes(b"no arrays")
+    Path("state").mkdir()
+    Path("state/training.safetensors").write_bytes(b"")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run(*FAST, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+STEPS = 60
+ENDINGS = {"Ctrl-C": (signal.SIGINT, 130, "interrupted"), "SIGTERM": (signal.SIGTERM, 143, "termi")}
+LONG = [
+    "-m", "kfac_engine", "train", "model.onnx", "--data=data.npz", "--batch-size=10",
+    "--validation=0.2", f"--steps={STEPS}", "--threads=1", "-o", "out.onnx",
+]  # fmt: skip
+# A program whose steps take minutes.
+STUCK = """
+import sys, time
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+
+def step(*_):
+    print("ready", flush=True)
+    time.sleep(300)
+
+ke.KfacOptimizer.step = step
+sys.exit(main())
+"""
+# A program whose steps take half a second, so that a signal comes within the run.
+SLOW = """
+import sys, time
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+
+step = ke.KfacOptimizer.step
+
+def slow(self, *batch):
+    time.sleep(0.05)
+    return step(self, *batch)
+
+ke.KfacOptimizer.step = slow
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts Python in the test's folder, which has a model and data."""
+    onnx.save(net.model("float32"), tmp_path / "model.onnx")
+    x, y = net.batch(n=50, dtype="float32")
+    np.savez(tmp_path / "data.npz", x=x, targets=y)
+    started = []
+
+    def run_python(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run_python
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_lines(path, count, process):
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status", "line"), ENDINGS.values(), ids=ENDINGS)
+def test_a_signal_ends_with_a_checkpoint_that_continues_with_equal_bits(
+    number, status, line, start, tmp_path
+):
+    whole = start(*LONG)
+    assert whole.wait(60) == 0, whole.stderr.read()
+    expected = (tmp_path / "out.onnx").read_bytes()
+    (tmp_path / "out.onnx").unlink()
+    store = ["--checkpoint=state", "--checkpoint-every=1000", "--log=run.jsonl"]
+    process = start("-c", SLOW, *LONG[2:], *store)
+    wait_for_lines(tmp_path / "run.jsonl", 7, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: {line}")
+    assert last.endswith("; the same command with --resume continues from 'state'.")
+    steps = len(logged(tmp_path / "run.jsonl"))
+    assert 7 <= steps < STEPS
+    assert not (tmp_path / "out.onnx").exists()
+    resumed = start(*LONG, *store, "--resume")
+    assert resumed.wait(60) == 0, resumed.stderr.read()
+    assert (tmp_path / "out.onnx").read_bytes() == expected
+    assert [entry["step"] for entry in logged(tmp_path / "run.jsonl")] == list(range(1, STEPS + 1))
+
+
+@posix
+@pytest.mark.slow
+def test_a_second_signal_ends_a_step_that_does_not_end(start, tmp_path):
+    process = start("-c", STUCK, *LONG[2:], "--checkpoint=state")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert err == "error: terminated; the run has no checkpoint yet.\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "data.npz"}
+
+
+@posix
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_ends_at_once(start, tmp_path):
+    process = start("-c", STUCK, *LONG[2:])
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 143
+    line = "error: terminated; nothing is written, because the run has no --checkpoint.\n"
+    assert err == line
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "data.npz"}

@@ -1,0 +1,51 @@
+"""The tutorial: every command and example runs in order, and prints the numbers of the page."""
+
+import contextlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kfac_engine.__main__ import main
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
+# BLAS kernels sum in different orders. Training enlarges the differences: the validation loss moved
+# by 1e-6 among three kernels, and by a few percent where the arithmetic of an optimizer changed.
+LOSS = {"rel": 0.1}
+ACCURACY = {"abs": 0.011}  # three of 300 examples
+
+
+def blocks():
+    text = PAGE.read_text(encoding="utf-8")
+    return re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
+
+
+def numbers(text):
+    return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.]+)$", text, re.M)}
+
+
+def check(printed, expected):
+    assert expected.keys() == printed.keys()
+    assert printed["validation_loss"] == pytest.approx(expected["validation_loss"], **LOSS)
+    assert printed["accuracy"] == pytest.approx(expected["accuracy"], **ACCURACY)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_in_order_and_prints_its_numbers(tmp_path, capsys):
+    names, printed, compared = {}, "", 0
+    with contextlib.chdir(tmp_path):
+        for language, code in blocks():
+            if language == "python":
+                exec(compile(code, "tutorial.md", "exec"), names)
+            elif language == "console":
+                for line in code.splitlines():
+                    prompt, program, *arguments = shlex.split(line)
+                    assert (prompt, program) == ("$", "kfac-engine")
+                    status = main(arguments)
+                    printed, err = capsys.readouterr()
+                    assert status == 0, err
+            elif language == "text":
+                check(numbers(printed), numbers(code))
+                compared += 1
+    assert compared == 2
