@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from kfac_engine.curvature.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.curvature.collection import LayerCollection as LayerCollection
     from kfac_engine.curvature.config import CollectionConfig as CollectionConfig
+    from kfac_engine.curvature.config import RelativeDamping as RelativeDamping
     from kfac_engine.curvature.estimator import FisherEstimator as FisherEstimator
     from kfac_engine.curvature.factors.base import FisherFactor as FisherFactor
     from kfac_engine.curvature.factors.dense import (
@@ -153,6 +154,7 @@ _HOMES = {
     "DivergenceWarning": "errors",
     "InferenceFormWarning": "errors",
     "CollectionConfig": "curvature.config",
+    "RelativeDamping": "curvature.config",
     "Schedule": "curvature.schedule",
     "Engine": "engine.engine",
     "EngineOptions": "engine.options",

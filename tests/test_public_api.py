@@ -28,6 +28,7 @@ PUBLIC = (
     "DivergenceWarning",
     "InferenceFormWarning",
     "CollectionConfig",
+    "RelativeDamping",
     "Schedule",
     "Engine",
     "EngineOptions",

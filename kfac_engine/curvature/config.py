@@ -9,6 +9,10 @@ from kfac_engine.layers.subsampling import Sampling
 
 PiType = Literal["tracenorm", "off"]
 
+# Floor of the mean eigenvalue that a relative damping multiplies: a layer without gradients has a
+# factor of zeros, whose damped inverse must not overflow.
+LEAST_EIGENVALUE = 1e-12
+
 _FLAGS = (
     "debias",
     "assume_zero_mean_activations",
@@ -16,6 +20,16 @@ _FLAGS = (
     "sub_sample_inputs",
     "sub_sample_patches",
 )
+
+
+class RelativeDamping(float):
+    """A damping in units of the mean eigenvalue of each block.
+
+    A block ``F`` of ``n`` rows is damped by ``ε·tr(F)/n``, with its current average. The damped
+    block then has the same condition number whatever the scale of the loss, of the inputs and of
+    the other layers. Each factor of a Kronecker block is damped by ``√ε`` times its own mean
+    eigenvalue. Parameters without a block are damped by ``ε`` times the mean over all blocks.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, GradsList, uses
 from kfac_engine.curvature.blocks.batched_products import Pairs
 from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, Measured
@@ -119,7 +121,10 @@ class FisherEstimator(Sealed):
 
     @property
     def damping(self) -> float:
-        """The multiple λ of the identity, which each refresh reads; can be set."""
+        """The multiple λ of the identity, which each refresh reads; can be set.
+
+        A ``RelativeDamping`` is a multiple of the mean eigenvalue of each block.
+        """
         return self._damping
 
     @damping.setter
@@ -128,6 +133,22 @@ class FisherEstimator(Sealed):
         if value < 0:
             raise InputError(f"damping must not be negative, got {value}.")
         self._damping = value
+
+    @property
+    def identity_damping(self) -> float:
+        """λ of a parameter without a block; for a relative damping, that of an average block."""
+        if not isinstance(self.damping, RelativeDamping):
+            return self.damping
+        return self.damping * fmean(block.mean_eigenvalue() for block in self.blocks)
+
+    @property
+    def least_damping(self) -> float:
+        """The smallest multiple of the identity in any block; 0 while it is not known."""
+        if not isinstance(self.damping, RelativeDamping):
+            return self.damping
+        if not all(factor.average.weight > 0 for factor in self.factors):
+            return 0.0
+        return self.damping * min(block.mean_eigenvalue() for block in self.blocks)
 
     @property
     def mat_type(self) -> MatType:

@@ -12,6 +12,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import number, whole
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.blocks.batched_products import Product
+from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Plan, Schedule, plan
@@ -116,7 +117,8 @@ class Engine(TrainableModel):
     @damping.setter
     def damping(self, value: float) -> None:
         check_damping(value, self._exps)
-        self.estimator.damping = float(value)
+        relative = isinstance(value, RelativeDamping)
+        self.estimator.damping = value if relative else float(value)
 
     @property
     def schedule(self) -> Schedule:
@@ -254,7 +256,7 @@ class Engine(TrainableModel):
         """
         product, checked = self.estimator.products.cholesky(transpose), self._checked(vectors)
         with single_threaded_blas():
-            return self._multiply(checked, product, self.damping**0.5, 0.5)
+            return self._multiply(checked, product, self.estimator.identity_damping**0.5, 0.5)
 
     def multiply_cholesky_inverse(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -278,7 +280,7 @@ class Engine(TrainableModel):
         product = self.estimator.products.cholesky_inverse(transpose)
         checked = self._checked(vectors)
         with single_threaded_blas():
-            return self._multiply(checked, product, self.damping**-0.5, -0.5)
+            return self._multiply(checked, product, self.estimator.identity_damping**-0.5, -0.5)
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -371,7 +373,7 @@ class Engine(TrainableModel):
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
         product = self.estimator.products.matpower(exp)
-        return self._multiply(gradients, product, self.damping**exp, exp)
+        return self._multiply(gradients, product, self.estimator.identity_damping**exp, exp)
 
     def _update_statistics(self, trace: Trace, gradients: dict[str, Array] | None) -> None:
         """Average the statistics of a batch; ``gradients`` is ``BackwardResult.outputs``."""

@@ -92,7 +92,8 @@ def _may_overflow(
     norms = estimator.factors[0].backend.squared_norms(list(gradients.values()))
     dtypes = (types.get(name, array.dtype) for name, array in gradients.items())
     largest = min(map(_largest, dtypes), default=1.0)
-    return not sqrt(fsum(norms)) * estimator.damping**exp < _MARGIN * largest
+    damping = estimator.least_damping
+    return not (damping and sqrt(fsum(norms)) * damping**exp < _MARGIN * largest)
 
 
 def _largest(dtype: DType) -> float:

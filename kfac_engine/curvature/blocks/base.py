@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.mixins.blocks import InverseProducts
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig, RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
@@ -121,9 +121,17 @@ class FisherBlock(InverseProducts, ABC):
             NotReadyError: The factors were not instantiated.
             InputError: The damping is negative or not finite.
         """
-        if self._damping is None:
-            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
-        return self._checked_damping(self._damping())
+        level = self._level()
+        return level * self.mean_eigenvalue() if isinstance(level, RelativeDamping) else level
+
+    def mean_eigenvalue(self) -> float:
+        """Return the mean eigenvalue of the undamped block; at least ``LEAST_EIGENVALUE``.
+
+        Raises:
+            NotReadyError: No batch was measured.
+        """
+        means = (factor.trace() / factor.side for factor in self.factors)
+        return prod(max(mean, LEAST_EIGENVALUE) for mean in means)
 
     def factor_dampings(self) -> tuple[Level | None, ...]:
         """Return the damping that is added to each factor; None for a factor without damping.
@@ -188,8 +196,14 @@ class FisherBlock(InverseProducts, ABC):
         arrays = tuple(a.astype("float64") if a.dtype.kind in "biu" else a for a in arrays)
         return arrays if isinstance(vector, tuple | list) else arrays[0]
 
+    def _level(self) -> float:
+        """Return the damping as the owner of the block sets it, checked."""
+        if self._damping is None:
+            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
+        return self._checked_damping(self._damping())
+
     def _checked_damping(self, damping: float) -> float:
-        value = float(damping)
+        value = damping if isinstance(damping, RelativeDamping) else float(damping)
         if not (isfinite(value) and value >= 0):
             raise InputError(
                 f"the damping of the block of {self.params} must not be negative and must be "

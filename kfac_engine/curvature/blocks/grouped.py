@@ -44,12 +44,8 @@ class GroupedKroneckerFB(KroneckerProductFB):
         groups, d_in, d_out = self._stack
         return (groups, d_in, d_in), (groups, d_out, d_out)
 
-    def split_damping(self) -> tuple[Level, Level]:
-        """Split ``damping`` between the factors of each group.
-
-        Returns:
-            ``(λ_A, λ_G)``, each with a number for each group.
-        """
+    def _absolute_split(self) -> tuple[Level, Level]:
+        """Return ``(λ_A, λ_G)``, each with a number for each group."""
         root = float(np.sqrt(self.damping))
         A, G = self.input_factor, self.output_factor
         assert isinstance(A, StackedSquareFactor)

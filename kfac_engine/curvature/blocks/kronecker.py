@@ -11,7 +11,7 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kfac_engine.curvature.blocks.base import (
     Towers,
     shape_of,
 )
+from kfac_engine.curvature.config import LEAST_EIGENVALUE, RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
@@ -176,18 +177,31 @@ class KroneckerProductFB(FisherBlock):
         The exponent ``p`` is ``normalize_damping_power`` of the configuration. With ``p = 1``, the
         damping adds ``λ·I`` to ``c·A ⊗ G``.
         """
-        power = self._collection.config.normalize_damping_power
+        relative = isinstance(self._level(), RelativeDamping)
+        power = 1.0 if relative else self._collection.config.normalize_damping_power
         normalizer: float = float(self.repeats) ** power
         return super().damping / normalizer
 
+    def mean_eigenvalue(self) -> float:
+        return self.repeats * super().mean_eigenvalue()
+
     def split_damping(self) -> tuple[Level, Level]:
         """Split ``damping`` between the factors by the traces of their current averages.
+
+        A relative damping ε adds ``√ε`` times the mean eigenvalue to each factor.
 
         Returns:
             ``(λ_A, λ_G)`` with ``λ_A·λ_G = damping``; arrays over groups if factors are stacks.
 
         Source: Martens & Grosse 2015, section 6.3.
         """
+        level = self._level()
+        if isinstance(level, RelativeDamping):
+            A, G = (_relative_level(factor, sqrt(level)) for factor in self.factors)
+            return A, G
+        return self._absolute_split()
+
+    def _absolute_split(self) -> tuple[Level, Level]:
         root = float(np.sqrt(self.damping))
         if self._collection.config.pi_type == "off":
             return root, root
@@ -276,6 +290,14 @@ class KroneckerProductFB(FisherBlock):
         if factor is None:
             raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
         return factor
+
+
+def _relative_level(factor: FisherFactor, root: float) -> Level:
+    """Return ``root`` times the mean eigenvalue of a factor, or of each matrix of a stack."""
+    traces = factor.traces()
+    rows = factor.side / max(traces.size, 1)
+    levels = root * np.maximum(traces / rows, LEAST_EIGENVALUE)
+    return levels if levels.ndim else float(levels)
 
 
 @dataclass(frozen=True, slots=True, eq=True)

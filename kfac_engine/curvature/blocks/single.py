@@ -13,6 +13,7 @@ from kfac_engine.curvature.blocks.base import (
     parts,
     uses,
 )
+from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
@@ -249,7 +250,7 @@ class LayerDiagonalFB(SingleLayerFB):
             NotReadyError: ``p`` is not 1, and no batch was measured.
         """
         power = self._collection.config.normalize_damping_power
-        if power == 1:
+        if power == 1 or isinstance(self._level(), RelativeDamping):
             return super().damping
         if self.factor.repeats is None:
             raise NotReadyError(
