@@ -4,6 +4,7 @@
 
 Reads ``bench/results/*.json``. The README and ``docs/performance.md`` show the newest
 ``*-cpu.json``; ``bench/results/goals.md`` compares it with the newest ``*-cpu-haswell.json``.
+The section about training shows the newest ``*-train.json``.
 """
 
 import json
@@ -18,7 +19,7 @@ from kfac_engine.bench.measure import DISTURBING_SHARE
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
 from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.timing import milliseconds
-from scripts import bench_goals
+from scripts import bench_goals, training_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -26,7 +27,8 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 GOALS = RESULTS / "goals.md"
 BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
-NEWEST, OLDER_KERNEL = "*-cpu.json", "*-cpu-haswell.json"
+TRAINING_BEGIN, TRAINING_END = "<!-- training: begin -->", "<!-- training: end -->"
+NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.json"
 
 # Rows of the README: label, suite, and a part of the name of the case.
 SHOWN = (
@@ -117,7 +119,21 @@ def performance(text: str) -> str:
         "",
         f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_machine_line(report)}",
     ]
-    return _between_marks(text, lines)
+    return training(_between_marks(text, lines))
+
+
+def training(text: str) -> str:
+    """Return ``docs/performance.md`` with the newest comparisons of training between its marks."""
+    newest = _newest(TRAINING)
+    if newest is None:
+        return text
+    report = load(newest)
+    lines = [
+        *training_tables.comparisons(report["suites"]["train"]),
+        "",
+        f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_hardware(report)}.",
+    ]
+    return _between_marks(text, lines, (TRAINING_BEGIN, TRAINING_END))
 
 
 def _beside_libraries(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -152,9 +168,10 @@ def _newest(pattern: str) -> Path | None:
     return max(RESULTS.glob(pattern), default=None)
 
 
-def _between_marks(text: str, lines: Sequence[str]) -> str:
-    marked = "\n".join([BEGIN, "", *lines, END])
-    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: marked, text, flags=re.S)
+def _between_marks(text: str, lines: Sequence[str], marks: tuple[str, str] = (BEGIN, END)) -> str:
+    begin, end = marks
+    marked = "\n".join([begin, "", *lines, end])
+    return re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: marked, text, flags=re.S)
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -308,6 +325,8 @@ FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] 
     "announced": (MEMORY, _memory),
     "exponent": (GROWTH, _growth),
     "stage": (BUILD, _build),
+    "losses": (training_tables.RESULTS, training_tables.result_cells),
+    training_tables.RIVAL: (training_tables.COMPARISONS, training_tables.comparison_cells),
 }
 
 
@@ -335,9 +354,6 @@ def _cases(
 
 
 def _machine_line(report: Mapping[str, Any]) -> str:
-    machine = report["machine"]
-    kernels = ", ".join(sorted({library["kernel"] or "?" for library in machine["blas"]}))
-    versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     disturbed = any(
         row.get("others", 0) > DISTURBING_SHARE
         for rows in report["suites"].values()
@@ -349,10 +365,17 @@ def _machine_line(report: Mapping[str, Any]) -> str:
     if slow:
         mark += f" The host slowed the machine down during {', '.join(slow)}: all times are longer."
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads for each "
-        f"contender, BLAS kernel {kernels}; {versions}. Medians of `kfac-engine bench`, each "
-        f"result checked first.{mark}"
+        f"{_hardware(report)}; {report['machine']['threads']} threads for each contender. Medians "
+        f"of `kfac-engine bench`, each result checked first.{mark}"
     )
+
+
+def _hardware(report: Mapping[str, Any]) -> str:
+    """Return the processor and the libraries of a report."""
+    machine = report["machine"]
+    kernels = ", ".join(sorted({library["kernel"] or "?" for library in machine["blas"]}))
+    versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    return f"{machine['processor']}, {machine['cores']} cores, BLAS kernel {kernels}, {versions}"
 
 
 if __name__ == "__main__":

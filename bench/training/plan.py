@@ -72,13 +72,14 @@ class Group:
             seed: The seed of the candidates.
 
         Returns:
-            The candidate; None if a candidate has no result, or if all of them died.
+            The candidate, one of those that did not die if there are any; None if a candidate has
+            no result.
         """
         candidates = self.candidates(seed)
         if any(run not in outcomes for run in candidates):
             return None
         alive = [run for run in candidates if not outcomes[run].died]
-        return min(alive, key=lambda run: outcomes[run].lowest, default=None)
+        return min(alive or candidates, key=lambda run: outcomes[run].lowest)
 
     def chosen(self, outcomes: Mapping[Run, Outcome], seeds: Sequence[int]) -> list[Run]:
         """Return the runs of the best candidate with all seeds; none if it is not known."""

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -96,7 +96,7 @@ class Outcome:
     @property
     def lowest(self) -> float:
         """The lowest loss of the validation examples."""
-        return min((point.loss for point in self.curve), default=inf)
+        return min(point.loss for point in self.curve)
 
     @classmethod
     def parse(cls, entries: Mapping[str, Any]) -> "Outcome":
@@ -224,8 +224,8 @@ class _Course:
         """Train and evaluate; return the result."""
         died, budget, first = "", self._run.seconds, None
         marks = [budget * mark for mark in MARKS]
+        self._evaluate()
         try:
-            self._evaluate()
             while self._cpu < budget and not died:
                 wall, cpu = wall_clock(), cpu_clock()
                 scale = self._method.scale(self._run.schedule, self._cpu / budget)

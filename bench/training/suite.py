@@ -185,12 +185,10 @@ class _Suite:
             self._console.print(_described(run, outcome))
 
     def results(self, chosen: Sequence[Group]) -> dict[Group, dict[Run, Outcome]]:
-        """Return the results of the best settings of each group; without groups that died."""
-        outcomes = self.outcomes
+        """Return the results of the best settings of each group."""
+        outcomes, seeds = self.outcomes, self._options.seeds
         return {
-            group: {run: outcomes[run] for run in runs}
-            for group in chosen
-            if (runs := group.chosen(outcomes, self._options.seeds))
+            group: {run: outcomes[run] for run in group.chosen(outcomes, seeds)} for group in chosen
         }
 
 

@@ -54,7 +54,9 @@ def test_the_best_candidate_has_the_lowest_loss_of_those_that_did_not_die():
     outcomes = {first: result(9, 3, 5), second: result(9, 4, 4), third: result(9, 1, died="NaN")}
     assert group.best(outcomes, 0) == first
     assert group.best({run: outcomes[run] for run in (first, second)}, 0) is None
-    assert group.best(dict.fromkeys(outcomes, result(died="NaN")), 0) is None
+    # If all of them died, a run shows it.
+    dead = {first: result(9, died="NaN"), second: result(8, died="NaN"), third: result(9, died="x")}
+    assert group.best(dead, 0) == second
     chosen = group.chosen(outcomes, (0, 7))
     assert [(run.rate, run.seed) for run in chosen] == [(0.01, 0), (0.01, 7)]
     assert group.chosen({}, (0, 7)) == []

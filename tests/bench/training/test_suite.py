@@ -144,12 +144,13 @@ def test_several_workers_use_different_cores(tmp_path):
     assert len(recorder.runs) == 8
 
 
-def test_a_method_whose_settings_all_die_has_no_row(tmp_path):
+def test_runs_that_die_are_counted_in_the_table(tmp_path, capsys):
     def dying(run, folder, core):
         return replace(OUTCOME, died="" if run.rate is None else "the loss is infinite.")
 
-    (row,) = execute(dying, tmp_path)
-    assert row.method == "kfac"
+    kfac, muon, _ = execute(dying, tmp_path)
+    assert (kfac.died, muon.died) == (0, 3)
+    assert "died: the loss is infinite." in capsys.readouterr().out
 
 
 def test_without_images_the_suite_says_that_it_uses_digits(tmp_path, capsys, monkeypatch):
