@@ -23,7 +23,7 @@ class Sealed:
         Raises:
             UnknownAttributeError: The object has no attribute of this name that can be set.
         """
-        if self._sealed and name not in vars(self) and name not in _settable(type(self)):
+        if self._sealed and name not in vars(self) and not _can_be_set(type(self), name):
             raise UnknownAttributeError(f"{type(self).__name__} {self._reason(name)}")
         object.__setattr__(self, name, value)
 
@@ -43,4 +43,8 @@ class Sealed:
 
 def _settable(cls: type) -> list[str]:
     """Return the names of the properties of a class that can be set."""
-    return [name for name in dir(cls) if getattr(getattr(cls, name), "fset", None) is not None]
+    return [name for name in dir(cls) if _can_be_set(cls, name)]
+
+
+def _can_be_set(cls: type, name: str) -> bool:
+    return getattr(getattr(cls, name, None), "fset", None) is not None

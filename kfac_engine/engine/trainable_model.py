@@ -56,12 +56,14 @@ class TrainableModel(Sealed):
         """Running statistics of normalizations in training form by name, read-only."""
         return self._arrays.for_caller(self._model.buffers)
 
-    def set_parameters(self, values: Mapping[str, Array]) -> None:
+    def set_parameters(self, values: Mapping[str, Array], *, copy: bool = True) -> None:
         """Replace parameter values; the next call uses them, without a new session.
 
         Args:
             values: Parameter name to array in the parameter's shape, from any library. Parameters
                 that are absent keep their values.
+            copy: Whether the values are copied. If False, the engine may store the arrays
+                themselves; do not change them afterwards.
 
         Raises:
             UnknownNameError: A name is not a parameter.
@@ -70,7 +72,7 @@ class TrainableModel(Sealed):
             NonFiniteError: A value holds NaN or infinity. No parameter has changed.
         """
         with self._history.explain():
-            self._model.set_parameters(self._arrays.for_model(values))
+            self._model.set_parameters(self._arrays.for_model(values), copy=copy)
         self._history.parameters_moved()
 
     @property

@@ -121,6 +121,8 @@ def check_parameters(
     parameters: Mapping[str, Array],
     values: Mapping[str, Array],
     memory_space: MemorySpace = HOST,
+    *,
+    copy: bool = True,
 ) -> dict[str, Array]:
     """Convert new values of parameters to the parameters' types and memory space.
 
@@ -129,9 +131,10 @@ def check_parameters(
         parameters: Parameter name to current value.
         values: Parameter name to new value.
         memory_space: Memory space of the parameters.
+        copy: Whether values are copied in all cases.
 
     Returns:
-        Parameter name to new value, a copy in the element type of the parameter.
+        Parameter name to new value, in the element type of the parameter.
 
     Raises:
         UnknownNameError: A name is not a trainable parameter.
@@ -146,7 +149,8 @@ def check_parameters(
                 f"{', '.join(parameters)}."
             )
         old = parameters[name]
-        array = numeric(f"parameter '{name}'", memory_space.to_device(value)).astype(old.dtype)
+        read = numeric(f"parameter '{name}'", memory_space.to_device(value))
+        array = read.astype(old.dtype, copy=copy)
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
         checked[name] = array

@@ -170,11 +170,12 @@ class OnnxModel:
         with explained(self.graph, checked):
             return Trace(self, feeds, extra)
 
-    def set_parameters(self, values: Mapping[str, Array]) -> None:
+    def set_parameters(self, values: Mapping[str, Array], *, copy: bool = True) -> None:
         """Replace parameter values for later evaluations. After an error all values are unchanged.
 
         Args:
             values: Parameter name to new value, in the parameter's shape.
+            copy: Whether the values are copied; otherwise the model stores the arrays if it can.
 
         Raises:
             UnknownNameError: A name is not a trainable parameter.
@@ -182,7 +183,7 @@ class OnnxModel:
             ShapeError: A value has another shape than the parameter.
             NonFiniteError: A value contains NaN or infinity.
         """
-        self.parameters.update(self._checked(values))
+        self.parameters.update(self._checked(values, copy))
 
     def buffers_after(self, trace: Trace) -> dict[str, Array]:
         """Return copies of the running statistics after a batch, by name."""
@@ -379,10 +380,10 @@ class OnnxModel:
         inputs = {entry.name for entry in self.graph.inputs}
         return name not in inputs and name not in self._stored
 
-    def _checked(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        return check_parameters(
-            self.graph.name, self.parameters, self.from_file_layout(values), self.memory_space
-        )
+    def _checked(self, values: Mapping[str, Array], copy: bool = True) -> dict[str, Array]:
+        given = self.from_file_layout(values)
+        space = self.memory_space
+        return check_parameters(self.graph.name, self.parameters, given, space, copy=copy)
 
     def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:

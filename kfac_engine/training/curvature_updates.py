@@ -70,6 +70,10 @@ class CurvatureUpdates:
         self._periods = periods
         self._axes = ExampleAxes(engine)
 
+    def is_due(self, step: int, last: LastUpdates) -> bool:
+        """Return whether a step updates statistics or inverses."""
+        return any(self._due(step, last))
+
     def update(
         self,
         step: int,
@@ -88,25 +92,34 @@ class CurvatureUpdates:
         Returns:
             The latest updates after this step.
         """
-        periods = self._periods
         statistics, inverses = last.statistics, last.inverses
-        if is_due(step, statistics, periods.statistics_every):
+        observes, refreshes = self._due(step, last)
+        if observes:
             with clock("statistics"):
                 self._observe(step, *batch)
             statistics = step
-        if is_due(step, inverses, periods.refresh_every):
+        if refreshes:
             with clock("inverses"):
                 self._engine.estimator.update_inverses()
             inverses = step
         return LastUpdates(statistics, inverses)
 
+    def _due(self, step: int, last: LastUpdates) -> tuple[bool, bool]:
+        """Return whether a step updates the statistics, and whether it updates the inverses."""
+        periods = self._periods
+        observes = is_due(step, last.statistics, periods.statistics_every)
+        return observes, is_due(step, last.inverses, periods.refresh_every)
+
     def _observe(self, step: int, inputs: Mapping[str, Array], targets: Targets) -> None:
         engine, part = self._engine, self._periods.statistics_part
+        examples = None
         if part < 1 and not self._axes.obstacle:
-            selection = rotating_part(step, self._axes.check(inputs, targets), part)
+            examples = self._axes.check(inputs, targets)
+            selection = rotating_part(step, examples, part)
             inputs, targets = self._axes.part(inputs, targets, selection)
         trace = engine.trace(inputs, targets)
-        scales = engine.objective.fisher_scales(trace)
+        # The reduction "sum" multiplies the Fisher matrix by the number of examples of the batch.
+        scales = engine.objective.fisher_scales(trace, examples=examples)
         engine.estimator.update_covariances(trace, scales=scales)
 
 

@@ -1,6 +1,7 @@
 """Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
@@ -12,14 +13,13 @@ from kfac_engine.training.optimizer import (
     Optimizer,
     Proposal,
     Rate,
-    SlotArrays,
     check_rate,
     evaluated_rate,
     fraction,
-    zeros,
 )
 from kfac_engine.training.report import StageClock, StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
+from kfac_engine.training.vectors import add_multiple, combine, zeros
 
 # Rate of Adam for the parameters that an optimizer of matrices does not update itself.
 ADAM_RATE = 0.004
@@ -54,33 +54,28 @@ class _FirstOrder(Optimizer):
                 self._slots.setdefault(slot, {}).update(zeros({name: parameters[name]}))
         self._sealed = True
 
-    def _rate(self, name: str) -> float:
-        """Return the learning rate of a parameter in this step."""
-        del name
-        return evaluated_rate(self._learning_rate, self.steps)
+    def _rates(self, rate: float) -> dict[str, float]:
+        """Return the learning rates of this step, by parameter."""
+        return dict.fromkeys(self._names, rate)
 
     def _propose(
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
     ) -> Proposal:
         rate = evaluated_rate(self._learning_rate, self.steps)
+        rates = self._rates(rate)
         loss, gradients = self._gradients(inputs, targets, clock)
         decay, decoupled = self._weight_decay, self._setting.decoupled
-        slots: SlotArrays = {slot: {} for slot in self._slots}
-        values = self._parameters()
-        with clock("update"):
-            for name, gradient in gradients.items():
-                if decay and not decoupled:
-                    gradient = gradient + decay * values[name]
-                state = {s: arrays[name] for s, arrays in self._slots.items() if name in arrays}
-                rule = self._setting.rules[name]
-                direction, moved = rule(gradient, state, self.steps + 1)
-                if decay and decoupled:
-                    direction = direction + decay * values[name]
-                values[name] = values[name] - scale * self._rate(name) * direction
-                for slot, array in moved.items():
-                    slots[slot][name] = array
-        report = StepReport(loss, scale * rate, self._setting.momentum)
-        return Proposal(values, slots, report)
+        values, slots = self._parameters(), self._new_slots()
+        for name, gradient in gradients.items():
+            if decay and not decoupled:
+                add_multiple(gradient, decay, values[name])
+            rule, step = self._setting.rules[name], scale * rates[name]
+            old, new = ({s: arrays[s][name] for s in rule.slots} for arrays in (self._slots, slots))
+            direction = rule(gradient, old, new, self.steps + 1)
+            # The gradient is not needed any more: its memory receives the new value.
+            shrunk = 1 - step * decay if decoupled else 1.0
+            combine(gradient, -step, direction, shrunk, values[name])
+        return Proposal(gradients, slots, StepReport(loss, scale * rate, self._setting.momentum))
 
 
 class SGD(_FirstOrder):
@@ -189,6 +184,8 @@ class Muon(_FirstOrder):
         non_finite: ``"raise"`` or ``"skip"``: see ``step``.
     """
 
+    _threads = staticmethod(nullcontext)
+
     def __init__(
         self,
         engine: Engine,
@@ -209,9 +206,10 @@ class Muon(_FirstOrder):
         self._adam_rate = adam_rate
         self._set_up(_Setting(rules, True, momentum))
 
-    def _rate(self, name: str) -> float:
-        by_muon = isinstance(self._setting.rules[name], Orthogonalized)
-        return evaluated_rate(self._learning_rate if by_muon else self._adam_rate, self.steps)
+    def _rates(self, rate: float) -> dict[str, float]:
+        adam_rate = evaluated_rate(self._adam_rate, self.steps)
+        rules = self._setting.rules
+        return {n: rate if isinstance(rules[n], Orthogonalized) else adam_rate for n in rules}
 
 
 def adaptive_moments(

@@ -1,6 +1,7 @@
 """The K-FAC optimizer: statistics, damping and the update of a step."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from math import exp, inf, log
 from typing import Literal, TypeAlias
@@ -149,21 +150,30 @@ class KfacOptimizer(Optimizer):
         engine = self.engine
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
         loss, gradients = self._gradients(inputs, targets, clock)
-        values = self._parameters()
         damping = engine.damping = self.damping
-        with undone_on_overflow(engine.estimator, gradients, {}, -1.0):
+        adapts = self._adaptation is not None and self._adaptation.is_due(self.steps)
+        slots = self._new_slots()
+        # Only steps that update the curvature have a state of the estimator to restore.
+        guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0)
+        with guard if self._curvature.is_due(self.steps, self._last) else nullcontext():
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
-            with clock("precondition"):
-                step = StepInputs(gradients, values, self._slots, self.steps, rate, scale)
-                move = self._update(step)
-                adapts = self._adaptation is not None and self._adaptation.is_due(self.steps)
-                predicted = move.predict() if adapts else None
-        with clock("update"):
-            values = {name: values[name] - update for name, update in move.updates.items()}
+            move = self._update(
+                StepInputs(
+                    gradients=gradients,
+                    parameters=self._parameters(),
+                    slots=self._slots,
+                    new_slots=slots,
+                    step=self.steps,
+                    rate=rate,
+                    scale=scale,
+                    predicts=adapts,
+                    clock=clock,
+                )
+            )
         refreshed = last.inverses != self._last.inverses
         self._last = last
         report = StepReport(loss, rate, self._momentum, damping, refreshed=refreshed)
-        return Proposal(values, move.slots, report, predicted)
+        return Proposal(move.values, slots, report, move.predicted)
 
     def _adapt(
         self,

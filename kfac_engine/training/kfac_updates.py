@@ -1,6 +1,6 @@
 """The updates of the K-FAC optimizer: at a learning rate, or of fixed length for each matrix."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
@@ -9,8 +9,10 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
-from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate, zeros
+from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
+from kfac_engine.training.report import StageClock
 from kfac_engine.training.rules import AdaptiveMoments
+from kfac_engine.training.vectors import Vector, combine, dot, zeros
 
 # Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
 # zero, or scale single features.
@@ -24,45 +26,49 @@ class StepInputs:
     """What an update is computed from.
 
     Attributes:
-        gradients: Parameter name to gradient.
+        gradients: Parameter name to gradient; not changed.
         parameters: Parameter name to value.
         slots: The state of the optimizer.
+        new_slots: Arrays that receive the new state.
         step: Number of steps so far.
         rate: Learning rate of the step, times the value of the schedule.
         scale: Value of the schedule.
+        predicts: Whether the change of the loss is predicted.
+        clock: Measures the stage ``"precondition"``.
     """
 
-    gradients: Mapping[str, Array]
-    parameters: Mapping[str, Array]
+    gradients: Vector
+    parameters: Vector
     slots: SlotArrays
+    new_slots: SlotArrays
     step: int
     rate: float
     scale: float
+    predicts: bool
+    clock: StageClock
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An update that is not applied yet.
+    """The result of an update, which is not applied yet.
 
     Attributes:
-        updates: Parameter name to the array that is subtracted from the parameter.
-        slots: The new state of the optimizer.
-        predict: Computes the change of the loss that the quadratic model predicts.
+        values: Parameter name to new value.
+        predicted: Change of the loss that the quadratic model predicts; None if it is not needed.
     """
 
-    updates: dict[str, Array]
-    slots: SlotArrays
-    predict: Callable[[], float]
+    values: dict[str, Array]
+    predicted: float | None
 
 
 class Update(Protocol):
     """A way to compute the update of a step."""
 
-    def new_slots(self, parameters: Mapping[str, Array]) -> SlotArrays:
+    def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step."""
 
     def __call__(self, step: StepInputs) -> Move:
-        """Compute the update of a step."""
+        """Compute the new parameters of a step, and write the new state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,50 +89,44 @@ class RatedUpdate:
     norm_constraint: float | None
     weight_decay: float
 
-    def new_slots(self, parameters: Mapping[str, Array]) -> SlotArrays:
+    def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return velocities of zero."""
         return {"momentum": zeros(parameters)}
 
     def __call__(self, step: StepInputs) -> Move:
-        """Compute the update of a step."""
-        gradients, velocity = step.gradients, step.slots["momentum"]
+        """Compute the new parameters of a step, and write the new velocities."""
+        gradients, velocity = step.gradients, step.new_slots["momentum"]
+        averaged, factor = gradients, 1.0
+        if not self.precondition_first:
+            self._average(step, gradients, 1.0)
+            averaged = velocity
+        with step.clock("precondition"):
+            natural = self.engine.precondition(averaged)
+        if self.norm_constraint is not None:
+            product = step.rate**2 * dot(natural, averaged)
+            factor = sqrt(min(1.0, self.norm_constraint / product)) if product > 0 else 1.0
+        direction: Vector = natural
         if self.precondition_first:
-            natural = self._clipped(self.engine.precondition(gradients), gradients, step.rate)
-            velocity = direction = self._averaged(velocity, natural)
-            solves = False
-        else:
-            velocity = self._averaged(velocity, gradients)
-            natural = self.engine.precondition(velocity)
-            direction = self._clipped(natural, velocity, step.rate)
-            solves = direction is natural and not self.weight_decay
-        updates = {
-            name: step.rate * (array + self.weight_decay * step.parameters[name])
-            for name, array in direction.items()
-        }
+            self._average(step, natural, factor)
+            direction, factor = velocity, 1.0
+        # (F + λ) u = v, up to the age of the inverses, so that no product with F is needed.
+        solves = direction is natural and factor == 1 and not self.weight_decay
+        predicted = None
+        if step.predicts and solves:
+            along, against = dot(natural, velocity), dot(natural, gradients)
+            predicted = 0.5 * step.rate**2 * along - step.rate * against
+        shrunk = 1 - step.rate * self.weight_decay
+        for name, array in natural.items():  # their memory receives the new values
+            combine(array, -step.rate * factor, direction[name], shrunk, step.parameters[name])
+        if step.predicts and not solves:
+            predicted = quadratic_change(self.engine, step, natural)
+        return Move(natural, predicted)
 
-        def predict() -> float:
-            if not solves:
-                return quadratic_change(self.engine, gradients, updates)
-            # (F + λ) u = v, up to the age of the inverses, so that no product with F is needed.
-            along, against = dot(direction, velocity), dot(direction, gradients)
-            return 0.5 * step.rate**2 * along - step.rate * against
-
-        return Move(updates, {"momentum": velocity}, predict)
-
-    def _averaged(
-        self, velocity: Mapping[str, Array], vectors: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        return {n: self.momentum * velocity[n] + vector for n, vector in vectors.items()}
-
-    def _clipped(
-        self, natural: dict[str, Array], vectors: Mapping[str, Array], rate: float
-    ) -> dict[str, Array]:
-        """Shorten natural gradients so that ``η² ⟨natural, vectors⟩`` is at most the bound."""
-        product = rate**2 * dot(natural, vectors)
-        if self.norm_constraint is None or product <= self.norm_constraint:
-            return natural
-        factor = sqrt(self.norm_constraint / product)
-        return {name: factor * array for name, array in natural.items()}
+    def _average(self, step: StepInputs, vectors: Vector, factor: float) -> None:
+        """Write the velocity ``μ v + factor · vectors``."""
+        old, new = step.slots["momentum"], step.new_slots["momentum"]
+        for name, vector in vectors.items():
+            combine(new[name], self.momentum, old[name], factor, vector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,40 +158,36 @@ class FixedLengthUpdate:
         return {"momentum": zeros(parameters), "second_moment": zeros(by_adam)}
 
     def __call__(self, step: StepInputs) -> Move:
-        """Compute the update of a step."""
+        """Compute the new parameters of a step, and write the new moments."""
         adam = AdaptiveMoments(self.momentum, _BETA2, _EPSILON)
         adam_rate = step.scale * evaluated_rate(self.adam_rate, step.step)
-        moments: dict[str, Array] = {}
-        squares: dict[str, Array] = {}
-        updates: dict[str, Array] = {}
-        rates: dict[str, float] = {}
+        old, new = step.slots, step.new_slots
+        values: dict[str, Array] = {}
         for name, gradient in step.gradients.items():
-            state = {slot: arrays[name] for slot, arrays in step.slots.items() if name in arrays}
-            if name in step.slots["second_moment"]:
-                direction, state = adam(gradient, state, step.step + 1)
-                squares[name], rates[name] = state["second_moment"], adam_rate
-                moments[name], updates[name] = state["momentum"], adam_rate * direction
+            if name in self.roots:
+                moments = new["momentum"][name], self.momentum, old["momentum"][name]
+                combine(*moments, 1 - self.momentum, gradient)
             else:
-                rates[name] = step.rate
-                old = self.momentum * state["momentum"]
-                moments[name] = old + (1 - self.momentum) * gradient
-        updates |= self._natural(moments, step)
-        if self.weight_decay:
-            updates = {
-                name: update + rates[name] * self.weight_decay * step.parameters[name]
-                for name, update in updates.items()
-            }
-        slots = {"momentum": moments, "second_moment": squares}
-        return Move(updates, slots, lambda: quadratic_change(self.engine, step.gradients, updates))
+                before, after = ({slot: s[slot][name] for slot in adam.slots} for s in (old, new))
+                values[name] = direction = adam(gradient.copy(), before, after, step.step + 1)
+                shrunk = 1 - adam_rate * self.weight_decay
+                combine(direction, -adam_rate, direction, shrunk, step.parameters[name])
+        values |= self._matrices(step)
+        predicted = quadratic_change(self.engine, step, values) if step.predicts else None
+        return Move(values, predicted)
 
-    def _natural(self, moments: Mapping[str, Array], step: StepInputs) -> dict[str, Array]:
-        """Return the updates of the matrices."""
+    def _matrices(self, step: StepInputs) -> dict[str, Array]:
+        """Return the new values of the matrices."""
+        with step.clock("precondition"):
+            natural = self.engine.precondition(step.new_slots["momentum"])
         debiased = 1 / (1 - self.momentum ** (step.step + 1))
-        natural = self.engine.precondition({n: debiased * m for n, m in moments.items()})
-        return {
-            name: natural[name] * (step.rate * root / (_norm(natural[name]) + _TINY))
-            for name, root in self.roots.items()
-        }
+        shrunk = 1 - step.rate * self.weight_decay
+        values = {}
+        for name, root in self.roots.items():
+            values[name] = array = natural[name]  # its memory receives the new value
+            factor = step.rate * root * debiased / (debiased * _norm(array) + _TINY)
+            combine(array, -factor, array, shrunk, step.parameters[name])
+        return values
 
 
 def _norm(array: Array) -> float:
@@ -214,17 +210,11 @@ def root_outputs(engine: Engine) -> dict[str, float]:
     return roots
 
 
-def quadratic_change(
-    engine: Engine, gradients: Mapping[str, Array], updates: Mapping[str, Array]
-) -> float:
-    """Return ``½ δᵀFδ + gᵀδ`` for ``δ = −updates``, with the block-diagonal Fisher matrix F.
+def quadratic_change(engine: Engine, step: StepInputs, values: Vector) -> float:
+    """Return ``½ δᵀFδ + gᵀδ`` for the change δ to new values, F the block-diagonal Fisher matrix.
 
     The damped product is reduced by ``½ λ δᵀδ``: the damping is no part of the loss.
     """
-    damped = 0.5 * dot(updates, engine.precondition(updates, exp=1))
-    return damped - 0.5 * engine.damping * dot(updates, updates) - dot(gradients, updates)
-
-
-def dot(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
-    """Return the inner product of two vectors over the parameters."""
-    return sum(float(np.vdot(array, right[name])) for name, array in left.items())
+    change = {name: value - step.parameters[name] for name, value in values.items()}
+    damped = 0.5 * dot(change, engine.precondition(change, exp=1))
+    return damped - 0.5 * engine.damping * dot(change, change) + dot(step.gradients, change)

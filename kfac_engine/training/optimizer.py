@@ -5,6 +5,7 @@ A step computes new parameters and new state, and replaces the old ones after al
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import signature
 from math import nan
@@ -15,12 +16,15 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.arguments import number, one_of
+from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.training.checkpoint import Saved, read_training, write_training
 from kfac_engine.training.report import StageClock, StepReport
+from kfac_engine.training.vectors import zeros
 
 # A learning rate: a number, or a function of the number of steps so far.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -29,6 +33,8 @@ NonFinitePolicy: TypeAlias = Literal["raise", "skip"]
 SlotArrays: TypeAlias = dict[str, dict[str, Array]]
 
 POLICIES = ("raise", "skip")
+# Slots that divide updates. Infinity in another slot makes the new parameters infinite or NaN.
+_DIVISORS = {"second_moment"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class Optimizer(Sealed, ABC):
     """
 
     _options: dict[str, object]
+    # Sums of arrays that fit a cache are slower in several threads; products of matrices are not.
+    _threads: Callable[[], AbstractContextManager[None]] = staticmethod(single_threaded_blas)
 
     def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
         """Return a new optimizer that stores the arguments of its constructor."""
@@ -95,6 +103,7 @@ class Optimizer(Sealed, ABC):
         self._weight_decay = weight_decay
         self._non_finite = non_finite
         self._slots: SlotArrays = {}
+        self._spare_slots: SlotArrays = {}
 
     @property
     def options(self) -> dict[str, object]:
@@ -129,18 +138,17 @@ class Optimizer(Sealed, ABC):
         at_least_zero("scale", scale)
         clock = StageClock()
         try:
-            with np.errstate(over="ignore", invalid="ignore"):  # results are checked
+            with self._threads(), quiet(), clock("update"):
                 proposal = self._propose(inputs, targets, scale, clock)
-            with clock("update"):
                 self._check_slots(proposal.slots)
-                self.engine.set_parameters(proposal.parameters)
+                self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
             if self._non_finite == "raise":
                 raise
             self.skipped += 1
             rate = scale * evaluated_rate(self._learning_rate, self.steps)
             return StepReport(nan, rate, skipped=True, seconds=clock.seconds)
-        self._slots = proposal.slots
+        self._slots, self._spare_slots = proposal.slots, self._slots
         self.steps += 1
         report = self._adapt(proposal, inputs, targets, clock)
         return replace(report, seconds=clock.seconds)
@@ -191,16 +199,25 @@ class Optimizer(Sealed, ABC):
     def _gradients(
         self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
     ) -> tuple[float, dict[str, Array]]:
-        """Return the loss and the gradients of a batch; running statistics are updated."""
+        """Return the loss and new arrays of gradients; running statistics are updated."""
         with clock("gradients"):
             result = self.engine.gradients(inputs, targets, update_buffers=True)
         return result.loss, {name: result.gradients[name] for name in self._names}
+
+    def _new_slots(self) -> SlotArrays:
+        """Return arrays that receive the new state: those of the state before the present one."""
+        if not self._spare_slots:
+            self._spare_slots = {slot: zeros(arrays) for slot, arrays in self._slots.items()}
+        return self._spare_slots
 
     @abstractmethod
     def _propose(
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
     ) -> Proposal:
-        """Compute the new parameters and state without changing either."""
+        """Compute the new parameters and state without changing either.
+
+        The new parameters are in arrays that the engine may keep.
+        """
 
     def _adapt(
         self, proposal: Proposal, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
@@ -220,14 +237,17 @@ class Optimizer(Sealed, ABC):
         return Saved(type(self).__name__, self._numbers(), self._slots)
 
     def _restore(self, saved: Saved) -> None:
-        self._slots = {slot: dict(arrays) for slot, arrays in saved.slots.items()}
+        for slot, arrays in saved.slots.items():
+            for name, array in arrays.items():
+                self._slots[slot][name][...] = array
         self._set_numbers(saved.numbers)
 
     def _check_slots(self, slots: SlotArrays) -> None:
+        """Refuse an overflow of the slots that parameters do not show."""
         backend = self.engine.collection.backend
-        for slot, arrays in slots.items():
-            finite = backend.are_finite(list(arrays.values()))
-            if arrays and not bool(finite.all()):
+        for slot in _DIVISORS & slots.keys():
+            arrays = slots[slot]
+            if arrays and not bool(backend.are_finite(list(arrays.values())).all()):
                 raise NonFiniteError(
                     f"the {slot.replace('_', ' ')} of the optimizer overflows; the gradients are "
                     f"too large. Scale the loss down, or clip the data."
@@ -279,11 +299,6 @@ def trained_names(engine: Engine) -> tuple[str, ...]:
     """
     names = {name for layer in engine.layers for name in layer.parameters}
     return tuple(name for name in engine.parameters if name in names)
-
-
-def zeros(parameters: Mapping[str, Array]) -> dict[str, Array]:
-    """Return an array of zeros for each parameter, by name."""
-    return {name: np.zeros_like(value) for name, value in parameters.items()}
 
 
 def _check_types(engine: Engine) -> None:

@@ -19,7 +19,9 @@ class StepReport:
             predicts; None in steps without an adaptation of the damping.
         refreshed: Whether the step recomputed the inverses of the factors.
         skipped: Whether the batch had no effect, because it yields NaN or infinity.
-        seconds: Stage of the step to its wall time.
+        seconds: Stage of the step to its wall time: ``"gradients"``, ``"statistics"``,
+            ``"inverses"``, ``"precondition"``, ``"damping"`` (a second loss), and ``"update"`` for
+            the arithmetic of the optimizer.
     """
 
     loss: float
@@ -36,17 +38,21 @@ class StageClock:
     """Measures the wall time of stages: ``with clock("gradients"): …``.
 
     Attributes:
-        seconds: Stage to its wall time; the times of equal stages are added.
+        seconds: Stage to its wall time, without the stages inside; the times of equal stages are
+            added.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._inside = 0.0
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Return a context whose wall time is added to the stage."""
-        start = perf_counter()
+        start, outer, self._inside = perf_counter(), self._inside, 0.0
         try:
             yield
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start
+            elapsed = perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed - self._inside
+            self._inside = outer + elapsed

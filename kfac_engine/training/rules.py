@@ -1,16 +1,18 @@
 """Update rules of first-order optimizers: the direction of one parameter from its gradient.
 
-A rule is a function of arrays. It returns new state arrays and leaves its arguments unchanged, so
-that a step that fails has no effect. The array functions are NumPy's, which CuPy arrays support.
+A rule reads the old state arrays and writes the new ones, so that a step that fails has no effect.
+The array functions are NumPy's, which CuPy arrays support.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.training.vectors import add_multiple, combine
 
 # Slot of a rule (such as "momentum") to the state array of one parameter.
 Slots: TypeAlias = Mapping[str, Array]
@@ -32,13 +34,17 @@ class Rule(Protocol):
 
     slots: ClassVar[tuple[str, ...]]
 
-    def __call__(self, gradient: Array, slots: Slots, step: int) -> tuple[Array, dict[str, Array]]:
-        """Return the direction of descent and the new state arrays.
+    def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
+        """Write the new state arrays; return the direction of descent.
 
         Args:
-            gradient: Gradient of the loss, in the parameter's shape.
-            slots: The state arrays.
+            gradient: Gradient of the loss, in the parameter's shape; it may be overwritten.
+            old: The state arrays.
+            new: Arrays for the new state, in the memory of no other argument.
             step: Number of the step, from 1.
+
+        Returns:
+            The direction. It may be ``gradient`` or an array of ``new``.
         """
 
 
@@ -55,12 +61,15 @@ class HeavyBall:
     momentum: float
     nesterov: bool
 
-    def __call__(self, gradient: Array, slots: Slots, step: int) -> tuple[Array, dict[str, Array]]:
-        """Return the direction of descent and the new velocity."""
+    def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
+        """Write the new velocity; return the direction of descent."""
         del step
-        velocity = self.momentum * slots["momentum"] + gradient
-        direction = gradient + self.momentum * velocity if self.nesterov else velocity
-        return direction, {"momentum": velocity}
+        velocity = new["momentum"]
+        combine(velocity, self.momentum, old["momentum"], 1.0, gradient)
+        if not self.nesterov:
+            return velocity
+        add_multiple(gradient, self.momentum, velocity)
+        return gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +89,23 @@ class AdaptiveMoments:
     beta2: float
     epsilon: float
 
-    def __call__(self, gradient: Array, slots: Slots, step: int) -> tuple[Array, dict[str, Array]]:
-        """Return the direction of descent and the new moments."""
-        mean = self.beta1 * slots["momentum"] + (1 - self.beta1) * gradient
-        square = self.beta2 * slots["second_moment"] + (1 - self.beta2) * gradient**2
-        direction = self.direction(mean, square, step)
-        return direction, {"momentum": mean, "second_moment": square}
+    def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
+        """Write the new moments; return the direction of descent."""
+        mean, square = new["momentum"], new["second_moment"]
+        combine(mean, self.beta1, old["momentum"], 1 - self.beta1, gradient)
+        np.multiply(gradient, gradient, out=gradient)
+        combine(square, self.beta2, old["second_moment"], 1 - self.beta2, gradient)
+        return self._direction(mean, square, step, out=gradient)
 
-    def direction(self, mean: Array, square: Array, step: int) -> Array:
-        """Return ``m̂ / (√v̂ + ε)`` for the moments ``m`` and ``v`` after ``step`` steps."""
-        root = np.sqrt(square * (1 / (1 - self.beta2**step))) + self.epsilon
-        direction: Array = mean * (1 / (1 - self.beta1**step)) / root
-        return direction
+    def _direction(self, mean: Array, square: Array, step: int, out: Array) -> Array:
+        """Return ``m̂ / (√v̂ + ε)`` in the array ``out``."""
+        # m̂ / (√v̂ + ε) = (m / (1 − β₁ᵗ)) r / (√v + ε r) with r = √(1 − β₂ᵗ).
+        root = sqrt(1 - self.beta2**step)
+        np.sqrt(square, out=out)
+        out += self.epsilon * root
+        np.divide(mean, out, out=out)
+        out *= root / (1 - self.beta1**step)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +126,13 @@ class Orthogonalized:
     momentum: float
     nesterov: bool
 
-    def __call__(self, gradient: Array, slots: Slots, step: int) -> tuple[Array, dict[str, Array]]:
-        """Return the direction of descent and the new velocity."""
-        direction, moved = HeavyBall(self.momentum, self.nesterov)(gradient, slots, step)
+    def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
+        """Write the new velocity; return the direction of descent."""
+        direction = HeavyBall(self.momentum, self.nesterov)(gradient, old, new, step)
         matrix = direction.reshape(len(direction), -1)
         rows, columns = matrix.shape
-        scaled = max(1.0, rows / columns) ** 0.5 * orthogonalize(matrix)
-        return scaled.reshape(gradient.shape), moved
+        scaled: Array = max(1.0, rows / columns) ** 0.5 * orthogonalize(matrix)
+        return scaled.reshape(gradient.shape)
 
 
 def orthogonalize(matrix: Array) -> Array:

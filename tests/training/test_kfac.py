@@ -305,3 +305,17 @@ def test_a_wrong_option_is_refused(options, message):
 def test_a_wrong_constant_of_the_adaptation_is_refused(options, message):
     with pytest.raises(ke.InputError, match=message):
         ke.DampingAdaptation(**options)
+
+
+def test_statistics_of_a_part_have_the_scale_of_the_batch():
+    """Under the reduction "sum" the Fisher matrix grows with the number of examples."""
+    x, y = net.batch()
+    data = {"x": np.repeat(x[:1], 12, axis=0)}, np.repeat(y[:1], 12)
+    for reduction in ("mean", "sum"):
+        factors = []
+        for part in (0.25, 1.0):
+            optimizer = ke.KfacOptimizer(engine(reduction=reduction), statistics_part=part)
+            optimizer.step(*data)
+            factors.append([f.average.read("") for f in optimizer.engine.estimator.factors])
+        for quarter, whole in zip(*factors, strict=True):
+            np.testing.assert_allclose(quarter, whole, rtol=1e-12)

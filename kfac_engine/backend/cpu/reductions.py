@@ -62,6 +62,8 @@ def example_sums(x: Array, ds: Array, summed: tuple[int, ...]) -> Array:
 
 def _flat(x: Array) -> Array | None:
     """Return a flat view of an array without gaps, in memory order; None for other arrays."""
+    if x.flags.c_contiguous:
+        return x.reshape(-1)
     order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
     transposed = x.transpose(order)
     return transposed.reshape(-1) if transposed.flags.c_contiguous else None
