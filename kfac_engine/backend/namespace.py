@@ -61,8 +61,11 @@ def as_array(value: Any) -> Array:
         return array
     try:
         return np.from_dlpack(detached(value)) if _is_foreign(value) else np.asarray(value)
-    except (TypeError, ValueError, BufferError) as failure:
-        raise InputError(f"{type(value).__name__} is no array of numbers: {failure}.") from failure
+    # NumPy raises a RuntimeError for element types that it lacks, such as bfloat16.
+    except (TypeError, ValueError, BufferError, RuntimeError) as failure:
+        raise InputError(
+            f"{type(value).__name__} is no array of numbers: {str(failure).rstrip('.')}."
+        ) from failure
 
 
 def numeric(what: str, array: Array) -> Array:

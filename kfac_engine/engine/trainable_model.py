@@ -44,6 +44,11 @@ class TrainableModel(Sealed):
         self._history = LossHistory()
         self._standing_notes = assembly.notes
 
+    @property
+    def name(self) -> str:
+        """Name of the model's file, or of its graph for a model that was read from memory."""
+        return self._model.loaded.graph.name
+
     # -- parameters -------------------------------------------------------------------------------
 
     @property

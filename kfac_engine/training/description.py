@@ -4,7 +4,6 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,12 +20,11 @@ _LISTED = 64
 _PACKAGES = ("kfac-engine", "numpy", "scipy", "onnx", "onnxruntime")
 
 
-def describe(optimizer: Optimizer, model: object, settings: Mapping[str, object]) -> Description:
+def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Description:
     """Return the settings, versions and layers of a run.
 
     Args:
         optimizer: The optimizer with its engine.
-        model: The model, whose file name is part of the description if it is a path.
         settings: Settings of the run by name.
 
     Returns:
@@ -35,7 +33,7 @@ def describe(optimizer: Optimizer, model: object, settings: Mapping[str, object]
     engine = optimizer.engine
     choices = {"optimizer": type(optimizer).__name__, **optimizer.options, **settings}
     return {
-        "model": Path(model).name if isinstance(model, str | Path) else "",
+        "model": engine.name,
         "settings": {name: _plain(value) for name, value in choices.items()},
         "versions": {
             "python": platform.python_version(),

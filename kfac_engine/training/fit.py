@@ -127,7 +127,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
     bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
     settings = {**bounds, **options, "metrics": metrics, "schedule": schedule}
-    description = describe(chosen, model_or_engine, settings)
+    description = describe(chosen, settings)
     store = RunCheckpoint(checkpoint, checkpoint_every, options)
     hooks = Hooks(callbacks)
     position, records = store.restore(chosen) if resume else (Position(), [])

@@ -259,6 +259,17 @@ class Tensor:
         return Tensor(self._array[index])
 
 
+class Bfloat16(Tensor):
+    def __dlpack__(self, **options):
+        raise RuntimeError("Unsupported dtype in DLTensor.")
+
+
+def test_a_tensor_of_a_type_that_numpy_lacks_is_refused(data, axes):
+    x, y = data
+    with pytest.raises(ke.InputError, match="Bfloat16 is no array of numbers: Unsupported dtype"):
+        run_data((Bfloat16(x), y), None, axes, SIZE, SEED)
+
+
 class Loader:
     """A loader that shuffles by its epoch, yields lists or dictionaries, and counts its batches."""
 
