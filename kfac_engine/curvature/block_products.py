@@ -1,18 +1,19 @@
 """Products of the block-diagonal matrix of a collection with vectors over its parameters."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
-from kfac_engine._types import Params, Vector
-from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.blocks.batched_products import (
-    Pairs,
-    Product,
-    by_parameter,
-    multiply_blocks,
-)
+from kfac_engine._types import Params, Rows, Vector
+from kfac_engine.backend.tasks import Task
+from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.errors import UnknownNameError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+
+# Vectors over the parameters of a collection.
+Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
+# Product of a block and a vector; it must not change blocks or factors.
+Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
 
 
 class BlockProducts:
@@ -88,10 +89,11 @@ class BlockProducts:
         return lambda block, vector: block.multiply_cholesky_inverse(vector, transpose)
 
     def multiply(self, vectors: Mapping[str, Any], product: Product) -> dict[str, Any]:
-        """Multiply vectors of some or all blocks, given by parameter.
+        """Multiply vectors of some or all blocks, given by parameter, in parallel.
 
         Args:
-            vectors: Parameter to array; all parameters of each block that is to be multiplied.
+            vectors: Parameter to array in the parameter's shape, or to rows of an embedding; all
+                parameters of each block that is to be multiplied.
             product: A product of this object.
 
         Returns:
@@ -100,8 +102,27 @@ class BlockProducts:
         Raises:
             InputError: A block has vectors for some of its parameters only.
         """
-        collection = self._collection
-        return multiply_blocks(collection.fisher_blocks, vectors, product, collection.backend)
+        products: dict[str, Any] = {}
+
+        def multiply(names: tuple[str, ...], block: FisherBlock, vector: Vector) -> None:
+            result = product(block, vector)
+            arrays = (result,) if isinstance(result, Rows) else parts(result)
+            products.update(zip(names, arrays, strict=True))
+
+        tasks = []
+        for key, block in self._collection.fisher_blocks.items():
+            names = uses(key)
+            present = [name for name in names if name in vectors]
+            if not present:
+                continue
+            if len(present) < len(names):
+                raise InputError(
+                    f"{', '.join(names)} form one block; give the gradients of all of them."
+                )
+            vector = vectors[key] if isinstance(key, str) else tuple(vectors[n] for n in key)
+            tasks.append(Task(block.work, partial(multiply, names, block, vector)))
+        self._collection.backend.run_parallel(tasks)
+        return {name: products[name] for name in vectors if name in products}
 
     def multiply_pairs(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
         """Multiply vectors of all parameters, given as pairs.
@@ -118,7 +139,7 @@ class BlockProducts:
             InputError: A parameter is missing, comes twice or is not registered.
         """
         registered = [name for key in self._collection.fisher_blocks for name in uses(key)]
-        products = self.multiply(by_parameter(vecs_and_vars, registered), product)
+        products = self.multiply(_by_parameter(vecs_and_vars, registered), product)
         return [
             (products[key] if isinstance(key, str) else tuple(products[n] for n in key), key)
             for _, key in vecs_and_vars
@@ -129,3 +150,36 @@ class BlockProducts:
             raise UnknownNameError(
                 f"the product was not registered with {self._name}; make it with {option}=True."
             )
+
+
+def _by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:
+    """Return the vectors of all parameters by name.
+
+    Args:
+        vecs_and_vars: Pairs of an array and its parameter, or of a tuple of arrays and parameters.
+        registered: All parameters.
+
+    Returns:
+        Parameter to array, or to rows of an embedding.
+
+    Raises:
+        ShapeError: The numbers of arrays and parameters of a pair differ.
+        InputError: A parameter is missing, occurs twice or is not registered.
+    """
+    vectors: dict[str, Any] = {}
+    for vector, key in vecs_and_vars:
+        names = uses(key)
+        arrays = (vector,) if isinstance(vector, Rows) else parts(vector)
+        if len(arrays) != len(names):
+            raise ShapeError(f"{key} needs {len(names)} array(s), got {len(arrays)}.")
+        if vectors.keys() & set(names):
+            raise InputError(f"products take every parameter once; {key} occurs twice.")
+        vectors.update(zip(names, arrays, strict=True))
+    if set(vectors) != set(registered):
+        missing = sorted(set(registered) - set(vectors))
+        extra = sorted(set(vectors) - set(registered))
+        raise InputError(
+            f"products take every registered parameter once; missing: {missing}, not registered: "
+            f"{extra}."
+        )
+    return vectors

@@ -9,14 +9,14 @@ import numpy as np
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.arguments import listed, number, texts, whole
 from kfac_engine.compat.default_collection import get_default_layer_collection
-from kfac_engine.curvature.block_products import BlockProducts
-from kfac_engine.curvature.blocks.base import FisherBlock, GradsList, uses
-from kfac_engine.curvature.blocks.batched_products import Pairs
+from kfac_engine.curvature.block_products import BlockProducts, Pairs
+from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, Measured
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Sources, ThunkRound, Trace
@@ -51,6 +51,14 @@ class FisherEstimator(Sealed):
             gradient of the batch.
 
     Attributes:
+        blocks: The blocks of the collection.
+        factors: The factors of the collection.
+        differentiated: Values with respect to which updates differentiate the losses of the whole
+            batch.
+        differentiated_alone: Values with respect to which updates differentiate the losses of each
+            example.
+        reads_gradients: Whether statistics read gradients of the training loss; see
+            ``propagated``.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         products: The same products for vectors that are given by parameter.
         refreshes: Refreshes of single factors, by key, with their costs.
@@ -82,9 +90,7 @@ class FisherEstimator(Sealed):
         if compute_params_stats and batch_size is None:
             raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
         _check_options(variables, cov_ema_decay, exps, estimation_mode)
-        whole("seed", seed, least=0)
-        if batch_size is not None:
-            whole("batch_size", batch_size, least=1)
+        _check_counts(seed, batch_size)
         if layer_collection is None:
             layer_collection = get_default_layer_collection()
         if not isinstance(layer_collection, LayerCollection):
@@ -113,10 +119,13 @@ class FisherEstimator(Sealed):
         self._round: ThunkRound | None = None
         layer_collection.check_registration(self.variables)
         layer_collection.finalize()
-        for block in self.blocks:
-            self._instantiate(block, exps, compute_cholesky, compute_cholesky_inverse)
-            if examples is not None and isinstance(block, NaiveFullFB):
-                self._sources.alone += block.factors
+        self.blocks = layer_collection.get_blocks()
+        self._instantiate_factors(exps, compute_cholesky, compute_cholesky_inverse)
+        self.factors = layer_collection.get_factors()
+        self.differentiated, self.differentiated_alone = self._sources.read_values()
+        self.reads_gradients = self._mode.needs_targets and not self._sources.variables
+        batches = (factor for factor in self.factors if factor not in self._sources.alone)
+        self._updater = self._updater_of(tuple(batches))
         self._sealed = True
 
     @property
@@ -151,9 +160,23 @@ class FisherEstimator(Sealed):
         return self.damping * min(block.mean_eigenvalue() for block in self.blocks)
 
     @property
-    def mat_type(self) -> MatType:
-        """Kind of the curvature matrix that the estimation mode estimates."""
-        return self._mode.mat_type
+    def combine(self) -> Combine | None:
+        """Combines the measurements of several processes; None in one process. Can be set.
+
+        Each process updates its estimator by its part of a batch. An update calls the function with
+        its measurements, in the same order in each process, before any average changes. The
+        function replaces ``measurement.array``, in place, by the mean over the processes weighted
+        by ``measurement.examples``, and ``measurement.examples`` by the sum over the processes. The
+        averages are then those of the whole batch. An error of the function leaves all averages
+        unchanged.
+        """
+        return self._updater.combine
+
+    @combine.setter
+    def combine(self, value: Combine | None) -> None:
+        if value is not None and not callable(value):
+            raise InputError(f"combine must be a function of measurements or None, got {value!r}.")
+        self._updater.combine = value
 
     @property
     def sums_sources(self) -> bool:
@@ -161,34 +184,14 @@ class FisherEstimator(Sealed):
         return not self._mode.one_source
 
     @property
-    def reads_gradients(self) -> bool:
-        """Whether statistics read gradients of the training loss; see ``propagated``."""
-        return self._mode.needs_targets and not self._sources.variables
+    def mat_type(self) -> MatType:
+        """Kind of the curvature matrix that the estimation mode estimates."""
+        return self._mode.mat_type
 
     @property
     def rng(self) -> np.random.Generator:
         """Generator of sampled targets and random signs."""
         return self._sources.rng
-
-    @property
-    def differentiated(self) -> tuple[str, ...]:
-        """Values with respect to which updates differentiate the losses of the whole batch."""
-        return self._sources.of_batches
-
-    @property
-    def differentiated_alone(self) -> tuple[str, ...]:
-        """Values with respect to which updates differentiate the losses of each example."""
-        return self._sources.of_examples
-
-    @property
-    def blocks(self) -> tuple[FisherBlock, ...]:
-        """The blocks of the collection."""
-        return self._collection.get_blocks()
-
-    @property
-    def factors(self) -> tuple[FisherFactor, ...]:
-        """The factors of the collection."""
-        return self._collection.get_factors()
 
     # -- statistics -----------------------------------------------------------------------------
 
@@ -220,14 +223,13 @@ class FisherEstimator(Sealed):
         """
         decay = self.cov_ema_decay if should_decay else 1.0
         stats: dict[str, Array] = {}
-        alone = self._sources.alone
+        updater, alone = self._updater, self._sources.alone
         singles = self._sources.measure_examples(alone, trace, draws, scales or {})
-        factors = tuple(factor for factor in self.factors if factor not in alone)
         if propagated is None:
-            sources = self._sources.of_batch(factors, trace, draws, scales or {}, stats)
+            sources = self._sources.of_batch(updater.factors, trace, draws, scales or {}, stats)
         else:
-            sources = self._sources.given(factors, trace, propagated)
-        self._update(factors, sources, stats, decay, release, singles)
+            sources = self._sources.given(updater.factors, trace, propagated)
+        self._update(updater, sources, stats, decay, release, singles)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -303,22 +305,33 @@ class FisherEstimator(Sealed):
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _instantiate(
-        self, block: FisherBlock, exps: Sequence[float], cholesky: bool, inverse: bool
-    ) -> None:
-        named: list[str | tuple[str, ...]] = []
-        for tower in block.tensors_to_compute_grads():
-            gradients = tuple(self._sources.gradient_name(value) for value in uses(tower))
-            named.append(gradients if len(gradients) > 1 else gradients[0])
-        # All sources use the same names, one after the other, so that a factor has one source.
-        grads_list: GradsList = [tuple(named)] if isinstance(block, NaiveFullFB) else [named]
-        block.instantiate_factors(grads_list, lambda: self.damping)
-        for exp in exps:
-            block.register_matpower(exp)
-        if cholesky:
-            block.register_cholesky()
-        if inverse:
-            block.register_cholesky_inverse()
+    def _instantiate_factors(self, exps: Sequence[float], cholesky: bool, inverse: bool) -> None:
+        for block in self.blocks:
+            named: list[str | tuple[str, ...]] = []
+            for tower in block.tensors_to_compute_grads():
+                gradients = tuple(self._sources.gradient_name(value) for value in uses(tower))
+                named.append(gradients if len(gradients) > 1 else gradients[0])
+            generic = isinstance(block, NaiveFullFB)
+            # All sources use the same names, one after the other, so that a factor has one source.
+            grads_list: GradsList = [tuple(named)] if generic else [named]
+            block.instantiate_factors(grads_list, lambda: self.damping)
+            if generic and self._sources.examples is not None:
+                self._sources.alone += block.factors
+            for exp in exps:
+                block.register_matpower(exp)
+            if cholesky:
+                block.register_cholesky()
+            if inverse:
+                block.register_cholesky_inverse()
+
+    def _updater_of(self, factors: tuple[FisherFactor, ...]) -> FactorUpdater:
+        return FactorUpdater(
+            factors,
+            self._collection.backend,
+            self._sources.gradients,
+            self._batch_size,
+            f"the batch_size of {self.name}",
+        )
 
     def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
         now = self.rng.bit_generator.state
@@ -329,11 +342,12 @@ class FisherEstimator(Sealed):
         stats: dict[str, Array] = {}
         decay = self.cov_ema_decay if should_decay else 1.0
         alone = (factor,) if factor in self._sources.alone else ()
-        rest = () if alone else (factor,)
+        updater = self._updater_of(() if alone else (factor,))
+        updater.combine = self.combine
         try:
             singles = self._sources.measure_examples(alone, trace, None, {})
-            sources = self._sources.of_batch(rest, trace, None, {}, stats)
-            self._update(rest, sources, stats, decay, measured=singles)
+            sources = self._sources.of_batch(updater.factors, trace, None, {}, stats)
+            self._update(updater, sources, stats, decay, measured=singles)
         finally:
             if not first:  # the first thunk of the pass has advanced the generator
                 self.rng.bit_generator.state = now
@@ -341,7 +355,7 @@ class FisherEstimator(Sealed):
 
     def _update(
         self,
-        factors: Sequence[FisherFactor],
+        updater: FactorUpdater,
         sources: Iterator[dict[str, Array]],
         stats: Mapping[str, Array],
         decay: float,
@@ -349,16 +363,11 @@ class FisherEstimator(Sealed):
         measured: Sequence[Measured] = (),
     ) -> None:
         generator = self.rng.bit_generator.state
-        whose = f"the batch_size of {self.name}"
-        backend = self._collection.backend
-        intake = FactorUpdater(
-            factors, backend, self._sources.gradients.keys(), self._batch_size, whose
-        )
         try:
             if self._mode.one_source:
-                intake.average(next(sources), decay, release, measured)
+                updater.average(next(sources), decay, release, measured)
             else:
-                intake.average_sum(sources, decay, measured)
+                updater.average_sum(sources, decay, measured)
         except BaseException:  # the draws of a failed update are not used
             self.rng.bit_generator.state = generator
             raise
@@ -379,3 +388,10 @@ def _check_options(
     number("cov_ema_decay", cov_ema_decay)
     if not 0 <= cov_ema_decay <= 1:
         raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
+
+
+def _check_counts(seed: object, batch_size: object) -> None:
+    """Refuse a negative seed and a batch size below one, with an InputError."""
+    whole("seed", seed, least=0)
+    if batch_size is not None:
+        whole("batch_size", batch_size, least=1)

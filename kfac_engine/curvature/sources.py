@@ -10,8 +10,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import Draws, EstimationMode
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.measurement import take
 from kfac_engine.curvature.factors.updater import Measured, computed
-from kfac_engine.curvature.factors.values import take
 from kfac_engine.losses.base import RegisteredLoss
 
 
@@ -28,6 +28,19 @@ class Trace(Protocol):
 ExampleGradients: TypeAlias = Callable[
     [Any, Mapping[str, Array], Sequence[str]], Iterator[Mapping[str, Array]]
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Names of the values that factors read.
+
+    Attributes:
+        forward: Values of the trace.
+        gradients: Name of a gradient, as factors read it, to the differentiated value.
+    """
+
+    forward: tuple[str, ...]
+    gradients: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -53,6 +66,7 @@ class Sources:
     variables: tuple[str, ...] = ()
     gradients: dict[str, str] = field(default_factory=dict)
     alone: tuple[FisherFactor, ...] = ()
+    _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict)
 
     def gradient_name(self, value: str) -> str:
         """Register the gradient with respect to a value, and return its name."""
@@ -60,20 +74,18 @@ class Sources:
         self.gradients[name] = value
         return name
 
-    @property
-    def of_examples(self) -> tuple[str, ...]:
-        """Values with respect to which the losses of single examples are differentiated."""
-        return tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
+    def read_values(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the values with respect to which losses are differentiated.
 
-    @property
-    def of_batches(self) -> tuple[str, ...]:
-        """Values with respect to which the losses of a whole batch are differentiated."""
-        alone = frozenset(self.of_examples)
-        return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone)
+        Returns:
+            Those of the losses of a whole batch, and those of the losses of single examples.
+        """
+        alone = tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
+        return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone), alone
 
     def of_batch(
         self,
-        factors: Sequence[FisherFactor],
+        factors: tuple[FisherFactor, ...],
         trace: Trace,
         draws: Draws | None,
         scales: Mapping[str, float],
@@ -91,15 +103,15 @@ class Sources:
         Yields:
             Name to array; no other reference to a gradient remains.
         """
-        forward, wanted = self._forward(factors, trace)
-        backend = self.backend
-        wrt = tuple(dict.fromkeys((*wanted.values(), *self.variables)))
+        reads, backend = self._reads_of(factors), self.backend
+        forward = take(trace, reads.forward, backend)
+        wrt = tuple(dict.fromkeys((*reads.gradients.values(), *self.variables)))
         for cotangents in self._cotangents(trace, draws, scales):
             gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             for name in self.variables:
                 gradient = gradients[name]
                 stats[name] = stats[name] + gradient if name in stats else gradient
-            values = forward | {name: gradients[value] for name, value in wanted.items()}
+            values = forward | {n: gradients[value] for n, value in reads.gradients.items()}
             if self.mode.one_source:
                 forward.clear()
             del gradients, cotangents
@@ -113,7 +125,7 @@ class Sources:
 
     def measure_examples(
         self,
-        factors: Sequence[FisherFactor],
+        factors: tuple[FisherFactor, ...],
         trace: Trace,
         draws: Draws | None,
         scales: Mapping[str, float],
@@ -132,42 +144,46 @@ class Sources:
         if not factors or self.examples is None:
             return []
         generator, backend = self.rng.bit_generator.state, self.backend
-        forward, wanted = self._forward(factors, trace)
-        names = tuple(wanted.values())
+        reads = self._reads_of(factors)
+        forward = take(trace, reads.forward, backend)
+        names = tuple(reads.gradients.values())
         measured: list[Measured] = []
         try:
             for cotangents in self._cotangents(trace, draws, scales):
                 for gradients in self.examples(trace, cotangents, names):
                     arrays = take(gradients, names, backend)
-                    values = forward | {name: arrays[value] for name, value in wanted.items()}
-                    for factor in factors:
-                        factor.check(values)
+                    values = forward | {n: arrays[value] for n, value in reads.gradients.items()}
+                    sizes = [factor.check(values) for factor in factors]
                     for _, measurement in measured:
                         measurement.add(values)
-                    measured = measured or [(f, computed(f, values)) for f in factors]
+                    measured = measured or [
+                        (factor, computed(factor.measure(values, size)))
+                        for factor, size in zip(factors, sizes, strict=True)
+                    ]
         finally:
             self.rng.bit_generator.state = generator
         return measured
 
     def given(
-        self, factors: Sequence[FisherFactor], trace: Trace, propagated: dict[str, Array]
+        self, factors: tuple[FisherFactor, ...], trace: Trace, propagated: dict[str, Array]
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of the only source of a mode, from gradients that exist already."""
-        forward, wanted = self._forward(factors, trace)
-        arrays = take(propagated, wanted.values(), self.backend)
+        reads = self._reads_of(factors)
+        values = take(trace, reads.forward, self.backend)
+        arrays = take(propagated, reads.gradients.values(), self.backend)
         propagated.clear()
-        forward.update((name, arrays.pop(value)) for name, value in wanted.items())
-        yield forward
+        values.update((name, arrays.pop(value)) for name, value in reads.gradients.items())
+        yield values
 
-    def _forward(
-        self, factors: Sequence[FisherFactor], trace: Trace
-    ) -> tuple[dict[str, Array], dict[str, str]]:
-        """Return the forward values that factors read, and the gradients they read with values."""
-        statistics = [factor.statistic for factor in factors]
-        reads = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
-        wanted = {name: value for name, value in self.gradients.items() if name in reads}
-        left = (name for name in reads if name not in wanted)
-        return take(trace, left, self.backend), wanted
+    def _reads_of(self, factors: tuple[FisherFactor, ...]) -> Reads:
+        """Return the names of the values that factors read, which never change."""
+        if factors not in self._reads:
+            statistics = [factor.statistic for factor in factors]
+            names = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
+            gradients = {name: value for name, value in self.gradients.items() if name in names}
+            forward = tuple(name for name in names if name not in gradients)
+            self._reads[factors] = Reads(forward, gradients)
+        return self._reads[factors]
 
 
 @dataclass(slots=True)

@@ -11,9 +11,10 @@ from typing import NoReturn
 from kfac_engine._types import Array
 from kfac_engine.arguments import number, whole
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.curvature.blocks.batched_products import Product
+from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Plan, Schedule, plan
 from kfac_engine.engine.backward import reported_loss
@@ -26,11 +27,7 @@ from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.trainable_model import TrainableModel
-from kfac_engine.engine.validation import (
-    batch_size,
-    check_products,
-    checked_vectors,
-)
+from kfac_engine.engine.validation import batch_size, check_products, checked_vectors
 from kfac_engine.errors import NotReadyError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.layers.parameter_slices import join, split
@@ -129,6 +126,15 @@ class Engine(TrainableModel):
     def schedule(self, value: Schedule) -> None:
         check_schedule(value)
         self._schedule = value
+
+    @property
+    def combine(self) -> Combine | None:
+        """Combines the statistics of several processes; can be set: see ``estimator.combine``."""
+        return self.estimator.combine
+
+    @combine.setter
+    def combine(self, value: Combine | None) -> None:
+        self.estimator.combine = value
 
     # -- the line ---------------------------------------------------------------------------------
 
@@ -256,7 +262,7 @@ class Engine(TrainableModel):
         """
         product, checked = self.estimator.products.cholesky(transpose), self._checked(vectors)
         with single_threaded_blas():
-            return self._multiply(checked, product, self.estimator.identity_damping**0.5, 0.5)
+            return self._multiply(checked, product, 0.5)
 
     def multiply_cholesky_inverse(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -280,7 +286,7 @@ class Engine(TrainableModel):
         product = self.estimator.products.cholesky_inverse(transpose)
         checked = self._checked(vectors)
         with single_threaded_blas():
-            return self._multiply(checked, product, self.estimator.identity_damping**-0.5, -0.5)
+            return self._multiply(checked, product, -0.5)
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -364,30 +370,24 @@ class Engine(TrainableModel):
     ) -> None:
         self.estimator.wait()
         if due.update_covariances:
-            with record("statistics"):
-                self._update_statistics(trace, gradients)
+            scales = self.objective.fisher_scales(trace)
+            with record("statistics"), self._history.explain():
+                self.estimator.update_covariances(
+                    trace, scales=scales, release=trace.release, propagated=gradients
+                )
         with record("inverses"):
             finish = self.estimator.refreshes.begin(due.refresh)
             if not self.schedule.overlap or self.counter == 0:
                 finish()
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
-        product = self.estimator.products.matpower(exp)
-        return self._multiply(gradients, product, self.estimator.identity_damping**exp, exp)
-
-    def _update_statistics(self, trace: Trace, gradients: dict[str, Array] | None) -> None:
-        """Average the statistics of a batch; ``gradients`` is ``BackwardResult.outputs``."""
-        scales = self.objective.fisher_scales(trace)
-        with self._history.explain():
-            self.estimator.update_covariances(
-                trace, scales=scales, release=trace.release, propagated=gradients
-            )
+        return self._multiply(gradients, self.estimator.products.matpower(exp), exp)
 
     def _multiply(
-        self, vectors: Mapping[str, Array], product: Product, rest: float, exp: float
+        self, vectors: Mapping[str, Array], product: Product, exp: float
     ) -> dict[str, Array]:
-        """Multiply vectors by blocks, and the entries that no layer reads by ``rest``."""
-        slices = self._discovery.parts
+        """Multiply vectors by blocks, and the entries that no layer reads by the damping alone."""
+        slices, rest = self._discovery.parts, self.estimator.identity_damping**exp
         with quiet():
             blocks = self.estimator.products.multiply(split(slices, vectors), product)
             products = {n: join(slices[n], blocks, v, rest) for n, v in vectors.items()}

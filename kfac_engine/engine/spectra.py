@@ -95,7 +95,7 @@ def _spectra(engine: Engine, most_rows: int | None) -> Iterator[FactorSpectrum]:
         names = tuple(name + part for name, part in zip(layer.parameters, layer.parts, strict=True))
         columns = zip(block.symbols, block.factors, block.factor_dampings(), strict=True)
         for symbol, factor, damping in columns:
-            average = factor.average.read(factor.name)
+            average = factor.average.read()
             if id(factor) not in computed:
                 computed[id(factor)] = _eigenvalues(factor, most_rows)
             yield FactorSpectrum(
@@ -110,7 +110,7 @@ def _spectra(engine: Engine, most_rows: int | None) -> Iterator[FactorSpectrum]:
 
 def _eigenvalues(factor: FisherFactor, most_rows: int | None) -> Array | None:
     """Return the eigenvalues; None for a matrix of too many rows."""
-    rows = factor.average.read(factor.name).shape[-1]
+    rows = factor.average.read().shape[-1]
     # The eigenvalues of a diagonal matrix are its entries.
     is_matrix = factor.has_inverses
     too_large = is_matrix and most_rows is not None and rows > most_rows

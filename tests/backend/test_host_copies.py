@@ -27,7 +27,7 @@ COPIES = {
         "kfac_engine/layers/",
         # Numbers that were downloaded together.
         "kfac_engine/curvature/blocks/grouped.py",
-        "kfac_engine/curvature/factors/requests.py",
+        "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
     ),
 }

@@ -61,8 +61,8 @@ def dense(engine, exp=-1):
         ("dampng", "did you mean 'damping'"),
         ("exps", "takes 'exps' in its constructor"),
         ("reduction", "takes 'reduction' in its constructor"),
-        ("layers", "only damping and schedule can be set"),
-        ("gradients", "only damping and schedule can be set"),
+        ("layers", "only combine and damping and schedule can be set"),
+        ("gradients", "only combine and damping and schedule can be set"),
         ("anything", "no attribute 'anything'"),
     ],
 )

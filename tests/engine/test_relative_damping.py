@@ -83,7 +83,7 @@ def test_each_factor_of_a_dense_layer_is_damped_by_its_own_mean_eigenvalue():
 def test_each_group_of_a_convolution_is_damped_by_its_own_mean_eigenvalues():
     engine, result = observed(ke.RelativeDamping(EPSILON))
     block = engine.collection.fisher_blocks["filter"]
-    A, G = (factor.average.read(factor.name).astype(float) for factor in block.factors)
+    A, G = (factor.average.read().astype(float) for factor in block.factors)
     for group in range(2):
         outputs = slice(2 * group, 2 * group + 2)
         inverses = [

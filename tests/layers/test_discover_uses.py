@@ -222,7 +222,7 @@ def test_factors_of_two_uses_are_the_means_of_those_of_each(name):
         layers = [layer for layer in engine.layers if layer.parameters[0].startswith("w")]
         assert {layer.kind for layer in layers} == {several if shared else single}
         blocks = [engine.collection.fisher_blocks[layer.key] for layer in layers]
-        factors.append([[f.average.read("") for f in block.factors] for block in blocks])
+        factors.append([[f.average.read() for f in block.factors] for block in blocks])
         repeats = {block.repeats for block in blocks}
         assert len(repeats) == 1
         factors[-1].append(repeats.pop())

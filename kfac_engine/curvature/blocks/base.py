@@ -10,7 +10,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.mixins.blocks import InverseProducts
 from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig, RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.damping import Level
+from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 
@@ -97,6 +97,8 @@ class FisherBlock(InverseProducts, ABC):
             damping = lambda: fixed  # noqa: E731 (a closure over a number, nothing to name)
         self._damping = damping
         self._make_factors(grads_list)
+        for factor in self.factors:
+            factor.partners = tuple(dict.fromkeys((*factor.partners, *self.factors)))
 
     @abstractmethod
     def _make_factors(self, grads_list: GradsList) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from kfac_engine.curvature.blocks.base import GradsList, shape_of
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor, RotatedSquare
+from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 
 

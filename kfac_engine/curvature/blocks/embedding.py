@@ -39,7 +39,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
         if not isinstance(vector, Rows):
             return super().multiply_matpower(vector, exp)
         vector = self._rows(vector)
-        (A, damping_a), (G, damping_g) = self._damped()
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
         assert isinstance(A, VocabularyFactor)  # by the input side
         rows = A.left_multiply_matpower(vector, exp, damping_a)
         values = G.right_multiply_matpower(rows.values, exp, damping_g)
@@ -50,7 +50,7 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
             return super()._multiply_root(vector, transpose=transpose, inverse=inverse)
         exp = -0.5 if inverse else 0.5
         vector = self._rows(vector)
-        (A, damping_a), (G, damping_g) = self._damped()
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
         assert isinstance(A, VocabularyFactor)  # by the input side
         rows = A.left_multiply_matpower(vector, exp, damping_a)
         values = G.right_multiply_cholesky(

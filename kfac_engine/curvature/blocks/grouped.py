@@ -14,10 +14,10 @@ from kfac_engine._types import Array, Params
 from kfac_engine.curvature.blocks.base import FactorOwner, GradsList
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, Side
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
-from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.stacked import GroupedMoment, GroupedSquare, StackedSquareFactor
-from kfac_engine.curvature.linalg.damping import pi_correction
+from kfac_engine.curvature.linalg.kronecker import pi_correction
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.layers.grouped import GroupedForm
 
@@ -62,7 +62,7 @@ class GroupedKroneckerFB(KroneckerProductFB):
         xp = self._collection.backend.xp
         groups, d_in, d_out = self._stack
         size = d_in * d_out
-        A, G = (factor.average.read(factor.name) for factor in self.factors)
+        A, G = (factor.average.read() for factor in self.factors)
         block: Array = xp.zeros((groups * size, groups * size), A.dtype)
         for group in range(groups):
             where = slice(group * size, (group + 1) * size)

@@ -26,12 +26,11 @@ from kfac_engine.curvature.blocks.base import (
 )
 from kfac_engine.curvature.config import LEAST_EIGENVALUE, RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.damping import Level
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment
-from kfac_engine.curvature.linalg.damping import pi_correction
-from kfac_engine.curvature.linalg.kronecker import multiply_parts
+from kfac_engine.curvature.linalg.kronecker import multiply_parts, pi_correction
 from kfac_engine.errors import NotReadyError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.uses import rows_per_example
@@ -88,8 +87,8 @@ class KroneckerProductFB(FisherBlock):
         self.form = form
         self._sides = input_side, output_side
         self._towers = Towers()
-        self._input_factor: FisherFactor | None = None
-        self._output_factor: FisherFactor | None = None
+        self._factors: tuple[FisherFactor, ...] = ()
+        self._dampings = _SideDamping(self, 0), _SideDamping(self, 1)
 
     # -- registration ---------------------------------------------------------------------------
 
@@ -128,24 +127,28 @@ class KroneckerProductFB(FisherBlock):
             batch=collection.batch_value,
             exact=collection.batch_is_exact,
         )
-        self._input_factor = collection.make_or_get_factor(input_side.factor, (a,))
-        self._output_factor = collection.make_or_get_factor(output_side.factor, (ds,))
+        self._factors = (
+            collection.make_or_get_factor(input_side.factor, (a,)),
+            collection.make_or_get_factor(output_side.factor, (ds,)),
+        )
 
     # -- factors --------------------------------------------------------------------------------
 
     @property
     def input_factor(self) -> FisherFactor:
         """The input factor ``A``."""
-        return self._instantiated(self._input_factor)
+        return self.factors[0]
 
     @property
     def output_factor(self) -> FisherFactor:
         """The output factor ``G``."""
-        return self._instantiated(self._output_factor)
+        return self.factors[1]
 
     @property
     def factors(self) -> tuple[FisherFactor, ...]:
-        return self.input_factor, self.output_factor
+        if not self._factors:
+            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
+        return self._factors
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.form.packing.matrix_shape(shapes[0])
@@ -205,7 +208,7 @@ class KroneckerProductFB(FisherBlock):
         root = float(np.sqrt(self.damping))
         if self._collection.config.pi_type == "off":
             return root, root
-        A, G = self.input_factor, self.output_factor
+        A, G = self.factors
         pi = pi_correction(A.trace(), A.side, G.trace(), G.side)
         return root * pi, root / pi
 
@@ -213,15 +216,15 @@ class KroneckerProductFB(FisherBlock):
         return self.split_damping()
 
     def register_matpower(self, exp: float) -> None:
-        for factor, damping in self._damped():
+        for factor, damping in zip(self.factors, self._dampings, strict=True):
             factor.register_matpower(exp, damping)
 
     def register_cholesky(self) -> None:
-        for factor, damping in self._damped():
+        for factor, damping in zip(self.factors, self._dampings, strict=True):
             factor.register_cholesky(damping)
 
     def register_cholesky_inverse(self) -> None:
-        for factor, damping in self._damped():
+        for factor, damping in zip(self.factors, self._dampings, strict=True):
             factor.register_cholesky_inverse(damping)
 
     # -- products -------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ class KroneckerProductFB(FisherBlock):
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
-        (A, damping_a), (G, damping_g) = self._damped()
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
         scale = float(self.repeats) ** exp
         left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
         if left is not None and right is not None:
@@ -270,7 +273,7 @@ class KroneckerProductFB(FisherBlock):
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
         """Return ``√c·L_A V L_Gᵀ``, or the product with the inverse, the transpose or both."""
         vector = self._operand(vector)
-        (A, damping_a), (G, damping_g) = self._damped()
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
         V = self._pack(vector)
         V = A.left_multiply_cholesky(V, damping_a, transpose=transpose, inverse=inverse)
         V = G.right_multiply_cholesky(V, damping_g, transpose=not transpose, inverse=inverse)
@@ -279,17 +282,6 @@ class KroneckerProductFB(FisherBlock):
 
     def _pack(self, vector: Vector) -> Array:
         return self.form.packing.pack(vector, self.params, self._collection.backend.xp)
-
-    def _damped(self) -> Sequence[tuple[FisherFactor, "_SideDamping"]]:
-        return (
-            (self.input_factor, _SideDamping(self, 0)),
-            (self.output_factor, _SideDamping(self, 1)),
-        )
-
-    def _instantiated(self, factor: FisherFactor | None) -> FisherFactor:
-        if factor is None:
-            raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
-        return factor
 
 
 def _relative_level(factor: FisherFactor, root: float) -> Level:
@@ -300,17 +292,12 @@ def _relative_level(factor: FisherFactor, root: float) -> Level:
     return levels if levels.ndim else float(levels)
 
 
-@dataclass(frozen=True, slots=True, eq=True)
+@dataclass(frozen=True, slots=True)
 class _SideDamping:
     """The damping of a factor of a block, evaluated at each refresh."""
 
     block: KroneckerProductFB
     side: int
-
-    @property
-    def factors(self) -> Sequence[FisherFactor]:
-        """The factors whose traces the damping depends on."""
-        return self.block.factors
 
     def __call__(self) -> Level:
         return self.block.split_damping()[self.side]

@@ -77,7 +77,7 @@ class SeriesFB(MultiUseKroneckerFB):
     def register_matpower(self, exp: float) -> None:
         self._check_power(exp)
         if exp == -1:
-            for factor, (_, damping) in zip(self._lagged(), self._damped(), strict=True):
+            for factor, damping in zip(self._lagged(), self._dampings, strict=True):
                 factor.register_series(self._option, damping)
 
     def register_cholesky(self) -> None:
@@ -127,7 +127,7 @@ class SeriesFB(MultiUseKroneckerFB):
         _, solve = _OPTIONS[self._option]
         A, G = (
             factor.series(self._option, damping)
-            for factor, (_, damping) in zip(self._lagged(), self._damped(), strict=True)
+            for factor, damping in zip(self._lagged(), self._dampings, strict=True)
         )
         return solve(V, A, G, self.form.num_uses) / self._positions
 

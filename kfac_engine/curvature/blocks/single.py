@@ -17,7 +17,8 @@ from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.statistics import GradientOuter, GradientSquare, LayerSquare
+from kfac_engine.curvature.factors.gradient_squares import GradientOuter, GradientSquare
+from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
 from kfac_engine.layers.layer_forms import LayerForm
 
@@ -262,7 +263,7 @@ class LayerDiagonalFB(SingleLayerFB):
 
     def _to_column(self, vector: Vector) -> Array:
         packed = self.form.packing.pack(vector, self.params, self._collection.backend.xp)
-        expected = self.factor.average.read(self.factor.name).shape
+        expected = self.factor.average.read().shape
         if packed.shape != expected:
             raise ShapeError(
                 f"the layer of {self.params} has a packed matrix of shape {expected}, the vector "

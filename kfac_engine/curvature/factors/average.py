@@ -24,11 +24,13 @@ class MovingAverage:
         rest: Function that writes the entries that updates leave out, such as the upper triangle
             of a symmetric matrix; None if the value is complete. Updates set it, and the next
             ``read`` calls it.
+        name: Name of the statistic, for messages.
     """
 
     value: Array | None = None
     weight: float = 0.0
     rest: Callable[[Array], None] | None = None
+    name: str = "a moving average"
 
     def coefficients(
         self, decay: float, weight: float, config: CollectionConfig
@@ -56,11 +58,8 @@ class MovingAverage:
             return decay, 1.0 - decay
         return decay * old / self.weight, weight / self.weight
 
-    def read(self, what: str) -> Array:
+    def read(self) -> Array:
         """Return the complete average.
-
-        Args:
-            what: Name of the statistic, for the message.
 
         Returns:
             The array itself, not a copy.
@@ -68,18 +67,15 @@ class MovingAverage:
         Raises:
             NotReadyError: No batch was averaged yet.
         """
-        value = self.lower(what)
+        value = self.lower()
         rest = self.rest  # another reading thread may complete the value meanwhile
         if rest is not None:
             rest(value)
             self.rest = None
         return value
 
-    def lower(self, what: str) -> Array:
+    def lower(self) -> Array:
         """Return the average, of which only the lower triangle is defined if it is symmetric.
-
-        Args:
-            what: Name of the statistic, for the message.
 
         Returns:
             The array itself, not a copy.
@@ -88,5 +84,5 @@ class MovingAverage:
             NotReadyError: No batch was averaged yet.
         """
         if self.value is None:
-            raise NotReadyError(f"{what} has no statistics yet: update its covariance first.")
+            raise NotReadyError(f"{self.name} has no statistics yet: update its covariance first.")
         return self.value

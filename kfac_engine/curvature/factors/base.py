@@ -4,7 +4,7 @@ Life cycle: construct, register powers, ``update`` by each batch, ``refresh`` th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 import numpy as np
@@ -15,12 +15,16 @@ from kfac_engine.backend.select import select
 from kfac_engine.compat.mixins.factors import FactorOperations
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.damping import Damping
-from kfac_engine.curvature.factors.measurement import Combine, Measurement
-from kfac_engine.curvature.factors.refresh import refresh
-from kfac_engine.curvature.factors.requests import Refreshing
-from kfac_engine.curvature.factors.statistics import Statistic
-from kfac_engine.curvature.factors.values import TensorStats, check_examples, take, tensor_stats
+from kfac_engine.curvature.factors.measurement import (
+    Combine,
+    Measurement,
+    TensorStats,
+    check_examples,
+    take,
+    tensor_stats,
+)
+from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, refresh
+from kfac_engine.curvature.factors.statistics import Sizes, Statistic
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 _WIDE = np.dtype(np.float64)
@@ -40,7 +44,8 @@ class FisherFactor(FactorOperations, ABC):
         repeats: Uses × positions for each example in the last batch; None before the first.
         narrowest: Least exact element type that the average may have.
         companions: Factors of the same collection, by any key.
-        known_traces: Result of ``traces`` during a refresh, which computes it for many factors.
+        partners: The factors of all blocks that use this factor. Dampings depend on their traces.
+        traces_of_average: Result of ``traces`` for the current average; None if it is unknown.
         registrations_closed: Whether the set of registered powers is fixed.
     """
 
@@ -54,9 +59,10 @@ class FisherFactor(FactorOperations, ABC):
         self.statistic = statistic
         self.backend = backend or select("numpy")
         self.config = config or CollectionConfig()
-        self.average = MovingAverage()
+        self.average = MovingAverage(name=self.name)
         self.repeats: int | None = None
-        self.known_traces: Array | None = None
+        self.traces_of_average: Array | None = None
+        self.partners: tuple[FisherFactor, ...] = ()
         self.companions: Mapping[tuple[object, ...], FisherFactor] = {}
         self._finish: Callable[[], None] | None = None
         self.narrowest: DType = np.dtype(np.float32)
@@ -77,9 +83,9 @@ class FisherFactor(FactorOperations, ABC):
         Raises:
             NotReadyError: No batch was averaged yet.
         """
-        return self.average.read(self.name).copy()
+        return self.average.read().copy()
 
-    def check(self, values: Values, known: TensorStats | None = None) -> None:
+    def check(self, values: Values, known: TensorStats | None = None) -> Sizes:
         """Check that a batch is finite and has the shape of the average.
 
         An update by a checked batch raises no error. Numbers whose squares overflow float32 are
@@ -89,6 +95,9 @@ class FisherFactor(FactorOperations, ABC):
             values: Result of ``take``; holds every tensor of the statistic.
             known: Norms of the values; computed here if omitted.
 
+        Returns:
+            The sizes of the measurement, for ``measure``.
+
         Raises:
             NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares, or the squares
                 of whose products, overflow float64.
@@ -96,17 +105,19 @@ class FisherFactor(FactorOperations, ABC):
                 measurement differs from that of the average.
             InputError: The towers differ in size, or the batch has no example.
         """
-        known = known or tensor_stats([self.statistic], values, self.backend)
+        known = known or tensor_stats(self.statistic.names(), values, self.backend)
         for name in self.statistic.names():
             if not known.is_finite(name):
                 self._check_large(name, values[name])
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
-        if not self.statistic.batch_size(values):
+        examples = self.statistic.batch_size(values)
+        if not examples:
             raise InputError(f"the batch for {self.name} holds no example.")
         for pair in self.statistic.products():
             self._check_product(pair, values, known)
+        return Sizes(shape, examples, self.statistic.repeats(values))
 
     def read(self, values: Values) -> dict[str, Array]:
         """Return the checked values of a batch that the statistic reads, as arrays of the backend.
@@ -124,14 +135,30 @@ class FisherFactor(FactorOperations, ABC):
         check_examples((self.name, self.statistic), others, values, self.backend)
         return arrays
 
-    def measure(self, values: Values) -> Measurement:
+    def measure(
+        self, values: Values, sizes: Sizes | None = None, *, combined: bool = False
+    ) -> Measurement:
         """Return the measurement of a batch; the average does not change.
 
         Args:
             values: Checked values of the batch, or of its first source. The measurement reads them
                 later, unless its ``array`` is accessed.
+            sizes: Result of ``check``; computed here if omitted.
+            combined: Whether the measurement is combined with those of other parts of the batch.
         """
-        return Measurement(self, values)
+        if sizes is None:
+            statistic = self.statistic
+            shape, examples = statistic.shape(values), statistic.batch_size(values)
+            sizes = Sizes(shape, examples, statistic.repeats(values))
+        return Measurement(self, values, sizes, combined=combined)
+
+    def prepare(self, values: Values, combine: Combine | None = None) -> None:
+        """Prepare the first measurement. Default: do nothing.
+
+        Args:
+            values: Checked values of the batch, or of its first source.
+            combine: As for ``update``.
+        """
 
     def commit(self, measurement: Measurement, decay: float, weight: float = 1.0) -> None:
         """Update the average by a measurement, in place.
@@ -162,7 +189,9 @@ class FisherFactor(FactorOperations, ABC):
             combine: Combines the measurements of several processes; None in one process.
         """
         self.wait()
-        measurement = self.measure(values)
+        if combine is not None:
+            self.prepare(values, combine)
+        measurement = self.measure(values, combined=combine is not None)
         if combine is not None:
             combine([measurement])
         self.commit(measurement, decay, weight)
@@ -175,6 +204,7 @@ class FisherFactor(FactorOperations, ABC):
         """Record a measurement that the average has received."""
         self.repeats = measurement.repeats
         self.average.rest = self.complete
+        self.traces_of_average = None
 
     def _check_large(self, name: str, x: Array) -> None:
         """Accept numbers whose squares need float64; refuse NaN and infinity."""
@@ -224,15 +254,16 @@ class FisherFactor(FactorOperations, ABC):
         """Return the state for a checkpoint: host arrays by name."""
         if self.average.value is None:
             return {}
-        return {"average": self.backend.to_numpy(self.average.read(self.name))}
+        return {"average": self.backend.to_numpy(self.average.read())}
 
     def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
         """Restore the state that ``arrays`` returned."""
         self.wait()
         average = arrays.get("average")
         value = None if average is None else self.backend.asarray(average).copy()
-        self.average = MovingAverage(value, weight)
+        self.average = MovingAverage(value, weight, name=self.name)
         self.repeats = repeats
+        self.traces_of_average = None
 
     @abstractmethod
     def _identity(self, like: Array) -> Array:
@@ -261,9 +292,9 @@ class FisherFactor(FactorOperations, ABC):
 
     def traces(self) -> Array:
         """Return the trace of each matrix of a stack, or of a single matrix, as a host array."""
-        if self.known_traces is not None:
-            return self.known_traces
-        return self.backend.download([self.measured_traces()])[0]
+        if self.traces_of_average is None:
+            self.traces_of_average = self.backend.download([self.measured_traces()])[0]
+        return self.traces_of_average
 
     @abstractmethod
     def measured_traces(self) -> Array:
@@ -305,17 +336,14 @@ class FisherFactor(FactorOperations, ABC):
         """Set the function that completes a pending refresh; None if no refresh is pending."""
         self._finish = finish
 
-    def averages(self) -> Mapping[str, MovingAverage]:
-        """Return the averages that a refresh reads, by name."""
-        return {self.name: self.average}
-
-    def dampings(self) -> Iterable[Damping]:
-        """Return the dampings of all registered powers."""
-        return ()
+    @property
+    def averages(self) -> tuple[MovingAverage, ...]:
+        """The averages that a refresh reads."""
+        return (self.average,)
 
     @abstractmethod
-    def refreshing(self) -> Refreshing:
-        """Yield the requests of a refresh, and store the results that are sent back."""
+    def refresh_task(self) -> RefreshTask:
+        """Return the refresh of everything registered, for the current average and dampings."""
 
     def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
         """Return ``(C + damping·I)**exp`` if it is stored as a matrix, else None."""

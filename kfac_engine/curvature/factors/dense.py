@@ -8,8 +8,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.damping import Damping, damping_id
-from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import Statistic
 from kfac_engine.errors import (
     InputError,
@@ -76,20 +75,18 @@ class DenseSquareMatrixFactor(FisherFactor):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         self._register(CHOLESKY_INVERSE, damping_func)
 
-    def dampings(self) -> Iterable[Damping]:
-        return self._registered.values()
-
-    def refreshing(self) -> Refreshing:
-        dampings = {key: self._level(damping) for key, damping in self._registered.items()}
+    def refresh_task(self) -> RefreshTask:
         # Blocks with equal dampings share a result.
-        requests = self._requests(
-            dict.fromkeys((key[0], damping) for key, damping in dampings.items())
-        )
-        results = yield list(requests)
-        computed: dict[Wanted, Array] = {}
-        for wanted, arrays in zip(requests.values(), results, strict=True):
-            computed |= zip(wanted, arrays, strict=True)
-        self.stored = {key: computed[key[0], damping] for key, damping in dampings.items()}
+        wanted = {key: (key[0], self._level(damping)) for key, damping in self._registered.items()}
+        requests = self._requests(dict.fromkeys(wanted.values()))
+
+        def store(results: Sequence[Result]) -> None:
+            computed: dict[Wanted, Array] = {}
+            for operations, arrays in zip(requests.values(), results, strict=True):
+                computed |= zip(operations, arrays, strict=True)
+            self.stored = {key: computed[operation] for key, operation in wanted.items()}
+
+        return RefreshTask(list(requests), store)
 
     def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
         return None if exp == 1 else self._read(float(exp), damping_func)
@@ -145,11 +142,11 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     def _matrix(self) -> Array:
         """Return the matrix, or the stack of matrices, with both triangles."""
-        return self._within(self.average.read(self.name))
+        return self._within(self.average.read())
 
     def _lower(self) -> Array:
         """Return the average, a matrix or a stack; only its lower triangle is defined."""
-        return self._within(self.average.lower(self.name))
+        return self._within(self.average.lower())
 
     def _within(self, average: Array) -> Array:
         """Return the view of the average that is the matrix."""

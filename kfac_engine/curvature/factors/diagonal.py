@@ -4,8 +4,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.damping import Damping
-from kfac_engine.curvature.factors.requests import Refreshing
+from kfac_engine.curvature.factors.refresh import Damping, RefreshTask
 from kfac_engine.errors import InputError, ShapeError
 
 
@@ -22,18 +21,18 @@ class DiagonalFactor(FisherFactor):
 
     @property
     def side(self) -> int:
-        return int(self.average.read(self.name).size)
+        return int(self.average.read().size)
 
     def measured_traces(self) -> Array:
-        total: Array = self.average.read(self.name).sum()
+        total: Array = self.average.read().sum()
         return total
 
     def get_cov(self) -> Array:
-        dense: Array = self.backend.xp.diag(self.average.read(self.name).reshape(-1))
+        dense: Array = self.backend.xp.diag(self.average.read().reshape(-1))
         return dense
 
     def eigenvalues(self) -> Array:
-        average = self.backend.to_numpy(self.average.read(self.name))
+        average = self.backend.to_numpy(self.average.read())
         return np.sort(average.astype(np.float64), axis=None)
 
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
@@ -45,12 +44,11 @@ class DiagonalFactor(FisherFactor):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         del damping_func
 
-    def refreshing(self) -> Refreshing:
-        """Yield no request: products read the current average."""
-        yield ()
+    def refresh_task(self) -> RefreshTask:
+        return RefreshTask((), lambda _: None)  # products read the current average
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        diagonal = self.average.read(self.name)
+        diagonal = self.average.read()
         if diagonal.size not in (len(x), x.size):
             raise ShapeError(
                 f"{self.name} has {diagonal.size} entries; it cannot multiply an array of shape "
@@ -62,7 +60,7 @@ class DiagonalFactor(FisherFactor):
         return damped.reshape(-1, *(1,) * (x.ndim - 1)) * x
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        diagonal = self.average.read(self.name)
+        diagonal = self.average.read()
         if diagonal.size != x.shape[-1]:
             raise ShapeError(
                 f"{self.name} has {diagonal.size} entries; it cannot multiply an array of shape "

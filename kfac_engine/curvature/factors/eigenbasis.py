@@ -15,12 +15,11 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.damping import Damping
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.measurement import Measurement
-from kfac_engine.curvature.factors.requests import Refreshing, Request
-from kfac_engine.curvature.factors.statistics import LayerSquare
+from kfac_engine.curvature.factors.measurement import Combine, Measurement
+from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result
+from kfac_engine.curvature.factors.statistics import LayerSquare, Sizes
 from kfac_engine.errors import NotReadyError, ShapeError
 from kfac_engine.layers.views import rows_as_images
 
@@ -118,31 +117,51 @@ class EigenbasisFactor(DiagonalFactor):
     def get_cov(self) -> Array:
         bases = self._basis()
         columns = self.backend.xp.kron(bases.input, bases.output)
-        eigenvalues = self.average.read(self.name)
+        eigenvalues = self.average.read()
         dense: Array = (columns * eigenvalues.reshape(-1)) @ columns.T
         return dense
 
-    def measure(self, values: Values) -> Measurement:
-        self._start(values)
-        return super().measure(values)
+    def measure(
+        self, values: Values, sizes: Sizes | None = None, *, combined: bool = False
+    ) -> Measurement:
+        if not combined:
+            self.prepare(values)
+        return super().measure(values, sizes, combined=combined)
 
-    def averages(self) -> Mapping[str, MovingAverage]:
-        return {factor.name: factor.average for factor in self.kronecker_factors}
+    def prepare(self, values: Values, combine: Combine | None = None) -> None:
+        """Set the basis to that of the batch if there is no average."""
+        if self.average.value is None:
+            factors = self.kronecker_factors
+            measurements = [f.measure(values, combined=combine is not None) for f in factors]
+            if combine is not None:
+                combine(measurements)
+            moments = [measurement.array for measurement in measurements]
+            for factor, moment in zip(factors, moments, strict=True):
+                factor.complete(moment)
+            self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
 
-    def refreshing(self) -> Refreshing:
-        averages = [f.average.read(f.name) for f in self.kronecker_factors]
-        pairs = yield [Request("eigh", average) for average in averages]
-        old, value = self.bases, self.average.value
-        new = self._set_eigenvectors(averages, pairs)
-        if old is not None and value is not None:
-            # diag(Uᵀ (W diag(s) Wᵀ) U) = (Uᵀ W)² s, and U, W are Kronecker products themselves.
-            matmul = self.backend.matmul
-            left = matmul(new.input.T, old.input) ** 2
-            right = matmul(new.output.T, old.output) ** 2
-            self.average.value = matmul(matmul(left, value), right.T).astype(value.dtype)
+    @property
+    def averages(self) -> tuple[MovingAverage, ...]:
+        return tuple(factor.average for factor in self.kronecker_factors)
+
+    def refresh_task(self) -> RefreshTask:
+        averages = [average.read() for average in self.averages]
+
+        def store(pairs: Sequence[Result]) -> None:
+            old, value = self.bases, self.average.value
+            new = self._set_eigenvectors(averages, pairs)
+            self.traces_of_average = None
+            if old is not None and value is not None:
+                # diag(Uᵀ (W diag(s) Wᵀ) U) = (Uᵀ W)² s, and U, W are Kronecker products themselves.
+                matmul = self.backend.matmul
+                left = matmul(new.input.T, old.input) ** 2
+                right = matmul(new.output.T, old.output) ** 2
+                self.average.value = matmul(matmul(left, value), right.T).astype(value.dtype)
+
+        return RefreshTask([Request("eigh", average) for average in averages], store)
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        shape = self.average.read(self.name).shape
+        shape = self.average.read().shape
         if x.shape != shape:
             columns = self._matrices(x, axis=0)
             product = self._multiplied(columns.T.reshape(-1, *shape), exp, damping_func)
@@ -150,7 +169,7 @@ class EigenbasisFactor(DiagonalFactor):
         return self._multiplied(x, exp, damping_func)
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        shape = self.average.read(self.name).shape
+        shape = self.average.read().shape
         rows = self._matrices(x, axis=1)
         return self._multiplied(rows.reshape(-1, *shape), exp, damping_func).reshape(x.shape)
 
@@ -167,14 +186,6 @@ class EigenbasisFactor(DiagonalFactor):
         if "basis/input" in arrays:
             bases = (arrays["basis/input"], arrays["basis/output"])
             self._set(Bases(*(self.backend.asarray(basis).copy() for basis in bases)))
-
-    def _start(self, values: Values) -> None:
-        """Set the basis to that of the batch if there is no average."""
-        if self.average.value is None:
-            moments = [factor.measure(values).array for factor in self.kronecker_factors]
-            for factor, moment in zip(self.kronecker_factors, moments, strict=True):
-                factor.complete(moment)
-            self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
 
     def _set_eigenvectors(
         self, moments: Sequence[Array], pairs: Sequence[Sequence[Array]]
@@ -200,7 +211,7 @@ class EigenbasisFactor(DiagonalFactor):
 
     def _multiplied(self, V: Array, exp: float, damping_func: Damping) -> Array:
         bases = self._basis()
-        power = self._power(self.average.read(self.name), exp, damping_func)
+        power = self._power(self.average.read(), exp, damping_func)
         return bases.back(power * bases.into(V, self.backend), self.backend)
 
     def _matrices(self, x: Array, axis: int) -> Array:

@@ -9,8 +9,8 @@ import numpy as np
 from kfac_engine._types import Array, Rows, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.curvature.factors.damping import Damping
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.statistics import KroneckerDiagonal
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.token_ids import TokenIdView
@@ -101,6 +101,6 @@ class VocabularyFactor(DiagonalFactor):
             return super().left_multiply_matpower(x, exp, damping_func).astype(x.dtype)
         if x.num_rows != self.side:
             raise ShapeError(f"{self.name} has {self.side} entries, the rows are of {x.num_rows}.")
-        diagonal = self.average.read(self.name)[x.indices]
+        diagonal = self.average.read()[x.indices]
         damped = self._power(diagonal, exp, damping_func)[:, None]
         return Rows(x.indices, (damped * x.values).astype(x.values.dtype), x.num_rows)

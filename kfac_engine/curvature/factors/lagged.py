@@ -1,6 +1,6 @@
 """Factors of layers used at successive steps: moments of one use and of two successive uses."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -10,9 +10,8 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.curvature.factors.damping import Damping, damping_id
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, scale
 from kfac_engine.curvature.linalg.lags import (
     Infinite,
@@ -113,6 +112,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
             raise InputError(f"call register_cov_dt1 of {self.name} before its first batch.")
         values = {field.name: getattr(self._moment, field.name) for field in fields(self._moment)}
         self.statistic = LagMoment(**values)
+        self.average.name = self.name
 
     @property
     def has_lag(self) -> bool:
@@ -133,7 +133,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         """
         if not self.has_lag:
             raise InputError(f"call register_cov_dt1 of {self.name} before its first batch.")
-        lag: Array = self.average.read(self.name)[1].copy()
+        lag: Array = self.average.read()[1].copy()
         return lag
 
     def _within(self, average: Array) -> Array:
@@ -209,21 +209,25 @@ class LaggedFactor(DenseSquareMatrixFactor):
         sides = (sum(1 for _ in fields(_SIDES[option][1])) for option, _ in self._series)
         return super().stored_numbers(shape) + shape[-1] ** 2 * sum(sides)
 
-    def dampings(self) -> Iterable[Damping]:
-        return (*super().dampings(), *self._series.values())
-
-    def refreshing(self) -> Refreshing:
-        yield from super().refreshing()
+    def refresh_task(self) -> RefreshTask:
+        powers = super().refresh_task()
         if not self._series:
-            return
-        ((values, vectors),) = yield [Request("eigh", self._matrix())]
-        lag = self.cov_dt1.astype(values.dtype)
-        clip = self.config.eigenvalue_clipping_threshold
-        self._solvers = {}
-        for (option, identity), damping in self._series.items():
-            side = whiten(values, vectors, lag, float(damping()), clip)
-            make, _ = _SIDES[option]
-            self._solvers[option, identity] = self._stored(make(side, self.backend))
+            return powers
+        levels = {key: float(damping()) for key, damping in self._series.items()}
+
+        def store(results: Sequence[Result]) -> None:
+            powers.store(results[:-1])
+            values, vectors = results[-1]
+            lag = self.cov_dt1.astype(values.dtype)
+            clip = self.config.eigenvalue_clipping_threshold
+            solvers = {}
+            for (option, identity), damping in levels.items():
+                side = whiten(values, vectors, lag, damping, clip)
+                make, _ = _SIDES[option]
+                solvers[option, identity] = self._stored(make(side, self.backend))
+            self._solvers = solvers
+
+        return RefreshTask([*powers.requests, Request("eigh", self._matrix())], store)
 
     def _stored(self, side: _Side) -> _Side:
         """Convert the arrays of a closed form to the element type of the average."""

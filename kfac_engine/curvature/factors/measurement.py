@@ -1,4 +1,4 @@
-"""The measurement of a batch before an average receives it.
+"""The values of a batch, and their measurement before an average receives it.
 
 An update has three steps: a factor measures a batch, the measurements of several processes are
 combined, and the average moves (``FisherFactor.measure``, ``Combine``, ``FisherFactor.commit``).
@@ -6,14 +6,133 @@ A measurement is deferred until its array is needed. A deferred measurement is a
 into the average, so that an update in one process allocates no second matrix.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.factors.statistics import Statistic
+from kfac_engine.curvature.factors.statistics import Sizes, Statistic
+from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.losses.checks import Named
+
+
+def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
+    """Return values of a batch as arrays of the backend.
+
+    Args:
+        values: Value name to array, of any library.
+        names: Names of the values.
+        backend: Array library.
+
+    Returns:
+        Name to array; a view of the caller's memory where possible.
+
+    Raises:
+        UnknownNameError: A value is missing.
+    """
+    arrays: dict[str, Array] = {}
+    for name in names:
+        try:
+            arrays[name] = backend.asarray(values[name])
+        except KeyError as missing:
+            raise UnknownNameError(
+                f"the statistics read '{name}', but the batch has no value of that name."
+            ) from missing
+    return arrays
+
+
+def check_examples(
+    updated: tuple[str, Statistic],
+    others: Iterable[tuple[str, Statistic]],
+    values: Values,
+    backend: Backend,
+) -> None:
+    """Check that a batch has the same number of examples for different factors.
+
+    Args:
+        updated: Name and statistic of the factor that is updated.
+        others: Names and statistics of other factors. The first factor whose values are all in
+            the batch is compared.
+        values: Value name to array, of any library.
+        backend: Array library.
+
+    Raises:
+        InputError: The numbers differ.
+    """
+    expected = _examples(updated[1], values, backend)
+    for name, statistic in others:
+        examples = _examples(statistic, values, backend)
+        if examples is not None and examples != expected:
+            raise InputError(
+                f"{updated[0]} reads {expected} examples, but {name} reads {examples}; give both "
+                f"the values of one batch."
+            )
+        if examples is not None:
+            return
+
+
+def _examples(statistic: Statistic, values: Values, backend: Backend) -> int | None:
+    """Return the number of examples; None if values that determine it are missing."""
+    names = statistic.names()
+    values = {name: values[name] for name in (*names, *statistic.lengths()) if name in values}
+    arrays = {n: v if hasattr(v, "shape") else backend.asarray(v) for n, v in values.items()}
+    shapes = {n: np.broadcast_to(np.zeros(()), tuple(a.shape)) for n, a in arrays.items()}
+    if not shapes.keys() >= set(names):
+        return None
+    try:
+        return statistic.batch_size(shapes)
+    except UnknownNameError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """Norms of the values of a batch, computed once for all factors.
+
+    Attributes:
+        squared_norms: Sum of squares of each value; not finite if it overflows its type.
+    """
+
+    squared_norms: Mapping[str, float]
+
+    def is_finite(self, name: str) -> bool:
+        """Whether the sum of squares of a value is finite."""
+        return isfinite(self.squared_norms[name])
+
+    def norm_bound(self, name: str, x: Array) -> float:
+        """Return an upper bound of the norm of ``x`` with a one appended to each entry."""
+        if self.is_finite(name):
+            return sqrt(self.squared_norms[name] + x.size)
+        return (float(abs(x).max()) + 1.0) * sqrt(x.size)
+
+
+def tensor_stats(names: Sequence[str], values: Values, backend: Backend) -> TensorStats:
+    """Return the norms of values of a batch.
+
+    Args:
+        names: Names of the values that statistics read.
+        values: Result of ``take``.
+        backend: Array library.
+    """
+    norms = backend.squared_norms([values[name] for name in names])
+    return TensorStats(dict(zip(names, norms, strict=True)))
+
+
+@runtime_checkable
+class SquareOfSums(Protocol):
+    """A statistic that is a square of sums over a batch: sums over parts of it can be added."""
+
+    def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
+        """Return the sums divided by the number of examples, ``(sources, …)``."""
+
+    def add_sums(
+        self, out: Array, sums: Array, examples: int, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        """Compute ``out ← beta·out + alpha·measurement`` from the sums, in place."""
 
 
 class Measurable(Protocol):
@@ -30,30 +149,31 @@ class Measurement:
     Args:
         factor: The factor that measures.
         values: Checked values of the first source. A deferred measurement refers to them.
+        sizes: Result of ``FisherFactor.check``.
+        combined: Whether the measurement is combined with those of other parts of the batch. The
+            array of a ``SquareOfSums`` then holds its sums.
 
     Attributes:
-        shape: Shape of the array.
+        factor: The factor that measures.
         examples: Number of examples of the batch, the weight of the measurement in a mean over
-            processes; 0 while the measurement is deferred.
+            processes.
         repeats: Uses × positions for each example.
     """
 
-    def __init__(self, factor: Measurable, values: Values) -> None:
+    def __init__(
+        self, factor: Measurable, values: Values, sizes: Sizes, *, combined: bool = False
+    ) -> None:
         statistic = factor.statistic
         # Integers are token ids or counts: they do not determine the precision of the statistic.
         types = [values[name].dtype for name in statistic.names()]
+        self.factor = factor
+        self.examples = sizes.examples
+        self.repeats = sizes.repeats
+        self._shape = sizes.shape
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
-        self._factor = factor
+        self._square = statistic if combined and isinstance(statistic, SquareOfSums) else None
         self._values: Values | None = values
         self._array: Array | None = None
-        self.shape = statistic.shape(values)
-        self.repeats = statistic.repeats(values)
-        self.examples = 0
-
-    @property
-    def factor(self) -> Measurable:
-        """The factor that measures."""
-        return self._factor
 
     @property
     def deferred(self) -> bool:
@@ -68,10 +188,12 @@ class Measurement:
         """
         if self._array is None:
             assert self._values is not None, "a measurement enters one average"
-            self.examples = self._factor.statistic.batch_size(self._values)
-            array = self.zeros()
-            self._accumulate(array, 1.0, 0.0)
-            self._array = array
+            values, self._values = self._values, None
+            if self._square is not None:
+                self._array = self._square.sums(values, self._dtype, self.factor.backend)
+            else:
+                self._array = self.zeros()
+                self._accumulate(self._array, values, 1.0, 0.0)
         return self._array
 
     def add(self, values: Values) -> None:
@@ -81,7 +203,12 @@ class Measurement:
             values: Checked values of the source; no reference to them remains.
         """
         array = self.widened(self.array)
-        self._factor.statistic.add_to(array, values, self._factor.backend, 1.0, 1.0)
+        if self._square is not None:
+            backend = self.factor.backend
+            sums = self._square.sums(values, array.dtype, backend)
+            array = backend.xp.concatenate([array, sums])
+        else:
+            self._accumulate(array, values, 1.0, 1.0)
         self._array = array
 
     def add_to(self, average: Array, alpha: float, beta: float) -> None:
@@ -93,38 +220,43 @@ class Measurement:
             beta: Coefficient of the average.
         """
         if self._array is None:
-            self._accumulate(average, alpha, beta)
+            assert self._values is not None, "a measurement enters one average"
+            self._accumulate(average, self._values, alpha, beta)
+            self._values = None
             return
-        average *= beta
-        self._array *= alpha
-        average += self._array
+        if self._square is not None:
+            backend, sums = self.factor.backend, self._array
+            self._square.add_sums(average, sums, self.examples, backend, alpha, beta)
+        else:
+            average *= beta
+            self._array *= alpha
+            average += self._array
         self._array = None
 
     def zeros(self) -> Array:
         """Return a new array of zeros with the measurement's shape and element type."""
         # Entries that statistics do not write (an upper triangle) are scaled and added as well.
-        dtype = np.result_type(self._factor.narrowest, *self._dtypes)
-        array: Array = self._factor.backend.xp.zeros(self.shape, dtype)
+        array: Array = self.factor.backend.xp.zeros(self._shape, self._dtype)
         return array
 
     def widened(self, array: Array) -> Array:
         """Return ``array`` in the least exact type that the factor allows, or in its own."""
-        dtype = np.result_type(array.dtype, self._factor.narrowest)
+        dtype = np.result_type(array.dtype, self.factor.narrowest)
         return array.astype(dtype, copy=False)
 
-    def _accumulate(self, out: Array, alpha: float, beta: float) -> None:
-        """Compute ``out ← beta·out + alpha·measurement`` from the values, and release them."""
-        assert self._values is not None, "a measurement enters one average"
-        factor = self._factor
-        factor.statistic.add_to(out, self._values, factor.backend, alpha, beta)
-        self._values = None
+    @property
+    def _dtype(self) -> DType:
+        return np.result_type(self.factor.narrowest, *self._dtypes)
+
+    def _accumulate(self, out: Array, values: Values, alpha: float, beta: float) -> None:
+        self.factor.statistic.add_to(out, values, self.factor.backend, alpha, beta)
 
 
 # Replaces the array of each measurement, in place, by its mean over all processes, weighted by the
-# number of examples. Called once for each update, with the measurements in the same order on all
-# processes. An error that it raises leaves all averages unchanged.
+# number of examples, and ``examples`` by the sum over all processes. Called with the measurements
+# in the same order on all processes: once for each update, and before the first update also once
+# for each EKFAC layer, with the factors of its basis. An error leaves all averages unchanged.
 #
-# The result is the measurement of the joined batches, except for: ``GradientSquare`` and
-# ``GradientOuter`` of whole batches (the square of a sum), ``PixelCovariance`` with a mean, and
-# ``SampledMoment``, which draws from each part. ``RotatedSquare`` needs the same basis everywhere.
+# The result is the measurement of the joined batches, except for ``SampledMoment``: each process
+# draws from its own part, so that the mean estimates the same statistic from other draws.
 Combine: TypeAlias = Callable[[Sequence[Measurement]], None]

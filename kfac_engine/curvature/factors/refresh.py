@@ -1,35 +1,101 @@
 """Refresh of many factors: recompute the inverses and powers that factors store.
 
-A factor yields requests and receives their results (``FisherFactor.refreshing``).
+A factor returns a ``RefreshTask``: requests for inverses and powers of its average, and a function
+that stores the results. Requests of one operation are computed together for all factors, so that a
+backend can stack matrices of equal shape and read a device once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.damping import Damping
-from kfac_engine.curvature.factors.requests import Refreshing, Request, Result, begin_requests
+from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.errors import NonFiniteError
+
+# Returns the current damping; called at each refresh. Two callables with equal hashable attributes
+# ``func_id`` are the same registration.
+Damping: TypeAlias = Callable[[], "Level"]
+# A number, or a number for each matrix of a stack.
+Level: TypeAlias = float | Array
+
+
+def damping_id(damping_func: Damping) -> Hashable:
+    """Return the key of a registration: the callable's ``func_id``, or the callable itself."""
+    identity: Hashable = getattr(damping_func, "func_id", damping_func)
+    return identity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """An operation on a matrix that a factor needs for its refresh.
+
+    Attributes:
+        operation: Row of ``OPERATIONS``.
+        matrix: Symmetric matrix ``(d, d)``, or a stack ``(g, d, d)`` except for ``"inverse"``.
+            ``"inverse"`` and ``"cholesky"`` read its lower triangle only.
+        damping: Damping of ``"inverse"`` and ``"cholesky"``; a stack has a number for each matrix.
+        powers: Pairs of exponent and damping, of ``"powers"``.
+        clip: Least eigenvalue before damping, of ``"powers"``.
+    """
+
+    operation: str
+    matrix: Array
+    damping: Any = 0.0
+    powers: tuple[tuple[Any, Any], ...] = ()
+    clip: float = 0.0
+
+
+# Exponents of inverse roots, with the degree of the root.
+_DEGREES: Mapping[float, int] = {-0.5: 2, -0.25: 4}
+# Result of an operation: the inverse; the Cholesky factor and its inverse; the powers; eigenvalues
+# and eigenvectors.
+Result: TypeAlias = Sequence[Array]
+# Waits for the results of requests.
+Finish: TypeAlias = Callable[[], Sequence[Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshTask:
+    """The refresh of one factor.
+
+    Attributes:
+        requests: Operations on the average of the factor.
+        store: Stores their results, given in the order of the requests.
+    """
+
+    requests: Sequence[Request]
+    store: Callable[[Sequence[Result]], None]
 
 
 class Refreshable(Protocol):
     """The part of a factor that a refresh uses; see ``FisherFactor`` for each member."""
 
+    traces_of_average: Array | None
+
     @property
     def has_inverses(self) -> bool:
         """Whether anything is stored beside the average."""
 
-    def averages(self) -> Mapping[str, MovingAverage]:
-        """The averages that a refresh reads, by name."""
+    @property
+    def averages(self) -> Iterable[MovingAverage]:
+        """The averages that a refresh reads."""
 
-    def dampings(self) -> Iterable[Damping]:
-        """The dampings of everything registered."""
+    @property
+    def partners(self) -> "Iterable[Refreshable]":
+        """The factors of all blocks that use the factor."""
 
-    def refreshing(self) -> Refreshing:
-        """Yields requests and stores the results that it is sent."""
+    def measured_traces(self) -> Array:
+        """Compute the traces of the average."""
+
+    def refresh_task(self) -> RefreshTask:
+        """Return the refresh of the current average."""
 
     def wait(self) -> None:
         """Complete a refresh that was begun."""
@@ -41,7 +107,7 @@ class Refreshable(Protocol):
 def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
     """Recompute everything registered with factors from their averages and dampings.
 
-    Results are stored after the first requests of all factors were computed.
+    Results are stored after all of them were computed.
 
     Args:
         factors: Factors; a factor that stores nothing is skipped.
@@ -71,75 +137,136 @@ def begin_refresh(factors: Sequence[Refreshable], backend: Backend) -> Callable[
         NonFiniteError: As for ``refresh``.
     """
     due = [factor for factor in factors if factor.has_inverses]
+    if not due:
+        return lambda: None
     for factor in due:
         factor.wait()
-    with _measured(due, backend):
-        refreshes = [factor.refreshing() for factor in due]
-        requests = [next(refreshing) for refreshing in refreshes]
-    results = begin_requests([r for of_factor in requests for r in of_factor], backend)
+    _measure(due, backend)
+    tasks = [factor.refresh_task() for factor in due]
+    results = _begin([request for task in tasks for request in task.requests], backend)
 
     def finish() -> None:
         for factor in due:
             factor.set_pending(None)
-        _store(refreshes, requests, results, backend)
+        computed = results()
+        for task in tasks:
+            task.store([computed[request] for request in task.requests])
 
     for factor in due:
         factor.set_pending(finish)
-    return due[0].wait if due else lambda: None
+    return due[0].wait
 
 
-def _store(
-    refreshes: Sequence[Refreshing],
-    requests: Sequence[Sequence[Request]],
-    results: Callable[[], list[Result]],
-    backend: Backend,
-) -> None:
-    """Send results to the factors that requested them, and compute their further requests."""
-    while refreshes:
-        following = iter(results())
-        results_of = [[next(following) for _ in of_factor] for of_factor in requests]
-        sent = [(r, _send(r, answers)) for r, answers in zip(refreshes, results_of, strict=True)]
-        unfinished = [(r, of_factor) for r, of_factor in sent if of_factor is not None]
-        refreshes = [r for r, _ in unfinished]
-        requests = [of_factor for _, of_factor in unfinished]
-        results = begin_requests([r for of_factor in requests for r in of_factor], backend)
-
-
-def _send(refreshing: Refreshing, results: Sequence[Result]) -> Sequence[Request] | None:
-    """Send results to a factor; return its further requests, or None if it has finished."""
-    try:
-        return refreshing.send(results)
-    except StopIteration:
-        return None
-
-
-@contextmanager
-def _measured(due: Sequence[Refreshable], backend: Backend) -> Iterator[None]:
-    """Check that averages are finite, and provide the traces that dampings depend on.
+def _measure(due: Sequence[Refreshable], backend: Backend) -> None:
+    """Check that averages are finite, and measure the traces that dampings depend on.
 
     One transfer from a device serves all averages and traces.
 
     Raises:
         NonFiniteError: An average holds NaN or infinity.
     """
-    averages = {name: average for factor in due for name, average in factor.averages().items()}
-    dampings = (damping for factor in due for damping in factor.dampings())
-    split = list({id(f): f for d in dampings for f in getattr(d, "factors", ())}.values())
-    measured = [factor.measured_traces() for factor in split]
-    arrays = [average.lower(name) for name, average in averages.items()]
-    finite, *traces = backend.download([backend.are_finite(arrays), *measured])
-    for name, is_finite in zip(averages, finite, strict=True):
+    averages = list({id(a): a for factor in due for a in factor.averages}.values())
+    partners = list({id(p): p for factor in due for p in factor.partners}.values())
+    lower = [average.lower() for average in averages]
+    traces = [factor.measured_traces() for factor in partners]
+    finite, *traces = backend.download([backend.are_finite(lower), *traces])
+    for average, is_finite in zip(averages, finite, strict=True):
         # Entries above the diagonal are not defined before ``read``.
-        if not is_finite and not _is_finite(averages[name].read(name), backend):
-            raise NonFiniteError(f"the average of {name} holds NaN or infinity.")
-    for factor, of_factor in zip(split, traces, strict=True):
-        factor.known_traces = of_factor
-    try:
-        yield
-    finally:
-        for factor in split:
-            factor.known_traces = None
+        if not is_finite and not _is_finite(average.read(), backend):
+            raise NonFiniteError(f"the average of {average.name} holds NaN or infinity.")
+    for factor, of_factor in zip(partners, traces, strict=True):
+        factor.traces_of_average = of_factor
 
 
 def _is_finite(array: Array, backend: Backend) -> bool:
     return bool(backend.download([backend.are_finite([array])])[0].all())
+
+
+def _begin(requests: Sequence[Request], backend: Backend) -> Callable[[], Mapping[Request, Result]]:
+    """Begin all requests by operation; return a function that waits for their results."""
+    groups = []
+    for operation, start in OPERATIONS.items():
+        together = [request for request in requests if request.operation == operation]
+        if together:
+            groups.append((together, start(backend, together)))
+    return lambda: {
+        request: result
+        for together, results in groups
+        for request, result in zip(together, results(), strict=True)
+    }
+
+
+def _inverses(backend: Backend, requests: Sequence[Request]) -> Finish:
+    matrices, dampings = [r.matrix for r in requests], [r.damping for r in requests]
+    finish = backend.linalg.begin_damped_inverses(matrices, dampings)
+    return lambda: [(inverse,) for inverse in finish()]
+
+
+def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    stacks = [r.matrix if r.matrix.ndim > 2 else r.matrix[None] for r in requests]
+    levels = [np.ravel(r.damping).tolist() for r in requests]
+    lower = backend.linalg.damped_choleskys([m for s in stacks for m in s], list(chain(*levels)))
+    pairs = zip(lower, backend.linalg.triangular_inverses(lower), strict=True)
+    results: list[Result] = []
+    for request, stack in zip(requests, stacks, strict=True):
+        both = list(zip(*islice(pairs, len(stack)), strict=True))
+        single = request.matrix.ndim == 2
+        results.append([array[0] if single else backend.xp.stack(array) for array in both])
+    return results
+
+
+def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    return backend.linalg.eighs([request.matrix for request in requests])
+
+
+def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    """Return the requested powers of each matrix, from roots or from one eigendecomposition."""
+    results = _roots(backend, requests)
+    slow = [request for request in requests if request not in results]
+    pairs = backend.linalg.eighs([request.matrix for request in slow])
+    # Eigenvalues ascend: the first ones decide which powers exist.
+    smallest = backend.download([values[..., 0] for values, _ in pairs])
+    for request, pair, least in zip(slow, pairs, smallest, strict=True):
+        power = partial(eigh_power, *pair, clip=request.clip, smallest=least)
+        dtype = request.matrix.dtype
+        results[request] = [power(damping, exp, dtype=dtype) for exp, damping in request.powers]
+    return [results[request] for request in requests]
+
+
+def _roots(backend: Backend, requests: Sequence[Request]) -> dict[Request, Result]:
+    """Compute the powers of matrices whose powers are all inverse roots of low degree."""
+    suitable = [
+        request
+        for request in requests
+        if request.matrix.ndim == 2
+        and not request.clip
+        and all(exp in _DEGREES for exp, _ in request.powers)
+    ]
+    roots_of = [(request, exp, damping) for request in suitable for exp, damping in request.powers]
+    roots = backend.linalg.inverse_roots(
+        [request.matrix for request, _, _ in roots_of],
+        [damping for _, _, damping in roots_of],
+        [_DEGREES[exp] for _, exp, _ in roots_of],
+    )
+    following = iter(roots)
+    by_request = {request: list(islice(following, len(request.powers))) for request in suitable}
+    return {
+        request: [root for root in of_request if root is not None]
+        for request, of_request in by_request.items()
+        if all(root is not None for root in of_request)
+    }
+
+
+def _later(
+    compute: Callable[[Backend, Sequence[Request]], Sequence[Result]],
+) -> Callable[[Backend, Sequence[Request]], Finish]:
+    """Return an operation that is computed when its results are requested."""
+    return lambda backend, requests: partial(compute, backend, requests)
+
+
+OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Finish]] = {
+    "inverse": _inverses,
+    "cholesky": _later(_choleskys),
+    "powers": _later(_powers),
+    "eigh": _later(_eighs),
+}

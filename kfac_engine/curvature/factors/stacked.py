@@ -8,13 +8,13 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
-from kfac_engine.curvature.factors.damping import Damping
 from kfac_engine.curvature.factors.dense import (
     CHOLESKY,
     CHOLESKY_INVERSE,
     DenseSquareMatrixFactor,
     Wanted,
 )
+from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquare, at_least
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.views import View

@@ -7,12 +7,11 @@ towers. Statistics are frozen: layers with equal statistics share a factor.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.errors import ShapeError
 from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
 from kfac_engine.layers.views import View
 
@@ -59,6 +58,21 @@ class Statistic(Protocol):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         """Compute ``out ← beta·out + alpha·measurement`` in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the measurement of a batch.
+
+    Attributes:
+        shape: Shape of the measurement.
+        examples: Number of examples of all towers.
+        repeats: Number of rows for each example: uses × positions.
+    """
+
+    shape: tuple[int, ...]
+    examples: int
+    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,77 +282,6 @@ class LayerSquare(LayerPairs):
         backend.squared_gradients(
             x, window, g, out[None], homogeneous=self.homogeneous, alpha=scale, beta=1.0
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GradientSquare:
-    """Square of the gradient summed over the batch, divided by the batch size.
-
-    It is the square of a sum, not a sum of squares: unbiased for independent examples whose
-    gradients have mean zero, with a large variance.
-
-    Attributes:
-        tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
-        batch: Number of examples, or name of a value whose first axis is the batch, ``[tower]``.
-    """
-
-    tensors: Tensors
-    batch: tuple[int | str, ...]
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for source in self.tensors for name in source[0])
-
-    def lengths(self) -> tuple[str, ...]:
-        return tuple(batch for batch in self.batch if isinstance(batch, str))
-
-    def products(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-    def shape(self, values: Values) -> tuple[int, ...]:
-        if len(self.tensors[0][0]) != 1:
-            raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
-        return the_same("shapes", {name: values[name].shape for name in self.names()})
-
-    def batch_size(self, values: Values) -> int:
-        missing = [name for name in self.lengths() if name not in values]
-        if missing:
-            raise UnknownNameError(f"the batch size is read from {missing}, which are missing.")
-        return sum(len(values[n]) if isinstance(n, str) else n for n in self.batch)
-
-    def repeats(self, values: Values) -> int:
-        del values
-        return 1
-
-    def add_to(
-        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
-    ) -> None:
-        for name in self.names():
-            g = backend.asarray(values[name]).astype(out.dtype, copy=False)
-            backend.add_scaled(out, g * g, alpha / self.batch_size(values), beta)
-            beta = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class GradientOuter(GradientSquare):
-    """Outer product of the gradient summed over the batch, divided by the batch size."""
-
-    def shape(self, values: Values) -> tuple[int, ...]:
-        sizes = {
-            names: sum(prod(values[name].shape) for name in names) for names, *_ in self.tensors
-        }
-        size = the_same("entries", sizes)
-        return size, size
-
-    def add_to(
-        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
-    ) -> None:
-        xp = backend.xp
-        for names, *_ in self.tensors:
-            parts = [backend.asarray(values[name]).reshape(-1) for name in names]
-            g = xp.concatenate(parts).astype(out.dtype, copy=False)
-            scale = alpha / self.batch_size(values)
-            backend.second_moment(g[None], out, alpha=scale, beta=beta)
-            beta = 1.0
 
 
 def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:

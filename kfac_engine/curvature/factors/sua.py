@@ -11,17 +11,14 @@ to the first term. Damping adds ``δ·I``; the inverse follows from the Sherman�
 Source: Grosse & Martens 2016, arXiv:1602.01407, section 4.2 and theorem 4.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kfac_engine._types import Array, Values
+from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.damping import Damping, damping_id
-from kfac_engine.curvature.factors.requests import Refreshing, Request
+from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, Tensors, scale
 from kfac_engine.errors import (
     InputError,
@@ -86,13 +83,26 @@ class PixelCovariance(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        channels = out.shape[1]
-        moment = backend.xp.empty((channels + 1, channels + 1), out.dtype)
+        self.add_sums(out, self.sums(values, out.dtype, backend), 1, backend, alpha, beta)
+
+    def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
+        """Return the second moment of pixels with a one, ``(1, C + 1, C + 1)``."""
+        channels = self.features(values)
+        moment: Array = backend.xp.empty((1, channels + 1, channels + 1), dtype)
         second_moment = KroneckerMoment(
             self.tensors, self.view, homogeneous=True, num_uses=self.num_uses, batch=self.batch
         )
-        second_moment.add_to(moment, values, backend, alpha=1.0, beta=0.0)
-        backend.mirror(moment)
+        second_moment.add_to(moment[0], values, backend, alpha=1.0, beta=0.0)
+        backend.mirror(moment[0])
+        return moment
+
+    def add_sums(
+        self, out: Array, sums: Array, examples: int, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        """Add the covariance and the mean of pixels from the second moment of all pixels."""
+        del examples
+        (moment,) = sums
+        channels = out.shape[1]
         mean = moment[-1, :-1]
         scale(out, beta)
         out[:channels] += alpha * moment[:-1, :-1]
@@ -110,7 +120,7 @@ class _Matrix:
     Attributes:
         kernel: ``(C, C)``.
         update: ``(κ·C (+ 1),)``.
-        scalars: ``corner`` and ``weight``.
+        scalars: ``corner`` and ``weight``, float64.
     """
 
     kernel: Array
@@ -121,11 +131,12 @@ class _Matrix:
         """Multiply the matrix by ``x``, ``(κ·C (+ 1), k)``."""
         channels = len(self.kernel)
         taps = len(self.update) // channels
-        corner, weight = (float(scalar) for scalar in self.scalars)
-        product = corner * x
+        corner, weight = self.scalars
+        product: Array = corner.astype(x.dtype) * x
         blocks = self.kernel @ x[: taps * channels].reshape(taps, channels, -1)
         product[: taps * channels] = blocks.reshape(taps * channels, -1)
-        product += weight * (self.update[:, None] * (self.update @ x))
+        rank_one: Array = self.update[:, None] * (self.update @ x)
+        product += weight.astype(rank_one.dtype) * rank_one
         return product
 
 
@@ -166,7 +177,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
     @property
     def mean(self) -> Array:
         """A copy of the mean of a pixel, ``(C,)``; zeros if it is not modelled."""
-        average = self.average.read(self.name)
+        average = self.average.read()
         channels = average.shape[1]
         mean: Array = average[channels:].sum(axis=0)  # no row or one row
         return mean
@@ -211,29 +222,27 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
         raise UnsupportedError(_NO_CHOLESKY)
 
-    def dampings(self) -> Iterable[Damping]:
-        return self._registered.values()
-
-    def refreshing(self) -> Refreshing:
+    def refresh_task(self) -> RefreshTask:
         levels = {key: float(damping()) for key, damping in self._registered.items()}
         if 0.0 in levels.values() and self._pixels.homogeneous:
             raise InputError(f"{self.name} has a bias: its inverse needs a positive damping.")
         cov, m = self._covariance(), self._mean_patch()
-        kernels = yield [Request("inverse", cov, damping) for damping in levels.values()]
+
+        def store(kernels: Sequence[Result]) -> None:
+            self.stored = {
+                key: self._inverse(kernel, m, damping)
+                for (key, damping), (kernel,) in zip(levels.items(), kernels, strict=True)
+            }
+
+        return RefreshTask([Request("inverse", cov, level) for level in levels.values()], store)
+
+    def _inverse(self, kernel: Array, m: Array, damping: float) -> _Matrix:
+        """Return ``(M + δ·I)⁻¹`` from ``(C + δ·I)⁻¹``."""
         # (M + δ·I)⁻¹ = D⁻¹ − D⁻¹m (D⁻¹m)ᵀ / (1 + mᵀD⁻¹m), D the block diagonal part.
-        corners = [1.0 / damping if damping else 0.0 for damping in levels.values()]
-        blocks = [
-            _Matrix(kernel, m, np.array([corner, 0.0]))
-            for (kernel,), corner in zip(kernels, corners, strict=True)
-        ]
-        updates = [inverse.times(m[:, None])[:, 0] for inverse in blocks]
-        sums = yield [Request("read", m @ update) for update in updates]
-        weights = [-1.0 / (1.0 + float(total)) for (total,) in sums]
-        parts = zip(levels, blocks, updates, corners, weights, strict=True)
-        self.stored = {
-            key: _Matrix(inverse.kernel, update, np.array([corner, weight]))
-            for key, inverse, update, corner, weight in parts
-        }
+        scalars = self.backend.xp.array([1.0 / damping if damping else 0.0, 0.0])
+        update = _Matrix(kernel, m, scalars).times(m[:, None])[:, 0]
+        scalars[1] = -1.0 / (1.0 + (m @ update).astype(scalars.dtype))
+        return _Matrix(kernel, update, scalars)
 
     # -- products -----------------------------------------------------------------------------
 
@@ -299,7 +308,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         return eye  # C = I, μ = 0
 
     def _covariance(self) -> Array:
-        average = self.average.read(self.name)
+        average = self.average.read()
         return average[: average.shape[1]]
 
     def _mean_patch(self) -> Array:
@@ -315,7 +324,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         """Return ``M + δ·I``."""
         C = self._covariance()
         eye = self.backend.xp.eye(len(C), dtype=C.dtype)
-        return _Matrix(C + damping * eye, self._mean_patch(), np.array([damping, 1.0]))
+        return _Matrix(C + damping * eye, self._mean_patch(), self.backend.xp.array([damping, 1.0]))
 
     def _check_power(self, exp: float) -> None:
         if exp not in (1, -1):

@@ -5,7 +5,6 @@ Values are released as soon as every factor that reads them has measured them.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -16,8 +15,8 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import Combine, Measurement
-from kfac_engine.curvature.factors.values import tensor_stats
+from kfac_engine.curvature.factors.measurement import Combine, Measurement, tensor_stats
+from kfac_engine.curvature.factors.statistics import Sizes
 from kfac_engine.errors import InputError
 
 # Receives the names of values that no factor reads any more.
@@ -26,26 +25,47 @@ LetGo: TypeAlias = Callable[[Collection[str]], None]
 Measured: TypeAlias = tuple[FisherFactor, Measurement]
 
 
-@dataclass(frozen=True, slots=True)
 class FactorUpdater:
-    """Factors that measure the same batch.
+    """Factors that measure the same batches.
 
-    Attributes:
+    Args:
         factors: In the order in which they measure.
         backend: Their array library.
         moving: Names of values that change from source to source.
         examples: Required number of examples; None requires that of the first factor.
         whose: Origin of that number, for messages.
+        combine: See the attribute.
+
+    Attributes:
+        factors: The factors.
         combine: Combines the measurements of several processes before any average moves; None in
             one process, where measurements are accumulated into the averages directly.
     """
 
-    factors: Sequence[FisherFactor]
-    backend: Backend
-    moving: Collection[str]
-    examples: int | None
-    whose: str
-    combine: Combine | None = None
+    def __init__(
+        self,
+        factors: Sequence[FisherFactor],
+        backend: Backend,
+        moving: Collection[str],
+        examples: int | None,
+        whose: str,
+        combine: Combine | None = None,
+    ) -> None:
+        self.combine = combine
+        self.factors = tuple(factors)
+        self._backend = backend
+        self._examples, self._whose = examples, whose
+        # Names of the values that each factor measures; they never change.
+        self._names = [tuple(dict.fromkeys(f.statistic.names())) for f in self.factors]
+        self._moving = [
+            factor
+            for factor, names in zip(self.factors, self._names, strict=True)
+            if not set(names).isdisjoint(moving)
+        ]
+        self._all_names = tuple(dict.fromkeys(chain(*self._names)))
+        # Factors that are parts of others read a length that those do not name.
+        lengths = {name for factor in self.factors for name in factor.statistic.lengths()}
+        self._readers = Counter(chain(lengths, *self._names))
 
     def average(
         self,
@@ -73,12 +93,12 @@ class FactorUpdater:
             if release is not None:
                 release(names)
             return
-        self._check(values)
-        readers, lock = self._readers(), Lock()
+        checked = self._check(values)
+        readers, lock = self._readers.copy(), Lock()
 
-        def update(factor: FisherFactor) -> None:
-            factor.update(values, decay)
-            names = tuple(dict.fromkeys(factor.statistic.names()))
+        def update(index: int) -> None:
+            factor, names = self.factors[index], self._names[index]
+            factor.commit(factor.measure(values, checked[index]), decay)
             with lock:
                 readers.subtract(names)
                 unread = [name for name in names if not readers[name]]
@@ -87,7 +107,7 @@ class FactorUpdater:
                 if release is not None:
                     release(unread)
 
-        self._with_all(update, self.factors, values)
+        self._with_all(update, checked, values)
         self._commit(measured, decay)
 
     def average_sum(
@@ -108,26 +128,36 @@ class FactorUpdater:
             KfacError: A source does not fit a factor; no average has moved.
         """
         values = next(sources)
-        self._check(values)
+        checked = self._check(values)
+        combined = self.combine is not None
+        if combined:
+            for factor in self.factors:
+                factor.prepare(values, self.combine)
         sums: dict[int, Measurement] = {}
 
-        def measure(factor: FisherFactor) -> None:
-            sums[id(factor)] = computed(factor, values)
+        def measure(index: int) -> None:
+            factor = self.factors[index]
+            measurement = factor.measure(values, checked[index], combined=combined)
+            sums[id(factor)] = computed(measurement)
 
-        def add(factor: FisherFactor) -> None:
-            sums[id(factor)].add(values)
-
-        self._with_all(measure, self.factors, values)
+        self._with_all(measure, checked, values)
         values.clear()
-        moving = [f for f in self.factors if not set(f.statistic.names()).isdisjoint(self.moving)]
         for values in sources:
-            known = tensor_stats([factor.statistic for factor in moving], values, self.backend)
-            for factor in moving:
-                factor.check(values, known)
-            self._with_all(add, moving, values)
+            self._add_source(sums, values)
             values.clear()
-        summed = [(factor, sums[id(factor)]) for factor in self.factors]
-        self._commit([*summed, *measured], decay)
+        self._commit([*((f, sums[id(f)]) for f in self.factors), *measured], decay)
+
+    def _add_source(self, sums: dict[int, Measurement], values: dict[str, Array]) -> None:
+        """Add a further source of a batch to the measurements that it changes."""
+        names = dict.fromkeys(name for f in self._moving for name in f.statistic.names())
+        known = tensor_stats(tuple(names), values, self._backend)
+        sizes = [factor.check(values, known) for factor in self._moving]
+        self._backend.run_parallel(
+            [
+                Task(_work(factor, size, values), partial(sums[id(factor)].add, values))
+                for factor, size in zip(self._moving, sizes, strict=True)
+            ]
+        )
 
     def _commit(self, measured: Sequence[Measured], decay: float) -> None:
         """Combine measurements and update the averages by them."""
@@ -136,49 +166,45 @@ class FactorUpdater:
         for factor, measurement in measured:
             factor.commit(measurement, decay)
 
-    def _check(self, values: Values) -> None:
-        expected, whose = self.examples, self.whose
-        known = tensor_stats([factor.statistic for factor in self.factors], values, self.backend)
+    def _check(self, values: Values) -> list[Sizes]:
+        """Check a batch for all factors; return the sizes of their measurements."""
+        expected, whose = self._examples, self._whose
+        known = tensor_stats(self._all_names, values, self._backend)
+        checked = []
         for factor in self.factors:
-            factor.check(values, known)
-            size = factor.statistic.batch_size(values)
+            sizes = factor.check(values, known)
             if expected is None:
-                expected, whose = size, f"that of {factor.name}"
-            if size != expected:
+                expected, whose = sizes.examples, f"that of {factor.name}"
+            if sizes.examples != expected:
                 raise InputError(
-                    f"Batch size {size} for factor {factor.name} did not match value {expected}, "
-                    f"{whose}."
+                    f"Batch size {sizes.examples} for factor {factor.name} did not match value "
+                    f"{expected}, {whose}."
                 )
-
-    def _readers(self) -> "Counter[str]":
-        """Number of factors that read each value; values whose length is read count once more."""
-        # Factors that are parts of others read a length that those do not name.
-        lengths = {name for factor in self.factors for name in factor.statistic.lengths()}
-        read = (dict.fromkeys(factor.statistic.names()) for factor in self.factors)
-        return Counter(chain(lengths, *read))
+            checked.append(sizes)
+        return checked
 
     def _with_all(
-        self, do: Callable[[FisherFactor], None], factors: Sequence[FisherFactor], values: Values
+        self, do: Callable[[int], None], checked: Sequence[Sizes], values: Values
     ) -> None:
-        """Call a function with each factor, in parallel, the longest measurements first."""
-        for factor in factors:
+        """Call a function with the index of each factor, in parallel, the longest work first."""
+        for factor in self.factors:
             factor.wait()  # a pending refresh may belong to several factors
-        self.backend.run_parallel(
-            [Task(_work(factor, values), partial(do, factor)) for factor in factors]
+        self._backend.run_parallel(
+            [
+                Task(_work(factor, sizes, values), partial(do, index))
+                for index, (factor, sizes) in enumerate(zip(self.factors, checked, strict=True))
+            ]
         )
 
 
-def computed(factor: FisherFactor, values: Values) -> Measurement:
-    """Return the measurement of checked values, without a reference to them."""
-    measurement = factor.measure(values)
+def computed(measurement: Measurement) -> Measurement:
+    """Return a measurement after it has read its values, without a reference to them."""
     _ = measurement.array
     return measurement
 
 
-def _work(factor: FisherFactor, values: Values) -> float:
+def _work(factor: FisherFactor, sizes: Sizes, values: Values) -> float:
     """Estimate the multiplications of a measurement: half the products of two features of a row."""
-    statistic = factor.statistic
-    shape = statistic.shape(values)
-    if len(shape) < 2:
-        return float(sum(values[name].size for name in statistic.names()))
-    return statistic.repeats(values) * statistic.batch_size(values) * prod(shape) / 2
+    if len(sizes.shape) < 2:
+        return float(sum(values[name].size for name in factor.statistic.names()))
+    return sizes.repeats * sizes.examples * prod(sizes.shape) / 2

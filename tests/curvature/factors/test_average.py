@@ -63,4 +63,4 @@ def test_a_decay_or_weight_that_is_none_is_refused_and_not_counted(decay, weight
 
 def test_an_average_of_nothing_cannot_be_read():
     with pytest.raises(ke.NotReadyError, match="a thing has no statistics yet"):
-        MovingAverage().read("a thing")
+        MovingAverage(name="a thing").read()

@@ -14,19 +14,19 @@ from tests import models
 def test_values_are_gone_when_the_factor_after_their_last_reader_measures(monkeypatch):
     proto = models.mlp((6, 5, 4, 3))
     engine = ke.Engine.from_onnx(proto, loss="categorical", backend="numpy")
-    update = FisherFactor.update
+    measure = FisherFactor.measure
     seen, gone = {}, set()
 
-    def watched(self, values, decay, weight=1.0):
+    def watched(self, values, *args, **options):
         for name in seen.keys() - values.keys():
             assert seen[name]() is None, name
             gone.add(name)
         seen.update((name, weakref.ref(values[name])) for name in self.statistic.names())
-        update(self, values, decay, weight)
+        return measure(self, values, *args, **options)
 
     inputs = models.random_inputs(proto, batch=7)
     engine.observe(inputs)
-    monkeypatch.setattr(FisherFactor, "update", watched)
+    monkeypatch.setattr(FisherFactor, "measure", watched)
     engine.observe(inputs)
     read = {name for factor in engine.estimator.factors for name in factor.statistic.names()}
     assert len(read) == 6

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kfac_engine.curvature.linalg.damping import pi_correction
+from kfac_engine.curvature.linalg.kronecker import pi_correction
 from kfac_engine.errors import InputError, NonFiniteError
 
 CLOSED_FORM = {
