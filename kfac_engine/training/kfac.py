@@ -3,23 +3,23 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from math import exp, inf, log
+from math import inf
 from typing import Literal, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive
+from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, root_outputs
 from kfac_engine.training.curvature_updates import CurvatureUpdates, LastUpdates, Periods
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.kfac_updates import (
-    FixedLengthUpdate,
     RatedUpdate,
     StepInputs,
     Update,
-    root_outputs,
 )
 from kfac_engine.training.optimizer import (
     NonFinitePolicy,
@@ -37,10 +37,8 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 AUTO = "auto"
 MOMENTUM_TYPES = ("adam", "regular")
 
-# With "auto", the damping falls by a factor of ten in so many steps, to a hundredth. The first
-# averages hold few examples and need a damping; later the fixed length of the updates is enough.
-_STEPS_PER_DECADE = 30
-_LEAST_PART = 1e-2
+# Damping at a learning rate, and relative damping of "auto": see docs/training.md.
+_DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
 
 
 class KfacOptimizer(Optimizer):
@@ -51,9 +49,10 @@ class KfacOptimizer(Optimizer):
     ``v ← μ v + (F + λ)⁻¹ g``, ``u = v``.
 
     With ``"auto"``, gradients are averaged with weight ``1 − μ``, and the natural gradient of each
-    matrix is scaled to the Frobenius norm ``update_length · √outputs``. Vectors, embeddings and
-    parameters without a layer are updated by Adam with ``adam_rate``. The damping falls from
-    ``damping`` to a hundredth of it within 60 steps.
+    matrix is scaled to the Frobenius norm ``k · update_length · √outputs``. The multiple k of a
+    matrix grows while its gradients agree with its last update, and returns to 1 in noise
+    (``AdaptiveLengthUpdate``). Vectors, embeddings and parameters without a layer are updated by
+    Adam with ``adam_rate``. The damping is relative (``RelativeDamping``).
 
     The optimizer sets ``engine.damping`` and updates statistics and inverses itself;
     ``engine.schedule`` and ``engine.counter`` have no effect on it.
@@ -61,7 +60,7 @@ class KfacOptimizer(Optimizer):
     Args:
         engine: The engine whose parameters are trained; its ``exps`` must contain −1.
         learning_rate: η, a number or a function of the number of steps so far; or ``"auto"``.
-        damping: λ of the first step.
+        damping: λ, 0.01 if None. With ``"auto"``, ε of the ``RelativeDamping``, 0.1 if None.
         momentum: μ in [0, 1).
         weight_decay: w, at least 0. With ``"auto"``, parameters shrink by w times
             ``update_length`` or ``adam_rate``.
@@ -70,9 +69,10 @@ class KfacOptimizer(Optimizer):
         norm_constraint: Bound of ``η² uᵀ(F + λ)u``, to which natural gradients are shortened; None
             for no bound. ``"auto"`` has no such bound.
         adapt_damping: Whether λ follows the reduction ratio (Levenberg–Marquardt), or a
-            ``DampingAdaptation`` with other constants. It replaces the falling damping of
+            ``DampingAdaptation`` with other constants. It needs an absolute damping, which
+            ``"auto"`` then uses as well.
+        update_length: Length of the update of one output in the noise of the batches, for
             ``"auto"``.
-        update_length: Length of the update of one output, for ``"auto"``.
         adam_rate: Learning rate of Adam, for ``"auto"``.
         statistics_every: Largest number of steps between two updates of the statistics. Periods
             grow: after t steps, an update is due as soon as the last one is ``t // 2`` steps old.
@@ -89,7 +89,7 @@ class KfacOptimizer(Optimizer):
         self,
         engine: Engine,
         learning_rate: Rate | Literal["auto"] = "auto",
-        damping: float = 0.01,
+        damping: float | None = None,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
@@ -119,30 +119,29 @@ class KfacOptimizer(Optimizer):
         self._adaptation = _adaptation(adapt_damping)
         self._momentum = momentum
         self._update: Update = (
-            FixedLengthUpdate(engine, root_outputs(engine), momentum, adam_rate, weight_decay)
+            AdaptiveLengthUpdate(engine, root_outputs(engine), momentum, adam_rate, weight_decay)
             if auto
             else RatedUpdate(engine, momentum, regular, norm_constraint, weight_decay)
         )
         periods = Periods(statistics_every, statistics_part, refresh_every)
         self._curvature = CurvatureUpdates(engine, periods)
         self._last = LastUpdates()
-        self._falls = auto and self._adaptation is None
-        self.damping = damping
+        self._relative = auto and self._adaptation is None
+        default = _RELATIVE_DAMPING if self._relative else _DAMPING
+        self.damping = default if damping is None else damping
         self._slots = self._update.new_slots(self._parameters())
         self._sealed = True
 
     @property
     def damping(self) -> float:
-        """λ of the next step; can be set, which starts the fall of ``"auto"`` anew."""
-        if not self._falls:
-            return self._damping
-        decades = (self.steps - self._damping_step) / _STEPS_PER_DECADE
-        return self._damping * max(_LEAST_PART, exp(-decades * log(10)))
+        """λ of the next step, or ε with ``"auto"``; can be set."""
+        return self._damping
 
     @damping.setter
     def damping(self, value: float) -> None:
-        self.engine.damping = value
-        self._damping, self._damping_step = float(value), self.steps
+        positive("damping", value)
+        self.engine.damping = RelativeDamping(value) if self._relative else value
+        self._damping = float(value)
 
     def _propose(
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
@@ -150,7 +149,7 @@ class KfacOptimizer(Optimizer):
         engine = self.engine
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
         loss, gradients = self._gradients(inputs, targets, clock)
-        damping = engine.damping = self.damping
+        self.damping = damping = self._damping  # engine.damping may have another value
         adapts = self._adaptation is not None and self._adaptation.is_due(self.steps)
         slots = self._new_slots()
         # Only steps that update the curvature have a state of the estimator to restore.
@@ -199,14 +198,13 @@ class KfacOptimizer(Optimizer):
             "statistics": self._last.statistics,
             "inverses": self._last.inverses,
             "damping": self._damping,
-            "damping_step": self._damping_step,
             "engine_damping": self.engine.damping,
         }
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         super()._set_numbers(numbers)
         self._last = LastUpdates(int(numbers["statistics"]), int(numbers["inverses"]))
-        self._damping, self._damping_step = numbers["damping"], int(numbers["damping_step"])
+        self._damping = numbers["damping"]
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

@@ -1,24 +1,14 @@
-"""The updates of the K-FAC optimizer: at a learning rate, or of fixed length for each matrix."""
+"""The updates of the K-FAC optimizer at a learning rate, and what all its updates share."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
 
-import numpy as np
-
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
-from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
+from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.report import StageClock
-from kfac_engine.training.rules import AdaptiveMoments
 from kfac_engine.training.vectors import Vector, combine, dot, zeros
-
-# Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
-# zero, or scale single features.
-_BY_ADAM = {"embedding", "embedding_multi", "scale_and_shift", "shift", "generic"}
-_BETA2, _EPSILON = 0.999, 1e-8
-_TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,87 +117,6 @@ class RatedUpdate:
         old, new = step.slots["momentum"], step.new_slots["momentum"]
         for name, vector in vectors.items():
             combine(new[name], self.momentum, old[name], factor, vector)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedLengthUpdate:
-    """Natural gradients of the averaged gradient, each matrix scaled to a fixed length.
-
-    The optimal length of a natural gradient step depends on the curvature, the noise and the
-    damping. An update of fixed length depends on the direction only. The Frobenius norm is
-    ``L √outputs``, as Muon's: each output of a layer changes by the same amount whatever their
-    number. Vectors, embeddings and parameters without a layer are updated by Adam.
-
-    Attributes:
-        engine: The engine that preconditions.
-        roots: √outputs of the matrices: see ``root_outputs``.
-        momentum: Decay of the average of gradients, in [0, 1).
-        adam_rate: Learning rate of Adam.
-        weight_decay: Parameters shrink by this number times the rate of their update.
-    """
-
-    engine: Engine
-    roots: Mapping[str, float]
-    momentum: float
-    adam_rate: Rate
-    weight_decay: float
-
-    def new_slots(self, parameters: Mapping[str, Array]) -> SlotArrays:
-        """Return moments of zero; squares for the parameters that Adam updates only."""
-        by_adam = {name: value for name, value in parameters.items() if name not in self.roots}
-        return {"momentum": zeros(parameters), "second_moment": zeros(by_adam)}
-
-    def __call__(self, step: StepInputs) -> Move:
-        """Compute the new parameters of a step, and write the new moments."""
-        adam = AdaptiveMoments(self.momentum, _BETA2, _EPSILON)
-        adam_rate = step.scale * evaluated_rate(self.adam_rate, step.step)
-        old, new = step.slots, step.new_slots
-        values: dict[str, Array] = {}
-        for name, gradient in step.gradients.items():
-            if name in self.roots:
-                moments = new["momentum"][name], self.momentum, old["momentum"][name]
-                combine(*moments, 1 - self.momentum, gradient)
-            else:
-                before, after = ({slot: s[slot][name] for slot in adam.slots} for s in (old, new))
-                values[name] = direction = adam(gradient.copy(), before, after, step.step + 1)
-                shrunk = 1 - adam_rate * self.weight_decay
-                combine(direction, -adam_rate, direction, shrunk, step.parameters[name])
-        values |= self._matrices(step)
-        predicted = quadratic_change(self.engine, step, values) if step.predicts else None
-        return Move(values, predicted)
-
-    def _matrices(self, step: StepInputs) -> dict[str, Array]:
-        """Return the new values of the matrices."""
-        with step.clock("precondition"):
-            natural = self.engine.precondition(step.new_slots["momentum"])
-        debiased = 1 / (1 - self.momentum ** (step.step + 1))
-        shrunk = 1 - step.rate * self.weight_decay
-        values = {}
-        for name, root in self.roots.items():
-            values[name] = array = natural[name]  # its memory receives the new value
-            factor = step.rate * root * debiased / (debiased * _norm(array) + _TINY)
-            combine(array, -factor, array, shrunk, step.parameters[name])
-        return values
-
-
-def _norm(array: Array) -> float:
-    return float(np.linalg.norm(array))
-
-
-def root_outputs(engine: Engine) -> dict[str, float]:
-    """Return √outputs for the matrices of layers; embeddings and vectors are absent.
-
-    The number of outputs is the size of the output factor, where the weight has an axis of this
-    size. The factors of groups are smaller; the first axis of the weight then has the outputs.
-    """
-    parameters = engine.parameters
-    roots = {}
-    for layer in engine.layers:
-        for name in layer.parameters if layer.kind not in _BY_ADAM else ():
-            shape, size = parameters[name].shape, layer.factor_shapes[-1][-1]
-            if len(shape) > 1:
-                roots[name] = sqrt(size if size in shape else shape[0])
-    return roots
 
 
 def quadratic_change(engine: Engine, step: StepInputs, values: Vector) -> float:

@@ -48,8 +48,8 @@ def dot(left, right):
 class Reference:
     """One optimizer; ``theta`` moves with ``step``."""
 
-    rate: float | None = None  # None for fixed lengths
-    damping: float = 0.01
+    rate: float | None = None  # None for adaptive lengths
+    damping: float | None = None
     momentum: float = 0.9
     decay: float = 0.0
     regular: bool = False
@@ -64,6 +64,11 @@ class Reference:
     log: list = field(default_factory=list)
 
     def __post_init__(self):
+        self.relative = self.rate is None and self.interval is None
+        if self.damping is None:
+            self.damping = 0.1 if self.relative else 0.01
+        self.natural = None
+        self.multiples = {"w1": 1.0, "w2": 1.0}
         self.sums = {layer: [0.0, 0.0] for layer in LAYERS}
         self.weight = 0.0
         self.last = [None, None]
@@ -88,6 +93,10 @@ class Reference:
             self.sums[layer] = [0.95 * s + m for s, m in zip(self.sums[layer], pair, strict=True)]
 
     def damped(self, A, G, damping):
+        if self.relative:
+            return tuple(
+                M + np.sqrt(damping) * np.trace(M) / len(M) * np.eye(len(M)) for M in (A, G)
+            )
         pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
         root = np.sqrt(damping)
         return A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
@@ -105,15 +114,9 @@ class Reference:
             packed[layer] = A @ pack(vectors, layer) @ G
         return unpack(packed)
 
-    def now(self):
-        """The damping of this step."""
-        if self.rate is None and self.interval is None:
-            return self.damping * max(1e-2, 10 ** (-self.t / 30))
-        return self.damping
-
     def step(self, x, y, scale=1.0):
         g = net.gradients(self.theta, x, y)
-        damping, before = self.now(), self.theta
+        damping, before = self.damping, self.theta
         if self.due(0):
             self.observe(x)
         refreshed = self.due(1)
@@ -122,7 +125,7 @@ class Reference:
                 n: [np.linalg.inv(m) for m in self.damped(*pair, damping)]
                 for n, pair in self.matrices().items()
             }
-        update = self.fixed(g, scale) if self.rate is None else self.rated(g, self.rate * scale)
+        update = self.adaptive(g, scale) if self.rate is None else self.rated(g, self.rate * scale)
         self.theta = {name: value - update[name] for name, value in before.items()}
         ratio = None
         if self.interval and (self.t + 1) % self.interval == 0:
@@ -159,7 +162,16 @@ class Reference:
             self.u = self.clip(self.precondition(self.v), self.v, eta)
         return {n: eta * (self.u[n] + self.decay * self.theta[n]) for n in g}
 
-    def fixed(self, g, scale):
+    def multiple(self, n, g, scale):
+        """Adapt the length of a matrix to the agreement of the gradient with the last update."""
+        if self.natural is None:
+            return 1.0
+        slope = (self.last_g[n] * self.natural[n]).sum()
+        c = (g[n] * self.natural[n]).sum() / slope if slope > 0 else 0.0
+        k = self.multiples[n] ** 0.9 * np.exp(0.4 * min(scale, 1) * np.clip(c, -1, 1))
+        return float(np.clip(k, 0.1, 20))
+
+    def adaptive(self, g, scale):
         b = self.momentum
         self.v = {n: b * self.v[n] + (1 - b) * g[n] for n in g}
         self.squares = {n: 0.999 * self.squares[n] + 0.001 * g[n] ** 2 for n in g}
@@ -167,10 +179,12 @@ class Reference:
         p, update = self.precondition(mean), {}
         for n in g:
             if g[n].ndim == 2:  # weights are (out, in)
-                wanted = self.length * np.sqrt(len(g[n])) * scale
+                self.multiples[n] = self.multiple(n, g, scale)
+                wanted = self.multiples[n] * self.length * np.sqrt(len(g[n])) * scale
                 update[n] = p[n] / np.linalg.norm(p[n]) * wanted
                 update[n] = update[n] + self.length * scale * self.decay * self.theta[n]
             else:
                 root = np.sqrt(self.squares[n] / (1 - 0.999 ** (self.t + 1))) + 1e-8
                 update[n] = self.adam_rate * scale * (mean[n] / root + self.decay * self.theta[n])
+        self.natural, self.last_g = p, g
         return update

@@ -12,7 +12,7 @@ from tests.training.kfac_reference import Reference
 
 # Float64; inverses of matrices with condition numbers up to 1e5 multiply rounding errors.
 CLOSE = 1e-9
-STEPS = 70  # ten more than the damping falls
+STEPS = 70
 
 LM = ke.DampingAdaptation(interval=3)
 # Options of the optimizer, and the same of the reference.
@@ -179,6 +179,27 @@ def test_the_quadratic_model_is_exact_for_linear_regression(options):
         report = optimizer.step({"x": x}, y)
         # The factors are damped by about √λ = 1e-5, relative to eigenvalues near 1.
         assert report.reduction_ratio == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sign", "scale"), [(1, 1.0), (1, 0.25), (-1, 1.0)], ids=["far", "far, scaled", "alternating"]
+)
+def test_lengths_follow_the_agreement_of_gradients_in_closed_form(sign, scale):
+    """Far from the minimum the agreement is 1; gradients of alternating sign have −1."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 3))
+    y = 1e6 * x @ rng.standard_normal((3, 3))
+    engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
+    optimizer = ke.KfacOptimizer(engine)
+    lengths = []
+    for step in range(30):
+        before = engine.parameters["w"]
+        optimizer.step({"x": x}, y * sign**step, scale)
+        lengths.append(np.linalg.norm(engine.parameters["w"] - before))
+    exponents = sign * scale * 4 * (1 - 0.9 ** np.arange(30))
+    expected = np.clip(np.exp(exponents), 0.1, 20) * scale * 0.025 * np.sqrt(3)
+    # Updates of length 1 change gradients of norm 1e6 by parts of 1e-6, summed over 30 steps.
+    np.testing.assert_allclose(lengths, expected, rtol=1e-3)
 
 
 def linear_model():
