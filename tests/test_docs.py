@@ -96,6 +96,18 @@ def test_a_training_example_halves_the_loss_for_each_seed(
     assert max(losses) < 1.5 * losses[0]
 
 
+def test_the_readme_shows_the_losses_that_its_first_example_prints(tmp_path, capsys):
+    readme = ROOT / "README.md"
+    (_, code), (_, shown) = blocks(readme, "python")[0], blocks(readme, "text")[0]
+    with contextlib.chdir(tmp_path):
+        exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    losses = [[float(loss) for loss in re.findall(r"loss (.*)", text)] for text in (printed, shown)]
+    assert len(losses[0]) == 3
+    # 36 steps amplify the rounding of a processor; the third decimal would already differ.
+    np.testing.assert_allclose(*losses, atol=0.02)
+
+
 def test_the_readme_has_examples():
     languages = [language for language, _ in blocks(ROOT / "README.md", "python", "console")]
     assert languages.count("console") >= 3
