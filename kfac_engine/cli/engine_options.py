@@ -29,7 +29,7 @@ OBJECTIVE = (
 )  # fmt: skip
 
 # Field to a value, for messages.
-_EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1"}
+_EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1", "periods": "conv*=20"}
 
 
 def _all_or_none(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> Any:
@@ -89,6 +89,12 @@ def _passes() -> Collection[str]:
     return ("all", "none", *PASSES)
 
 
+def _policies() -> Collection[str]:
+    from kfac_engine.curvature.schedule import ADAPTIVE, POLICIES
+
+    return (*POLICIES, *ADAPTIVE)
+
+
 def _backends() -> Collection[str]:
     from kfac_engine.backend.select import BackendName
 
@@ -121,6 +127,10 @@ SPELLINGS: Mapping[str, Spelling] = {
     "scratch_bytes": Spelling("--scratch", {"metavar": "MB", "callback": _megabytes}),
     "backend": Spelling(settings={"metavar": "NAME"}, names=_backends),
     "batch_axes": Spelling("--batch-axis", {"metavar": "INPUT=AXIS"}),
+    "policy": Spelling("--refresh-policy", {"metavar": "NAME"}, _policies),
+    "drift": Spelling("--refresh-drift"),
+    "budget": Spelling("--refresh-budget"),
+    "periods": Spelling("--refresh-period", {"metavar": "PATTERN=CALLS"}),
     "graph_passes": Spelling(
         "", {"metavar": "NAMES", "callback": _names, "multiple": False, "default": "all"}, _passes
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, show_shape, working
-from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.engine_options import EngineCommand, options_of
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
@@ -16,6 +16,7 @@ from kfac_engine.cli.options import (
     json_option,
     keywords,
 )
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
 
 if TYPE_CHECKING:
@@ -67,17 +68,14 @@ _FILE_OPTIONS = (
 )
 
 
-@click.command(cls=EngineCommand)
+# Fields of the schedule; --state counts the calls.
+_SCHEDULE = ("covariance_every", "refresh_every", "policy", "drift", "budget", "periods")
+
+
+@click.command(cls=EngineCommand, params=options_of(Schedule, _SCHEDULE))
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILE_OPTIONS)
 @click.option("--exp", default=-1.0, show_default=True, help="Power of the Fisher matrix.")
-@click.option(
-    "--refresh-every",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Number of batches, counted in --state, between two refreshes of the inverses.",
-)
 @keywords()
 @json_option
 @debug_option
@@ -85,7 +83,6 @@ def precondition(
     model: Path,
     files: Files,
     exp: float,
-    refresh_every: int,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -101,7 +98,8 @@ def precondition(
         read_targets = reading.read_targets if one else reading.read_targets_by_output
         targets: Targets = None if files.targets is None else read_targets(files.targets)
     with working("preparing the model"):
-        schedule = ke.Schedule(refresh_every=refresh_every)
+        chosen = {name: options.pop(name) for name in _SCHEDULE}
+        schedule = Schedule(**{name: value for name, value in chosen.items() if value is not None})
         engine = ke.Engine.from_onnx(
             model, exps=(exp,), schedule=schedule, sample_inputs=inputs, **options
         )

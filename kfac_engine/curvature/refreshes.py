@@ -1,14 +1,26 @@
-"""The refreshes of all factors of a collection: their keys, costs and owners."""
+"""The refreshes of all factors of a collection: their keys, costs and owners.
 
-from collections.abc import Callable, Iterable
+The drift of a factor is the change of its average since its latest refresh, relative to the norm of
+the average at that refresh. It is estimated from sixteen rows of the lower triangle, in time
+proportional to the size of the matrix; the rows at that refresh are stored.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from math import prod
+from math import inf, prod, sqrt
+from time import perf_counter
 
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import begin_refresh
-from kfac_engine.curvature.schedule import Work
+from kfac_engine.curvature.schedule import Planner, Schedule, Work
+
+_SAMPLED_ROWS = 16
 
 
 class Refreshes:
@@ -22,13 +34,22 @@ class Refreshes:
 
     def __init__(self, collection: LayerCollection) -> None:
         self._collection = collection
+        self._samples: dict[str, tuple[Array, ...]] = {}
+        self._planner: Planner | None = None
+        self._latest: tuple[tuple[str, ...], float] = ((), 0.0)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """Every refresh with its cost, for ``schedule.plan``; the shapes must be known."""
+        """Every refresh with its cost, for ``schedule.Planner``; the shapes must be known."""
         shapes = factor_shapes(self._collection)
+        blocks = self._collection.fisher_blocks.items()
         return tuple(
-            Work(key, refresh_cost(shapes[id(factor)])) for key, factor in self._factors.items()
+            Work(
+                key,
+                refresh_cost(shapes[id(factor)]),
+                tuple(name for params, b in blocks if factor in b.factors for name in uses(params)),
+            )
+            for key, factor in self._factors.items()
         )
 
     def begin(self, keys: Iterable[str] | None = None) -> Callable[[], None]:
@@ -46,6 +67,105 @@ class Refreshes:
         """
         factors = [self._factors[key] for key in (self._factors if keys is None else keys)]
         return begin_refresh(factors, self._collection.backend)
+
+    @property
+    def planner(self) -> Planner:
+        """Plans the refreshes of ``run``."""
+        if self._planner is None:
+            self._planner = Planner(self.works, Schedule())
+        return self._planner
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of ``run``; can be set. A new schedule keeps what the planner learned."""
+        return self.planner.schedule
+
+    @schedule.setter
+    def schedule(self, value: Schedule) -> None:
+        planner = Planner(self.works, value)
+        if self._planner is not None:
+            planner.state = self._planner.state
+        self._planner = planner
+
+    def wait(self) -> None:
+        """Complete the refreshes that an earlier ``run`` began; their time belongs to this call."""
+        start = perf_counter()
+        for factor in self._factors.values():
+            factor.wait()
+        self._latest = (), perf_counter() - start
+
+    def run(self, counter: int) -> None:
+        """Refresh the factors that are due; with ``schedule.overlap`` only begin to.
+
+        Args:
+            counter: Number of the call, from 0.
+
+        Raises:
+            KfacError: As for ``begin``.
+        """
+        planner, start = self.planner, perf_counter()
+        drifts = self.drifts() if planner.reads_drifts and counter else None
+        due = planner.refreshes(counter, drifts)
+        finish = self.begin(due)
+        if not planner.schedule.overlap or counter == 0:
+            finish()
+        self._latest = due, self._latest[1] + perf_counter() - start
+
+    def advance(self, counter: int, seconds: float) -> None:
+        """Record that a call has succeeded.
+
+        Args:
+            counter: Number of the call.
+            seconds: Its time.
+        """
+        due, spent = self._latest
+        self.planner.advance(counter, due, seconds, spent)
+        if self.planner.reads_drifts:
+            self._samples |= {key: self._sampled(key) for key in due}
+
+    def drifts(self) -> dict[str, float]:
+        """Return the drift of each factor since the latest ``run`` that refreshed it, by key."""
+        backend, squares = self._collection.backend, []
+        for key, old in self._samples.items():
+            for now, before in zip(self._sampled(key), old, strict=True):
+                squares += [((now - before) ** 2).sum(), (before**2).sum()]
+        sums = iter(float(total) for total in backend.download(squares))
+        return {
+            key: max(_ratio(next(sums), next(sums)) for _ in old)
+            for key, old in self._samples.items()
+        }
+
+    def saved(self) -> tuple[dict[str, object], dict[str, Array]]:
+        """Return the state for a checkpoint: that of the planner, and samples on the host."""
+        to_numpy = self._collection.backend.to_numpy
+        return self.planner.saved(), {
+            f"{key}/{index}": to_numpy(rows)
+            for key, samples in self._samples.items()
+            for index, rows in enumerate(samples)
+        }
+
+    def restore(self, planner: Mapping[str, object] | None, arrays: Mapping[str, Array]) -> None:
+        """Restore a state from a checkpoint.
+
+        Samples that do not fit are dropped. A factor without samples has an unknown drift, and the
+        policy ``"drift"`` refreshes it in the next call.
+
+        Args:
+            planner: State of the planner; None if it is unknown.
+            arrays: Samples by name.
+        """
+        self.planner.restore(planner or Planner(self.works, self.schedule).saved())
+        backend = self._collection.backend
+        self._samples = {}
+        for key, factor in self._factors.items():
+            names = [f"{key}/{index}" for index, _ in enumerate(factor.averages)]
+            if factor.average.value is not None and all(name in arrays for name in names):
+                samples = tuple(backend.asarray(arrays[name]).copy() for name in names)
+                if [s.shape for s in samples] == [s.shape for s in self._sampled(key)]:
+                    self._samples[key] = samples
+
+    def _sampled(self, key: str) -> tuple[Array, ...]:
+        return tuple(_rows(average.lower()) for average in self._factors[key].averages)
 
     @cached_property
     def _factors(self) -> dict[str, FisherFactor]:
@@ -79,3 +199,22 @@ def refresh_cost(shape: tuple[int, ...]) -> float:
         ``d³`` for each matrix.
     """
     return float(prod(shape)) * (shape[-1] if shape else 1)
+
+
+def _rows(average: Array) -> Array:
+    """Return evenly spaced rows of the lower triangles of a matrix or a stack, float64."""
+    width = average.shape[-1]
+    rows = average.reshape(-1, width)
+    chosen = np.unique(np.linspace(0, len(rows) - 1, _SAMPLED_ROWS).round().astype(int))
+    # Entries above the diagonal are not defined; the last row of a symmetric matrix is complete.
+    below = np.arange(width) <= chosen[:, None] % average.shape[-2]
+    xp = array_module(average)
+    sampled: Array = xp.where(xp.asarray(below), rows[xp.asarray(chosen)], 0.0)
+    return sampled.astype(np.float64)
+
+
+def _ratio(change: float, norm: float) -> float:
+    """Return the root of a ratio of sums of squares; any change of zero is infinite."""
+    if norm > 0:
+        return sqrt(change / norm)
+    return inf if change > 0 else 0.0

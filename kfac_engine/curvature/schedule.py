@@ -1,15 +1,22 @@
-"""The calls that update covariances and refresh inverses, planned from names and costs alone.
+"""The calls that update covariances and refresh inverses, planned from numbers alone.
 
 A refresh of all factors at once makes one call in ``refresh_every`` slow. The other policies
-distribute the refreshes over the calls.
+distribute the refreshes over the calls, follow the drift of the averages, or obey a budget of time.
+A ``Planner`` reads names, costs, counters, drifts and seconds, and no arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
+from math import inf
 from typing import TypeAlias
 
-from kfac_engine.arguments import flag, one_of, whole
+from kfac_engine.arguments import flag, one_of, positive, whole
+from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.registry import Registry
+
+# Weight of earlier refreshes in the learned time of a refresh.
+_MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,84 +27,262 @@ class Schedule:
     inverses.
 
     Attributes:
-        covariance_every: Covariances are updated when ``counter % covariance_every == 0``.
-        refresh_every: Number of calls in which each factor is refreshed once.
-        policy: A row of ``POLICIES``: ``"all_at_once"`` (all when ``counter % refresh_every ==
-            0``), ``"round_robin"`` (an equal number each call) or ``"balanced"`` (an equal cost
-            each call).
+        covariance_every: Number of calls from one update of the covariances to the next: they are
+            updated when ``counter % covariance_every == 0``.
+        refresh_every: Number of calls from one refresh of a factor to the next. With the policy
+            ``"drift"`` it is the largest number. With the policy ``"budget"`` only its ratio to
+            ``periods`` matters.
+        policy: Which factors a call refreshes. A row of ``POLICIES`` refreshes each factor once in
+            its period: ``"all_at_once"`` (all when ``counter % refresh_every == 0``),
+            ``"round_robin"`` (an equal number each call) or ``"balanced"`` (an equal cost each
+            call). A row of ``ADAPTIVE`` decides in each call: ``"drift"`` refreshes the factors
+            whose averages have moved, ``"budget"`` the factors that wait longest, as many as the
+            budget allows.
         overlap: Whether a refresh of one call is used from the next call on, so that a GPU computes
             inverses during the next batch. Inverses of call 0 are used at once. A CPU gives the
             same results, but the option saves no time there.
+        drift: Relative change of an average since the latest refresh, from which the policy
+            ``"drift"`` refreshes the factor.
+        budget: Largest share of refreshes in the time of all calls, in (0, 1), with the policy
+            ``"budget"``. Call 0 does not count, and the share may be exceeded by one refresh. The
+            plans depend on measured times, so that two runs differ.
+        periods: Period of the factors of parameters whose names match a pattern, in place of
+            ``refresh_every``. The first pattern that matches counts. A factor of several layers has
+            the shortest of their periods.
     """
 
     covariance_every: int = 1
     refresh_every: int = 10
     policy: str = "all_at_once"
     overlap: bool = False
+    drift: float = 0.1
+    budget: float = 0.2
+    periods: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            InputError: A period is not a positive whole number, or the policy is unknown.
+            InputError: A period is not a positive whole number, the policy is unknown, or another
+                value is outside its range.
         """
         whole("covariance_every", self.covariance_every, least=1)
         whole("refresh_every", self.refresh_every, least=1)
         flag("overlap", self.overlap)
-        one_of("policy", self.policy, POLICIES)
+        one_of("policy", self.policy, (*POLICIES, *ADAPTIVE))
+        positive("drift", self.drift)
+        positive("budget", self.budget)
+        if self.budget >= 1:
+            raise InputError(f"budget must lie in (0, 1), got {self.budget!r}.")
+        if not isinstance(self.periods, Mapping):
+            raise InputError(
+                f"periods must be a dictionary, such as {{'conv*': 20}}, got {self.periods!r:.80}."
+            )
+        for pattern, period in self.periods.items():
+            whole(f"periods[{pattern!r}]", period, least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A refresh that is due once in each period.
+    """The refresh of one factor.
 
     Attributes:
         key: Name of the refresh.
         cost: Relative cost, for example the number of multiplications.
+        parameters: Names of the parameters whose blocks use the factor.
         owner: Rank of the process that computes it.
     """
 
     key: str
     cost: float
+    parameters: tuple[str, ...] = ()
     owner: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The updates and refreshes of one call.
+@dataclass(slots=True)
+class PlannerState:
+    """What a planner learned from earlier calls; a checkpoint stores it.
 
     Attributes:
-        update_covariances: Whether the call updates the covariances.
-        refresh: Keys of the refreshes after the update, in the order of the works.
+        refreshed: Key of a work to the counter of its latest refresh.
+        elapsed: Seconds of all calls after call 0.
+        spent: Seconds of their refreshes.
+        cost: Sum of the costs of earlier refreshes, with less weight for older ones.
+        seconds: Sum of their seconds, with the same weights.
     """
 
-    update_covariances: bool
-    refresh: tuple[str, ...]
+    refreshed: dict[str, int] = field(default_factory=dict)
+    elapsed: float = 0.0
+    spent: float = 0.0
+    cost: float = 0.0
+    seconds: float = 0.0
+
+
+class Planner:
+    """Plans the refreshes of an engine, call by call.
+
+    Equal inputs give equal plans.
+
+    Args:
+        works: All refreshes.
+        schedule: Periods and policy.
+
+    Attributes:
+        schedule: The schedule.
+        works: The refreshes.
+        periods: Key of a work to its period.
+        state: What the planner learned from earlier calls; ``advance`` changes it.
+
+    Raises:
+        UnknownNameError: A pattern of ``periods`` matches no parameter.
+    """
+
+    def __init__(self, works: Sequence[Work], schedule: Schedule) -> None:
+        self.works = tuple(works)
+        self.schedule = schedule
+        self.periods = {work.key: _period(work, schedule) for work in self.works}
+        self.state = PlannerState()
+        self._choose = ADAPTIVE[schedule.policy] if schedule.policy in ADAPTIVE else _in_slots(self)
+        for pattern in schedule.periods:
+            names = (name for work in self.works for name in work.parameters)
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UnknownNameError(
+                    f"the pattern '{pattern}' of periods matches no parameter whose block stores "
+                    f"an inverse."
+                )
+
+    @property
+    def reads_drifts(self) -> bool:
+        """Whether ``refreshes`` needs drifts."""
+        return self.schedule.policy == "drift"
+
+    def updates_covariances(self, counter: int) -> bool:
+        """Return whether a call updates the covariances.
+
+        Args:
+            counter: Number of the call, from 0.
+        """
+        return counter % self.schedule.covariance_every == 0
+
+    def refreshes(self, counter: int, drifts: Mapping[str, float] | None = None) -> tuple[str, ...]:
+        """Return the keys of the refreshes of a call, in the order of the works.
+
+        Args:
+            counter: Number of the call, from 0; call 0 refreshes everything.
+            drifts: Key of a work to the relative change of its averages since its latest refresh;
+                infinite where it is absent.
+        """
+        if counter == 0:
+            return tuple(work.key for work in self.works)
+        chosen = frozenset(self._choose(self, counter, drifts or {}))
+        return tuple(work.key for work in self.works if work.key in chosen)
+
+    def advance(self, counter: int, refreshed: Sequence[str], elapsed: float, spent: float) -> None:
+        """Record a call that has succeeded.
+
+        Args:
+            counter: Number of the call.
+            refreshed: Keys of its refreshes.
+            elapsed: Seconds of the whole call.
+            spent: Seconds of its refreshes.
+        """
+        state, keys = self.state, frozenset(refreshed)
+        state.refreshed.update(dict.fromkeys(refreshed, counter))
+        if keys:
+            cost = sum(work.cost for work in self.works if work.key in keys)
+            state.cost = _MEMORY * state.cost + cost
+            state.seconds = _MEMORY * state.seconds + spent
+        if counter > 0:
+            state.elapsed += elapsed
+            state.spent += spent
+
+    def age(self, key: str, counter: int) -> float:
+        """Return the number of calls since the latest refresh of a work; infinite before it."""
+        return counter - self.state.refreshed.get(key, -inf)
+
+    def saved(self) -> dict[str, object]:
+        """Return the state as plain values, for a checkpoint."""
+        return asdict(self.state)
+
+    def restore(self, saved: Mapping[str, object]) -> None:
+        """Restore a state that ``saved`` returned."""
+        self.state = PlannerState(**saved)  # type: ignore[arg-type] # as `saved` returned it
 
 
 # Returns the slot of each work by key: the phase of the period in which it is refreshed.
 Policy: TypeAlias = Callable[[Sequence[Work], int], Mapping[str, int]]
+# Yields the keys of the refreshes of a call.
+Choice: TypeAlias = Callable[[Planner, int, Mapping[str, float]], Iterator[str]]
 
 POLICIES: Registry[Policy] = Registry("refresh policy")
 
 
-def plan(counter: int, works: Sequence[Work], schedule: Schedule) -> Plan:
-    """Return the plan of a call.
-
-    Args:
-        counter: Number of the call, from 0; call 0 refreshes everything.
-        works: All refreshes.
-        schedule: Periods and policy.
-
-    Returns:
-        The plan; every work is in exactly one plan of each period after the first call.
-    """
-    phase = counter % schedule.refresh_every
-    slots = POLICIES[schedule.policy](works, schedule.refresh_every)
-    return Plan(
-        update_covariances=counter % schedule.covariance_every == 0,
-        refresh=tuple(work.key for work in works if counter == 0 or slots[work.key] == phase),
+def is_planner_state(value: object) -> bool:
+    """Return whether an untrusted value has the form of ``Planner.saved``."""
+    names = {field.name for field in fields(PlannerState)}
+    if not isinstance(value, dict) or value.keys() != names:
+        return False
+    refreshed, numbers = value["refreshed"], [value[name] for name in names - {"refreshed"}]
+    return (
+        isinstance(refreshed, dict)
+        and all(type(count) is int and count >= 0 for count in refreshed.values())
+        and all(type(number) in (int, float) and 0 <= number < inf for number in numbers)
     )
+
+
+def _period(work: Work, schedule: Schedule) -> int:
+    """Return the period of a work: the shortest of its parameters."""
+    return min(
+        (
+            next((p for key, p in schedule.periods.items() if fnmatchcase(name, key)), None)
+            or schedule.refresh_every
+            for name in work.parameters
+        ),
+        default=schedule.refresh_every,
+    )
+
+
+def _in_slots(planner: Planner) -> Choice:
+    """Return the choice of a row of ``POLICIES``, applied to the works of each period."""
+    policy, slots = POLICIES[planner.schedule.policy], dict[str, int]()
+    for period in dict.fromkeys(planner.periods.values()):
+        slots |= policy([w for w in planner.works if planner.periods[w.key] == period], period)
+
+    def choose(planner: Planner, counter: int, drifts: Mapping[str, float]) -> Iterator[str]:
+        del drifts
+        periods = planner.periods
+        return (key for key, slot in slots.items() if counter % periods[key] == slot)
+
+    return choose
+
+
+def _by_drift(planner: Planner, counter: int, drifts: Mapping[str, float]) -> Iterator[str]:
+    """Yield the works whose averages have moved, and those whose period has passed."""
+    for work in planner.works:
+        moved = drifts.get(work.key, inf) >= planner.schedule.drift
+        if moved or planner.age(work.key, counter) >= planner.periods[work.key]:
+            yield work.key
+
+
+def _by_budget(planner: Planner, counter: int, drifts: Mapping[str, float]) -> Iterator[str]:
+    """Yield the works that wait longest, relative to their periods, until the budget is spent."""
+    del drifts
+    state, schedule = planner.state, planner.schedule
+    known = state.cost > 0 and state.seconds > 0
+    left = schedule.budget * state.elapsed - state.spent
+    waiting = [w for w in planner.works if planner.age(w.key, counter) >= schedule.covariance_every]
+    waiting.sort(key=lambda work: -planner.age(work.key, counter) / planner.periods[work.key])
+    for work in waiting:
+        if left <= 0:
+            return
+        yield work.key
+        # Before the first measurement, one refresh shows how long it takes.
+        left -= work.cost * state.seconds / state.cost if known else inf
+
+
+ADAPTIVE: Registry[Choice] = Registry("adaptive refresh policy")
+ADAPTIVE.add("drift", _by_drift)
+ADAPTIVE.add("budget", _by_budget)
 
 
 def _all_at_once(works: Sequence[Work], period: int) -> Mapping[str, int]:

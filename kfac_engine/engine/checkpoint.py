@@ -21,6 +21,7 @@ from safetensors.numpy import save
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.schedule import is_planner_state
 from kfac_engine.errors import InputError
 from kfac_engine.graph.files import ModelFiles
 from kfac_engine.system.reading import check_file
@@ -41,6 +42,8 @@ class State:
         parameters: Parameter name to value.
         buffers: Running statistic to value.
         damping: That of the engine, or None where it is not known.
+        planner: What the schedule learned from earlier calls, or None where it is not known.
+        samples: Entries of averages from which drifts are computed, by name.
     """
 
     counter: int
@@ -48,6 +51,8 @@ class State:
     parameters: Mapping[str, Array]
     buffers: Mapping[str, Array] = field(default_factory=dict)
     damping: float | None = None
+    planner: Mapping[str, object] | None = None
+    samples: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     """
     tensors = {f"parameter/{name}": value for name, value in state.parameters.items()}
     tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
+    tensors |= {f"sample/{name}": value for name, value in state.samples.items()}
     for index, factor in enumerate(factors):
         tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
     header = {
@@ -93,6 +99,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         "generator": json.dumps(state.generator),
         "factors": json.dumps([_description(factor) for factor in factors]),
         "damping": json.dumps(state.damping),
+        "planner": json.dumps(state.planner),
     }
     # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
@@ -140,6 +147,8 @@ def load_state(
         parameters=values,
         buffers=statistics,
         damping=_parsed(path, {"damping": "null"} | header, "damping", _is_damping),
+        planner=_parsed(path, {"planner": "null"} | header, "planner", _is_planner),
+        samples=_below("sample/", tensors),
     )
     faults = [f"'{name}' holds NaN or infinity" for name in tensors if not _finite(tensors[name])]
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
@@ -265,6 +274,10 @@ def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
 
 def _is_damping(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and 0 <= value < inf)
+
+
+def _is_planner(value: Any) -> bool:
+    return value is None or is_planner_state(value)
 
 
 def _finite(array: Array) -> bool:

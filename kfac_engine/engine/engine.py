@@ -6,6 +6,7 @@ Read ``Engine.step`` first; it calls all stages in order.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from time import perf_counter
 from typing import NoReturn
 
 from kfac_engine._types import Array
@@ -16,7 +17,7 @@ from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.refreshes import factor_shapes
-from kfac_engine.curvature.schedule import Plan, Schedule, plan
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Expected, State, load_state, save_state
@@ -67,8 +68,8 @@ class Engine(TrainableModel):
         super().__init__(assembly)
         self.collection = assembly.collection
         self.estimator = estimator
-        self.schedule = schedule
         self.counter = 0
+        self.schedule = schedule
         self._prepared = False
         self._discovery = assembly.discovery
         self._exps = tuple(exps)
@@ -114,18 +115,17 @@ class Engine(TrainableModel):
     @damping.setter
     def damping(self, value: float) -> None:
         check_damping(value, self._exps)
-        relative = isinstance(value, RelativeDamping)
-        self.estimator.damping = value if relative else float(value)
+        self.estimator.damping = value if isinstance(value, RelativeDamping) else float(value)
 
     @property
     def schedule(self) -> Schedule:
-        """Calls that update statistics and refresh inverses; can be set."""
-        return self._schedule
+        """Calls that update statistics and refresh inverses; can be set, which keeps times."""
+        return self.estimator.refreshes.schedule
 
     @schedule.setter
     def schedule(self, value: Schedule) -> None:
         check_schedule(value)
-        self._schedule = value
+        self.estimator.refreshes.schedule = value
 
     @property
     def combine(self) -> Combine | None:
@@ -175,14 +175,14 @@ class Engine(TrainableModel):
             InputError: Inputs or targets are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        record = Recorder(profile)
+        start, record = perf_counter(), Recorder(profile)
         with single_threaded_blas():
             self._require_memory(inputs)
             self.prepare()
             with record("forward"):
                 trace = self.trace(inputs, targets)
-            due = self._plan()
-            along = due.update_covariances and self.estimator.reads_gradients
+            due = self.estimator.refreshes.planner.updates_covariances(self.counter)
+            along = due and self.estimator.reads_gradients
             with record("backward"):
                 read = self.estimator.differentiated if along else None
                 backward = self._differentiate(trace, read)
@@ -190,9 +190,10 @@ class Engine(TrainableModel):
             gradients = self._model.to_file_layout(backward.gradients)
             types = self._model.handed_out_types
             with undone_on_overflow(self.estimator, backward.gradients, types, self._exps[0]):
-                self._observe(trace, record, due, backward.outputs)
+                self._observe(trace, record, backward.outputs)
                 with record("precondition"):
                     natural = self._precondition(backward.gradients, self._exps[0])
+            self.estimator.refreshes.advance(self.counter, perf_counter() - start)
             self.counter += 1
             self._model.buffers.update(moved)
             return Result(backward.loss, gradients, natural, self._notes(trace), record.stages)
@@ -209,6 +210,7 @@ class Engine(TrainableModel):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
+        start = perf_counter()
         with single_threaded_blas():
             self._require_memory(inputs)
             trace = self.trace(inputs, targets)
@@ -216,7 +218,8 @@ class Engine(TrainableModel):
                 if targets is not None:
                     with self._history.explain():
                         reported_loss(trace, self.objective)
-                self._observe(trace, Recorder(), self._plan())
+                self._observe(trace, Recorder())
+        self.estimator.refreshes.advance(self.counter, perf_counter() - start)
         self.counter += 1
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
@@ -280,8 +283,7 @@ class Engine(TrainableModel):
             Parameter name to array, new.
 
         Raises:
-            UnknownNameError: A name is not a parameter, or the option is not set.
-            KfacError: As for ``precondition``.
+            KfacError: As for ``multiply_cholesky``.
         """
         product = self.estimator.products.cholesky_inverse(transpose)
         checked = self._checked(vectors)
@@ -298,7 +300,8 @@ class Engine(TrainableModel):
         """
         self.estimator.wait()
         generator = self.estimator.rng.bit_generator.state
-        state = State(self.counter, generator, *self._arrays.on_host(), self.damping)
+        schedule = self.estimator.refreshes.saved()
+        state = State(self.counter, generator, *self._arrays.on_host(), self.damping, *schedule)
         save_state(path, self.estimator.factors, state)
 
     def load(self, path: str | Path, *, parameters: bool = True) -> None:
@@ -315,6 +318,7 @@ class Engine(TrainableModel):
         state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
+        self.estimator.refreshes.restore(state.planner, state.samples)
         if parameters:
             self._model.set_parameters(state.parameters)
             self._arrays.set_buffers(state.buffers)
@@ -362,23 +366,19 @@ class Engine(TrainableModel):
             raise NotReadyError("there are no statistics yet; call observe() or step() first.")
         return checked_vectors(self._model, self.collection.backend, vectors)
 
-    def _plan(self) -> Plan:
-        return plan(self.counter, self.estimator.refreshes.works, self.schedule)
-
     def _observe(
-        self, trace: Trace, record: Recorder, due: Plan, gradients: dict[str, Array] | None = None
+        self, trace: Trace, record: Recorder, gradients: dict[str, Array] | None = None
     ) -> None:
-        self.estimator.wait()
-        if due.update_covariances:
+        refreshes = self.estimator.refreshes
+        refreshes.wait()
+        if refreshes.planner.updates_covariances(self.counter):
             scales = self.objective.fisher_scales(trace)
             with record("statistics"), self._history.explain():
                 self.estimator.update_covariances(
                     trace, scales=scales, release=trace.release, propagated=gradients
                 )
         with record("inverses"):
-            finish = self.estimator.refreshes.begin(due.refresh)
-            if not self.schedule.overlap or self.counter == 0:
-                finish()
+            refreshes.run(self.counter)
 
     def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
         return self._multiply(gradients, self.estimator.products.matpower(exp), exp)

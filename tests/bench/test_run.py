@@ -16,7 +16,7 @@ from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.resource_usage import Usage
 from kfac_engine.bench.roofline import Roofline, SuiteConditions, higher, measure_ceiling
-from kfac_engine.curvature.schedule import Schedule, Work, plan
+from kfac_engine.curvature.schedule import Planner, Schedule, Work
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
 
 CEILING = Roofline(threads=1, multiplications=1e9, copied_bytes=1e9)
@@ -169,11 +169,10 @@ def test_each_sort_of_step_counts_as_often_as_it_comes_in_use(kind):
 def test_what_a_step_has_to_do_is_what_the_scheduler_finds_due(kind):
     """The first step, which is only checked, is step 0: everything is due."""
     job, periods = jobs.step("mlp", 2, kind), jobs.STEPS[kind]
-    schedule, works = Schedule(*periods.measured), [Work("A", 1.0)]
+    planner = Planner([Work("A", 1.0)], Schedule(*periods.measured))
     for number, sort in enumerate(job.turn * 2, start=1):
-        due = plan(number, works, schedule)
-        assert due.update_covariances == (sort != "gradient")
-        assert bool(due.refresh) == (sort == "inverses")
+        assert planner.updates_covariances(number) == (sort != "gradient")
+        assert bool(planner.refreshes(number)) == (sort == "inverses")
 
 
 def test_who_is_slow_beyond_measure_has_one_round_while_others_go_on():

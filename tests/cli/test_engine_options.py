@@ -10,6 +10,7 @@ import pytest
 from kfac_engine.cli.app import app
 from kfac_engine.cli.engine_options import SPELLINGS, EngineCommand, options_of
 from kfac_engine.cli.options import keywords
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.options import EngineOptions
 from scripts import list_options
 
@@ -85,10 +86,11 @@ def test_defaults_of_the_command_line_are_those_of_the_record():
 
 def test_every_field_has_a_text_and_every_spelling_a_field():
     names = {field.name for field in fields(EngineOptions)}
-    assert set(SPELLINGS) <= names
+    assert set(SPELLINGS) <= names | {field.name for field in fields(Schedule)}
     assert all(
         option.help.startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-        for option in options_of(EngineOptions)
+        for record in (EngineOptions, Schedule)
+        for option in options_of(record)
     )
 
 
