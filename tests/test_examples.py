@@ -18,12 +18,13 @@ def test_an_example_runs_and_says_something(path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_on_digits_kfac_reaches_the_target_before_adam_and_ends_lowest(monkeypatch):
+def test_on_digits_kfac_has_a_lower_held_out_loss_than_sgd_after_five_epochs(monkeypatch):
     monkeypatch.setattr("sys.argv", ["digits.py", "3"])
     runs = runpy.run_path(str(EXAMPLES / "digits.py"))["runs"]
-    sgd, adam, kfac = (runs[3, name] for name in ("SGD", "Adam", "K-FAC"))
-    assert kfac.steps_to(0.1) < adam.steps_to(0.1)
-    assert kfac.final_loss < 0.5 * adam.final_loss < adam.final_loss < sgd.final_loss
+    last = {name: records[-1] for (_, name), records in runs.items()}
+    assert {len(records) for records in runs.values()} == {5 * 11}
+    assert all(record["accuracy"] > 0.9 for record in last.values())
+    assert last["K-FAC"]["validation_loss"] < last["SGD"]["validation_loss"]
 
 
 @pytest.mark.parametrize("result", ["gradients", "natural", "rooted", "sample"])

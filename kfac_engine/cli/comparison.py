@@ -1,207 +1,195 @@
-"""The demo's comparison: SGD, Adam and K-FAC train one network from the same weights.
+"""The demo's comparison: four optimizers train one network for the same CPU time.
 
-Every method sees the same batches in the same order. SGD and Adam run once for each of nine
-learning rates, and the run with the lowest training loss over the last epoch counts. K-FAC runs
-once, with the defaults of the library. The held-out data select nothing.
-
-The loops are part of the package because the command ``demo`` has to work in a wheel; the script
-``examples/digits.py`` uses them too.
+All runs of a seed start from the same weights and read the same batches. K-FAC and Muon have the
+defaults of the library. SGD and Adam run with three learning rates each; the rate with the lowest
+training loss counts. The held-out data select nothing.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeAlias
 
 import numpy as np
 
 import kfac_engine as ke
 from kfac_engine._types import Array
-from kfac_engine.engine import result as results
-from kfac_engine.engine.result import Result
-from kfac_engine.errors import NonFiniteError
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.training.history import Record
+from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.schedules import SCHEDULES
 
 BATCH_SIZE = 128
-EPOCH = 12  # batches
-HELD_OUT = 1797 - EPOCH * BATCH_SIZE
-LEARNING_RATE, KL_CLIP = "learning rate", "KL clip"
+HELD_OUT = 360
+# The loss of a run is the mean over so many batches, an epoch.
+EPOCH = 11
+# Steps from one evaluation on the held-out data to the next.
+EVALUATE_EVERY = 5
+# A bound that the CPU time never reaches.
+_MANY_EPOCHS = 1_000_000
 
-Setting: TypeAlias = Mapping[str, float]
-# Computes one batch's update and applies it to the engine's parameters; returns the batch's result.
-Step: TypeAlias = Callable[[Array, Array], Result]
-
-
-@dataclass(frozen=True, slots=True)
-class Digits:
-    """Batches and held-out data of one seed.
-
-    Attributes:
-        batches: Images and labels, one batch for each step.
-        held_out: Images and labels that no step sees.
-    """
-
-    batches: tuple[tuple[Array, Array], ...]
-    held_out: tuple[Array, Array]
-
-    @classmethod
-    def draw(cls, images: Array, labels: Array, steps: int, seed: int) -> "Digits":
-        """Shuffle the data, hold a part out, and divide the rest into batches for each epoch."""
-        rng = np.random.default_rng(seed)
-        order = rng.permutation(len(labels))
-        held_out, training = order[:HELD_OUT], order[HELD_OUT:]
-        epochs = (rng.permutation(training) for _ in range(math.ceil(steps / EPOCH)))
-        parts = [part for epoch in epochs for part in np.split(epoch, EPOCH)][:steps]
-        return cls(
-            tuple((images[part], labels[part]) for part in parts),
-            (images[held_out], labels[held_out]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The record of one training run.
-
-    Attributes:
-        setting: Hyperparameters by name.
-        losses: Loss of each batch before its step; infinite from where the run diverged.
-        seconds: Wall time of each step.
-        held_out_loss: Loss of the held-out data after the last step.
-    """
-
-    setting: Setting
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    held_out_loss: float
-
-    @property
-    def final_loss(self) -> float:
-        """Mean loss over the last epoch."""
-        return float(np.mean(self.losses[-EPOCH:]))
-
-    def steps_to(self, loss: float) -> int | None:
-        """Number of steps until a batch's loss is at or below ``loss``; None if it never is."""
-        return next((step for step, value in enumerate(self.losses) if value <= loss), None)
+# Returns a new optimizer; the rate is None for the default.
+MakeOptimizer: TypeAlias = Callable[[ke.Engine, float | None], Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimization method and the settings that it is run with.
+    """An optimizer and the learning rates that it is run with; None for the default.
 
     Attributes:
-        grid: The settings.
-        start: Return the step function of a run, with fresh state.
+        make: Makes the optimizer.
+        rates: The learning rates.
     """
 
-    grid: tuple[Setting, ...]
-    start: Callable[[ke.Engine, Setting], Step]
+    make: MakeOptimizer
+    rates: tuple[float | None, ...] = (None,)
 
 
-def _move(engine: ke.Engine, directions: Mapping[str, Array], learning_rate: float) -> None:
-    engine.set_parameters(
-        {
-            name: value - np.float32(learning_rate) * directions[name]
-            for name, value in engine.parameters.items()
-        }
-    )
+def _adam(engine: ke.Engine, rate: float | None) -> Optimizer:
+    assert rate is not None
+    return ke.Adam(engine, rate, non_finite="skip")
 
 
-def _sgd(engine: ke.Engine, setting: Setting) -> Step:
-    def step(images: Array, labels: Array) -> Result:
-        result = engine.gradients({"image": images}, labels)
-        _move(engine, result.gradients, setting[LEARNING_RATE])
-        return result
-
-    return step
-
-
-def _adam(engine: ke.Engine, setting: Setting) -> Step:
-    # The default constants of Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
-    beta1, beta2, epsilon = 0.9, 0.999, 1e-8
-    first = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
-    second = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
-    count = 0
-
-    def step(images: Array, labels: Array) -> Result:
-        nonlocal count
-        count += 1
-        result = engine.gradients({"image": images}, labels)
-        directions = {}
-        for name, gradient in result.gradients.items():
-            first[name] += (1 - beta1) * (gradient - first[name])
-            second[name] += (1 - beta2) * (gradient**2 - second[name])
-            mean, square = first[name] / (1 - beta1**count), second[name] / (1 - beta2**count)
-            directions[name] = mean / (np.sqrt(square) + epsilon)
-        _move(engine, directions, setting[LEARNING_RATE])
-        return result
-
-    return step
-
-
-def _kfac(engine: ke.Engine, setting: Setting) -> Step:
-    def step(images: Array, labels: Array) -> Result:
-        result = engine.step({"image": images}, labels)
-        _move(engine, result.natural_gradients, result.clipped_rate(kl_clip=setting[KL_CLIP]))
-        return result
-
-    return step
-
-
-def _rates(*rates: float) -> tuple[Setting, ...]:
-    return tuple({LEARNING_RATE: rate} for rate in rates)
+def _sgd(engine: ke.Engine, rate: float | None) -> Optimizer:
+    assert rate is not None
+    return ke.SGD(engine, rate, momentum=0.9, non_finite="skip")
 
 
 METHODS: Mapping[str, Method] = {
-    "SGD": Method(_rates(0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0), _sgd),
-    "Adam": Method(_rates(0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.03, 0.05, 0.1), _adam),
-    "K-FAC": Method(({KL_CLIP: results.KL_CLIP},), _kfac),
+    "K-FAC": Method(lambda engine, _: ke.KfacOptimizer(engine)),
+    "Muon": Method(lambda engine, _: ke.Muon(engine)),
+    "Adam": Method(_adam, (0.003, 0.01, 0.03)),
+    "SGD": Method(_sgd, (0.05, 0.1, 0.2)),
 }
 
 
-def build_engine(model: bytes, seed: int) -> ke.Engine:
-    """Return an engine with the defaults of the library, on one thread."""
-    return ke.Engine.from_onnx(model, loss="categorical", threads=1, seed=seed)
+@dataclass(slots=True)
+class Run(ke.Callback):
+    """The course of one training run, which it records as a callback of ``fit``.
+
+    The clock counts the CPU time of drawing batches and of steps, without the evaluations.
+
+    Attributes:
+        budget: CPU seconds after which the run ends.
+        held_out: Inputs and targets that no step reads.
+        seconds: CPU seconds at the end of each step.
+        losses: Loss of each batch before its update.
+        evaluations: Number of steps to the loss of the held-out data after it.
+        accuracy: Part of the held-out data that is classified correctly, at the end.
+    """
+
+    budget: float
+    held_out: tuple[Mapping[str, Array], Array]
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    accuracy: float = 0.0
+    _start: float = 0.0
+
+    @property
+    def spent(self) -> float:
+        """CPU seconds of all steps so far."""
+        return self.seconds[-1] if self.seconds else 0.0
+
+    @property
+    def training_loss(self) -> float:
+        """Mean loss over the last epoch; infinite if a batch was skipped."""
+        loss = float(np.mean(self.losses[-EPOCH:]))
+        return loss if np.isfinite(loss) else np.inf
+
+    @property
+    def held_out_loss(self) -> float:
+        """Held-out loss after the last step."""
+        return self.evaluations[len(self.losses)]
+
+    def steps_to(self, loss: float) -> int | None:
+        """Return the steps until the held-out loss is at most ``loss``; None for never."""
+        return next((step for step, value in self.evaluations.items() if value <= loss), None)
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return the CPU seconds until the held-out loss is at most ``loss``; None for never."""
+        steps = self.steps_to(loss)
+        return None if steps is None else self.seconds[steps - 1]
+
+    def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
+        """Start the clock."""
+        del optimizer, records
+        self._start = time.process_time()
+
+    def on_step_end(self, record: Record, optimizer: Optimizer) -> bool:
+        """Record a step; return whether the budget is spent."""
+        self.seconds.append(self.spent + time.process_time() - self._start)
+        self.losses.append(record["loss"])
+        is_last = self.spent >= self.budget
+        if is_last or len(self.losses) % EVALUATE_EVERY == 0:
+            values = optimizer.engine.evaluate(self.held_out, metrics=("loss", "accuracy"))
+            self.evaluations[len(self.losses)] = values["loss"]
+            self.accuracy = values["accuracy"]
+        self._start = time.process_time()
+        return is_last
 
 
-def train(model: bytes, method: Method, setting: Setting, data: Digits, seed: int) -> Run:
-    """Train a model from its own weights with one setting of a method.
+def train(
+    model: bytes,
+    make: Callable[[ke.Engine], Optimizer],
+    data: tuple[Array, Array],
+    seed: int,
+    seconds: float,
+) -> Run:
+    """Train a model from its own weights for a CPU time, on one thread.
 
     Args:
         model: ONNX file with an input ``image`` and one output of logits.
-        method: The method.
-        setting: Its hyperparameters.
-        data: Batches, in order, and held-out data.
-        seed: Seed of the targets that the engine samples.
+        make: Returns a new optimizer of an engine.
+        data: Images and labels.
+        seed: Seed of the held-out part, of the batches and of sampled targets.
+        seconds: CPU seconds of the steps.
 
     Returns:
-        The record of the run.
+        The course of the run.
     """
-    engine = build_engine(model, seed)
-    return _run(engine, method.start(engine, setting), setting, data)
+    images, labels = data
+    order = np.random.default_rng(seed).permutation(len(labels))
+    held_out, training = order[:HELD_OUT], order[HELD_OUT:]
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1, seed=seed)
+    # Sessions are built before the clock starts.
+    first = training[:BATCH_SIZE]
+    engine.gradients({"image": images[first]}, labels[first])
+    run = Run(seconds, ({"image": images[held_out]}, labels[held_out]))
+    with single_threaded_blas():
+        ke.fit(
+            engine,
+            (images[training], labels[training]),
+            optimizer=make(engine),
+            epochs=_MANY_EPOCHS,
+            batch_size=BATCH_SIZE,
+            schedule=lambda _: SCHEDULES["tail"](min(1.0, run.spent / seconds)),
+            callbacks=[run],
+            seed=seed,
+        )
+    return run
 
 
-def runs(model: bytes, method: Method, data: Digits, seed: int) -> Iterator[Run]:
-    """Yield a run for each setting of a method's grid; see ``train``."""
-    for setting in method.grid:
-        yield train(model, method, setting, data, seed)
+def compared(
+    model: bytes, data: tuple[Array, Array], seeds: Sequence[int], seconds: float
+) -> Iterator[tuple[str, float | None, Run]]:
+    """Yield the method, the rate and the course of each run.
+
+    The methods take turns, so that another load of the machine delays all of them.
+    """
+    for seed in seeds:
+        for name, method in METHODS.items():
+            for rate in method.rates:
+
+                def make(
+                    engine: ke.Engine, method: Method = method, rate: float | None = rate
+                ) -> Optimizer:
+                    return method.make(engine, rate)
+
+                yield name, rate, train(model, make, data, seed, seconds)
 
 
-def best(records: Sequence[Run]) -> Run:
-    """Return the run with the lowest training loss over the last epoch."""
-    return min(records, key=lambda run: run.final_loss)
-
-
-def _run(engine: ke.Engine, step: Step, setting: Setting, data: Digits) -> Run:
-    losses = [math.inf] * len(data.batches)
-    seconds = []
-    held_out_loss = math.inf
-    try:
-        for index, (images, labels) in enumerate(data.batches):
-            start = time.perf_counter()
-            losses[index] = step(images, labels).loss
-            seconds.append(time.perf_counter() - start)
-        images, labels = data.held_out
-        held_out_loss = engine.gradients({"image": images}, labels).loss
-    except NonFiniteError:
-        pass  # the setting made the weights overflow: its losses stay infinite from here
-    return Run(setting, tuple(losses), tuple(seconds), held_out_loss)
+def best_rate(runs: Mapping[float | None, Sequence[Run]]) -> float | None:
+    """Return the rate with the lowest median training loss."""
+    return min(runs, key=lambda rate: median(run.training_loss for run in runs[rate]))

@@ -1,9 +1,10 @@
 """``demo``: curvature, natural gradients and training of a small network on real data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
@@ -13,19 +14,31 @@ from kfac_engine.cli.options import debug_option, file_path
 from kfac_engine.cli.precondition import norm_rows, print_norms
 
 if TYPE_CHECKING:
-    from kfac_engine.cli.comparison import Digits, Run, Setting
+    from kfac_engine._types import Array
+    from kfac_engine.cli.comparison import Run
+
+    # Method to its runs with the best rate, one for each seed.
+    Winners: TypeAlias = Mapping[str, Sequence[Run]]
 
 PICTURE = "demo.png"
-TARGET_LOSS = 0.1
+TARGETS = (0.2, 0.1)
+OURS = "K-FAC"
 
 
 @click.command
 @click.option(
-    "--steps",
-    type=click.IntRange(12, 1000),
-    default=60,
+    "--seconds",
+    type=click.FloatRange(0.01, 60),
+    default=0.8,
     show_default=True,
-    help="Number of training steps of each run.",
+    help="CPU seconds of each run.",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1, 20),
+    default=3,
+    show_default=True,
+    help="Number of seeds; the tables have medians.",
 )
 @click.option(
     "--out",
@@ -34,17 +47,11 @@ TARGET_LOSS = 0.1
     show_default=True,
     help="Folder of the picture.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Seed of the batches and of the sampled targets.",
-)
 @debug_option
-def demo(steps: int, out: Path, seed: int) -> None:
-    """Train a small CNN on digits with SGD, Adam and K-FAC."""
-    from kfac_engine.cli.comparison import BATCH_SIZE, Digits, build_engine
+def demo(seconds: float, seeds: int, out: Path) -> None:
+    """Train a small CNN on digits with K-FAC, Muon, Adam and SGD."""
+    import kfac_engine as ke
+    from kfac_engine.cli.comparison import BATCH_SIZE
     from kfac_engine.data import demo_model, digits
     from kfac_engine.errors import InputError
 
@@ -52,75 +59,111 @@ def demo(steps: int, out: Path, seed: int) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder '{out}': {error.strerror}.") from error
-    model = demo_model("cnn")
-    data = Digits.draw(*digits(), steps, seed)
-    images, labels = data.batches[0]
+    model, (images, labels) = demo_model("cnn"), digits()
     with working("preparing the model"):
-        engine = build_engine(model, seed)
-        result = engine.step({"image": images}, labels)
+        engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+        result = engine.step({"image": images[:BATCH_SIZE]}, labels[:BATCH_SIZE])
     click.echo(f"a CNN and {BATCH_SIZE} of 1,797 handwritten digits (8×8 pixels)\n")
     print_layers(engine)
     click.echo(f"loss of the batch: {result.loss:.4f}\n")
     print_norms(norm_rows(result.gradients, result.natural_gradients))
-    winners = _compare(model, data, seed)
-    _print_comparison(winners, steps)
+    winners = _compare(model, (images, labels), range(seeds), seconds)
+    _print_comparison(winners, seeds, seconds)
+    for line in verdicts(winners):
+        click.echo(line)
     _draw(winners, out / PICTURE)
 
 
-def _compare(model: bytes, data: "Digits", seed: int) -> "dict[str, Run]":
-    from kfac_engine.cli.comparison import METHODS, best, runs
+def _compare(
+    model: bytes, data: "tuple[Array, Array]", seeds: Sequence[int], seconds: float
+) -> "Winners":
+    """Run all methods with all rates, and return the runs with the best rate of each method."""
+    from kfac_engine.cli.comparison import METHODS, best_rate, compared
 
-    winners, grids = {}, []
+    runs: dict[str, dict[float | None, list[Run]]] = {name: {} for name in METHODS}
     with progress() as bar:
-        task = bar.add_task("", total=sum(len(method.grid) for method in METHODS.values()))
-        for name, method in METHODS.items():
-            bar.update(task, description=name)
-            records = []
-            for run in runs(model, method, data, seed):
-                records.append(run)
-                bar.advance(task)
-            winners[name] = best(records)
-            grids.append((name, ", ".join(records[0].setting), _show_grid(records)))
-    print_table("all runs: training loss over the last epoch", ("method", "setting", "loss"), grids)
-    return winners
-
-
-def _show_grid(records: "Sequence[Run]") -> list[str]:
-    cells = [
-        f"{', '.join(f'{value:g}' for value in run.setting.values())}: {run.final_loss:.3g}"
-        for run in records
-    ]
-    return ["   ".join(cells[start : start + 3]) for start in range(0, len(cells), 3)]
-
-
-def _show_setting(setting: "Setting") -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
-
-
-def _print_comparison(winners: "Mapping[str, Run]", steps: int) -> None:
+        total = len(seeds) * sum(len(method.rates) for method in METHODS.values())
+        task = bar.add_task("", total=total)
+        for name, rate, run in compared(model, data, seeds, seconds):
+            runs[name].setdefault(rate, []).append(run)
+            bar.update(task, advance=1, description=name)
     rows = [
         (
             name,
-            _show_setting(run.setting),
-            f"{run.final_loss:.4f}",
-            f"{run.held_out_loss:.4f}",
-            "never" if (reached := run.steps_to(TARGET_LOSS)) is None else reached,
-            f"{1000 * median(run.seconds):.1f}",
-            f"{sum(run.seconds):.2f}",
+            "default" if rate is None else f"{rate:g}",
+            f"{median(run.training_loss for run in of_rate):.3g}",
         )
-        for name, run in winners.items()
+        for name, by_rate in runs.items()
+        for rate, of_rate in by_rate.items()
     ]
-    header = (
-        "method", "best setting", " training loss", " held-out loss",
-        f" steps to {TARGET_LOSS:g}", " ms/step", " seconds",
-    )  # fmt: skip
-    print_table(f"the best setting of each: {steps} steps, one thread", header, rows)
+    heads = ("method", "learning rate", " training loss")
+    print_table("all runs: training loss over the last epoch", heads, rows)
+    return {name: by_rate[best_rate(by_rate)] for name, by_rate in runs.items()}
 
 
-def _draw(winners: "Mapping[str, Run]", path: Path) -> None:
+def _print_comparison(winners: "Winners", seeds: int, seconds: float) -> None:
+    columns = {**_COURSE, **_VERDICTS}
+    rows = [
+        (name, *(show(measured(runs)) for measured, show in columns.values()))
+        for name, runs in winners.items()
+    ]
+    count = "one seed" if seeds == 1 else f"median of {seeds} seeds"
+    title = (
+        f"the best rate of each: {seconds:g} CPU seconds of one thread, {count}; the steps and "
+        f"seconds are those to a held-out loss"
+    )
+    print_table(title, ("method", *(f" {head}" for head in columns)), rows)
+
+
+def verdicts(winners: "Winners") -> list[str]:
+    """Return for each number which method has the best one, and the number of K-FAC."""
+    lines = []
+    for head, (measured, show) in _VERDICTS.items():
+        values = {name: measured(runs) for name, runs in winners.items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        if known:
+            best = min(known, key=known.__getitem__)
+            ours = "" if best == OURS else f"; {OURS}: {show(values[OURS])}"
+            lines.append(f"{head}: {best} is ahead, {show(known[best])}{ours}")
+    return lines
+
+
+def _draw(winners: "Winners", path: Path) -> None:
     from kfac_engine.cli.loss_curves import draw
 
     if draw(winners, path):
         click.echo(f"loss curves: {path}")
     else:
         click.echo("no picture: pip install 'kfac-engine[plot]' brings matplotlib")
+
+
+def median_or_never(values: Iterable[float | None]) -> float | None:
+    """Return the median of numbers; None counts as larger than any number."""
+    middle = median(inf if value is None else value for value in values)
+    return None if middle == inf else middle
+
+
+def _measure(
+    of_run: "Callable[[Run], float | None]", form: str
+) -> "tuple[Callable[[Sequence[Run]], float | None], Callable[[float | None], str]]":
+    """Return the median of a number of runs as a function, and the text of it."""
+    return (
+        lambda runs: median_or_never(of_run(run) for run in runs),
+        lambda value: "never" if value is None else format(value, form),
+    )
+
+
+# Head of a column to the median over the runs of a method, and its text. In the columns of the
+# verdicts, the smallest number is the best.
+_COURSE = {
+    "steps": _measure(lambda run: len(run.losses), "g"),
+    "ms/step": _measure(lambda run: 1e3 * run.spent / len(run.losses), ".1f"),
+}
+_VERDICTS = {
+    "training loss": _measure(lambda run: run.training_loss, ".4f"),
+    "held-out loss": _measure(lambda run: run.held_out_loss, ".4f"),
+    f"steps to {TARGETS[0]:g}": _measure(lambda run: run.steps_to(TARGETS[0]), "g"),
+    f"steps to {TARGETS[1]:g}": _measure(lambda run: run.steps_to(TARGETS[1]), "g"),
+    f"seconds to {TARGETS[0]:g}": _measure(lambda run: run.seconds_to(TARGETS[0]), ".2f"),
+    f"seconds to {TARGETS[1]:g}": _measure(lambda run: run.seconds_to(TARGETS[1]), ".2f"),
+}

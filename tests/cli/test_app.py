@@ -66,8 +66,8 @@ USAGE = {
     "unknown option": (["doctor", "--jsno"], "--jsno"),
     "missing argument": (["inspect"], "MODEL"),
     "missing option": (["precondition", "m.onnx", "-o", "o"], "--inputs"),
-    "no number": (["demo", "--steps", "many"], "many"),
-    "out of range": (["demo", "--steps", "0"], "0"),
+    "no number": (["demo", "--seeds", "many"], "many"),
+    "out of range": (["demo", "--seeds", "0"], "0"),
     "not a choice": (["inspect", "m.onnx", "--reduction", "median"], "median"),
     "no pair": (["inspect", "m.onnx", "--approx", "conv2d"], "KIND=NAME"),
 }

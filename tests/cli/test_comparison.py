@@ -1,120 +1,143 @@
-"""The comparison is fair, and its methods do what they should on a loss known in closed form."""
-
-import math
+"""The comparison is fair: equal data, equal CPU time, held-out data that select nothing."""
 
 import numpy as np
 import pytest
 
+import kfac_engine as ke
 from kfac_engine.cli.comparison import (
     BATCH_SIZE,
     EPOCH,
+    EVALUATE_EVERY,
     HELD_OUT,
-    KL_CLIP,
-    LEARNING_RATE,
     METHODS,
-    Digits,
     Run,
-    best,
+    best_rate,
+    compared,
+    train,
 )
-from kfac_engine.data import digits
-from kfac_engine.engine.result import Result
+from kfac_engine.cli.demo import median_or_never, verdicts
+from kfac_engine.cli.loss_curves import median_curve
+from kfac_engine.data import demo_model, digits
+from kfac_engine.training.examples import ExampleAxes
 
-START = np.array([3.0, -0.5, 0.25])
-CURVATURE = np.array([4.0, 1.0, 0.1])  # the loss is ½ Σ cᵢ wᵢ²
-ROUNDING = 1e-6  # the learning rate is applied in float32
-BATCH = np.zeros((1, 1)), np.zeros(1)
-
-
-class Quadratic:
-    """An engine whose loss is ½ Σ cᵢ wᵢ² and whose Fisher matrix is exact."""
-
-    def __init__(self):
-        self.parameters = {"w": START.copy()}
-
-    def set_parameters(self, values):
-        self.parameters = dict(values)
-
-    def gradients(self, inputs, targets):
-        w = self.parameters["w"]
-        return Result(float(CURVATURE @ w**2 / 2), {"w": CURVATURE * w}, {})
-
-    def step(self, inputs, targets):
-        result = self.gradients(inputs, targets)
-        return Result(result.loss, result.gradients, {"w": result.gradients["w"] / CURVATURE})
+SECONDS = 0.05
 
 
-def train(name, steps, setting):
-    engine = Quadratic()
-    step = METHODS[name].start(engine, setting)
-    for _ in range(steps):
-        step(*BATCH)
-    return engine.parameters["w"]
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches of all steps, by the id of the optimizer."""
+    seen = {}
+    original = ke.SGD.step
+
+    def step(self, inputs, targets, scale=1.0):
+        seen.setdefault(id(self), []).append((targets.copy(), scale))
+        return original(self, inputs, targets, scale)
+
+    monkeypatch.setattr(ke.SGD, "step", step)
+    return seen
 
 
-def test_sgd_contracts_each_direction_by_its_curvature():
-    expected = START * (1 - 0.2 * CURVATURE) ** 5
-    np.testing.assert_allclose(train("SGD", 5, {LEARNING_RATE: 0.2}), expected, rtol=ROUNDING)
+def sgd(rate):
+    return lambda engine: ke.SGD(engine, rate)
 
 
-def test_kfac_without_a_bound_solves_a_quadratic_in_one_step():
-    np.testing.assert_allclose(train("K-FAC", 1, {KL_CLIP: 1e9}), 0, atol=ROUNDING)
+def test_runs_of_one_seed_read_the_same_batches(batches):
+    images, _ = digits()
+    identity = np.arange(len(images)) % 10
+    one, other = (
+        train(demo_model("mlp"), sgd(rate), (images, identity), 3, SECONDS) for rate in (0.1, 0.01)
+    )
+    first, second = batches.values()
+    for (left, _), (right, _) in zip(first, second, strict=False):
+        np.testing.assert_array_equal(left, right)
+    assert {len(labels) for labels, _ in first} == {BATCH_SIZE}
+    assert one.evaluations.keys() != set()
+    assert other.losses[0] == one.losses[0], "the runs start from the same weights"
 
 
-def test_kfac_with_a_bound_goes_so_far_that_the_quadratic_form_of_the_step_is_the_bound():
-    step = START - train("K-FAC", 1, {KL_CLIP: 0.25})
-    assert CURVATURE @ step**2 == pytest.approx(0.25, rel=1e-5)
+def test_the_budget_is_cpu_time_and_the_schedule_follows_it(batches):
+    run = train(demo_model("mlp"), sgd(0.1), digits(), 0, SECONDS)
+    (steps,) = batches.values()
+    assert run.seconds[-2] < SECONDS <= run.seconds[-1]
+    assert (np.diff(run.seconds) >= 0).all()
+    scales = [scale for _, scale in steps]
+    spent = [0.0, *run.seconds[:-1]]
+    for scale, seconds in zip(scales, spent, strict=True):
+        # Constant to 60 % of the budget, then linear to zero.
+        assert scale == pytest.approx(min(1, (1 - seconds / SECONDS) / 0.4), abs=1e-9)
 
 
-def test_the_first_step_of_adam_has_the_size_of_its_rate_in_each_coordinate():
-    moved = START - train("Adam", 1, {LEARNING_RATE: 0.01})
-    np.testing.assert_allclose(moved, 0.01 * np.sign(START), rtol=ROUNDING)
+def test_the_held_out_data_are_evaluated_after_every_fifth_step_and_the_last():
+    make, engines = sgd(0.1), []
+    run = train(demo_model("mlp"), lambda e: engines.append(e) or make(e), digits(), 0, SECONDS)
+    count = len(run.losses)
+    assert list(run.evaluations) == sorted(
+        {*range(EVALUATE_EVERY, count + 1, EVALUATE_EVERY), count}
+    )
+    inputs, targets = run.held_out
+    assert len(targets) == HELD_OUT
+    assert run.held_out_loss == pytest.approx(engines[0].loss(inputs, targets), rel=1e-5)
+    assert ExampleAxes(engines[0]).check(inputs, targets) == HELD_OUT
 
 
-def test_two_steps_of_adam_follow_algorithm_1_of_kingma_and_ba():
-    w, m, v = START.copy(), 0, 0
-    for t in (1, 2):
-        g = CURVATURE * w
-        m = 0.9 * m + 0.1 * g
-        v = 0.999 * v + 0.001 * g**2
-        w = w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    np.testing.assert_allclose(train("Adam", 2, {LEARNING_RATE: 0.01}), w, rtol=ROUNDING)
-
-
-def test_sgd_and_adam_try_nine_learning_rates_and_kfac_its_defaults_alone():
-    assert {name: len(method.grid) for name, method in METHODS.items()} == {
-        "SGD": 9, "Adam": 9, "K-FAC": 1,
+def test_every_method_runs_with_all_its_rates_for_each_seed():
+    runs = list(compared(demo_model("mlp"), digits(), (0, 1), 0.01))
+    expected = [(name, rate) for name, method in METHODS.items() for rate in method.rates]
+    assert [(name, rate) for name, rate, _ in runs] == expected * 2
+    assert {name: len(method.rates) for name, method in METHODS.items()} == {
+        "K-FAC": 1, "Muon": 1, "Adam": 3, "SGD": 3,
     }  # fmt: skip
 
 
-def test_an_epoch_visits_every_training_example_once_and_no_held_out_one():
-    identity = np.arange(len(digits()[1]))
-    data = Digits.draw(identity, identity, 2 * EPOCH, seed=0)
-    assert {len(labels) for _, labels in data.batches} == {BATCH_SIZE}
-    held_out = set(data.held_out[1])
-    for epoch in (data.batches[:EPOCH], data.batches[EPOCH:]):
-        visited = [label for _, labels in epoch for label in labels]
-        assert sorted([*visited, *held_out]) == list(identity)
-    assert len(held_out) == HELD_OUT
+def run(losses, evaluations=None, seconds=None):
+    seconds = seconds or [0.5 * (i + 1) for i in range(len(losses))]
+    return Run(1.0, ({}, np.empty(0)), seconds, list(losses), dict(evaluations or {}))
 
 
-def test_batches_depend_on_the_seed_alone():
-    images, labels = digits()
-    first, again, other = (Digits.draw(images, labels, 3, seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first.batches[2][1], again.batches[2][1])
-    assert (first.batches[2][1] != other.batches[2][1]).any()
-
-
-def run(*losses):
-    return Run({LEARNING_RATE: 1.0}, losses, (0.1,) * len(losses), 0.0)
+def test_the_training_loss_is_the_mean_of_the_last_epoch():
+    assert run([100.0, *range(EPOCH)]).training_loss == np.mean(range(EPOCH))
 
 
 @pytest.mark.parametrize(
-    ("target", "steps"), [(0.5, 2), (0.9, 1), (0.1, None)], ids=["reached", "at once", "never"]
+    ("target", "steps", "seconds"), [(0.5, 4, 2.0), (0.9, 2, 1.0), (0.1, None, None)]
 )
-def test_steps_are_counted_until_the_loss_is_reached(target, steps):
-    assert run(1.0, 0.8, 0.5, 0.6).steps_to(target) == steps
+def test_steps_and_seconds_are_those_of_the_first_evaluation_below_a_loss(target, steps, seconds):
+    course = run([1.0] * 6, {2: 0.8, 4: 0.5, 6: 0.6})
+    assert course.steps_to(target) == steps
+    assert course.seconds_to(target) == seconds
 
 
-def test_a_diverged_run_never_wins():
-    diverged = run(0.1, math.inf)
-    assert best([diverged, run(2.0, 1.0)]) is not diverged
+def test_the_best_rate_has_the_lowest_median_training_loss():
+    nan = float("nan")
+    runs = {
+        0.1: [run([1.0]), run([9.0]), run([2.0])],
+        0.2: [run([3.0]), run([3.0]), run([0.1])],
+        0.3: [run([nan]), run([nan]), run([0.1])],
+    }
+    assert best_rate(runs) == 0.1
+
+
+def test_never_is_larger_than_any_number_in_a_median():
+    assert median_or_never([1, None, 3]) == 3
+    assert median_or_never([1, None, None]) is None
+
+
+def test_a_verdict_names_the_best_method_and_the_number_of_kfac():
+    winners = {
+        "K-FAC": [run([0.2] * 4, {2: 0.3, 4: 0.05})],
+        "Adam": [run([0.1] * 4, {2: 0.15, 4: 0.15})],
+    }
+    assert verdicts(winners) == [
+        "training loss: Adam is ahead, 0.1000; K-FAC: 0.2000",
+        "held-out loss: K-FAC is ahead, 0.0500",
+        "steps to 0.2: Adam is ahead, 2; K-FAC: 4",
+        "steps to 0.1: K-FAC is ahead, 4",
+        "seconds to 0.2: Adam is ahead, 1.00; K-FAC: 2.00",
+        "seconds to 0.1: K-FAC is ahead, 2.00",
+    ]
+
+
+def test_the_median_of_curves_is_that_of_their_interpolations():
+    x, y = median_curve([[0, 2], [1, 3], [0, 4]], [[0.0, 2.0], [5.0, 5.0], [4.0, 0.0]])
+    np.testing.assert_allclose((x[0], x[-1]), (1, 2))
+    np.testing.assert_allclose(y, np.median([x, np.full_like(x, 5), 4 - x], axis=0))

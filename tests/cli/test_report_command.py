@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from kfac_engine.__main__ import main
+from kfac_engine.data import demo_model, digits
 from tests.run_report.page_reader import PageReader
 
 
@@ -41,3 +43,20 @@ def test_a_file_that_is_no_log_leaves_the_old_page(tmp_path, capsys):
     assert err.startswith("error: cannot read the log")
     assert err.count("\n") == 1
     assert (tmp_path / "run.html").read_text() == "old"
+
+
+def test_train_writes_the_page_of_its_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.onnx").write_bytes(demo_model("mlp"))
+    images, labels = digits()
+    np.savez("d.npz", image=images[:300], targets=labels[:300])
+    options = ["--data", "d.npz", "--validation", "0.2", "--steps", "4", "-o", "trained.onnx"]
+    command = ["train", "m.onnx", *options, "--log", "run.jsonl", "--report", "run.html"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert main(["report", "run.jsonl", "-o", "of_log.html"]) == 0
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert page == (tmp_path / "of_log.html").read_text(encoding="utf-8")
+    read = PageReader(page)
+    assert read.terms["steps"] == "4"
+    assert "last validation loss" in read.terms
+    assert len(read.data["spectra"]) > 0
