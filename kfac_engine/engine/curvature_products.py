@@ -35,12 +35,19 @@ class CurvatureProducts:
         assembly: The model with its losses.
         arrays: Converts arrays of the model.
         trace: The batch. The Hessian matrix needs its targets.
+        examples: Number of examples of the batch, if the trace has a part of them.
     """
 
-    def __init__(self, assembly: Assembly, arrays: ModelArrays, trace: Trace) -> None:
+    def __init__(
+        self, assembly: Assembly, arrays: ModelArrays, trace: Trace, examples: int | None = None
+    ) -> None:
         self._assembly, self._model = assembly, assembly.model
         self._arrays, self._trace = arrays, trace
-        self._weights = assembly.task.objective.weights(trace)
+        objective = assembly.task.objective
+        # Means do not depend on the number of examples, sums are proportional to it.
+        sums = objective.reduction == "sum" and examples is not None
+        ratio = examples / objective.examples(trace) if sums and examples else 1.0
+        self._weights = tuple(ratio * weight for weight in objective.weights(trace))
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the Fisher matrix times a vector.

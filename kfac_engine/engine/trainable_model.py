@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import whole
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
 from kfac_engine.engine.build import Assembly
@@ -216,19 +217,25 @@ class TrainableModel(Sealed):
         """Notes on normalizations and dropouts in the form of inference, which training keeps."""
         return tuple(inference_notes(self._model.loaded.graph))
 
-    def curvature_products(self, trace: Trace) -> CurvatureProducts:
+    def curvature_products(self, trace: Trace, examples: int | None = None) -> CurvatureProducts:
         """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
 
         Args:
             trace: The batch, as ``trace`` returns it. The Hessian matrix needs its targets.
+            examples: Number of examples of the batch, if the trace is that of a part of the batch.
+                The products then estimate those of the batch: under the reduction ``"sum"`` they
+                are multiplied by the ratio of the numbers.
 
         Returns:
             Products with vectors that are given by parameter, and quadratic forms.
 
         Raises:
+            InputError: ``examples`` is not a positive whole number.
             KfacError: The values that the losses read do not fit the losses.
         """
-        return CurvatureProducts(self._assembly, self._arrays, trace)
+        if examples is not None:
+            whole("examples", examples, least=1)
+        return CurvatureProducts(self._assembly, self._arrays, trace, examples)
 
     # -- gradients --------------------------------------------------------------------------------
 

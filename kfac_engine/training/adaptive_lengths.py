@@ -104,12 +104,14 @@ class AdaptiveLengthUpdate:
         shrunk = 1 - step.rate * self.weight_decay
         values = {}
         for name, root in self.roots.items():
-            values[name] = array = natural[name]  # its memory receives the new value
+            array, gradient = natural[name], step.gradients[name]
             length = step.rate * root * self._multiple(name, step)
-            np.copyto(step.new_slots["natural_gradient"][name], array)
-            step.new_slots["slope"][name][...] = np.vdot(step.gradients[name], array)
+            step.new_slots["natural_gradient"][name] = array
+            step.new_slots["slope"][name][...] = np.vdot(gradient, array)
             factor = length * debiased / (debiased * _norm(array) + _TINY)
-            combine(array, -factor, array, shrunk, step.parameters[name])
+            # The memory of a gradient that is not needed any more receives the new value.
+            values[name] = np.empty_like(gradient) if step.predicts else gradient
+            combine(values[name], -factor, array, shrunk, step.parameters[name])
         return values
 
     def _multiple(self, name: str, step: StepInputs) -> float:

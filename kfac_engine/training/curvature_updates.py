@@ -8,6 +8,7 @@ from kfac_engine.arguments import positive, whole
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.runtime.trace import Trace
 from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.report import StageClock
 
@@ -39,9 +40,14 @@ class Periods:
         """
         whole("statistics_every", self.statistics_every, least=1)
         whole("refresh_every", self.refresh_every, least=1)
-        positive("statistics_part", self.statistics_part)
-        if self.statistics_part > 1:
-            raise InputError(f"statistics_part must lie in (0, 1], got {self.statistics_part!r}.")
+        check_part("statistics_part", self.statistics_part)
+
+
+def check_part(name: str, value: float) -> None:
+    """Raise an InputError unless a value is a number in (0, 1]."""
+    positive(name, value)
+    if value > 1:
+        raise InputError(f"{name} must lie in (0, 1], got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,41 @@ class LastUpdates:
     inverses: int = _NEVER
 
 
+class PartialTrace:
+    """Evaluates a model on a part of a batch, another part in each step.
+
+    A model that runs with one batch size only is evaluated on the whole batch.
+
+    Args:
+        engine: The engine of the model.
+        part: Part of the examples, in (0, 1].
+    """
+
+    def __init__(self, engine: Engine, part: float) -> None:
+        self._engine, self._part = engine, part
+        self._axes = ExampleAxes(engine)
+
+    def __call__(
+        self, step: int, inputs: Mapping[str, Array], targets: Targets
+    ) -> tuple[Trace, int | None]:
+        """Return the evaluation of the part, and the number of examples of the whole batch.
+
+        Args:
+            step: Number of the step, from 0.
+            inputs: Input name to array.
+            targets: The targets.
+
+        Returns:
+            The trace, and the number; None if the trace is that of the whole batch.
+        """
+        examples = None
+        if self._part < 1 and not self._axes.obstacle:
+            examples = self._axes.check(inputs, targets)
+            selection = rotating_part(step, examples, self._part)
+            inputs, targets = self._axes.part(inputs, targets, selection)
+        return self._engine.trace(inputs, targets), examples
+
+
 class CurvatureUpdates:
     """Updates the statistics and the inverses of an engine as its optimizer needs them.
 
@@ -68,7 +109,7 @@ class CurvatureUpdates:
     def __init__(self, engine: Engine, periods: Periods) -> None:
         self._engine = engine
         self._periods = periods
-        self._axes = ExampleAxes(engine)
+        self._evaluate = PartialTrace(engine, periods.statistics_part)
 
     def is_due(self, step: int, last: LastUpdates) -> bool:
         """Return whether a step updates statistics or inverses."""
@@ -96,7 +137,7 @@ class CurvatureUpdates:
         observes, refreshes = self._due(step, last)
         if observes:
             with clock("statistics"):
-                self._observe(step, *batch)
+                self.observe(step, *batch)
             statistics = step
         if refreshes:
             with clock("inverses"):
@@ -110,17 +151,21 @@ class CurvatureUpdates:
         observes = is_due(step, last.statistics, periods.statistics_every)
         return observes, is_due(step, last.inverses, periods.refresh_every)
 
-    def _observe(self, step: int, inputs: Mapping[str, Array], targets: Targets) -> None:
-        engine, part = self._engine, self._periods.statistics_part
-        examples = None
-        if part < 1 and not self._axes.obstacle:
-            examples = self._axes.check(inputs, targets)
-            selection = rotating_part(step, examples, part)
-            inputs, targets = self._axes.part(inputs, targets, selection)
-        trace = engine.trace(inputs, targets)
+    def observe(
+        self, step: int, inputs: Mapping[str, Array], targets: Targets, *, decays: bool = True
+    ) -> None:
+        """Average the statistics of a part of a batch.
+
+        Args:
+            step: Number of the step, which chooses the part.
+            inputs: Input name to array.
+            targets: The targets.
+            decays: False for the plain mean of all batches so far.
+        """
+        trace, examples = self._evaluate(step, inputs, targets)
         # The reduction "sum" multiplies the Fisher matrix by the number of examples of the batch.
-        scales = engine.objective.fisher_scales(trace, examples=examples)
-        engine.estimator.update_covariances(trace, scales=scales)
+        scales = self._engine.objective.fisher_scales(trace, examples=examples)
+        self._engine.estimator.update_covariances(trace, scales=scales, should_decay=decays)
 
 
 def is_due(step: int, last: int, period: int) -> bool:

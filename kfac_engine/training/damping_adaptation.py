@@ -24,7 +24,7 @@ class DampingAdaptation:
     Attributes:
         interval: Steps from one adaptation to the next.
         decay: Factor of the damping for one step, in (0, 1).
-        min_damping: Lower bound of the damping.
+        min_damping: Lower bound of the damping without its part ``l2``.
     """
 
     interval: int = 5
@@ -47,13 +47,16 @@ class DampingAdaptation:
         """Return whether the step after ``steps`` others adapts the damping."""
         return (steps + 1) % self.interval == 0
 
-    def adapted(self, damping: float, change: float, predicted: float) -> tuple[float, float]:
+    def adapted(
+        self, damping: float, change: float, predicted: float, l2: float = 0.0
+    ) -> tuple[float, float]:
         """Return the new damping and the reduction ratio.
 
         Args:
             damping: λ of the step.
             change: Change of the loss of the batch; infinite if the new loss is not finite.
             predicted: Change that the quadratic model predicts.
+            l2: Part of the damping that belongs to the loss; it stays in the damping.
 
         Returns:
             The new damping, and ρ. A ratio of NaN leaves the damping unchanged. An infinite change
@@ -69,4 +72,4 @@ class DampingAdaptation:
                 factor = omega
             elif ratio < _INACCURATE:
                 factor = 1 / omega
-        return max(damping * factor, self.min_damping), ratio
+        return max(damping * factor, self.min_damping + l2), ratio

@@ -1,20 +1,26 @@
 """The K-FAC optimizer: statistics, damping and the update of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import one_of, positive
+from kfac_engine.arguments import one_of, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, root_outputs
-from kfac_engine.training.curvature_updates import CurvatureUpdates, LastUpdates, Periods
+from kfac_engine.training.curvature_updates import (
+    CurvatureUpdates,
+    LastUpdates,
+    PartialTrace,
+    Periods,
+    check_part,
+)
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.kfac_updates import (
     RatedUpdate,
@@ -26,15 +32,19 @@ from kfac_engine.training.optimizer import (
     Optimizer,
     Proposal,
     Rate,
+    at_least_zero,
     check_rate,
     evaluated_rate,
     fraction,
 )
+from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.report import StageClock, StepReport
+from kfac_engine.training.vectors import add_multiple, dot
 
 MomentumType: TypeAlias = Literal["adam", "regular"]
 
-AUTO = "auto"
+# Learning rates that the optimizer chooses itself.
+AUTO, QUADRATIC = "auto", "quadratic"
 MOMENTUM_TYPES = ("adam", "regular")
 
 # Damping at a learning rate, and relative damping of "auto": see docs/training.md.
@@ -54,20 +64,29 @@ class KfacOptimizer(Optimizer):
     (``AdaptiveLengthUpdate``). Vectors, embeddings and parameters without a layer are updated by
     Adam with ``adam_rate``. The damping is relative (``RelativeDamping``).
 
+    With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
+    and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
+    "quadratic"``), or α alone for a given μ. The learning rate of a report is −α. Setting
+    ``learning_rate`` to a number multiplies the update by it.
+
     The optimizer sets ``engine.damping`` and updates statistics and inverses itself;
     ``engine.schedule`` and ``engine.counter`` have no effect on it.
 
     Args:
         engine: The engine whose parameters are trained; its ``exps`` must contain −1.
-        learning_rate: η, a number or a function of the number of steps so far; or ``"auto"``.
-        damping: λ, 0.01 if None. With ``"auto"``, ε of the ``RelativeDamping``, 0.1 if None.
-        momentum: μ in [0, 1).
+        learning_rate: η, a number or a function of the number of steps so far; ``"auto"`` or
+            ``"quadratic"``.
+        damping: λ, 0.01 if None; it contains ``l2``. With ``"auto"``, ε of the
+            ``RelativeDamping``, 0.1 if None.
+        momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
+            this learning rate.
         weight_decay: w, at least 0. With ``"auto"``, parameters shrink by w times
             ``update_length`` or ``adam_rate``.
-        momentum_type: ``"adam"`` (the natural gradient of the averaged gradient) or ``"regular"``.
-            ``"auto"`` needs ``"adam"``.
+        l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0. It is part of λ.
+        momentum_type: ``"adam"`` (the natural gradient of the averaged gradient) or ``"regular"``;
+            for a learning rate that is given.
         norm_constraint: Bound of ``η² uᵀ(F + λ)u``, to which natural gradients are shortened; None
-            for no bound. ``"auto"`` has no such bound.
+            for no bound. It needs a learning rate that is given.
         adapt_damping: Whether λ follows the reduction ratio (Levenberg–Marquardt), or a
             ``DampingAdaptation`` with other constants. It needs an absolute damping, which
             ``"auto"`` then uses as well.
@@ -79,6 +98,9 @@ class KfacOptimizer(Optimizer):
         statistics_part: Part of the batch whose statistics are computed, in (0, 1]; another part
             in each step. A model that runs with one batch size only takes the whole batch.
         refresh_every: Largest number of steps between two refreshes of the inverses.
+        curvature_part: Part of the batch on which ``"quadratic"`` multiplies by the Fisher matrix,
+            in (0, 1].
+        burn_in: Number of batches before the first step, of which only statistics are averaged.
         non_finite: ``"raise"`` or ``"skip"``: what a batch does that yields NaN or infinity.
 
     Raises:
@@ -88,45 +110,56 @@ class KfacOptimizer(Optimizer):
     def __init__(  # noqa: PLR0913 (the options of the algorithm)
         self,
         engine: Engine,
-        learning_rate: Rate | Literal["auto"] = "auto",
+        learning_rate: Rate | Literal["auto", "quadratic"] = "auto",
         damping: float | None = None,
-        momentum: float = 0.9,
+        momentum: Rate | Literal["quadratic"] = 0.9,
         weight_decay: float = 0.0,
         *,
+        l2: float = 0.0,
         momentum_type: MomentumType = "adam",
         norm_constraint: float | None = None,
         adapt_damping: bool | DampingAdaptation = False,
+        damping_multiple: float = 1.0,
         update_length: float = 0.025,
         adam_rate: Rate = 0.004,
         statistics_every: int = 5,
         statistics_part: float = 0.25,
         refresh_every: int = 25,
+        curvature_part: float = 0.25,
+        burn_in: int = 0,
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
-        auto = isinstance(learning_rate, str) and learning_rate == AUTO
-        rate = update_length if auto else learning_rate
+        rule = learning_rate if learning_rate in (AUTO, QUADRATIC) else None
+        own_rates: dict[object, float] = {AUTO: update_length, QUADRATIC: 1.0}
+        rate = own_rates.get(rule, learning_rate)
         super().__init__(engine, rate, weight_decay, non_finite)  # type: ignore[arg-type] # no text
-        one_of("momentum_type", momentum_type, MOMENTUM_TYPES)
-        fraction("momentum", momentum)
+        at_least_zero("l2", l2)
+        positive("damping_multiple", damping_multiple)
         positive("update_length", update_length)
         check_rate("adam_rate", adam_rate)
-        regular = momentum_type == "regular"
-        if norm_constraint is not None:
-            positive("norm_constraint", norm_constraint)
-        if auto and (regular or norm_constraint is not None):
-            option = "momentum_type 'regular'" if regular else "norm_constraint"
-            raise InputError(f"{option} needs a learning rate; learning_rate is 'auto'.")
+        check_part("curvature_part", curvature_part)
+        whole("burn_in", burn_in, least=0)
+        _check_rule(rule, momentum, momentum_type, norm_constraint)
         self._adaptation = _adaptation(adapt_damping)
-        self._momentum = momentum
-        self._update: Update = (
-            AdaptiveLengthUpdate(engine, root_outputs(engine), momentum, adam_rate, weight_decay)
-            if auto
-            else RatedUpdate(engine, momentum, regular, norm_constraint, weight_decay)
-        )
+        self._momentum = None if isinstance(momentum, str) else momentum
+        updates: dict[object, Callable[[], Update]] = {
+            AUTO: lambda: AdaptiveLengthUpdate(
+                engine, root_outputs(engine), cast(float, momentum), adam_rate, weight_decay
+            ),
+            QUADRATIC: lambda: QuadraticUpdate(
+                engine, PartialTrace(engine, curvature_part), weight_decay
+            ),
+            None: lambda: RatedUpdate(
+                engine, momentum_type == "regular", norm_constraint, weight_decay
+            ),
+        }
+        self._update = updates[rule]()
         periods = Periods(statistics_every, statistics_part, refresh_every)
         self._curvature = CurvatureUpdates(engine, periods)
         self._last = LastUpdates()
-        self._relative = auto and self._adaptation is None
+        self._l2, self._damping_multiple = float(l2), float(damping_multiple)
+        self._burn_in, self._burned_in = burn_in, 0
+        self._relative = rule == AUTO and self._adaptation is None
         default = _RELATIVE_DAMPING if self._relative else _DAMPING
         self.damping = default if damping is None else damping
         self._slots = self._update.new_slots(self._parameters())
@@ -140,39 +173,76 @@ class KfacOptimizer(Optimizer):
     @damping.setter
     def damping(self, value: float) -> None:
         positive("damping", value)
-        self.engine.damping = RelativeDamping(value) if self._relative else value
+        if not self._relative and value < self._l2:
+            raise InputError(
+                f"damping is {value!r} and contains l2, which is {self._l2!r}; give a damping of "
+                f"at least l2."
+            )
+        multiple = self._damping_multiple * value
+        self.engine.damping = RelativeDamping(multiple) if self._relative else multiple
         self._damping = float(value)
+
+    def _prepare(
+        self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
+    ) -> StepReport | None:
+        if self._burned_in >= self._burn_in:
+            return None
+        with clock("gradients"):
+            loss = self.engine.loss(inputs, targets)
+        with clock("statistics"):
+            self._curvature.observe(self._burned_in, inputs, targets, decays=False)
+        self._burned_in += 1
+        penalty = self._penalty()
+        return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True)
 
     def _propose(
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
     ) -> Proposal:
-        engine = self.engine
+        engine, values = self.engine, self._parameters()
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
+        momentum = evaluated_momentum(self._momentum, self.steps)
         loss, gradients = self._gradients(inputs, targets, clock)
+        for name, gradient in gradients.items() if self._l2 else ():
+            add_multiple(gradient, self._l2, values[name])
+        penalty = self._penalty()
         self.damping = damping = self._damping  # engine.damping may have another value
-        adapts = self._adaptation is not None and self._adaptation.is_due(self.steps)
-        slots = self._new_slots()
+        step = StepInputs(
+            gradients=gradients,
+            parameters=values,
+            slots=self._slots,
+            new_slots=self._new_slots(),
+            step=self.steps,
+            rate=rate,
+            scale=scale,
+            momentum=momentum,
+            damping=damping,
+            l2=self._l2,
+            batch=(inputs, targets),
+            predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
+            clock=clock,
+        )
         # Only steps that update the curvature have a state of the estimator to restore.
         guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0)
         with guard if self._curvature.is_due(self.steps, self._last) else nullcontext():
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
-            move = self._update(
-                StepInputs(
-                    gradients=gradients,
-                    parameters=self._parameters(),
-                    slots=self._slots,
-                    new_slots=slots,
-                    step=self.steps,
-                    rate=rate,
-                    scale=scale,
-                    predicts=adapts,
-                    clock=clock,
-                )
-            )
+            move = self._update(step)
         refreshed = last.inverses != self._last.inverses
         self._last = last
-        report = StepReport(loss, rate, self._momentum, damping, refreshed=refreshed)
-        return Proposal(move.values, slots, report, move.predicted)
+        report = StepReport(
+            loss + penalty,
+            rate if move.rate is None else move.rate,
+            momentum if move.momentum is None else move.momentum,
+            damping,
+            predicted_change=move.predicted,
+            penalty=penalty,
+            refreshed=refreshed,
+        )
+        return Proposal(move.values, step.new_slots, report)
+
+    def _penalty(self) -> float:
+        """Return ``½ l2 ‖θ‖²`` for the present parameters."""
+        values = self._parameters() if self._l2 else {}
+        return 0.5 * self._l2 * dot(values, values)
 
     def _adapt(
         self,
@@ -181,15 +251,19 @@ class KfacOptimizer(Optimizer):
         targets: Targets,
         clock: StageClock,
     ) -> StepReport:
-        report, predicted = proposal.report, proposal.predicted
-        if self._adaptation is None or predicted is None:
+        report, predicted = proposal.report, proposal.report.predicted_change
+        # The step of the report is over: steps is its number from 1.
+        due = self._adaptation is not None and self._adaptation.is_due(self.steps - 1)
+        if self._adaptation is None or predicted is None or not due:
             return report
         with clock("damping"):
             try:
-                change = self.engine.loss(inputs, targets) - report.loss
+                change = self.engine.loss(inputs, targets) + self._penalty() - report.loss
             except NonFiniteError:
                 change = inf
-            self.damping, ratio = self._adaptation.adapted(self._damping, change, predicted)
+            self.damping, ratio = self._adaptation.adapted(
+                self._damping, change, predicted, self._l2
+            )
         return replace(report, reduction_ratio=ratio)
 
     def _numbers(self) -> dict[str, float]:
@@ -198,6 +272,7 @@ class KfacOptimizer(Optimizer):
             "statistics": self._last.statistics,
             "inverses": self._last.inverses,
             "damping": self._damping,
+            "burned_in": self._burned_in,
             "engine_damping": self.engine.damping,
         }
 
@@ -205,6 +280,7 @@ class KfacOptimizer(Optimizer):
         super()._set_numbers(numbers)
         self._last = LastUpdates(int(numbers["statistics"]), int(numbers["inverses"]))
         self._damping = numbers["damping"]
+        self._burned_in = int(numbers["burned_in"])
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:
@@ -215,3 +291,30 @@ def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:
             f"adapt_damping must be True, False or a DampingAdaptation, got {value!r}."
         )
     return DampingAdaptation() if value else None
+
+
+def _check_rule(
+    rule: object, momentum: object, momentum_type: object, norm_constraint: float | None
+) -> None:
+    """Refuse options that do not fit the rule of the learning rate: a name, or None."""
+    one_of("momentum_type", momentum_type, MOMENTUM_TYPES)
+    if norm_constraint is not None:
+        positive("norm_constraint", norm_constraint)
+    regular = momentum_type == "regular"
+    if rule is not None and (regular or norm_constraint is not None):
+        option = "momentum_type 'regular'" if regular else "norm_constraint"
+        raise InputError(f"{option} needs a learning rate; learning_rate is '{rule}'.")
+    if isinstance(momentum, str) and momentum == QUADRATIC:
+        if rule != QUADRATIC:
+            raise InputError("momentum='quadratic' needs learning_rate='quadratic'.")
+    elif rule == AUTO or not callable(momentum):
+        fraction("momentum", momentum)
+
+
+def evaluated_momentum(momentum: Rate | None, step: int) -> float | None:
+    """Return the momentum of a step; an InputError unless it is None or lies in [0, 1)."""
+    if momentum is None:
+        return None
+    value = momentum(step) if callable(momentum) else momentum
+    fraction(f"the momentum of step {step}", value)
+    return float(value)

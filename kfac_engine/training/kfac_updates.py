@@ -1,11 +1,13 @@
 """The updates of the K-FAC optimizer at a learning rate, and what all its updates share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
+from kfac_engine.losses.objective import Targets
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.report import StageClock
 from kfac_engine.training.vectors import Vector, combine, dot, zeros
@@ -16,15 +18,19 @@ class StepInputs:
     """What an update is computed from.
 
     Attributes:
-        gradients: Parameter name to gradient; not changed.
+        gradients: Parameter name to gradient; may be overwritten, unless ``predicts``.
         parameters: Parameter name to value.
         slots: The state of the optimizer.
         new_slots: Arrays that receive the new state.
         step: Number of steps so far.
         rate: Learning rate of the step, times the value of the schedule.
         scale: Value of the schedule.
+        momentum: Momentum of the step; None if the quadratic model solves it.
+        damping: λ of the step.
+        l2: Part of λ that belongs to the loss.
+        batch: Inputs and targets.
         predicts: Whether the change of the loss is predicted.
-        clock: Measures the stage ``"precondition"``.
+        clock: Measures the stages ``"precondition"`` and ``"curvature"``.
     """
 
     gradients: Vector
@@ -34,6 +40,10 @@ class StepInputs:
     step: int
     rate: float
     scale: float
+    momentum: float | None
+    damping: float
+    l2: float
+    batch: tuple[Mapping[str, Array], Targets]
     predicts: bool
     clock: StageClock
 
@@ -45,10 +55,14 @@ class Move:
     Attributes:
         values: Parameter name to new value.
         predicted: Change of the loss that the quadratic model predicts; None if it is not needed.
+        rate: Learning rate, if the update has solved it.
+        momentum: Momentum, if the update has solved it.
     """
 
     values: dict[str, Array]
     predicted: float | None
+    rate: float | None = None
+    momentum: float | None = None
 
 
 class Update(Protocol):
@@ -67,14 +81,12 @@ class RatedUpdate:
 
     Attributes:
         engine: The engine that preconditions.
-        momentum: μ in [0, 1).
         precondition_first: Whether natural gradients are averaged, in place of gradients.
         norm_constraint: Bound of ``η² uᵀ(F + λ)u``, or None.
         weight_decay: Multiple of the parameters that is added to the direction.
     """
 
     engine: Engine
-    momentum: float
     precondition_first: bool
     norm_constraint: float | None
     weight_decay: float
@@ -114,16 +126,19 @@ class RatedUpdate:
 
     def _average(self, step: StepInputs, vectors: Vector, factor: float) -> None:
         """Write the velocity ``μ v + factor · vectors``."""
+        assert step.momentum is not None, "the quadratic model has its own update"
         old, new = step.slots["momentum"], step.new_slots["momentum"]
         for name, vector in vectors.items():
-            combine(new[name], self.momentum, old[name], factor, vector)
+            combine(new[name], step.momentum, old[name], factor, vector)
 
 
 def quadratic_change(engine: Engine, step: StepInputs, values: Vector) -> float:
     """Return ``½ δᵀFδ + gᵀδ`` for the change δ to new values, F the block-diagonal Fisher matrix.
 
-    The damped product is reduced by ``½ λ δᵀδ``: the damping is no part of the loss.
+    The damped product is reduced by ``½ λ δᵀδ``, because the damping is no part of the loss, and
+    increased by ``½ l2 δᵀδ``.
     """
     change = {name: value - step.parameters[name] for name, value in values.items()}
     damped = 0.5 * dot(change, engine.precondition(change, exp=1))
-    return damped - 0.5 * engine.damping * dot(change, change) + dot(step.gradients, change)
+    surplus = 0.5 * (engine.damping - step.l2) * dot(change, change)
+    return damped - surplus + dot(step.gradients, change)

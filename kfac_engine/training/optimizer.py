@@ -45,13 +45,11 @@ class Proposal:
         parameters: Parameter name to new value.
         slots: New state arrays.
         report: The report of the step.
-        predicted: Change of the loss that a quadratic model predicts; None where it is not needed.
     """
 
     parameters: Mapping[str, Array]
     slots: SlotArrays
     report: StepReport
-    predicted: float | None = None
 
 
 class Optimizer(Sealed, ABC):
@@ -139,6 +137,9 @@ class Optimizer(Sealed, ABC):
         clock = StageClock()
         try:
             with self._threads(), quiet(), clock("update"):
+                prepared = self._prepare(inputs, targets, clock)
+                if prepared is not None:
+                    return replace(prepared, seconds=clock.seconds)
                 proposal = self._propose(inputs, targets, scale, clock)
                 self._check_slots(proposal.slots)
                 self.engine.set_parameters(proposal.parameters, copy=False)
@@ -209,6 +210,13 @@ class Optimizer(Sealed, ABC):
         if not self._spare_slots:
             self._spare_slots = {slot: zeros(arrays) for slot, arrays in self._slots.items()}
         return self._spare_slots
+
+    def _prepare(
+        self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
+    ) -> StepReport | None:
+        """Use a batch before the first step; None if the batch is for a step."""
+        del inputs, targets, clock
+        return None
 
     @abstractmethod
     def _propose(

@@ -84,6 +84,23 @@ def test_hessian_products_are_differences_of_gradients(name, reduction):
     np.testing.assert_allclose(found, expected, atol=DIFFERENCES * abs(expected).max())
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_forms_of_a_part_estimate_those_of_the_batch(reduction):
+    """Equal examples: a part has the curvature of the batch, if its scale is that of the batch."""
+    engine, _, inputs, _ = case("mlp", reduction=reduction)
+    batch = {name: np.repeat(array[:1], 6, axis=0) for name, array in inputs.items()}
+    part = {name: array[:2] for name, array in batch.items()}
+    vector = draw(engine)
+    whole = engine.curvature_products(engine.trace(batch)).quadratic_forms(vector)
+    trace = engine.trace(part)
+    forms = engine.curvature_products(trace, examples=6).quadratic_forms(vector)
+    np.testing.assert_allclose(forms, whole, rtol=1e-12)
+    alone = engine.curvature_products(trace).quadratic_forms(vector)
+    np.testing.assert_allclose(alone, whole / (3 if reduction == "sum" else 1), rtol=1e-12)
+    with pytest.raises(ke.InputError, match="examples must be a whole number of at least 1"):
+        engine.curvature_products(trace, examples=0)
+
+
 def test_absent_parameters_count_as_zeros():
     engine, _, inputs, _ = case("mlp")
     products = engine.curvature_products(engine.trace(inputs))

@@ -40,6 +40,24 @@ def moments(theta, x):
     }
 
 
+def dense_fisher(theta, x):
+    """The whole Fisher matrix, from the Jacobian matrix of the logits of each example."""
+    h, z = net.forward(theta, x)
+    p, total = net.probabilities(z), 0.0
+    for i in range(len(x)):
+        outputs = np.eye(net.K)
+        ds = theta["w2"] * (1 - h[i] ** 2)
+        rows = {"w1": np.einsum("ks,d->ksd", ds, x[i]), "b1": ds,
+                "w2": np.einsum("kj,s->kjs", outputs, h[i]), "b2": outputs}  # fmt: skip
+        jacobian = np.hstack([rows[name].reshape(net.K, -1) for name in theta])
+        total = total + jacobian.T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ jacobian
+    return total / len(x)
+
+
+def flat(vectors):
+    return np.concatenate([array.ravel() for array in vectors.values()])
+
+
 def dot(left, right):
     return sum(float((left[name] * right[name]).sum()) for name in left)
 
@@ -59,12 +77,18 @@ class Reference:
     interval: int | None = None
     length: float = 0.025
     adam_rate: float = 0.004
+    quadratic: str = ""  # "both" or "rate": SPEC's types with a solved model
+    curvature_part: float = 0.25
+    l2: float = 0.0
+    damping_multiple: float = 1.0
+    min_damping: float = 1e-8
+    burn_in: int = 0
     theta: dict = field(default_factory=net.weights)
     t: int = 0
     log: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.relative = self.rate is None and self.interval is None
+        self.relative = self.rate is None and self.interval is None and not self.quadratic
         if self.damping is None:
             self.damping = 0.1 if self.relative else 0.01
         self.natural = None
@@ -85,12 +109,16 @@ class Reference:
     def matrices(self):
         return {n: [s / self.weight for s in self.sums[n]] for n in LAYERS}
 
-    def observe(self, x):
-        size = max(1, round(len(x) * self.part))
-        start = min(self.t * size % len(x), len(x) - size)
-        self.weight = 0.95 * self.weight + 1
-        for layer, pair in moments(self.theta, x[start : start + size]).items():
-            self.sums[layer] = [0.95 * s + m for s, m in zip(self.sums[layer], pair, strict=True)]
+    def chosen(self, x, part, t):
+        size = max(1, round(len(x) * part))
+        start = min(t * size % len(x), len(x) - size)
+        return x[start : start + size]
+
+    def observe(self, x, decay=0.95, t=None):
+        self.weight = decay * self.weight + 1
+        seen = self.chosen(x, self.part, self.t if t is None else t)
+        for layer, pair in moments(self.theta, seen).items():
+            self.sums[layer] = [decay * s + m for s, m in zip(self.sums[layer], pair, strict=True)]
 
     def damped(self, A, G, damping):
         if self.relative:
@@ -114,36 +142,61 @@ class Reference:
             packed[layer] = A @ pack(vectors, layer) @ G
         return unpack(packed)
 
+    def objective(self, theta, x, y):
+        return net.loss(theta, x, y) + 0.5 * self.l2 * dot(theta, theta)
+
     def step(self, x, y, scale=1.0):
+        if self.burn_in:
+            self.burned = getattr(self, "burned", -1) + 1
+            self.observe(x, 1.0, self.burned)
+            self.burn_in -= 1
+            return
         g = net.gradients(self.theta, x, y)
+        g = {name: array + self.l2 * self.theta[name] for name, array in g.items()}
         damping, before = self.damping, self.theta
         if self.due(0):
             self.observe(x)
         refreshed = self.due(1)
         if refreshed:
             self.inverses = {
-                n: [np.linalg.inv(m) for m in self.damped(*pair, damping)]
+                n: [np.linalg.inv(m) for m in self.damped(*pair, self.damping_multiple * damping)]
                 for n, pair in self.matrices().items()
             }
-        update = self.adaptive(g, scale) if self.rate is None else self.rated(g, self.rate * scale)
+        self.solution = None
+        if self.quadratic:
+            update = self.solved(g, x, damping, scale)
+        else:
+            update = (
+                self.adaptive(g, scale) if self.rate is None else self.rated(g, self.rate * scale)
+            )
         self.theta = {name: value - update[name] for name, value in before.items()}
         ratio = None
         if self.interval and (self.t + 1) % self.interval == 0:
-            change = net.loss(self.theta, x, y) - net.loss(before, x, y)
-            if self.rate is None or self.regular:
-                half = 0.5 * dot(update, self.multiply(update, damping))
-                model = half - 0.5 * damping * dot(update, update) - dot(g, update)
-            else:
-                eta = self.rate * scale
-                model = 0.5 * eta**2 * dot(self.u, self.v) - eta * dot(self.u, g)
-            ratio = change / model
-            omega = 0.95**self.interval
-            if (change < 0 < model) or ratio > 0.75:
-                self.damping *= omega
-            elif ratio < 0.25:
-                self.damping /= omega
+            ratio = self.adapt(x, y, g, before, update)
         self.log.append((damping, ratio, refreshed))
         self.t += 1
+
+    def adapt(self, x, y, g, before, update):
+        """SPEC 9.5; returns the reduction ratio."""
+        damping = self.damping
+        change = self.objective(self.theta, x, y) - self.objective(before, x, y)
+        if self.solution is not None:
+            model = self.solution[2]
+        elif self.rate is None or self.regular:
+            half = 0.5 * dot(update, self.multiply(update, damping))
+            share = 1 - self.l2 / damping
+            model = half - 0.5 * share * damping * dot(update, update) - dot(g, update)
+        else:
+            eta = self.eta
+            model = 0.5 * eta**2 * dot(self.u, self.v) - eta * dot(self.u, g)
+        ratio = change / model
+        omega = 0.95**self.interval
+        if (change < 0 < model) or ratio > 0.75:
+            self.damping *= omega
+        elif ratio < 0.25:
+            self.damping /= omega
+        self.damping = max(self.damping, self.min_damping + self.l2)
+        return ratio
 
     def clip(self, p, vector, eta):
         product = eta**2 * dot(p, vector)
@@ -152,7 +205,34 @@ class Reference:
         factor = min(1.0, np.sqrt(self.constraint / product))
         return {name: factor * array for name, array in p.items()}
 
+    def solved(self, g, x, damping, rescale):
+        """SPEC 9.3 and 9.4, with the dense Fisher matrix of a part of the batch."""
+        F = dense_fisher(self.theta, self.chosen(x, self.curvature_part, self.t))
+        p = self.precondition(g)
+        d = {name: -v for name, v in self.v.items()}
+        X = np.stack([flat({n: u[n] for n in g}) for u in (p, d)], axis=1)
+        b = damping * X.T @ X
+        m, c = X.T @ F @ X + b, X.T @ flat(g)
+        if not c[1]:
+            sol = np.array([-c[0] / m[0, 0], 0.0])
+        elif self.quadratic == "both":
+            sol = np.array([m[0, 1] * c[1] - m[1, 1] * c[0], m[0, 1] * c[0] - m[0, 0] * c[1]])
+            sol /= m[0, 0] * m[1, 1] - m[0, 1] ** 2
+        else:
+            sol = np.array([-(self.momentum * m[0, 1] + c[0]) / m[0, 0], self.momentum])
+        s = rescale * sol
+        change = 0.5 * s @ m @ s + c @ s - (1 - self.l2 / damping) * 0.5 * s @ b @ s
+        self.v = {n: sol[1] * self.v[n] - sol[0] * p[n] for n in g}
+        update = {n: rescale * (self.v[n] + self.decay * self.theta[n]) for n in g}
+        if self.decay:  # the decay is part of the update, and of its prediction
+            u = flat(update)
+            change = 0.5 * u @ F @ u + 0.5 * self.l2 * u @ u - flat({n: g[n] for n in g}) @ u
+        mu = sol[1] if c[1] or self.quadratic == "both" else self.momentum
+        self.solution = (-rescale * sol[0], mu, change)
+        return update
+
     def rated(self, g, eta):
+        self.eta = eta
         if self.regular:
             p = self.clip(self.precondition(g), g, eta)
             self.v = {n: self.momentum * self.v[n] + p[n] for n in g}

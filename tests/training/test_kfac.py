@@ -337,6 +337,6 @@ def test_statistics_of_a_part_have_the_scale_of_the_batch():
         for part in (0.25, 1.0):
             optimizer = ke.KfacOptimizer(engine(reduction=reduction), statistics_part=part)
             optimizer.step(*data)
-            factors.append([f.average.read("") for f in optimizer.engine.estimator.factors])
+            factors.append([f.get_cov_var() for f in optimizer.engine.estimator.factors])
         for quarter, whole in zip(*factors, strict=True):
             np.testing.assert_allclose(quarter, whole, rtol=1e-12)

@@ -1,0 +1,74 @@
+"""The update whose learning rate and momentum minimize the quadratic model of the loss."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kfac_engine.engine.curvature_products import CurvatureProducts
+from kfac_engine.engine.engine import Engine
+from kfac_engine.training.curvature_updates import PartialTrace
+from kfac_engine.training.kfac_updates import Move, StepInputs
+from kfac_engine.training.optimizer import SlotArrays
+from kfac_engine.training.quadratic_model import QuadraticModel
+from kfac_engine.training.vectors import Vector, combine, dot, zeros
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticUpdate:
+    """``v ← μ v − α p``, ``θ ← θ − v`` for the natural gradient p, with α from the quadratic model.
+
+    The model is that of the update ``α p + μ d`` with the previous update ``d = −v``. Its curvature
+    is that of the whole Fisher matrix on a part of the batch. μ is solved as well, or given.
+
+    Source: Martens & Grosse 2015, arXiv:1503.05671, section 7.
+
+    Attributes:
+        engine: The engine that preconditions.
+        evaluate: Evaluates the part of a batch.
+        weight_decay: Part of the parameters that is subtracted in each step.
+    """
+
+    engine: Engine
+    evaluate: PartialTrace
+    weight_decay: float
+
+    def new_slots(self, parameters: Vector) -> SlotArrays:
+        """Return velocities of zero."""
+        return {"momentum": zeros(parameters)}
+
+    def __call__(self, step: StepInputs) -> Move:
+        """Compute the new parameters of a step, and write the new velocities."""
+        with step.clock("precondition"):
+            natural = self.engine.precondition(step.gradients)
+        with step.clock("curvature"):
+            trace, examples = self.evaluate(step.step, *step.batch)
+            products = self.engine.curvature_products(trace, examples=examples)
+        old, new = step.slots["momentum"], step.new_slots["momentum"]
+        moves = any(bool(array.any()) for array in old.values())
+        model = _model(step, products, (natural, old) if moves else (natural,))
+        # The velocity is the negative previous update.
+        last = None if step.momentum is None or not moves else -step.momentum
+        x = model.minimum(last)
+        mu = -float(x[1]) if moves else step.momentum or 0.0
+        predicted = model.change(step.rate * x)
+        for name, array in natural.items():  # their memory receives the new values
+            combine(new[name], mu, old[name], -float(x[0]), array)
+            shrunk = 1 - step.rate * self.weight_decay
+            combine(array, -step.rate, new[name], shrunk, step.parameters[name])
+        if self.weight_decay and step.predicts:
+            change = {name: value - step.parameters[name] for name, value in natural.items()}
+            predicted = _model(step, products, (change,)).change(np.ones(1))
+        exact = step.predicts or not self.weight_decay
+        return Move(natural, predicted if exact else None, -step.rate * float(x[0]), mu)
+
+
+def _model(
+    step: StepInputs, products: CurvatureProducts, directions: tuple[Vector, ...]
+) -> QuadraticModel:
+    with step.clock("curvature"):
+        curvature = products.quadratic_forms(*directions)
+    gram = np.array([[dot(one, other) for other in directions] for one in directions])
+    slopes = np.array([dot(step.gradients, one) for one in directions])
+    types = {array.dtype for array in step.gradients.values()}
+    precision = max(float(np.finfo(dtype).eps) for dtype in types)
+    return QuadraticModel(slopes, curvature, gram, step.damping, step.l2, precision)

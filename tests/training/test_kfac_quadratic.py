@@ -1,0 +1,299 @@
+"""Learning rate and momentum of the quadratic model, L2 and burn-in, against dense algebra."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.training.quadratic_model import QuadraticModel
+from tests.training import softmax_net as net
+from tests.training.kfac_reference import Reference
+from tests.training.test_kfac import CLOSE, distance, engine, linear_model, scale_of
+
+STEPS = 40
+# Enough that the curvature of a quarter has few small eigenvalues, along which steps are long.
+EXAMPLES = 64
+LM = ke.DampingAdaptation(interval=3)
+BOTH = {"learning_rate": "quadratic", "momentum": "quadratic"}
+RATE = {"learning_rate": "quadratic", "momentum": 0.6}
+CASES = {
+    "both": (BOTH, {"quadratic": "both"}),
+    "rate": (RATE, {"quadratic": "rate", "momentum": 0.6}),
+    "both, whole batch": (
+        BOTH | {"curvature_part": 1.0},
+        {"quadratic": "both", "curvature_part": 1.0},
+    ),
+    "both, l2": (
+        BOTH | {"l2": 0.02, "damping": 0.05},
+        {"quadratic": "both", "l2": 0.02, "damping": 0.05},
+    ),
+    "rate, l2": (
+        RATE | {"l2": 0.02, "damping": 0.05},
+        {"quadratic": "rate", "momentum": 0.6, "l2": 0.02, "damping": 0.05},
+    ),
+    "both, adapted damping": (
+        BOTH | {"adapt_damping": LM, "l2": 0.01, "damping": 0.1, "curvature_part": 1.0},
+        {"quadratic": "both", "interval": 3, "l2": 0.01, "damping": 0.1, "curvature_part": 1.0},
+    ),
+    "rate, adapted damping": (
+        RATE | {"adapt_damping": LM},
+        {"quadratic": "rate", "momentum": 0.6, "interval": 3},
+    ),
+    "both, decay": (
+        BOTH | {"adapt_damping": LM, "weight_decay": 0.01},
+        {"quadratic": "both", "interval": 3, "decay": 0.01},
+    ),
+    "both, damping multiple, burn-in": (
+        BOTH | {"damping_multiple": 3.0, "burn_in": 4},
+        {"quadratic": "both", "damping_multiple": 3.0, "burn_in": 4},
+    ),
+    "auto, l2": ({"l2": 0.003}, {"l2": 0.003}),
+    "auto, l2, burn-in": ({"l2": 0.003, "burn_in": 3}, {"l2": 0.003, "burn_in": 3}),
+    "given rate, l2, adapted damping": (
+        {"learning_rate": 0.02, "l2": 0.005, "adapt_damping": LM},
+        {"rate": 0.02, "l2": 0.005, "interval": 3},
+    ),
+    "regular, l2, adapted damping": (
+        {"learning_rate": 0.02, "l2": 0.005, "adapt_damping": LM, "momentum_type": "regular"},
+        {"rate": 0.02, "l2": 0.005, "interval": 3, "regular": True},
+    ),
+    "least damping": (
+        {"learning_rate": 0.02, "l2": 0.009, "adapt_damping": ke.DampingAdaptation(3, 0.95, 5e-4)},
+        {"rate": 0.02, "l2": 0.009, "interval": 3, "min_damping": 5e-4},
+    ),
+    "given rate, damping multiple": (
+        {"learning_rate": 0.02, "damping_multiple": 5.0},
+        {"rate": 0.02, "damping_multiple": 5.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_optimizer_follows_the_reference(case):
+    options, same = CASES[case]
+    optimizer, reference = ke.KfacOptimizer(engine(), **options), Reference(**same)
+    for step in range(STEPS):
+        x, y = net.batch(step, n=EXAMPLES)
+        penalty = 0.5 * reference.l2 * sum((v**2).sum() for v in reference.theta.values())
+        loss, burns = net.loss(reference.theta, x, y) + penalty, reference.burn_in > 0
+        report = optimizer.step({"x": x}, y, scale_of(step))
+        reference.step(x, y, scale_of(step))
+        assert (report.loss, report.penalty) == pytest.approx((loss, penalty), rel=CLOSE)
+        assert report.burn_in == burns
+        assert distance(optimizer.engine.parameters, reference.theta) < CLOSE
+        if burns:
+            assert optimizer.steps == 0
+            continue
+        damping, ratio, _ = reference.log[-1]
+        assert report.damping == pytest.approx(damping, rel=1e-7)
+        assert (report.reduction_ratio is None) == (ratio is None)
+        if ratio is not None:
+            assert report.reduction_ratio == pytest.approx(ratio, rel=1e-5)
+        if reference.solution is not None:
+            rate, momentum, change = reference.solution
+            assert report.learning_rate == pytest.approx(rate, rel=1e-6)
+            assert report.momentum == pytest.approx(momentum, rel=1e-6, abs=1e-12)
+            if ratio is not None or not reference.decay:
+                assert report.predicted_change == pytest.approx(change, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_option_changes_the_run(case):
+    same = CASES[case][1]
+    for option in [name for name in same if name not in ("rate", "min_damping", "interval")]:
+        runs = []
+        for options in (same, {name: value for name, value in same.items() if name != option}):
+            reference = Reference(**options)
+            for step in range(STEPS):
+                reference.step(*net.batch(step, n=EXAMPLES), scale_of(step))
+            runs.append(reference.theta)
+        assert distance(*runs) > 1e-5, option
+
+
+def test_the_least_damping_contains_l2():
+    options, _ = CASES["least damping"]
+    optimizer = ke.KfacOptimizer(engine(), **options)
+    for step in range(STEPS):
+        x, y = net.batch(step)
+        optimizer.step({"x": x}, y)
+    assert optimizer.damping == pytest.approx(0.0095)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("part", [0.25, 1.0])
+def test_one_step_reaches_the_minimum_of_a_linear_regression(l2, reduction, part):
+    """With white inputs in each part, the natural gradient points to the minimum.
+
+    The Hessian matrix of the squared error is a multiple of the identity there, and so are its
+    Kronecker factors. Without damping beyond ``l2``, the solved length is that of Newton's step.
+    """
+    rng = np.random.default_rng(0)
+    n, d = 24, 3
+    whites = [np.linalg.qr(rng.standard_normal((n // 4, d)))[0] * np.sqrt(n // 4) for _ in range(4)]
+    x, y = np.concatenate(whites), rng.standard_normal((n, d))
+    built = ke.Engine.from_onnx(
+        linear_model(), loss="normal", estimation_mode="exact", threads=1, reduction=reduction
+    )
+    # The smallest damping beyond l2: relative to curvatures near one, below all roundings.
+    optimizer = ke.KfacOptimizer(
+        built,
+        "quadratic",
+        l2 + 1e-14,
+        "quadratic",
+        l2=l2,
+        curvature_part=part,
+        statistics_part=part,
+    )
+    report = optimizer.step({"x": x}, y)
+    # Minimum of Σ (xᵀw − y)² weight + ½ l2 ‖w‖², by the normal equations.
+    weight = {"mean": 1 / n, "sum": 1.0}[reduction]
+    w = np.linalg.solve(2 * weight * x.T @ x + l2 * np.eye(d), 2 * weight * x.T @ y)
+    np.testing.assert_allclose(built.parameters["w"], w, rtol=1e-9, atol=1e-12)
+    best = weight * ((x @ w - y) ** 2).sum() + 0.5 * l2 * (w**2).sum()
+    constant = {"mean": 1, "sum": n}[reduction] * d * 0.5 * np.log(np.pi)  # 2πv with v = ½
+    assert report.loss + report.predicted_change == pytest.approx(best + constant, rel=1e-9)
+
+
+def test_two_solved_steps_are_the_method_of_conjugate_gradients():
+    """The minimum over the gradient and the previous update is the step of this method.
+
+    Three steps solve a quadratic problem of three unknowns.
+    """
+    rng = np.random.default_rng(1)
+    H = np.diag([1.0, 4.0, 9.0])
+    target, w, d = rng.standard_normal(3), np.zeros(3), np.zeros(3)
+    for step in range(3):
+        g = H @ (w - target)
+        X = np.stack([g, d], axis=1)[:, : 1 + bool(step)]
+        model = QuadraticModel(X.T @ g, X.T @ H @ X, X.T @ X, 0.0, 0.0, 2.2e-16)
+        x = model.minimum()
+        before = 0.5 * (w - target) @ H @ (w - target)
+        d = X @ x
+        w = w + d
+        assert model.change(x) == pytest.approx(0.5 * (w - target) @ H @ (w - target) - before)
+    np.testing.assert_allclose(w, target, atol=1e-12)
+
+
+def test_directions_that_coincide_share_their_part():
+    """Twice the same direction, up to float32 rounding, must not give huge coefficients."""
+    noise = 1e-7
+    ones = np.array([[1.0, 1.0], [1.0, 1.0 + noise]])
+    model = QuadraticModel(np.array([-1.0, -1.0]), ones, 0 * ones, 0.0, 0.0, 1.2e-7)
+    np.testing.assert_allclose(model.minimum(), [0.5, 0.5], rtol=1e-5)
+    sharp = QuadraticModel(np.array([-1.0, -1.0]), ones, 0 * ones, 0.0, 0.0, 2.2e-16)
+    np.testing.assert_allclose(sharp.minimum(), [1.0, 0.0], atol=1e-6)
+    still = QuadraticModel(np.array([-2.0, 0.0]), np.diag([4.0, 0.0]), 0 * ones, 0.0, 0.0, 2e-16)
+    np.testing.assert_array_equal(still.minimum(), [0.5, 0.0])
+
+
+def test_a_curvature_that_overflows_is_an_error():
+    model = QuadraticModel(np.ones(1), np.full((1, 1), np.inf), np.ones((1, 1)), 0.1, 0.0, 1e-7)
+    with pytest.raises(ke.NonFiniteError, match="the quadratic model of the loss overflows"):
+        model.minimum()
+
+
+def test_a_gradient_of_zero_leaves_the_parameters():
+    built = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact")
+    x = np.random.default_rng(0).standard_normal((8, 3))
+    optimizer = ke.KfacOptimizer(built, "quadratic", momentum="quadratic")
+    before = built.parameters["w"].copy()
+    report = optimizer.step({"x": x}, built.trace({"x": x})["y"])
+    assert (report.learning_rate, report.momentum, report.predicted_change) == (0, 0, 0)
+    np.testing.assert_array_equal(built.parameters["w"], before)
+
+
+def test_momentum_may_depend_on_the_step():
+    optimizer = ke.KfacOptimizer(engine(), 0.02, momentum=lambda step: 0.1 * step)
+    reference = Reference(rate=0.02)
+    for step in range(8):
+        reference.momentum = 0.1 * step
+        x, y = net.batch(step)
+        report = optimizer.step({"x": x}, y)
+        reference.step(x, y)
+        assert report.momentum == pytest.approx(0.1 * step)
+    assert distance(optimizer.engine.parameters, reference.theta) < CLOSE
+    optimizer = ke.KfacOptimizer(engine(), 0.02, momentum=lambda step: 1.0)
+    with pytest.raises(ke.InputError, match="the momentum of step 0 must lie in"):
+        optimizer.step({"x": x}, y)
+
+
+def test_burn_in_averages_batches_with_equal_weights():
+    optimizer = ke.KfacOptimizer(engine(), burn_in=3, statistics_part=1.0)
+    before = optimizer.engine.parameters
+    seen = []
+    for step in range(3):
+        x, y = net.batch(step)
+        report = optimizer.step({"x": x}, y)
+        assert (report.burn_in, report.learning_rate, optimizer.steps) == (True, 0.0, 0)
+        seen.append(np.hstack([x, np.ones((len(x), 1))]))
+    assert distance(before, optimizer.engine.parameters) == 0
+    expected = sum(rows.T @ rows / len(rows) for rows in seen) / 3
+    averages = [f.get_cov_var() for f in optimizer.engine.estimator.factors]
+    assert any(a.shape == expected.shape and np.allclose(a, expected) for a in averages)
+    x, y = net.batch(3)
+    assert not optimizer.step({"x": x}, y).burn_in
+    assert optimizer.steps == 1
+
+
+def test_a_bad_batch_of_the_burn_in_is_skipped():
+    clean, skipping = (
+        ke.KfacOptimizer(engine(), burn_in=2, non_finite="skip", **BOTH) for _ in range(2)
+    )
+    for step in range(5):
+        x, y = net.batch(step)
+        bad = x.copy()
+        bad[0, 0] = np.nan
+        assert skipping.step({"x": bad}, y).skipped
+        for optimizer in (clean, skipping):
+            optimizer.step({"x": x}, y)
+    assert distance(clean.engine.parameters, skipping.engine.parameters) == 0
+    assert skipping.skipped == 5
+
+
+def test_a_run_resumes_with_equal_bits_in_and_after_the_burn_in(tmp_path):
+    def make():
+        return ke.KfacOptimizer(engine(), burn_in=4, adapt_damping=LM, l2=0.001, **BOTH)
+
+    for stop in (2, 13):
+        whole, first, second = make(), make(), make()
+        for step in range(20):
+            x, y = net.batch(step)
+            whole.step({"x": x}, y)
+            if step < stop:
+                first.step({"x": x}, y)
+        first.save(tmp_path / "state")
+        second.load(tmp_path / "state")
+        for step in range(stop, 20):
+            x, y = net.batch(step)
+            second.step({"x": x}, y)
+        assert distance(whole.engine.parameters, second.engine.parameters) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_solved_model_trains(dtype):
+    optimizer = ke.KfacOptimizer(net.engine(dtype), curvature_part=1.0, **BOTH)
+    x, y = net.batch(dtype=dtype)
+    losses = [optimizer.step({"x": x}, y).loss for _ in range(30)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": "quadratic"}, "momentum='quadratic' needs learning_rate='quadratic'"),
+        (
+            BOTH | {"norm_constraint": 1.0},
+            "norm_constraint needs a learning rate; learning_rate is",
+        ),
+        (BOTH | {"momentum_type": "regular"}, "'regular' needs a learning rate; learning_rate is"),
+        ({"momentum": lambda step: 0.5}, "momentum must be a finite number"),
+        ({"l2": -1}, "l2 must be at least 0"),
+        ({"learning_rate": 1.0, "l2": 0.1}, "damping is 0.01 and contains l2, which is 0.1"),
+        ({"damping_multiple": 0}, "damping_multiple must be a positive number"),
+        ({"curvature_part": 1.5}, r"curvature_part must lie in \(0, 1\]"),
+        ({"burn_in": -1}, "burn_in must be a whole number"),
+    ],
+)
+def test_a_wrong_option_is_refused(options, message):
+    with pytest.raises(ke.InputError, match=message):
+        ke.KfacOptimizer(engine(), **options)
