@@ -84,6 +84,25 @@ def test_normalizations_are_evaluated_with_the_statistics_of_batches():
     assert outcome.curve[0].loss != pytest.approx(running, rel=1e-3)
 
 
+def test_the_clock_stops_for_evaluations(monkeypatch):
+    now = [0.0]
+
+    def step(*arguments):
+        now[0] += 0.25
+        return 1.0
+
+    def evaluate(*arguments):
+        now[0] += 100
+        return 1.0, None
+
+    monkeypatch.setattr(module.EngineTrainer, "step", step)
+    monkeypatch.setattr(module.EngineTrainer, "evaluate", evaluate)
+    settings = Run("digits", "sgd", 0.1, "tail", 0, 1.0)
+    outcome = train(settings, None, cpu_clock=lambda: now[0], wall_clock=lambda: 2 * now[0])
+    assert (outcome.steps, outcome.cpu, outcome.wall) == (4, 1.0, 2.0)
+    assert [point.cpu for point in outcome.curve] == [0, 0.25, 0.5, 0.75, 1.0]
+
+
 def test_a_regression_has_no_accuracy():
     assert {point.accuracy for point in trained("sgd", 1e-3, task="function").curve} == {None}
 
