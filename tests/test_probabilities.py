@@ -192,7 +192,7 @@ def test_logits_that_happen_to_lie_in_zero_to_one_stay_logits_and_a_note_says_so
     assert found.loss == pytest.approx(value, rel=1e-5)
     np.testing.assert_allclose(found.gradients["w"], gradients["w"], rtol=1e-4, atol=1e-6)
     (note,) = found.notes
-    assert note.startswith("'output' is taken for logits, though all its entries were in 0 to 1")
+    assert note.startswith("'output' is read as logits, but all its entries were between 0 and 1")
     assert engine.losses[0].doubts == (note,)
 
 

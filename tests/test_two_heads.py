@@ -100,7 +100,10 @@ def test_gradient_model_of_the_weighted_sum(model, inputs, targets, truth):
 
 
 MISTAKES = {
-    "one array for two losses": (lambda t: t["mean"], "give the targets by output: logits, mean"),
+    "one array for two losses": (
+        lambda t: t["mean"],
+        "cannot be the targets of several losses; pass a mapping with the keys logits, mean",
+    ),
     "a missing target": (lambda t: {"mean": t["mean"]}, "'targets of logits' .* are missing"),
     "an unknown output": (lambda t: {**t, "mode": t["mean"]}, "'mode', but no loss is on"),
     "a class out of range": (

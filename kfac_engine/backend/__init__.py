@@ -1,1 +1,1 @@
-"""The array library, chosen once: NumPy is the definition, others must equal it."""
+"""Array libraries behind one interface: NumPy defines the results, and CuPy must equal them."""

@@ -1,4 +1,4 @@
-"""Reference code of operations on groups of channels, for any array library.
+"""Operations on groups of channels for any array library.
 
 The CuPy backend uses it for double precision, which its kernels do not compute. The NumPy backend
 computes Gram matrices in another way (``grouped_gram``) and uses the other operations.
@@ -15,9 +15,9 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 
-# Largest channels and outputs of a group for which a pass over images for each tap is faster than
-# patches and products. Depthwise 3 × 3 filters on 32 × 96 × 56 × 56 take 61 ms so, and 414 ms by
-# patches.
+# Largest numbers of channels and outputs of a group for which a pass over the images for each tap
+# is faster than products of patches. For depthwise 3 × 3 filters on 32 × 96 × 56 × 56, passes take
+# 61 ms and patches 414 ms.
 _FEW_CHANNELS, _FEW_OUTPUTS = 8, 4
 
 
@@ -31,7 +31,7 @@ def grouped_second_moment(
     alpha: float,
     beta: float,
 ) -> None:
-    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for each group, a few examples at a time."""
+    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over the patches ``z`` of each group, in place."""
     check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
     scale(out, beta)
     d, step = out.shape[1] - homogeneous, _examples(backend, x, window, out.itemsize)
@@ -88,7 +88,7 @@ def example_sums(backend: Backend, x: Array, ds: Array, axes: tuple[int, ...]) -
 
 
 def draw_classes(backend: Backend, logits: Array, uniforms: Array, axis: int) -> Array:
-    """Sample a class of each row of ``softmax(logits)`` by inverting its cumulative weights."""
+    """Return a class for each row of ``softmax(logits)``, sampled with the numbers ``uniforms``."""
     xp = backend.xp
     shifted = logits - logits.max(axis=axis, keepdims=True)
     # float64: in float32 the last partial sum of many classes would differ from the total.
@@ -101,7 +101,7 @@ def draw_classes(backend: Backend, logits: Array, uniforms: Array, axis: int) ->
 
 
 def add_scaled(out: Array, measured: Array, alpha: float, beta: float) -> None:
-    """Compute ``out ← beta·out + alpha·measured`` in the wider type of both; 0 overwrites."""
+    """Compute ``out ← beta·out + alpha·measured`` in the wider type of both; beta 0 overwrites."""
     scale(out, beta)
     out += measured.astype(np.promote_types(out.dtype, measured.dtype), copy=False) * alpha
 
@@ -125,14 +125,14 @@ def split_features(rows: Array, groups: int, taps: int) -> Array:
 def check_group_shape(
     x: Array, window: Window, out: Array, columns: int, *, homogeneous: bool
 ) -> int:
-    """Return the number of features of a group, after a check of the result.
+    """Return the number of features of a group if ``out`` has the shape of the result.
 
     Args:
         x: Images.
         window: Geometry.
-        out: The result.
+        out: Array for the result.
         columns: Columns of the result of one group.
-        homogeneous: Whether a one is appended to each row.
+        homogeneous: Whether a 1 is appended to each row.
 
     Returns:
         Features of a group, including the homogeneous coordinate.
@@ -153,7 +153,7 @@ def check_group_shape(
 
 
 def _is_thin(x: Array, ds: Array, groups: int) -> bool:
-    """Return whether passes over images are faster than patches, for groups of few channels."""
+    """Return whether groups are so small that passes over images are faster than patches."""
     few = x.shape[1] <= _FEW_CHANNELS * groups and ds.shape[1] <= _FEW_OUTPUTS * groups
     return few and prod(ds.shape[2:]) > 1
 
@@ -168,7 +168,7 @@ def _add_thin_squares(
     homogeneous: bool,
     alpha: float,
 ) -> None:
-    """Add the squares by a pass for each tap, channel and output of a group."""
+    """Add the squared gradients to ``out``, by one pass for each tap, channel and output."""
     groups, spatial_shape = len(out), x.shape[2:]
     ds = ds.reshape(*ds.shape[:2], *window.output_shape(spatial_shape))
     numbers = (x.size + ds.size) // max(len(x), 1)
@@ -203,7 +203,7 @@ def _pixels(x: Array) -> Array:
 
 
 def _examples(backend: Backend, x: Array, window: Window, itemsize: int) -> int:
-    """Return the number of examples whose rows fit the working memory; at least one."""
+    """Return the number of examples whose rows fit the scratch memory; at least one."""
     positions = prod(window.output_shape(x.shape[2:]))
     numbers = positions * window.taps * int(x.shape[1])
     return max(1, backend.scratch_bytes // max(numbers * itemsize, 1))

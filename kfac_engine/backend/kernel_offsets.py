@@ -1,4 +1,4 @@
-"""Terms of the blocks of a patch Gram matrix, for windows of stride one: geometry only.
+"""Decomposes a patch Gram matrix of stride one into products of shifted lines, from the geometry.
 
 A patch Gram matrix has one block for each pair of kernel taps ``u`` and ``v``. With the *offset*
 ``δ = u − v`` and the dilation ``d``, the block is
@@ -9,10 +9,10 @@ where ``q`` runs over the pixels that tap ``v`` sees at the outputs and that hav
 ``q + δ·d`` in the image. These pixels form a box. The boxes of all ``v`` with the same offset
 differ at the borders of the image only, so most of the sum is the same for all of them.
 
-Each axis is cut into *segments*, such that a segment lies in a box as a whole or not at all. Along
-all axes but the last, a box is a sum of segments. Along the last axis, where lines run in memory, a
-box is the whole line minus the segments outside the box. So lines stay long, and one product covers
-all offsets along a line.
+Each axis is cut into *segments*, such that every box contains a whole segment or no part of it.
+Along all axes but the last, a box is a sum of segments. Along the last axis, where lines run in
+memory, a box is the whole line minus the segments outside the box. Lines therefore remain long, and
+one product covers all offsets along a line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from typing import NamedTuple, TypeAlias
 
 from kfac_engine.backend.window import Window
 
-# Difference of two taps, one number for each axis.
+# The difference of two taps, with one number for each axis.
 Offset: TypeAlias = tuple[int, ...]
-# Taps of one axis; or one tap, with a number for each axis.
+# Several taps of one axis, or one tap with a number for each axis.
 Taps: TypeAlias = tuple[int, ...]
-# Pixels of an axis, and the taps whose boxes contain them.
+# A range of pixels of an axis, and the taps whose boxes contain it.
 Segment: TypeAlias = tuple[range, Taps]
 
 
 class LineProduct(NamedTuple):
-    """Products ``Σ x[:, q + δ·d] x[:, q]ᵀ`` of lines, for one or several offsets along the line.
+    """The products ``Σ x[:, q + δ·d] x[:, q]ᵀ`` of lines, for some offsets along the line.
 
     Attributes:
         leading: Offset along all axes but the last.
@@ -89,7 +89,7 @@ class Block(NamedTuple):
 
 
 class OffsetGroup(NamedTuple):
-    """Offsets whose products are computed together.
+    """A group of offsets whose products are computed together.
 
     Attributes:
         window: Geometry.
@@ -114,7 +114,7 @@ def kernel_offsets(window: Window) -> list[Offset]:
 
 
 def first_taps(offset: int, kernel: int) -> range:
-    """Return the taps of an axis from which an offset leads to another tap."""
+    """Return the taps ``v`` of an axis for which ``v + offset`` is a tap, too."""
     return range(max(0, -offset), kernel - max(0, offset))
 
 
@@ -151,7 +151,7 @@ def border_strips(groups: Sequence[OffsetGroup]) -> list[range]:
         groups: Groups of ``line_products``.
 
     Returns:
-        Disjoint ranges; each negative segment lies in one of them together with its partners.
+        Disjoint ranges; one of them contains each negative segment together with its partners.
     """
     products = (part for group in groups for part in group.products if part.sign < 0)
     spans = sorted(
@@ -170,7 +170,7 @@ def border_strips(groups: Sequence[OffsetGroup]) -> list[range]:
 def _blocks(
     window: Window, leading: Offset, alongs: range, products: Sequence[LineProduct]
 ) -> Iterator[Block]:
-    """Yield the blocks of some offsets along the lines, as sums of their products."""
+    """Yield the blocks of the offsets ``leading`` and ``alongs``, as sums of products."""
     for along in alongs:
         offset = (*leading, along)
         for v in product(*map(first_taps, offset, window.kernel)):
@@ -186,7 +186,7 @@ def _blocks(
 def _products(
     window: Window, spatial_shape: tuple[int, ...], leading: Offset, alongs: range
 ) -> Iterator[LineProduct]:
-    """Yield products of whole lines, and those of the segments that are subtracted from them."""
+    """Yield the products of whole lines, and the products of the segments to subtract."""
     last = len(spatial_shape) - 1
     cuts = {s: _segments(window, spatial_shape, last, s) for s in alongs}
     seeing = {s: sorted({tap for _, taps in cuts[s] for tap in taps}) for s in alongs}

@@ -1,7 +1,7 @@
-"""Memory spaces: the memory of the host or of a device, with its copies and allocations.
+"""Memory spaces: allocations and copies in the memory of the host or of a device.
 
 A memory space creates arrays of one library. ONNX Runtime reads and writes them by address and
-returns its own arrays through DLPack. Neither direction copies.
+returns its own arrays through DLPack, both without copies.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class MemorySpace(Protocol):
 
     Attributes:
         kind: Device type, as in DLPack: ``"cpu"`` or ``"cuda"``.
-        index: Number of the device among those of its kind.
-        stream: Address of the stream for ONNX Runtime's work; 0 without streams.
+        index: Number of the device among the devices of its kind.
+        stream: Address of the stream of ONNX Runtime; 0 without streams.
         tf32: Whether products may round float32 numbers to TF32.
         name: Device name, for messages.
     """
@@ -34,7 +34,7 @@ class MemorySpace(Protocol):
     name: str
 
     def __hash__(self) -> int:
-        """By identity."""
+        """Return a hash of the identity."""
 
     def as_feed(self, value: Any) -> Array:
         """Convert an array of any library to an array that sessions can read.
@@ -43,8 +43,8 @@ class MemorySpace(Protocol):
             value: Array of any library, or a nested sequence of numbers.
 
         Returns:
-            A C-contiguous array in this memory space; ``value`` itself if it is one. Text and small
-            integers (``stays_on_host``) are arrays of the host on every device.
+            A C-contiguous array in this memory space, which may be ``value``. Text and small
+            integers (``stays_on_host``) become arrays of the host.
         """
 
     def to_device(self, value: Any) -> Array:
@@ -63,16 +63,16 @@ class MemorySpace(Protocol):
         """Return the address of the first entry of an array."""
 
     def on_host(self, array: Array) -> Array:
-        """Return a host copy or view of an array; waits for the device."""
+        """Return a host copy or view of an array, after the device has computed it."""
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        """Check each array for NaN and infinity; one transfer suffices if all are finite."""
+        """Return whether each array is finite; the host reads once if all arrays are finite."""
 
     def ordered(self) -> AbstractContextManager[object]:
-        """Order the work inside the context after earlier work and before later work."""
+        """Return a context whose work runs after all earlier work and before all later work."""
 
     def release(self) -> bool:
-        """Free unused memory; return whether a failed allocation may be repeated."""
+        """Release unused memory; return whether a failed allocation may be repeated."""
 
 
 class HostMemory:
@@ -117,7 +117,7 @@ HOST: Final[MemorySpace] = HostMemory()
 
 
 def stays_on_host(dtype: DType, rank: int) -> bool:
-    """Check whether a value stays on the host, where operators read counts and shapes.
+    """Return whether a value stays on the host, where operators read counts and shapes.
 
     Args:
         dtype: Element type of the value.

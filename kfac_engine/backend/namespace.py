@@ -1,4 +1,4 @@
-"""Array libraries of arrays, for code without a backend."""
+"""Conversion of arrays between libraries, for code without a backend."""
 
 import sys
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _LIBRARIES = ("numpy", "cupy")
 
 
 def array_module(array: Array) -> ModuleType:
-    """Return the module of an array: ``numpy``, or ``cupy`` without importing it first.
+    """Return the module of an array, which is ``numpy`` or ``cupy``.
 
     Args:
         array: An array or scalar of either library.
@@ -53,8 +53,8 @@ def as_array(value: Any) -> Array:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise InputError(
-            "masked arrays are not taken, as their mask would be ignored; fill it, for example "
-            "with array.filled(0)."
+            "a masked array cannot be used, because its mask would be ignored; fill the "
+            "array, for example with array.filled(0)."
         )
     if isinstance(value, np.ndarray) or _library(value) == "cupy":
         array: Array = value
@@ -64,14 +64,16 @@ def as_array(value: Any) -> Array:
     # NumPy raises a RuntimeError for element types that it lacks, such as bfloat16.
     except (TypeError, ValueError, BufferError, RuntimeError) as failure:
         raise InputError(
-            f"{type(value).__name__} is no array of numbers: {str(failure).rstrip('.')}."
+            f"{type(value).__name__} is not an array of numbers: {str(failure).rstrip('.')}."
         ) from failure
 
 
 def numeric(what: str, array: Array) -> Array:
-    """Return the array; raise InputError for text, objects, times and complex numbers."""
+    """Return the array; raise an InputError for text, objects, times and complex numbers."""
     if array.dtype.kind in "OSUMmc":
-        raise InputError(f"{what} holds {array.dtype}, not real numbers; give an array of numbers.")
+        raise InputError(
+            f"{what} contains {array.dtype}, not real numbers; pass an array of numbers."
+        )
     return array
 
 
@@ -81,7 +83,7 @@ def detached(value: Any) -> Any:
 
 
 def read_only(array: Array) -> Array:
-    """Return a read-only view; a copy for a library without such views."""
+    """Return a read-only view, or a copy for a library without such views."""
     if not isinstance(array, np.ndarray):
         copy: Array = array.copy()
         return copy
@@ -108,7 +110,7 @@ def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
 
 def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return values with arrays of other libraries than NumPy as the backend's.
+    """Return values with device arrays of any library as arrays of the backend.
 
     Args:
         values: Name to array of any library, or to an object that NumPy converts.
@@ -122,7 +124,7 @@ def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise InputError(
-            f"arrays are given by parameter, as {{name: array}}, not as {type(values).__name__}."
+            f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
         )
     return {n: backend.asarray(v) if _is_foreign(v) else v for n, v in values.items()}
 

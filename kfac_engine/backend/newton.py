@@ -1,6 +1,7 @@
-"""Inverse roots of symmetric matrices by Newton's coupled iteration, from products alone.
+"""Inverse roots of symmetric matrices by Newton's coupled iteration, which only multiplies.
 
-It is faster than eigenvectors on a GPU, where products are fast. On a CPU eigenvectors are faster.
+On a GPU, where products are fast, the iteration is faster than eigenvectors. On a CPU eigenvectors
+are faster.
 
 Source: Higham 2008, Functions of Matrices, section 7.6; Guo & Higham 2006, SIAM J. Matrix Anal.
 Appl. 28(3).
@@ -11,7 +12,8 @@ from types import ModuleType
 
 from kfac_engine._types import Array
 
-# Steps of the quadratic convergence, after the smallest eigenvalue of M has reached about one.
+# Number of steps of quadratic convergence, after the smallest eigenvalue of M has reached about
+# one.
 _LAST_STEPS = 7
 
 
@@ -29,8 +31,8 @@ def inverse_roots(stack: Array, degree: int, norms: Array, steps: int, xp: Modul
         xp: The array library.
 
     Returns:
-        ``(n, d, d)``, symmetric; unspecified if the matrix is not positive definite or if there
-        were too few steps, see ``residuals``.
+        ``(n, d, d)``, symmetric; unspecified if the matrix is not positive definite or if ``steps``
+        is too small, see ``residuals``.
     """
     eye = xp.eye(stack.shape[1], dtype=stack.dtype)
     # Eigenvalues of M begin in (0, (degree + 1) / 2]; below degree + 1 all of them converge.
@@ -67,9 +69,10 @@ def residuals(roots: Array, stack: Array, degree: int, xp: ModuleType) -> Array:
 
 
 def steps_for(condition: float, degree: int) -> float:
-    """Return the steps after which an inverse root is exact but for rounding.
+    """Return the number of steps after which an inverse root is exact up to rounding.
 
-    The smallest eigenvalue of ``M`` grows by nearly ``(1 + 1/degree)^degree`` a step.
+    In each step, the smallest eigenvalue of ``M`` grows by a factor of nearly ``(1 +
+    1/degree)^degree``.
 
     Args:
         condition: Largest over smallest eigenvalue, or a bound of it.
@@ -85,7 +88,7 @@ def steps_for(condition: float, degree: int) -> float:
 
 
 def _power(base: Array, degree: int) -> Array:
-    """``base^degree`` by repeated squaring."""
+    """Return ``base^degree``, computed by repeated squaring."""
     if degree == 1:
         return base
     half = _power(base, degree // 2)

@@ -1,7 +1,7 @@
 """Sums of patches and of their squares, without copies of patches.
 
-Images are summed first. Then pixels become taps, one axis at a time: the pixels that a tap sees
-along an axis do not depend on the other axes.
+Images are summed first. Then the pixels under each tap are summed, one axis at a time: the pixels
+that a tap sees along an axis do not depend on the other axes.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 
-# Images that are summed in their own precision before the sums are added in float64.
+# Number of images that are summed in their own precision before the sums are added in float64.
 _SUM_IMAGES = 64
-# Entries of the channels of an image that are summed at a time, which bound the working memory:
-# 16 MiB in float64, and 8 MiB in float32.
+# Number of entries of the channels of an image that are summed at a time. It bounds the scratch
+# memory by 16 MiB in float64 and 8 MiB in float32.
 _SUM_NUMBERS = 1 << 21
 
 
@@ -62,7 +62,7 @@ def add_patch_squares(
         out: ``(taps·channels,)``, contiguous; squares are computed in its element type.
         xp: The array library.
         alpha: Scale of the new squares.
-        beta: Scale of the old ones; zero overwrites.
+        beta: Scale of the old squares; zero overwrites.
 
     Raises:
         ShapeError: ``out`` has another shape.
@@ -79,7 +79,7 @@ def add_patch_squares(
 
 
 def check_feature_vector(x: Array, window: Window, out: Array) -> None:
-    """Check that an array has one contiguous entry for each feature of a patch.
+    """Check that an array is contiguous and has one entry for each feature of a patch.
 
     Args:
         x: Images.
@@ -106,7 +106,7 @@ def _summed(
         x: Images, ``(n, channels, *spatial_shape)``.
         window: Geometry.
         xp: The array library.
-        add_images: Sums its function over the first axis of some images with some channels.
+        add_images: Returns the sum of the function over the first axis of a part of ``x``.
     """
     sums_by_tap = []
     for channels in _channel_groups(x.shape[1:]):
@@ -119,19 +119,19 @@ def _summed(
 
 
 def _channel_groups(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Split the channels of an image into groups with at most ``_SUM_NUMBERS`` entries each."""
+    """Yield groups of channels of an image with at most ``_SUM_NUMBERS`` entries each."""
     count = max(1, _SUM_NUMBERS // max(1, prod(shape[1:])))
     for start in range(0, shape[0], count):
         yield slice(start, min(start + count, shape[0]))
 
 
 def _by_taps(total: Array, window: Window, xp: ModuleType) -> Array:
-    """Sum the pixels under each tap: ``(…, channels, *shape)`` to ``(…, *kernel, channels)``."""
+    """Return the sum of the pixels under each tap, ``(…, *kernel, channels)``."""
     axes = len(window.kernel)
     spatial_shape, channels = total.shape[total.ndim - axes :], total.ndim - axes - 1
     everywhere = (slice(None),) * (channels + 1)
     for axis, taps in enumerate(window.kernel):
-        # The axes before this one have left their place and follow, as taps, behind the last.
+        # The axes before this axis are already axes of taps, at the end.
         seen = (window.seen(axis, tap, spatial_shape)[1] for tap in range(taps))
         sums = [total[(*everywhere, pixels)].sum(axis=channels + 1) for pixels in seen]
         total = xp.stack(sums, axis=-1)

@@ -1,4 +1,4 @@
-"""Interface of an array library: the operations that each library implements in its own way.
+"""The interface of array libraries: the operations that each library implements.
 
 All other array code goes through ``xp``. The NumPy backend defines every operation; another backend
 returns the same numbers within a stated tolerance and raises the same errors.
@@ -21,11 +21,11 @@ from kfac_engine.backend.window import Window
 
 
 class LinearAlgebra(Protocol):
-    """Batched dense linear algebra: each operation takes any number of matrices.
+    """Dense linear algebra on any number of matrices in one call.
 
     Matrices of one call may differ in size and element type. Operations compute in float64, and
-    results have the element type of their matrix unless stated otherwise. Of a symmetric matrix the
-    lower triangle is read. A device is read a few times for a call, whatever its number of
+    results have the element type of their matrix unless stated otherwise. Only the lower triangle
+    of a symmetric matrix is read. The host reads a device a few times in a call, for any number of
     matrices.
 
     Every operation raises ShapeError for a matrix that is not square and NonFiniteError for a
@@ -35,17 +35,18 @@ class LinearAlgebra(Protocol):
     def begin_damped_inverses(
         self, matrices: Sequence[Array], dampings: Sequence[float]
     ) -> Callable[[], list[Array]]:
-        """Start ``(matrix + damping·I)⁻¹`` for each matrix; the returned function waits for them.
+        """Start to compute ``(matrix + damping·I)⁻¹`` of each matrix.
 
         If rounding made a matrix indefinite, its damping is multiplied by ten, up to three times.
         If that fails, negative eigenvalues are replaced with zero. The result is never NaN.
 
         Args:
-            matrices: Symmetric, ``(d, d)`` each; unchanged until the returned function was called.
-            dampings: One for each matrix.
+            matrices: Symmetric, ``(d, d)`` each. Do not change them before the returned function
+                was called.
+            dampings: The damping of each matrix.
 
         Returns:
-            A function that returns the inverses, symmetric.
+            A function that waits for the inverses and returns them, symmetric.
 
         Raises:
             InputError: A damping is negative or not finite, or zero for a matrix of zeros. A device
@@ -75,13 +76,13 @@ class LinearAlgebra(Protocol):
     def inverse_roots(
         self, matrices: Sequence[Array], dampings: Sequence[float], degrees: Sequence[int]
     ) -> list[Array | None]:
-        """Return ``(matrix + damping·I)^(−1/degree)`` where eigenvectors are the slower way.
+        """Return ``(matrix + damping·I)^(−1/degree)`` for matrices whose eigenvectors are slower.
 
-        Negative eigenvalues that rounding left are damped, not replaced with zero.
+        Negative eigenvalues due to rounding are damped, not replaced with zero.
 
         Returns:
-            One root for each matrix; None where eigenvectors are faster and where the matrix is not
-            positive definite.
+            One root for each matrix; None if eigenvectors are faster or the matrix is not positive
+            definite.
         """
 
 
@@ -89,8 +90,8 @@ class Backend(Protocol):
     """The operations of one array library.
 
     Attributes:
-        name: Name by which ``select`` finds the backend.
-        scratch_bytes: Bound of the working memory of one operation, in bytes.
+        name: Name of the backend in ``select``.
+        scratch_bytes: Bound of the scratch memory of one operation, in bytes.
     """
 
     name: str
@@ -107,15 +108,17 @@ class Backend(Protocol):
     # -- memory -----------------------------------------------------------------------------------
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
-        """Return the working memory of all operations, and whether a device holds it.
+        """Return the temporary memory of all operations, and whether it is memory of a device.
 
         Args:
-            copied: Bytes of the largest operand of a second moment, including its patches.
-            inverted: Entries of the largest matrix, or stack, that is inverted.
-            decomposed: Entries of the largest matrix, or stack, whose eigenvectors are computed.
+            copied: Number of bytes of the largest operand of a second moment, including its
+                patches.
+            inverted: Number of entries of the largest matrix, or stack, that is inverted.
+            decomposed: Number of entries of the largest matrix, or stack, whose eigenvectors are
+                computed.
 
         Returns:
-            Bytes; True if arrays and working memory are allocated on a device.
+            Number of bytes; True if arrays and temporary memory are allocated on a device.
         """
 
     def reserve(self, stored: int) -> None:
@@ -133,18 +136,18 @@ class Backend(Protocol):
         """Return a NumPy array, or an object with ``__dlpack__``, as an array of this library."""
 
     def to_numpy(self, array: Array) -> Array:
-        """Return an array as an array of NumPy; a view where the memory is the host's."""
+        """Return an array as an array of NumPy, which is a view of an array in host memory."""
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return float64 copies of small arrays on the host; a device is read once for all."""
+        """Return float64 copies of small arrays on the host, after a single read of a device."""
 
     # -- threads ----------------------------------------------------------------------------------
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
-        """Run independent tasks and wait for them; on a CPU they are divided among threads."""
+        """Run independent tasks, in threads on a CPU, and wait for them."""
 
     def row_blocks(self, length: int, work: float) -> list[slice]:
-        """Split ``range(length)`` into slices, one for each thread that the work occupies.
+        """Return slices of ``range(length)``, one for each thread that the work occupies.
 
         Args:
             length: Length of an axis.
@@ -154,7 +157,7 @@ class Backend(Protocol):
     # -- products ---------------------------------------------------------------------------------
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
-        """Return ``x y``, of matrices or of stacks of matrices; written to ``out`` if given."""
+        """Return the product ``x y`` of matrices or stacks of matrices, in ``out`` if not None."""
 
     def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
         """Compute ``out ← beta·out + alpha·x yᵀ`` of vectors, in place."""
@@ -180,7 +183,7 @@ class Backend(Protocol):
             x: Any rank ≥ 1, any strides; all axes but ``feature_axis`` are rows.
             out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last.
             feature_axis: Axis of the features.
-            homogeneous: Whether a one is appended to each row.
+            homogeneous: Whether a 1 is appended to each row.
             alpha: Scale of the new moment.
             beta: Scale of the old moment; 0 overwrites it, NaN included.
         """
@@ -197,9 +200,9 @@ class Backend(Protocol):
     ) -> None:
         """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
-        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the one. With three
-        axes, ``out`` holds one moment for each group of adjacent channels; the features of a group
-        are tap-major too.
+        Features are tap-major: ``(*kernel, channels)`` in row-major order, then the homogeneous
+        coordinate. With three axes, ``out`` contains one moment for each group of adjacent
+        channels. The features of a group are tap-major, too.
 
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides.
@@ -214,7 +217,7 @@ class Backend(Protocol):
     def mirror(self, moment: Array) -> None:
         """Copy the lower triangle of each matrix ``(…, d, d)`` to its upper triangle, in place.
 
-        A backend whose second moments have both triangles does nothing.
+        If the second moments of a backend have both triangles, this does nothing.
         """
 
     def patches(self, x: Array, window: Window) -> Array:
@@ -263,7 +266,7 @@ class Backend(Protocol):
         """
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
-        """Return ``[Σ x∘ds, Σ ds]`` of each example, summed over some axes.
+        """Return ``[Σ x∘ds, Σ ds]`` of each example, summed over ``axes``.
 
         Args:
             x: The axes of ``ds``, each of the same length or of length one.
@@ -275,10 +278,10 @@ class Backend(Protocol):
         """
 
     def count_ids(self, ids: Array, rows: int) -> Array:
-        """Return how often each integer in ``[0, rows)`` occurs: ``(rows,)`` integers."""
+        """Return the number of occurrences of each integer in ``[0, rows)``, shape ``(rows,)``."""
 
     def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
-        """Sample a class of each row of ``softmax(logits)`` by inversion, int64.
+        """Return a class for each row of ``softmax(logits)``, sampled by inversion, int64.
 
         All backends sample the same classes from the same uniform numbers.
 
@@ -291,12 +294,12 @@ class Backend(Protocol):
     # -- checks -----------------------------------------------------------------------------------
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
-        """Return the sum of squares of each array; a device is read once for all.
+        """Return the sum of squares of each array; a device is read once for all arrays.
 
-        Half precision is summed in float32, other types in their own. The sum is not finite if an
-        entry is not finite or if squares overflow. If it is finite, the second moment of the array
-        is finite.
+        The sum is computed in float32 for half precision, and in the type of the array otherwise.
+        The sum is not finite if an entry is not finite or if squares overflow. If it is finite, the
+        second moment of the array is finite.
         """
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        """Return whether each array has finite entries only: ``(len(arrays),)`` of this library."""
+        """Return whether each array is finite, as an array ``(len(arrays),)`` of this library."""

@@ -1,4 +1,4 @@
-"""Selection of the array library, by name or automatically."""
+"""Selects the array library, by name or automatically."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from kfac_engine.errors import BackendError, UnknownNameError
 
 BackendName: TypeAlias = Literal["auto", "numpy", "cupy", "cupy-tf32", "cupy-fp32"]
 
-# TF32 products for each float32 product on tensor cores; None for float32 accuracy.
+# Number of TF32 products for each float32 product on tensor cores; None for float32 accuracy.
 _SPLITS: Mapping[str, int | None] = {"cupy": None, "cupy-tf32": 1, "cupy-fp32": 0}
 
 _LOG = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ def select(
     """Return a backend by name.
 
     Args:
-        name: ``"numpy"``, ``"cupy"``, or ``"auto"`` for the GPU where one works; the choice of
-            ``"auto"`` is logged. ``"cupy"`` multiplies patches with float32 accuracy on tensor
-            cores, ``"cupy-tf32"`` faster with three digits, ``"cupy-fp32"`` without tensor cores.
-        scratch_bytes: Bound of the working memory of one operation; by default 64 MiB on a CPU and
+        name: ``"numpy"``, ``"cupy"``, or ``"auto"``, which selects a usable GPU and logs the
+            choice. ``"cupy"`` multiplies patches with float32 accuracy on tensor cores,
+            ``"cupy-tf32"`` faster with three digits, ``"cupy-fp32"`` without tensor cores.
+        scratch_bytes: Bound of the scratch memory of one operation; by default 64 MiB on a CPU and
             256 MiB on a GPU.
         threads: Number of threads of one operation on a CPU; by default as in ``Workers``.
 
@@ -52,7 +52,7 @@ def select(
         return NumpyBackend(threads=threads, **bound)
     gpu = _gpu()
     if isinstance(gpu, str):
-        raise BackendError(f"{gpu} Choose backend 'numpy' or 'auto' to go without.")
+        raise BackendError(f"{gpu} Choose backend 'numpy' or 'auto' to compute without a GPU.")
     return CupyBackend(gpu, split=_SPLITS[checked], **bound)
 
 
@@ -70,7 +70,7 @@ def choice_reason(name: str = "auto") -> str:
     """
     checked = _checked(name)
     if checked == "numpy":
-        return "numpy, as asked for"
+        return "numpy, as requested"
     gpu = _gpu()
     origin = "chosen automatically" if checked == "auto" else "as asked for"
     if not isinstance(gpu, str):
@@ -88,7 +88,7 @@ def memory_space_of(backend: Backend) -> MemorySpace:
 
 @cache
 def owner_named(library: str) -> Backend:
-    """Return the backend of a library, with its default working memory."""
+    """Return the backend of a library, with the default scratch memory."""
     return select(library)
 
 
@@ -109,7 +109,7 @@ def owner(array: Array) -> Backend:
 
 @cache
 def _gpu() -> CupyDevice | str:
-    """Return the GPU after a test of a kernel and a product, or the reason why there is none."""
+    """Return the GPU if it passes a test, or the reason why there is no usable GPU."""
     try:
         device = CupyDevice()
     except BackendError as failure:
@@ -120,7 +120,7 @@ def _gpu() -> CupyDevice | str:
 
 @cache
 def _gpu_memory_space(device: CupyDevice, tf32: bool) -> CupyMemorySpace:
-    """Return the memory space of a GPU; all engines use its stream in turn."""
+    """Return the memory space of a GPU, which all engines share."""
     return CupyMemorySpace(CupyBackend(device), tf32=tf32)
 
 

@@ -21,7 +21,7 @@ class SlidingWindow(Window):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Numbers of the spatial axes of the image."""
+        """The indices of the spatial axes of the image."""
         return tuple(range(2, 2 + len(self.kernel)))
 
     @property
@@ -38,7 +38,7 @@ class SlidingWindow(Window):
         """Return the window with explicit padding for images of a known shape.
 
         With ``same``, a stride ``s`` over ``p`` pixels has ``ceil(p / s)`` output positions, and
-        the padding is the least with which these windows lie inside the padded image.
+        the padding is the least for which these windows are inside the padded image.
 
         Args:
             spatial_shape: Pixels of each spatial axis.
@@ -58,7 +58,7 @@ class SlidingWindow(Window):
 
 
 def split_padding(totals: Iterable[int], same: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Divide the padding of each axis between its two ends.
+    """Return the padding of each axis, divided between its two ends.
 
     Args:
         totals: Number of padding pixels of each axis.

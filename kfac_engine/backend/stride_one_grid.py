@@ -1,4 +1,4 @@
-"""Full grid and frame of a window of stride one: geometry of Gram matrices of patches on a GPU.
+"""The full grid and the frame of a window of stride one, for Gram matrices of patches on a GPU.
 
 The *full grid* has every output position whose patch sees a pixel. Over the full grid, the Gram
 matrix of patches depends on the offset of two taps only. The outputs of a layer are the full grid
@@ -18,7 +18,7 @@ class Slab:
 
     Attributes:
         axis: Spatial axis along which the box is outside the outputs of the window.
-        taps: Adjacent taps of this axis that see a pixel; all taps of the other axes count.
+        taps: Adjacent taps of this axis that see a pixel, combined with all taps of the other axes.
         window: Window over these positions with these taps.
     """
 
@@ -61,7 +61,7 @@ def frame(window: Window, spatial_shape: tuple[int, ...]) -> Iterator[Slab]:
     around = window
     for axis, line in enumerate(grid):
         around = around.restricted(axis, spatial_shape, line)
-    # From here on positions count from the start of the full grid.
+    # Positions below count from the start of the full grid.
     outputs_in_grid = [
         range(inside.start - line.start, inside.stop - line.start)
         for inside, line in zip(inner, grid, strict=True)
@@ -77,7 +77,7 @@ def frame(window: Window, spatial_shape: tuple[int, ...]) -> Iterator[Slab]:
 def _slabs(
     window: Window, axis: int, spatial_shape: tuple[int, ...], outside: range
 ) -> Iterator[Slab]:
-    """Group positions of one axis by the taps of that axis that see a pixel from there."""
+    """Yield slabs of the positions of an axis that see a pixel through the same taps."""
     for (first, stop), group in groupby(
         outside, lambda o: _seeing_taps(window, axis, o, spatial_shape)
     ):
@@ -90,7 +90,7 @@ def _slabs(
 def _seeing_taps(
     window: Window, axis: int, output: int, spatial_shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Return the first tap of an axis that sees a pixel from ``output``, and one past the last."""
+    """Return the range ``(begin, end)`` of the taps of an axis that see a pixel at ``output``."""
     pixel, step = output - window.begins[axis], window.dilations[axis]
     first = max(0, -(pixel // step))
     return first, max(
@@ -99,6 +99,6 @@ def _seeing_taps(
 
 
 def _common(a: range, b: range) -> range:
-    """Return the intersection of two ranges; if disjoint, an empty range at ``a.start``."""
+    """Return the intersection of two ranges; for disjoint ranges, an empty one at ``a.start``."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     return range(start, stop) if start < stop else range(a.start, a.start)

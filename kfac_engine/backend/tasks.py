@@ -1,9 +1,9 @@
-"""Scheduling of tasks by their work: in threads side by side, or one after the other.
+"""Runs tasks in parallel threads or one after the other, chosen by their work.
 
 An operation divides its own work among threads, unless it runs inside a task (see ``threads``).
-Tasks of similar work are faster side by side, where threads do not wait for each other. A task that
-outweighs the others is faster if all threads divide it. The choice depends on sizes only, so equal
-inputs give equal bits.
+Tasks of similar work are faster in parallel, because threads do not wait for each other. A task
+with more work than the others is faster if all threads divide it. The choice depends on sizes only,
+so equal inputs give bitwise equal results.
 """
 
 from collections import deque
@@ -13,19 +13,20 @@ from typing import NamedTuple
 
 from kfac_engine.backend.threads import Workers
 
-# Multiplications of a core in a millisecond. Waking a thread takes a tenth of that, and threads
-# wait for the interpreter: two products of size 256, 3e7 multiplications together, gain nothing.
+# Number of multiplications of a core in a millisecond. Waking a thread takes a tenth of this time,
+# and threads wait for the interpreter. Two products of size 256, with 3e7 multiplications together,
+# are not faster in two threads.
 WORTH_WAKING = 8e7
-# Multiplications in the time of reading an entry from memory.
+# Number of multiplications in the time that one entry is read from memory.
 TO_READ = 40.0
-# Work below which a task is mostly interpreter time, which threads spend in turn.
+# Work below which a task mostly holds the interpreter lock.
 _TINY = 4e6
-# Tolerance for equal parts of a task, which differ by rounding.
+# Tolerance for parts of a task whose work differs by rounding only.
 _ROUNDING = 1.01
 
 
 class Task(NamedTuple):
-    """Independent work of known size.
+    """A function with the number of its multiplications.
 
     Attributes:
         work: Number of multiplications, approximately.
@@ -40,11 +41,11 @@ def run_parallel(tasks: Sequence[Task], workers: Workers) -> None:
     """Run all tasks and wait for them.
 
     Args:
-        tasks: In any order.
+        tasks: Independent tasks, in any order.
         workers: Threads.
 
     Raises:
-        Exception: The exception of a task; other tasks may not have run.
+        Exception: A task raised it; other tasks may not have run.
     """
     remaining = sum(task.work for task in tasks)
     if remaining < WORTH_WAKING:

@@ -1,9 +1,9 @@
 """A thread pool for tasks that call BLAS, with BLAS limited to one thread while tasks run.
 
-The threads of a BLAS spin for a while after every product, and NumPy and SciPy may each load a BLAS
-of their own. On two cores, a product of half a millisecond can then wait eight milliseconds for the
-threads of the other library. So BLAS uses one thread here, and Python threads divide the work:
-BLAS releases the interpreter lock, and threads without work sleep. See ADR 8.
+The threads of a BLAS spin for some time after every product, and NumPy and SciPy may each load a
+BLAS. On two cores, a product of half a millisecond can then wait eight milliseconds for the threads
+of the other library. Therefore BLAS uses one thread, and Python threads divide the work. BLAS
+releases the interpreter lock, and threads without work sleep. See ADR 8.
 """
 
 import os
@@ -22,7 +22,7 @@ from threadpoolctl import ThreadpoolController
 
 _INSIDE: ContextVar[bool] = ContextVar("inside a task", default=False)
 
-# Tasks that have not started.
+# Functions that have not started.
 _Tasks: TypeAlias = "deque[Callable[[], object]]"
 # Results of threads: an exception, or None.
 _Ends: TypeAlias = SimpleQueue[BaseException | None]
@@ -32,8 +32,8 @@ class Workers:
     """Thread pool of fixed size; the calling thread is one of its threads.
 
     Args:
-        count: Number of threads; by default the number of BLAS threads, which is one for each core
-            unless the environment sets another number.
+        count: Number of threads; by default the number of BLAS threads, which is the number of
+            cores unless the environment sets another number.
 
     Attributes:
         count: Number of threads, at least one.
@@ -52,7 +52,7 @@ class Workers:
             tasks: Functions that release the interpreter lock most of the time.
 
         Raises:
-            Exception: The exception of a task; tasks that had not started are not run.
+            Exception: A task raised it; tasks that had not started are not run.
         """
         queue = deque(tasks)
         helpers = 0 if _INSIDE.get() else min(self.count, len(queue)) - 1
@@ -63,14 +63,14 @@ class Workers:
                 _run_queue(queue)
 
     def row_blocks(self, length: int, *, least: int = 1) -> list[slice]:
-        """Split ``range(length)`` into slices of about equal length, one for each thread.
+        """Return slices of ``range(length)`` of about equal length, one for each thread.
 
         Args:
             length: Length of an axis.
             least: Least length of a slice.
 
         Returns:
-            At least one slice; one inside a task.
+            At least one slice; exactly one inside a task.
         """
         parts = 1 if _INSIDE.get() else max(1, min(self.count, length // max(least, 1)))
         edges = [length * i // parts for i in range(parts + 1)]
@@ -78,7 +78,7 @@ class Workers:
 
 
 def default_count() -> int:
-    """Return the number of BLAS threads outside this module, at most one for each usable core."""
+    """Return the number of BLAS threads outside this module, at most the number of usable cores."""
     with _BLAS_LIMIT.lock:
         return _BLAS_LIMIT.blas_threads if _BLAS_LIMIT.count else _blas_threads()
 
@@ -91,7 +91,7 @@ def usable_cores() -> int:
 
 
 class _BlasLimit:
-    """Count of the contexts that limit BLAS; the first sets the limit, the last restores it."""
+    """Counts the contexts that limit BLAS; the first sets the limit and the last removes it."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -121,7 +121,7 @@ def single_threaded_blas() -> Iterator[None]:
 
 
 def _run_with_helpers(queue: _Tasks, count: int) -> None:
-    """Run tasks in this thread and in helpers; a helper that wakes too late is not awaited."""
+    """Run tasks in this thread and in helpers; do not wait for a helper without a task."""
     helpers = [_idle_helper() for _ in range(count)]
     tickets, ends = deque(helpers), _Ends()
     for helper in helpers:
@@ -131,7 +131,7 @@ def _run_with_helpers(queue: _Tasks, count: int) -> None:
     finally:
         started = count
         while tickets:
-            with suppress(IndexError):  # a helper took the ticket
+            with suppress(IndexError):  # a helper has removed the ticket
                 tickets.pop()
                 started -= 1
         failures = [ends.get() for _ in range(started)]
@@ -142,7 +142,7 @@ def _run_with_helpers(queue: _Tasks, count: int) -> None:
 
 
 def _help(queue: _Tasks, tickets: "deque[_Helper]", ends: _Ends) -> None:
-    """Run tasks and report the end, unless the caller has withdrawn the ticket."""
+    """Run tasks and report the end, unless the caller has removed the ticket."""
     try:
         tickets.pop()
     except IndexError:
@@ -158,16 +158,16 @@ def _help(queue: _Tasks, tickets: "deque[_Helper]", ends: _Ends) -> None:
 class _Helper:
     """A thread that sleeps until it receives a call.
 
-    A pool of Python's library takes twice as long to start a task: its futures and queues wake
-    threads by locks.
+    The pools of Python's library take twice as long to start a task, because their futures and
+    queues wake threads by locks.
 
     Attributes:
-        calls: Calls of the thread, in order; no call raises.
+        calls: Functions that the thread calls, in order; none raises.
     """
 
     def __init__(self) -> None:
         self.calls = SimpleQueue[Callable[[], None]]()
-        # A daemon: every caller has waited for its calls before the process exits.
+        # The thread may be a daemon, because every caller waits for its calls.
         Thread(target=_serve, args=(self.calls,), name="kfac_engine", daemon=True).start()
 
 
@@ -176,7 +176,7 @@ def _serve(calls: "SimpleQueue[Callable[[], None]]") -> None:
         calls.get()()
 
 
-# Threads without work. A forked process has none of them.
+# Threads without work. A forked process does not inherit them.
 _IDLE: "deque[_Helper]" = deque()
 
 
@@ -188,13 +188,13 @@ def _idle_helper() -> _Helper:
 
 
 def _run_queue(queue: _Tasks) -> None:
-    """Run tasks until the queue is empty; an exception empties it."""
+    """Run tasks until the queue is empty; an exception empties the queue."""
     token = _INSIDE.set(True)
     try:
         while queue:
             try:
                 task = queue.popleft()
-            except IndexError:  # another thread took the task
+            except IndexError:  # another thread has removed the task
                 break
             task()
     except BaseException:
@@ -216,7 +216,7 @@ def _blas() -> ThreadpoolController:
 
 def _reset_after_fork() -> None:
     """Reset the module in a forked process, which has no threads of its parent."""
-    global _BLAS_LIMIT  # a thread of the parent may hold its lock
+    global _BLAS_LIMIT  # a thread of the parent may have locked it
     _BLAS_LIMIT = _BlasLimit()
     _IDLE.clear()
 

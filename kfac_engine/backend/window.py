@@ -1,4 +1,4 @@
-"""Geometry of the patches of a convolution."""
+"""The geometry of the patches of a convolution."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Window:
 
     Attributes:
         kernel: Number of taps of each axis.
-        strides: Pixels between output positions, for each axis.
-        dilations: Pixels between taps, for each axis.
+        strides: Number of pixels between output positions, for each axis.
+        dilations: Number of pixels between taps, for each axis.
         begins: Padding before the first pixel, for each axis; a negative padding is a crop.
         ends: Padding after the last pixel, for each axis.
     """
@@ -37,12 +37,12 @@ class Window:
 
     @property
     def reaches(self) -> tuple[int, ...]:
-        """Pixels from the first tap to the last, for each axis."""
+        """Number of pixels from the first tap to the last, for each axis."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilations, strict=True))
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether the patches are the pixels."""
+        """Whether each patch is a pixel."""
         unpadded = {*self.begins, *self.ends} <= {0}
         return unpadded and {*self.kernel, *self.strides} <= {1}
 
@@ -87,7 +87,7 @@ class Window:
             taps: Adjacent taps of the new window; all if None.
 
         Returns:
-            A window whose output zero is the first of ``outputs``.
+            A window whose first output position is the first of ``outputs``.
         """
         taps = taps or slice(0, self.kernel[axis])
         stride, dilation = self.strides[axis], self.dilations[axis]
@@ -103,7 +103,7 @@ class Window:
         )
 
     def split(self, spatial_shape: tuple[int, ...], positions: int) -> Iterator["Window"]:
-        """Split the outputs into windows with at most ``positions`` positions each.
+        """Yield windows over disjoint outputs, with at most ``positions`` positions each.
 
         Args:
             spatial_shape: Shape of the image.
@@ -147,7 +147,8 @@ _CACHE_SIZE = 4096
 def _output_shape(window: Window, spatial_shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(spatial_shape) != len(window.kernel):
         raise ShapeError(
-            f"an image of {spatial_shape} pixels has not the axes of the window {window}."
+            f"an image of {spatial_shape} pixels has another number of axes than the window "
+            f"{window}."
         )
     shape = tuple(
         (begin + size + end - reach - 1) // stride + 1
@@ -168,7 +169,7 @@ def _seen(
     window: Window, axis: int, tap: int, spatial_shape: tuple[int, ...]
 ) -> tuple[slice, slice]:
     step = window.strides[axis]
-    first = tap * window.dilations[axis] - window.begins[axis]  # the pixel under output zero
+    first = tap * window.dilations[axis] - window.begins[axis]  # pixel at output position 0
     low = max(0, -(first // step))
     stop = min(
         window.output_shape(spatial_shape)[axis], (spatial_shape[axis] - 1 - first) // step + 1

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kfac_engine.errors import UnknownNameError
 
 MODELS = ("mlp", "cnn")
-_WHITE = 16  # a pixel is the number of inked dots in a 4×4 cell of the scanned bitmap
+_WHITE = 16  # largest pixel: the number of black dots in a 4×4 cell of the scan
 
 
 def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:

@@ -134,7 +134,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
 
 def _declared(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
-    """Return the declared shape of an output if it agrees with the sample run, else None sizes."""
+    """Return the declared shape of an output; sizes are None if the sample run contradicts it."""
     shape = loaded.output_shapes.get(value, ())
     fits = len(shape) == len(fact.shape) and all(
         declared == size
@@ -175,7 +175,7 @@ def _only_output(
     graph: Graph, facts: Mapping[str, Fact], output: str | Sequence[str] | None
 ) -> str:
     if output is not None and not isinstance(output, str):
-        raise InputError("several outputs need losses, one for each: give loss=[…].")
+        raise InputError("several outputs need one loss each; pass loss=[…].")
     if output is not None and output not in set(graph.values()):
         raise UnknownNameError(f"'{output}' is not a value of model '{graph.name}'.")
     check_real(graph, facts, graph.outputs if output is None else [output])
@@ -195,12 +195,12 @@ def _chosen(
         return trainable_parameters(graph, freeze=freeze)
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not patterns:
-        raise InputError("wrt is empty; name a parameter or an input, or leave it out.")
+        raise InputError("wrt is empty; name a parameter or an input, or omit wrt.")
     candidates = [entry.name for entry in graph.inputs if entry.dtype.kind == "f"]
     candidates += [name for name, array in graph.constants.items() if array.dtype.kind == "f"]
     what = "floating-point input or weight"
     frozen = matching(freeze or (), candidates, what)
-    # The order is that of the patterns.
+    # In the order of the patterns.
     chosen = dict.fromkeys(n for p in patterns for n in matching(p, candidates, what))
     return tuple(name for name in chosen if name not in frozen)
 
@@ -213,7 +213,7 @@ def _written(
     names: Sequence[str],
     stored: Mapping[str, DType],
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """Build the joint model with readable names of inputs and outputs, and its constants."""
+    """Return the joint model with readable names of inputs and outputs, and its constants."""
     value, shape = result
     joint = joint_graph(graph, backward)
     cotangent = backward.cotangents[value]
@@ -222,10 +222,12 @@ def _written(
     if value == LOSS:
         constants[cotangent] = np.ones((), dtype)
     else:
-        given = _free(COTANGENT, graph)
-        stored = {**stored, given: stored[value]} if value in stored else stored
-        inputs.append(Input(given, dtype, shape))
-        nodes.insert(0, Node("Identity", (given,), (cotangent,), name=f"node_{given}"))
+        cotangent_input = _free(COTANGENT, graph)
+        stored = {**stored, cotangent_input: stored[value]} if value in stored else stored
+        inputs.append(Input(cotangent_input, dtype, shape))
+        nodes.insert(
+            0, Node("Identity", (cotangent_input,), (cotangent,), name=f"node_{cotangent_input}")
+        )
     outputs = [Input(value, dtype, shape)]
     for name in names:
         target = _free(f"{GRADIENT}{name}", graph)
@@ -239,17 +241,17 @@ def _written(
 def _model(
     joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """Build a model of the nodes that the outputs need, with casts from and to stored types."""
+    """Return a model of the nodes that the outputs need, with casts to and from stored types."""
     names = [entry.name for entry in outputs]
     nodes = needed(joint.nodes, names)
     read = {name for node in nodes for name in (*node.inputs, *node.captures)}
     inputs = [entry for entry in inputs if entry.name in read]
     constants = {name: array for name, array in joint.constants.items() if name in read}
-    given = (*(entry.name for entry in inputs), *constants)
+    stored_names = (*(entry.name for entry in inputs), *constants)
     model = build_model(
         with_borders(
             nodes,
-            {name: stored[name] for name in given if name in stored},
+            {name: stored[name] for name in stored_names if name in stored},
             {name: stored[name] for name in names if name in stored},
         ),
         [_in_type(entry, stored) for entry in inputs],
@@ -263,9 +265,9 @@ def _model(
 
 
 def _free(name: str, graph: Graph) -> str:
-    """Append a number to ``name`` if a value of the graph has this name."""
-    taken, index = set(graph.values()), 1
-    while (free := name if index == 1 else f"{name}_{index}") in taken:
+    """Return ``name``, with a number if a value of the graph has this name."""
+    names_in_use, index = set(graph.values()), 1
+    while (free := name if index == 1 else f"{name}_{index}") in names_in_use:
         index += 1
     return free
 
@@ -275,7 +277,7 @@ def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:
 
 
 def _result(name: str, target: str, gradient: str | None) -> list[Node]:
-    """Return the node that computes the result ``target``: the gradient of the value ``name``.
+    """Return the node that computes ``target``, the gradient of the value ``name``.
 
     The result is zero if ``gradient`` is None, because the output does not depend on the value.
     """

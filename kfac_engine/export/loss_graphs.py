@@ -32,7 +32,7 @@ class Term:
         value: Name of the value that the loss reads.
         targets: Name of the input for the targets.
         axis: Axis of the classes or features, not negative.
-        place: Axis of the examples in the value.
+        batch_axis: Axis of the examples in the value.
         weight: Factor of the loss in the objective.
         declared: Shape that the file declares for the value, one entry for each axis.
     """
@@ -41,7 +41,7 @@ class Term:
     value: str
     targets: str
     axis: int
-    place: ExampleAxis
+    batch_axis: ExampleAxis
     weight: float
     declared: tuple[int | str | None, ...]
 
@@ -49,7 +49,7 @@ class Term:
 def with_losses(
     graph: Graph, facts: Mapping[str, Fact], terms: Sequence[Term], reduction: Reduction
 ) -> tuple[Graph, dict[str, Fact]]:
-    """Append losses to a graph; the only output of the result is their weighted sum, ``loss``.
+    """Return a graph with losses, whose only output ``loss`` is their weighted sum.
 
     Args:
         graph: The model.
@@ -75,9 +75,12 @@ def with_losses(
     for builder in builders:
         added |= builder.facts
         constants |= builder.constants
-    taken = sorted(added.keys() & set(graph.values()))
-    if taken:
-        raise ModelError(f"the model has values of its own called {', '.join(taken)}.")
+    clashes = sorted(added.keys() & set(graph.values()))
+    if clashes:
+        raise ModelError(
+            f"the model has values with the names of loss or targets: {', '.join(clashes)}; rename "
+            f"them."
+        )
     return (
         Graph(
             nodes=(*graph.nodes, *(node for builder in builders for node in builder.nodes), total),
@@ -117,11 +120,11 @@ class _LossBuilder(NodeBuilder):
         self._term, self._reduction = term, reduction
 
     def value_name(self, op: str, index: int) -> str:
-        """Return a new name for the result of the next node."""
+        """Return an unused name for the result of the next node."""
         return f"{self.prefix}{op}_{len(self.nodes)}"
 
     def node_name(self, op: str, results: Sequence[str]) -> str:
-        """Return a name that follows from that of the first result."""
+        """Return the name of a node, derived from the name of its first result."""
         return f"node_{results[0]}"
 
     def value(
@@ -149,21 +152,21 @@ class _LossBuilder(NodeBuilder):
         return name
 
     def integers(self, *values: int) -> str:
-        """Add a list of integers, such as axes, as a constant."""
+        """Add a constant with a list of integers, such as axes; return its name."""
         return self._recorded(self.constant(values, "int64"))
 
     def scalar(self, value: float) -> str:
-        """Add a 0-d constant with the element type of the loss."""
+        """Add a 0-d constant with the element type of the loss; return its name."""
         return self._recorded(self.constant(np.asarray(value, self.fact.dtype)))
 
     def times(self, value: str, factor: float) -> str:
-        """Multiply a value by a number; return the value itself where the number is one."""
+        """Add the product of a value and a number; return its name, or the value for one."""
         if factor == 1:
             return value
         return self.value("Mul", value, self.scalar(factor), shape=self.facts[value].shape)
 
     def declare_targets(self, without: int | None = None, dtype: str | None = None) -> str:
-        """Declare the targets: in the shape of the value, ``without`` an axis."""
+        """Declare the targets, in the shape of the value without the axis ``without``."""
         name, stored = self._term.targets, np.dtype(dtype) if dtype else self.fact.dtype
         axes = [axis for axis in range(len(self.fact.shape)) if axis != without]
         self.targets = Input(name, stored, tuple(self._term.declared[axis] for axis in axes))
@@ -171,17 +174,17 @@ class _LossBuilder(NodeBuilder):
         return name
 
     def reduce(self, nll: str, axis: int) -> None:
-        """Sum over the classes, then reduce over positions and examples."""
-        shape, place = self.facts[nll].shape, self._term.place
+        """Add the sum of ``nll`` over the classes, reduced over positions and examples."""
+        shape, batch_axis = self.facts[nll].shape, self._term.batch_axis
         if len(shape) > 1 and self._reduction != "sum":
-            every = [i for i in range(len(shape)) if i != place.axis]
+            every = [i for i in range(len(shape)) if i != batch_axis.axis]
             summed = [axis] if self._reduction == "mean" else every
             rest = tuple(size for i, size in enumerate(shape) if i not in summed)
             nll = self.value("ReduceSum", nll, self.integers(*summed), shape=rest, keepdims=0)
         op = "ReduceSum" if self._reduction == "sum" else "ReduceMean"
         self.result = self.value(op, nll, shape=(), keepdims=0)
-        if self._reduction == "batch_mean":  # the mean is over folded-in positions, too
-            self.result = self.times(self.result, float(place.repeats))
+        if self._reduction == "batch_mean":  # the batch axis may include positions
+            self.result = self.times(self.result, float(batch_axis.repeats))
 
     def _recorded(self, name: str) -> str:
         array = self.constants[name]
@@ -200,8 +203,8 @@ def _categorical(b: _LossBuilder, term: Term) -> None:
     targets = b.declare_targets(axis, "int64")
     log_p = b.value("LogSoftmax", logits, shape=shape, axis=axis)
     index = b.value("Unsqueeze", targets, b.integers(axis), shape=column, dtype="int64")
-    # GatherElements counts negative numbers from the last class. A number beyond every class
-    # replaces them, which is an error at run time.
+    # GatherElements would count negative targets from the last class. A number beyond every class
+    # replaces them, so that ONNX Runtime refuses them.
     negative = b.value("Less", index, b.integers(0), shape=column, dtype="bool")
     index = b.value("Where", negative, b.integers(_NO_CLASS), index, shape=column, dtype="int64")
     picked = b.value("GatherElements", log_p, index, shape=column, axis=axis)

@@ -1,1 +1,1 @@
-"""Layers found in a graph, and how their tensors become rows of the curvature formulas."""
+"""Finds the layers of a graph, and describes how their tensors become rows of features."""

@@ -31,13 +31,13 @@ class StackedDenseView:
 
     @property
     def rank(self) -> None:
-        """None: any number of axes from three on."""
+        """None, because any number of axes from three on is valid."""
         return
 
     def width(self, shape: tuple[int, ...]) -> int:
         if len(shape) < _LEAST_RANK:
             raise ShapeError(
-                f"a tensor of stacked dense layers has shape {shape}; at least 3 axes are needed."
+                f"a tensor of stacked dense layers needs at least 3 axes, got shape {shape}."
             )
         return shape[-2] * shape[-1]
 

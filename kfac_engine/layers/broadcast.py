@@ -22,7 +22,7 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SummedAxes:
-    """Axes that the caller names.
+    """The broadcast axes as a list of the caller.
 
     Attributes:
         axes: Positive numbers of axes; the batch is axis 0.
@@ -91,7 +91,7 @@ class BroadcastShape:
 
 
 def per_example(gradient: Array, reduction: Reduction) -> Array:
-    """Sum gradients in the shape of the data to those of the parameter, ``(n, entries)``."""
+    """Return the gradient of a parameter for each example, ``(n, entries)``: sums over the data."""
     summed, batch = reduction.summed(gradient.shape), reduction.batch_axis
     rows = gradient.sum(axis=summed)
     moved: Array = array_module(rows).moveaxis(rows, batch - sum(a < batch for a in summed), 0)

@@ -1,4 +1,4 @@
-"""Finds the layers of a graph; parameters without a layer are listed with the reason."""
+"""Finds the layers of a graph, and the reason why a parameter has no layer."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -78,7 +78,7 @@ def discover(
             shared = frozenset(v for group in groups if len(group.values) > 1 for v in group.values)
             context = MatchContext(graph, values, shapes, batch, views, types, axes, shared)
             layers, reasons = _layers(context, groups)
-            unfit = _mixed(groups, layers, reasons)
+            unfit = _partly_used(groups, layers, reasons)
             if not unfit:
                 return _complete(layers, groups, reasons | whole, trainable, views)
         whole |= unfit
@@ -86,20 +86,20 @@ def discover(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Values with the same entries of a parameter, in one layout or several."""
+    """Values that contain the same entries of a parameter, in one or several layouts."""
 
     parameter: str
     values: list[str]
 
-    def is_in(self, names: Set[str]) -> bool:
-        """Return whether a set of parameters of layers contains the group."""
+    def intersects(self, names: Set[str]) -> bool:
+        """Return whether a set of names contains a value of the group."""
         return self.parameter in names or not names.isdisjoint(self.values)
 
 
 def _groups(
     graph: Graph, parameters: Set[str], views: Mapping[str, ParameterView]
 ) -> tuple[_Group, ...]:
-    """Group the values that computations read by their entries, in the order of use."""
+    """Return groups of the values that computations read: equal entries are a group."""
     read: dict[str, str] = {}
     for node in graph.nodes:
         for index, name in enumerate(node.inputs):
@@ -117,7 +117,7 @@ def _groups(
 
 
 def _overlapping(groups: Sequence[_Group], views: Mapping[str, ParameterView]) -> dict[str, str]:
-    """Return the parameters with overlapping slices, with the reason."""
+    """Return the parameters whose slices overlap, mapped to the reason."""
     times: dict[str, Array] = {}
     groups_of = Counter(group.parameter for group in groups)
     for group in groups:
@@ -135,7 +135,7 @@ def _overlapping(groups: Sequence[_Group], views: Mapping[str, ParameterView]) -
 def _layers(
     context: MatchContext, groups: Sequence[_Group]
 ) -> tuple[list[LayerMatch], dict[str, str]]:
-    """Match each group; return the layers, and the reason for each value without a layer."""
+    """Return the layers of all groups, and the reason for each value without a layer."""
     outcomes = [_layer_of(context, group, match) for group in groups]
     claimed: set[str] = set()
     for i, layer in enumerate(outcomes):
@@ -147,7 +147,11 @@ def _layers(
             outcomes[i] = named
     for i, group in enumerate(groups):
         operands = {(node.qualified_op, index) for _, node, index in _uses(context, group)}
-        if isinstance(outcomes[i], str) and not group.is_in(claimed) and operands <= SHIFTS.keys():
+        if (
+            isinstance(outcomes[i], str)
+            and not group.intersects(claimed)
+            and operands <= SHIFTS.keys()
+        ):
             outcomes[i] = _layer_of(context, group, match_shift)
     return [outcome for outcome in outcomes if isinstance(outcome, LayerMatch)], {
         group.values[0]: reason
@@ -157,7 +161,7 @@ def _layers(
 
 
 def _uses(context: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
-    """Return the values of a group with each node that computes with them."""
+    """Return each use of a group: the value, the node that reads it and the operand number."""
     return [
         (value, node, index)
         for value in group.values
@@ -167,7 +171,7 @@ def _uses(context: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
 
 
 def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatch | str:
-    """Return the layer with the weight of a group, over all uses, or why there is none."""
+    """Return the layer whose weight is a group, with all its uses, or the reason for none."""
     uses = _uses(context, group)
     matches = [match(context, node, index) for _, node, index in uses]
     if len({isinstance(outcome, LayerMatch) for outcome in matches}) > 1:
@@ -179,7 +183,7 @@ def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatc
     if len(layers) < len(uses):
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
     # The parameter itself if its layout is that of the layer, else the value that the layer reads.
-    # Uses are counted by name: nodes in between must return the parameter unchanged.
+    # Uses are counted by name, so nodes between the parameter and the layer must not change it.
     plain = all(handed_on(context.graph, value) == group.parameter for value in group.values)
     for name in (group.parameter, *group.values) if plain else group.values:
         renamed = [_with_weight(context, layer, name) for layer in layers]
@@ -189,7 +193,7 @@ def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatc
 
 
 def _with_weight(context: MatchContext, layer: LayerMatch, name: str) -> LayerMatch | None:
-    """Rename the weight of a layer to ``name``; return None if that value has another layout."""
+    """Return a layer with its weight renamed to ``name``; None if the layouts differ."""
     old, *bias = layer.parameters
     if old == name:
         return layer
@@ -206,7 +210,7 @@ def _with_weight(context: MatchContext, layer: LayerMatch, name: str) -> LayerMa
 
 
 def _with_named_bias(context: MatchContext, layer: LayerMatch) -> LayerMatch:
-    """Rename the bias of a layer to its parameter if it has all its entries in order."""
+    """Return a layer with its bias renamed to the parameter, if all entries are in order."""
     weight, *biases = layer.parameters
     for i, name in enumerate(biases):
         view = context.views.get(name)
@@ -215,19 +219,19 @@ def _with_named_bias(context: MatchContext, layer: LayerMatch) -> LayerMatch:
     return replace(layer, parameters=(weight, *biases))
 
 
-def _mixed(
+def _partly_used(
     groups: Iterable[_Group], layers: Iterable[LayerMatch], reasons: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return parameters of which layers use a part but no single value has the rest.
+    """Return parameters that layers use in part and whose other entries are in several values.
 
-    Each has the reason why the rest is in no layer.
+    Each is mapped to the reason why these entries have no layer.
     """
     claimed = {name for layer in layers for name in layer.parameters}
-    partly = {group.parameter for group in groups if group.is_in(claimed)}
+    partly = {group.parameter for group in groups if group.intersects(claimed)}
     return {
         group.parameter: reasons[group.values[0]]
         for group in groups
-        if group.parameter in partly and len(group.values) > 1 and not group.is_in(claimed)
+        if group.parameter in partly and len(group.values) > 1 and not group.intersects(claimed)
     }
 
 
@@ -250,7 +254,7 @@ def _complete(
         groups_here = groups_of.get(parameter, [])
         values = {parameter, *(value for group in groups_here for value in group.values)}
         names = sorted(values & order.keys(), key=order.__getitem__)
-        free = [group.values[0] for group in groups_here if not group.is_in(claimed.keys())]
+        free = [group.values[0] for group in groups_here if not group.intersects(claimed.keys())]
         if not names:
             why = dict.fromkeys(reasons[value] for value in (parameter, *free) if value in reasons)
             reason = "; ".join(why) or "no operator of the graph reads it"

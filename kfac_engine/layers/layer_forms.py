@@ -24,7 +24,7 @@ class LayerForm:
         input_view: View of the input, as rows of ``d_in`` features.
         output_view: View of the gradient of the pre-activation, as rows of ``d_out`` features.
         packing: Map from weight and bias to a matrix ``(d_in (+ 1), d_out)``.
-        num_uses: Number of uses; one tensor then has all of them, along its first axis.
+        num_uses: Number of uses. For more than one, a tensor has all uses along its first axis.
         sampling: Subset of a batch that the input statistic reads.
     """
 
@@ -83,7 +83,7 @@ def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
         dilations: Dilation of each spatial axis, or of each data axis.
         data_format: ``"NHWC"`` (the default) or ``"NCHW"``, with ``W``, ``HW`` or ``DHW``.
         weight_format: ``"HWIO"`` (the default) or ``"OIHW"``, with ``W``, ``HW`` or ``DHW``.
-        mask: Factors of each patch, ``(*kernel, channels)``.
+        mask: Factor of each entry of a patch, ``(*kernel, channels)``.
         sampling: Subset of a batch that the input statistic reads.
 
     Returns:

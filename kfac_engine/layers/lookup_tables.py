@@ -59,7 +59,7 @@ def _positions(context: MatchContext, table: str, ids: str, rows: str) -> LayerM
         return None
     y, ids_shape = user.outputs[0], context.shapes[ids]
     shape, features = context.shapes[y][:-1], context.shapes[table][1]
-    # The ids must be broadcast like their rows, with new axes first. A single id does not show it.
+    # The ids must be broadcast like their rows, with new axes first. A single id cannot prove it.
     aligned = (
         _trailing(context.shapes[value]) == _trailing((*ids_shape, features))
         and prod(ids_shape) > 1

@@ -63,7 +63,7 @@ class MaskedPatchView:
         mask = self._mask(backend, out)
         moment[:d] *= mask[:, None]
         moment[:, :d] *= mask
-        if beta == 0.0:  # overwrites NaN, too
+        if beta == 0.0:  # 0 · NaN would be NaN
             out[...] = moment
             return
         out *= beta

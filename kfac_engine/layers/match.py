@@ -41,7 +41,7 @@ class LayerMatch:
         inputs: Name of the layer's input, or one for each use; empty if generic.
         outputs: Name of the pre-activation, or one for each use; empty if generic.
         options: Keyword arguments of the registration: formats, strides, padding.
-        reason: Why a parameter is generic; empty for layers.
+        reason: The reason why a parameter has no layer; empty for layers.
         computed: Inputs that the graph does not compute, at most one for each use.
     """
 
@@ -84,7 +84,7 @@ class MatchContext:
 
     @cached_property
     def loose(self) -> "MatchContext":
-        """The same context with ``by_shape``."""
+        """The same context with ``by_shape=True``."""
         return replace(self, by_shape=True)
 
     @cached_property
@@ -93,7 +93,7 @@ class MatchContext:
         return of_data(self.graph, () if self.by_shape else ONLY_SHAPES)
 
     def only_user(self, value: str) -> tuple[Node | None, int]:
-        """Return the only node that reads a value, or None, and the number of that operand."""
+        """Return the only node that reads a value, with the operand number; None for several."""
         users = self.graph.consumers.get(value, ())
         return users[0] if len(users) == 1 and value not in self.graph.results else (None, 0)
 
@@ -102,7 +102,7 @@ class MatchContext:
         return name in self.trainable and len(self.shapes[name]) == rank
 
     def goes_with(self, name: str, weight: str) -> bool:
-        """Return whether a value is a parameter in one layout with as many uses as ``weight``."""
+        """Return whether a value is a parameter of one layout, used as often as ``weight``."""
         consumers = self.graph.consumers
         in_one_layout = name in self.trainable and name not in self.shared
         return in_one_layout and len(consumers[name]) == len(consumers[weight])

@@ -36,7 +36,7 @@ def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
     if len(kinds) > 1 or first.kind not in _SEVERAL_USES:
         return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
     if any(use.options != first.options for use in uses):
-        return f"{several}, not all alike"
+        return f"{several}, with different properties"
     kind, options = _SEVERAL_USES[first.kind], dict(first.options)
     if "dilation_rate" in options and kind == "convolution_multi":
         options["dilations"] = options.pop("dilation_rate")

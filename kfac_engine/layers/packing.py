@@ -1,4 +1,4 @@
-"""Parameters of a layer as one matrix: rows are inputs (bias last), columns are outputs."""
+"""Packs the parameters of a layer into one matrix: rows are inputs, columns are outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Packing:
 
     @property
     def row_axes(self) -> int:
-        """Number of axes that are rows: all but one, or one for transposed convolutions."""
+        """Number of axes of the weight that are rows: all but one, or one if transposed."""
         return 1 if self.weight_format in _TRANSPOSED_AXES else len(self.axes) - 1
 
     def kernel(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class Packing:
         return parts
 
     def parts(self, vector: Vector, where: object) -> tuple[Array, ...]:
-        """Return the packed matrix in two parts: the rows of the weight and the row of the bias.
+        """Return the packed matrix in two parts: the rows of the weight, and the row of the bias.
 
         Args:
             vector: Arrays in the shapes of the parameters; the bias may have axes of size 1.
@@ -136,7 +136,7 @@ class Packing:
     def empty_parts(
         self, parts: Sequence[Array], dtype: DType, xp: ModuleType
     ) -> tuple[Array, ...]:
-        """Allocate arrays in the shapes of ``parts``, with the strides that ``joined`` needs."""
+        """Allocate arrays with the shapes of ``parts`` and the strides that ``joined`` needs."""
         matrix, *bias = parts
         if self._outputs_first:
             rows = xp.empty(matrix.shape[::-1], dtype).T

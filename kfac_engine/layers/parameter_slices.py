@@ -57,7 +57,7 @@ class ParameterSlice:
     """Entries of a parameter that form a parameter of a block.
 
     Attributes:
-        name: Name of the value in the graph; blocks name their parameter by it.
+        name: Name of the value in the graph, which is the parameter name of the block.
         index: Row-major position of each entry in the parameter, in the shape of the value; None
             for all entries in the order of the parameter. Do not change it.
     """
@@ -88,7 +88,7 @@ class ParameterSlice:
         flat[... if self.index is None else self._index_for(flat)] = entries
 
     def _index_for(self, array: Array) -> Array:
-        """The index in the memory space of an array."""
+        """Return ``index`` in the memory space of an array."""
         assert self.index is not None, "callers read all entries without an index"
         if isinstance(array, np.ndarray):
             return self.index
@@ -196,7 +196,7 @@ def join(
 
 
 def describe(index: Array, shape: tuple[int, ...]) -> str:
-    """Describe entries of an array: ``[0:4, :]`` for a box, otherwise their number.
+    """Return text for entries of an array: ``[0:4, :]`` for a box, otherwise their number.
 
     Args:
         index: Row-major positions of the entries.
@@ -250,7 +250,10 @@ def _settings(node: Node) -> tuple[str, ...]:
 def _moved(
     view: ParameterView, node: Node, graph: Graph, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ParameterView]:
-    """Apply a node to a view; empty if an operand is not constant or entries are repeated."""
+    """Return the views of a node's results by name.
+
+    The map is empty if an operand is not constant or if entries are repeated.
+    """
     if node.op == "Concat":
         once = np.unique(view.index).size == view.index.size
         return {node.outputs[0]: view} if once else {}
@@ -267,15 +270,15 @@ def _moved(
 
 # -- entries of several parameters -----------------------------------------------------------------
 
-# In a value with entries of several parameters, the position of an entry is that in its parameter
-# plus this constant times the number of the parameter. Every parameter has fewer entries.
+# In a value with entries of several parameters, an index is the position in the parameter plus this
+# constant times the number of the parameter. Every parameter has fewer entries.
 _OWNER = 1 << 40
 
 
 def _joined(
     operands: Sequence[ParameterView], node: Node, owners: Sequence[ParameterView]
 ) -> ParameterView:
-    """Concatenate the operands of a Concat; for other nodes return the only operand."""
+    """Return the concatenated operands of a Concat, or the only operand of another node."""
     first = operands[0]
     if len(operands) == 1:
         return first
@@ -289,7 +292,7 @@ def _joined(
 
 
 def _owned(view: ParameterView, owners: Sequence[ParameterView]) -> ParameterView:
-    """Return the view as one of a single parameter if all its entries belong to it."""
+    """Return a view with its parameter if all entries belong to one, else the same view."""
     numbers = [] if view.parameter else np.unique(view.index // _OWNER).tolist()
     if len(numbers) != 1:
         return view
@@ -361,5 +364,6 @@ _MOVES: Mapping[str, _Move] = {
     "Transpose": _transpose,
 }
 _FLOAT_CODES = frozenset({1, 10, 11, 16})  # TensorProto.DataType of float32, 16, 64 and bfloat16
-# Operators whose further operands must be constants; the shape of the result suffices for others.
+# Operators whose further operands must be constants; other operators need the shape of the result
+# only.
 _BY_VALUE = frozenset({"Gather", "Slice"})

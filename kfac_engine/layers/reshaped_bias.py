@@ -14,13 +14,13 @@ from kfac_engine.layers.parameter_slices import rearrange_entries
 def find_bias_behind_views(
     context: MatchContext, value: str, weight: str, numbers: Array
 ) -> tuple[str, ...]:
-    """Find the bias that is added to the result of a layer after it is transposed or reshaped.
+    """Return the bias that is added to the result of a layer after a transposition or reshape.
 
     Args:
         context: The graph.
         value: Name of the result of the layer.
         weight: Name of the weight.
-        numbers: The numbers of the features, each once; broadcast to the shape of the result.
+        numbers: Index of the feature of each entry, in a shape that broadcasts to the result.
 
     Returns:
         Name of the bias, or an empty tuple.
@@ -45,6 +45,6 @@ def find_bias_behind_views(
 
 
 def _is_view(context: MatchContext, node: Node) -> bool:
-    """Return whether a node only moves entries; entries left out by a Slice have no gradient."""
+    """Return whether a node only moves or omits entries; omitted entries have no gradient."""
     known = all(name in context.graph.constants for name in node.inputs[1:] if name)
     return not node.domain and (node.op in RELAYS or (node.op == "Slice" and known))

@@ -1,8 +1,8 @@
 """Matches scales: parameters that multiply data, with the shifts that are added after them.
 
-The layer reads the data before scaling. In a product it is an operand. In a normalization or a
-``PRelu`` it is no value of the graph, so it is added: as the same normalization with scale one and
-shift zero, or as the data below zero.
+The input of the layer is the data before scaling. In a product, the data are an operand. The graph
+of a normalization or a ``PRelu`` does not contain these data. A new value computes them: the same
+normalization with scale one and shift zero, or the negative part of the data.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ class _BroadcastParameter:
 def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """Match the scale of a product ``x ∘ scale``, with the shift that is added to it.
 
-    A normalization may multiply the scale by the deviation ``x`` of each row before the data ``z``.
+    A normalization may compute ``(scale · x) ∘ z``; the data are then the product ``x ∘ z``.
 
     Args:
         context: The graph.
@@ -48,12 +48,12 @@ def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatc
         The layer, or the reason why there is none.
     """
     x, y = node.inputs[1 - index], node.outputs[0]
-    scale = _carried(context, node.inputs[index])
+    scale = _broadcast_parameter(context, node.inputs[index])
     if scale is None or x not in context.data:
         return f"operand {index} of Mul, which does not depend on the data"
     reason = broadcast_mismatch(context, scale.value, y)
     if reason or len(context.shapes[x]) != len(context.shapes[y]):
-        return reason or _of_shapes(context, scale.value, x)
+        return reason or _describe_shapes(context, scale.value, x)
     options = axis_options(context, y, scale.axis)
     shift, shifted = _shift(context, scale, y)
     if shift:
@@ -63,7 +63,7 @@ def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatc
         z, product = outer.inputs[1 - position], outer.outputs[0]
         shift, shifted = _shift(context, scale, product)
         whole = np.broadcast_shapes(context.shapes[x], context.shapes[z]) == context.shapes[product]
-        if shift and whole and _alike(context, y, product):
+        if shift and whole and _same_axes(context, y, product):
             unscaled = f"{product} before its scale"
             node = Node("Mul", (x, z), (unscaled,), {}, f"make {unscaled}")
             computed = NewValue(node, {}, product)
@@ -129,32 +129,32 @@ _FEATURE_AXES: Mapping[str, Callable[[MatchContext], int | None]] = {
 
 
 def broadcast_mismatch(context: MatchContext, value: str, y: str, axis: int = -1) -> str:
-    """Return why a value cannot be broadcast to every example of ``y`` alike, or ``""``."""
+    """Return the reason why a value differs between examples of ``y``, or ``""``."""
     shape, data, batch = context.shapes[value], context.shapes[y], context.axes.get(y)
     if batch is None:
-        return f"no axis of '{y}' holds the examples alone"
+        return f"no axis of '{y}' contains the examples alone"
     trailing = len(data) - 1 - axis % len(data)
     missing = len(data) - trailing - len(shape)
     if missing < 0:
-        return _of_shapes(context, value, y)
+        return _describe_shapes(context, value, y)
     aligned = (1,) * missing + shape + (1,) * trailing
     if any(entries not in (1, size) for entries, size in zip(aligned, data, strict=True)):
-        return _of_shapes(context, value, y)
+        return _describe_shapes(context, value, y)
     return f"different for each example, on axis {batch} of '{y}'" if aligned[batch] != 1 else ""
 
 
 def axis_options(context: MatchContext, y: str, axis: int = -1) -> dict[str, object]:
-    """Return the registration's options for the axes of features and examples in ``y``."""
+    """Return the options of a registration for the axes of features and examples in ``y``."""
     options: dict[str, object] = {} if axis == -1 else {"feature_axis": axis}
     return options | ({"batch_axis": context.axes[y]} if context.axes[y] else {})
 
 
 def _shift(context: MatchContext, scale: _BroadcastParameter, y: str) -> tuple[str, str]:
-    """Return the shift after a scale and the sum with it; two empty names if there is none."""
+    """Return the names of the shift after a scale and of their sum; empty without a shift."""
     add, position = context.only_user(y)
     if add is None or add.op != "Add" or context.shapes[add.outputs[0]] != context.shapes[y]:
         return "", ""
-    shift = _carried(context, add.inputs[1 - position])
+    shift = _broadcast_parameter(context, add.inputs[1 - position])
     # Scale and shift must be aligned with the same axis of the data.
     if shift is None or shift.axis != scale.axis or not context.goes_with(shift.value, scale.value):
         return "", ""
@@ -162,8 +162,8 @@ def _shift(context: MatchContext, scale: _BroadcastParameter, y: str) -> tuple[s
     return (shift.parameter, add.outputs[0]) if fits else ("", "")
 
 
-def _carried(context: MatchContext, value: str) -> _BroadcastParameter | None:
-    """Return the parameter of a value if the graph reads no other layout of it, else None."""
+def _broadcast_parameter(context: MatchContext, value: str) -> _BroadcastParameter | None:
+    """Return the parameter that a value contains; None if the graph reads another layout."""
     if value not in context.trainable or value in context.shared:
         return None
     view = context.views.get(value)
@@ -181,13 +181,13 @@ def _carried(context: MatchContext, value: str) -> _BroadcastParameter | None:
     return _BroadcastParameter(view.parameter, value, axis)
 
 
-def _alike(context: MatchContext, first: str, second: str) -> bool:
+def _same_axes(context: MatchContext, first: str, second: str) -> bool:
     """Return whether two values have equal ranks and the same axis of examples."""
     ranks = {len(context.shapes[name]) for name in (first, second)}
     return len(ranks) == 1 and context.axes.get(first) == context.axes.get(second)
 
 
-def _of_shapes(context: MatchContext, value: str, data: str) -> str:
+def _describe_shapes(context: MatchContext, value: str, data: str) -> str:
     return f"shape {context.shapes[value]} with data of shape {context.shapes[data]}"
 
 

@@ -62,5 +62,5 @@ EVERYTHING = Sampling()
 
 
 def _choose(count: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    """Draw ``size`` different indices below ``count``, in the order of images in memory."""
+    """Return ``size`` different random indices below ``count``, ascending as images in memory."""
     return np.sort(rng.choice(count, size, replace=False))

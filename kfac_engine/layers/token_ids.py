@@ -31,8 +31,8 @@ class TokenIdView:
     def width(self, shape: tuple[int, ...]) -> int:
         if len(shape) != self.rank and not self.positions:
             raise ShapeError(
-                f"token ids have shape {shape}; {'(n,)' if self.rank == 1 else '(n, ids)'} is "
-                f"needed, or positions=True if each id has an output."
+                f"token ids need shape {'(n,)' if self.rank == 1 else '(n, ids)'}, got {shape}; "
+                f"set positions=True if each id has an output."
             )
         return self.vocabulary
 
@@ -88,7 +88,7 @@ class TokenIdView:
         """Check that token ids are rows of the table; negative ids count from its end.
 
         Raises:
-            InputError: The ids are not integers, or lie outside the vocabulary.
+            InputError: The ids are not integers, or are outside the vocabulary.
         """
         if ids.dtype.kind not in "iu":
             raise InputError(f"'{name}' contains token ids and must be integer, not {ids.dtype}.")

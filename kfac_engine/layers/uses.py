@@ -1,4 +1,4 @@
-"""Numbers of examples and rows in the tensors of a layer with several uses."""
+"""Counts the examples and rows in the tensors of a layer with several uses."""
 
 from collections.abc import Sequence
 

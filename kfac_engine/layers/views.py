@@ -120,7 +120,7 @@ class RowView:
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) < 2 or (self.rank is not None and len(shape) != self.rank):
             needed = "at least 2" if self.rank is None else str(self.rank)
-            raise ShapeError(f"a layer's tensor has shape {shape}; {needed} axes are needed.")
+            raise ShapeError(f"a tensor of a layer has shape {shape}, but needs {needed} axes.")
         if not -len(shape) < self.feature_axis < len(shape) or self.feature_axis == 0:
             raise ShapeError(
                 f"feature axis {self.feature_axis} does not exist in a tensor of shape {shape}, "
@@ -229,7 +229,7 @@ def patch_view(
     if not axes == len(strides) == len(dilations) == len(pads):
         raise InputError(
             f"a filter with {axes} spatial axes has strides {strides}, dilations {dilations} and "
-            f"padding {padding}; give one entry an axis."
+            f"padding {padding}; give one entry for each axis."
         )
     window = SlidingWindow(
         kernel,

@@ -58,7 +58,8 @@ class LossFunction(LossOperations, ABC):
     ) -> None:
         if not all(isinstance(name, str) for name in inputs):
             raise InputError(
-                f"a loss is on outputs given by name, got {', '.join(map(repr, inputs))}."
+                f"the inputs of a loss are names of model outputs, got "
+                f"{', '.join(map(repr, inputs))}."
             )
         self.inputs = inputs
         self.targets = targets
@@ -69,7 +70,7 @@ class LossFunction(LossOperations, ABC):
 
     @abstractmethod
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        """Return −log p of the targets in nats, an array of any shape; its sum is the loss."""
+        """Return the terms −log p of the loss in nats, as an array of any shape."""
 
     @abstractmethod
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
@@ -205,7 +206,7 @@ class LossFunction(LossOperations, ABC):
             UnknownNameError: An input is missing.
             ShapeError: Rank, class axis or shapes do not fit.
             InputError: An input is not a floating-point array.
-            NonFiniteError: An input holds NaN or infinity.
+            NonFiniteError: An input contains NaN or infinity.
         """
         first = read_input(values, self.inputs[0])
         for name in self.inputs:
@@ -243,7 +244,7 @@ class LossFunction(LossOperations, ABC):
             The inputs by name, and the targets if requested.
 
         Raises:
-            KfacError: As ``check_inputs`` or ``check_targets``.
+            KfacError: ``check_inputs`` or ``check_targets`` refuses a value.
         """
         arrays = {name: read_input(values, name) for name in self.inputs}
         if targets:
@@ -310,6 +311,6 @@ class RegisteredLoss:
         real = isinstance(self.coefficient, Real) and isfinite(self.coefficient)
         if not (real and self.coefficient >= 0):
             raise RegistrationError(
-                f"loss '{self.name}' has the coefficient {self.coefficient}; "
-                f"it must be finite and not negative, or the Fisher matrix is not one."
+                f"loss '{self.name}' has the coefficient {self.coefficient}; a coefficient must be "
+                f"finite and not negative."
             )

@@ -17,7 +17,7 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import check_matching_targets, first_index, require_shape
 
-# Largest distance of a sum of probabilities from one; half precision rounds by so much.
+# Largest accepted distance of a sum of probabilities from one: the rounding of half precision.
 _ROW_SUM_TOLERANCE = 1e-3
 
 
@@ -60,7 +60,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         axis, z = self._axis(values), values[self.logits]
-        # Random numbers of the host, so that a seed gives the same targets with every library.
+        # The host draws the random numbers, so that a seed gives the same targets with every
+        # library.
         uniforms = rng.random((*z.shape[:axis], *z.shape[axis + 1 :]))
         return owner(z).draw_classes(z, uniforms, axis)
 
@@ -84,7 +85,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         class_index = index[self._axis(values) - 1]
         position = list[int | slice]((slice(None), *index))
         position[self._axis(values)] = slice(None)
-        # Positions are independent, so the result depends on the logits (n, classes) of one.
+        # Positions are independent, so the result depends on the logits (n, classes) of one
+        # position.
         root = array_module(z).exp(0.5 * _log_softmax(z[tuple(position)], axis=1))
         column = -root[:, class_index, None] * root * root
         column[:, class_index] += root[:, class_index]
@@ -109,7 +111,9 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def check_target_array(self, values: Values, targets: Array) -> None:
         axis, shape = self._axis(values), values[self.logits].shape
         expected = shape[:axis] + shape[axis + 1 :]
-        require_shape("targets", targets.shape, expected, f"one class id a row of '{self.logits}'")
+        require_shape(
+            "targets", targets.shape, expected, f"one class id per row of '{self.logits}'"
+        )
         if targets.dtype.kind not in "iu":
             raise InputError(
                 f"targets of '{self.logits}' must be integer class ids, got {targets.dtype}; "
@@ -141,7 +145,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return p
 
     def _total(self, values: Values, x: Array) -> Array:
-        """Return the sum over the classes; the class axis of the result has size 1."""
+        """Return the sum over the classes, with a class axis of size 1."""
         total: Array = x.sum(axis=self._axis(values), keepdims=True)
         return total
 

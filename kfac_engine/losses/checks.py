@@ -14,7 +14,7 @@ class Named(Protocol):
     """Values by name: a mapping, or an object of the caller with ``[name]`` only."""
 
     def __getitem__(self, name: str, /) -> Array:
-        """Return the value of a name; a KeyError for an unknown name."""
+        """Return the value of a name; raise a KeyError for an unknown name."""
 
 
 def read_input(values: Named, name: str) -> Array:
@@ -57,7 +57,7 @@ def read_targets(values: Named, name: str, output: str) -> Array:
         return as_array(values[name])
     except KeyError as missing:
         raise InputError(
-            f"the targets '{name}' of the loss on '{output}' are missing; give them with the batch."
+            f"the targets '{name}' of the loss on '{output}' are missing; pass them with the batch."
         ) from missing
 
 
@@ -92,7 +92,7 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
     Raises:
         ShapeError: Too few axes, an empty axis, or ``class_axis`` out of range or the batch axis.
         InputError: Not a floating-point array.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The value contains NaN or infinity.
     """
     rank = array.ndim
     if rank < min_rank or 0 in array.shape:
@@ -110,14 +110,14 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
 
 
 def require_finite(what: str, array: Array) -> None:
-    """Check that every entry is a number.
+    """Check that every entry of an array is finite.
 
     Args:
         what: Subject of the message.
         array: The value.
 
     Raises:
-        NonFiniteError: The array holds NaN or infinity; the message has the first index.
+        NonFiniteError: The array contains NaN or infinity; the message names the first index.
     """
     if isinstance(array, np.ndarray) and all_finite(array):
         return
@@ -139,14 +139,14 @@ def require_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...], 
         why: Meaning of the required shape, for the message.
 
     Raises:
-        ShapeError: The two differ.
+        ShapeError: The shapes differ.
     """
     if tuple(shape) != tuple(expected):
         raise ShapeError(f"{what} has shape {tuple(shape)}, expected {tuple(expected)}: {why}.")
 
 
 def check_matching_targets(name: str, array: Array, targets: Array) -> None:
-    """Check targets that have one finite real entry per entry of the prediction.
+    """Check that targets are finite real numbers in the shape of the prediction.
 
     Args:
         name: Name of the prediction.
@@ -156,7 +156,7 @@ def check_matching_targets(name: str, array: Array, targets: Array) -> None:
     Raises:
         ShapeError: The shapes differ.
         InputError: The targets are not real numbers.
-        NonFiniteError: The targets hold NaN or infinity.
+        NonFiniteError: The targets contain NaN or infinity.
     """
     require_shape("targets", targets.shape, array.shape, f"the shape of '{name}'")
     if targets.dtype.kind not in "biuf":

@@ -46,7 +46,7 @@ class LossCollection:
         return self._batch_value is not None
 
     def count_examples_by(self, value: str) -> None:
-        """Set the value whose first axis holds the examples, and nothing else."""
+        """Set the value whose first axis has one entry for each example."""
         self._require_open("the batch")
         self._batch_value = value
 
@@ -59,7 +59,7 @@ class LossCollection:
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register a loss object; the total loss is the weighted sum over all.
+        """Register a loss object; the total loss is the weighted sum of all registered losses.
 
         Args:
             loss: The loss of one tower.
@@ -80,26 +80,29 @@ class LossCollection:
             RegistrationError: ``reuse`` is True without a name or with a seed (only the first
                 tower of a loss may have one), distribution or coefficient differ, or the
                 collection is closed.
-            InputError: ``reuse`` is none of its three values.
+            InputError: ``loss`` is not a loss object, or ``reuse`` has another value.
         """
         self._require_open("a loss")
         check_reuse(reuse)
         if not isinstance(loss, LossFunction):
-            raise InputError(f"a loss object is needed, got {loss!r}.")
+            raise InputError(f"register_loss_function needs a loss object, got {loss!r}.")
         if reuse is True and name is None:
-            raise RegistrationError("reuse=True needs the name of the loss that gets a tower.")
+            raise RegistrationError("reuse=True needs the name of the loss that receives a tower.")
         if reuse is True and loss.seed is not None:
             raise RegistrationError(
-                f"the tower of loss '{name}' has a seed of its own; give one to the first only."
+                f"the new tower of loss '{name}' has a seed; only the first tower may have a seed."
             )
         name = name or self._unique(base_name)
         known = self._losses.get(name)
         if reuse is True and known is None:
             raise UnknownNameError(
-                f"reuse=True, but no loss goes by '{name}'; registered: {', '.join(self._losses)}."
+                f"reuse=True, but no loss has the name '{name}'; registered: "
+                f"{', '.join(self._losses)}."
             )
         if reuse is False and known is not None:
-            raise UnknownNameError(f"a loss '{name}' exists already; pass reuse=True for a tower.")
+            raise UnknownNameError(
+                f"a loss '{name}' is registered already; add a tower to it with reuse=True."
+            )
         if known is not None and known.coefficient != coeff:
             raise RegistrationError(
                 f"loss '{name}' has coefficient {known.coefficient}, its new tower {coeff}."
@@ -118,10 +121,11 @@ class LossCollection:
             raise InputError("Must have at least one registered loss.")
 
     def _require_open(self, what: str) -> None:
-        """Refuse additions to a collection that belongs to an estimator."""
+        """Raise a RegistrationError if the collection belongs to an estimator."""
         if self._finalized:
             raise RegistrationError(
-                f"{what} cannot be added: the collection belongs to an estimator; make a new one."
+                f"{what} cannot be added: the collection belongs to an estimator; create a new "
+                f"collection."
             )
 
     def _unique(self, base: str) -> str:

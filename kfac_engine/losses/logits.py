@@ -26,7 +26,7 @@ _KEEP_CHANNELS = frozenset(
     {"Add", "AveragePool", "Concat", "Identity", "Mul", "Relu", "Reshape", "Resize", "Sigmoid"}
 )
 
-# Largest distance of a sum of probabilities from one; half precision rounds by so much.
+# Largest accepted distance of a sum of probabilities from one: the rounding of half precision.
 _SUM_TOLERANCE = 1e-3
 
 
@@ -96,11 +96,11 @@ def logits_of_probabilities(
     output: str,
     sample: Callable[[], Array],
 ) -> Logits | None:
-    """Return the inverse of softmax or sigmoid of an output that holds probabilities.
+    """Return logits for an output of probabilities, by the inverse of softmax or sigmoid.
 
-    The operators that compute the output may be any. For a loss on softmax, the sample run must
-    contain probabilities. For a loss on sigmoid, bounds of the output must prove that all entries
-    are between 0 and 1.
+    Any operators may compute the output. For a loss on softmax, the sample run must contain
+    probabilities. For a loss on sigmoid, bounds of the output must prove that all entries are
+    between 0 and 1.
 
     Args:
         graph: The model.
@@ -110,7 +110,7 @@ def logits_of_probabilities(
         sample: Function that returns the value of the output in a sample run.
 
     Returns:
-        The logits; None if the output may hold other numbers than probabilities.
+        The logits; None if the output may contain other numbers than probabilities.
     """
     if facts[output].dtype.kind != "f":
         return None
@@ -123,7 +123,7 @@ def logits_of_probabilities(
 
 
 def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> str:
-    """Return a warning if an output that a loss reads as logits may hold probabilities.
+    """Return a warning if an output that a loss reads as logits may contain probabilities.
 
     Args:
         loss: A loss; its ``links`` convert logits to probabilities.
@@ -138,8 +138,8 @@ def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> s
     if value.dtype.kind != "f" or (value < 0).any() or (value > 1).any():
         return ""
     return (
-        "is taken for logits, though all its entries were in 0 to 1 in a sample run; if it holds "
-        "probabilities, put the loss on the logits that they are computed from"
+        "is read as logits, but all its entries were between 0 and 1 in a sample run; if they are "
+        "probabilities, put the loss on their logits"
     )
 
 
@@ -169,9 +169,9 @@ def channels_elsewhere(
         return ""
     axis = loss.class_axis % len(shape)
     return (
-        f"is taken to have its {shape[axis]} classes on axis {axis}, but {node.op} (node "
-        f"'{node.name}') makes it with {shape[1]} channels on axis 1; if those are the classes, "
-        f"give class_axis=1 (--class-axis 1)"
+        f"is read with its {shape[axis]} classes on axis {axis}, but {node.op} (node "
+        f"'{node.name}') computes it with {shape[1]} channels on axis 1; if the channels are the "
+        f"classes, pass class_axis=1 (--class-axis 1)"
     )
 
 
@@ -188,11 +188,11 @@ class _LogitsBuilder(NodeBuilder):
         self._output, self._fact = output, fact
 
     def value_name(self, op: str, index: int) -> str:
-        """Return a new name for the result of the next node."""
+        """Return an unused name for the result of the next node."""
         return f"{op} {len(self.nodes)} of {self._output}"
 
     def node_name(self, op: str, results: Sequence[str]) -> str:
-        """Return a name that follows from that of the result."""
+        """Return the name of a node, derived from the name of its result."""
         return f"node of {results[0]}"
 
     def logarithm(self) -> Logits:
@@ -210,12 +210,12 @@ class _LogitsBuilder(NodeBuilder):
         p = self.op("Clip", self._output, least, most)
         q = self.op("Sub", self._number("one", 1), p)
         logarithms = (self.op("Log", p), self.op("Log", q))
-        return self._logits("Sub", logarithms, "logarithm of the odds", "no Sigmoid makes")
+        return self._logits("Sub", logarithms, "logarithm of the odds", "no Sigmoid computes")
 
     def _logits(self, op: str, inputs: Sequence[str], label: str, why: str) -> Logits:
         """Add the last node; return its result with all nodes, constants and their facts."""
         value = self.op(op, *inputs, result=f"{label} of {self._output}")
-        how = f"the {label}, for the output holds probabilities that {why}"
+        how = f"the {label}, because the output contains probabilities that {why}"
         facts = {node.outputs[0]: self._fact for node in self.nodes}
         facts |= {name: Fact(x.dtype, x.shape) for name, x in self.constants.items()}
         return Logits(self._output, value, how, tuple(self.nodes), facts, self.constants)
@@ -241,7 +241,7 @@ def _sums_to_one(fact: Fact, sample: Callable[[], Array], class_axis: int) -> bo
 def _check_axis(
     node: Node, views: list[Node], facts: Mapping[str, Fact], output: str, class_axis: int
 ) -> None:
-    """Raise a ShapeError unless an operator normalizes along the axis of the classes."""
+    """Raise a ShapeError if an operator does not normalize along the class axis."""
     attribute = node.attributes.get("axis", -1)
     assert isinstance(attribute, int)  # by the operator's definition
     axis: int | None = attribute % len(facts[node.inputs[0]].shape)
@@ -257,7 +257,7 @@ def _check_axis(
     if not -rank <= class_axis < rank or axis != class_axis % rank:
         raise ShapeError(
             f"class_axis={class_axis}, but {node.op} (node '{node.name}') makes '{output}' with "
-            f"the classes on axis {axis}; give class_axis={axis}."
+            f"the classes on axis {axis}; pass class_axis={axis}."
         )
 
 

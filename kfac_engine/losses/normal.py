@@ -135,13 +135,13 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         }
 
     def check_inputs(self, values: Values) -> None:
-        """Check the inputs as every loss does, and check that all variances are positive.
+        """Check that the inputs are finite arrays of one shape and that all variances are positive.
 
         Args:
             values: The values of a batch.
 
         Raises:
-            KfacError: As the ``check_inputs`` of every loss.
+            KfacError: As in ``LossFunction.check_inputs``.
             InputError: A variance is zero or negative.
         """
         super().check_inputs(values)
@@ -149,8 +149,8 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         if (s <= 0).any():
             where = first_index(s <= 0)
             raise InputError(
-                f"'{self.variance}' is a variance but holds {s[where]} at {where}; "
-                f"end the model in an operator with positive results, such as Softplus or Exp."
+                f"'{self.variance}' is a variance but contains {s[where]} at {where}; end the "
+                f"model in an operator with positive results, such as Softplus or Exp."
             )
 
     def check_target_array(self, values: Values, targets: Array) -> None:

@@ -76,7 +76,10 @@ class Objective:
             return {}
         if not isinstance(targets, Mapping):
             if len(towers) > 1:
-                raise InputError(f"give the targets by output: {', '.join(by_output)}.")
+                raise InputError(
+                    f"one array cannot be the targets of several losses; pass a mapping with the "
+                    f"keys {', '.join(by_output)}."
+                )
             return {name: as_array(targets) for name in by_output.values()}
         names = {name: name for name in targeted.values()} | targeted | by_output
         for name in targets:
@@ -222,5 +225,5 @@ def check_reduction(reduction: str) -> None:
 
 
 def _predictions(loss: LossFunction, values: Values) -> int:
-    """Return the number of examples times positions, in any order of these two axes."""
+    """Return the number of predictions in a batch: examples times positions."""
     return len(values[loss.inputs[0]]) * loss.positions(values)

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on a device, which read and write arrays of its memory space.
+"""ONNX Runtime sessions on a device that read and write arrays of its memory space.
 
 Small integers, such as counts and shapes, stay on the host: operators read them there, and ONNX
 Runtime would copy each of them back.
@@ -17,7 +17,7 @@ from kfac_engine.errors import BackendError, MemoryLimitError
 from kfac_engine.graph.compact import CompactModel
 from kfac_engine.sessions import session
 
-# Device type to the provider that computes on it; the CPU provider runs operators that it lacks.
+# Device type to its provider. The CPU provider runs the operators that the provider lacks.
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _NO_WAITING = "disable_synchronize_execution_providers"
 _NO_MEMORY = "Failed to allocate memory"
@@ -29,7 +29,7 @@ def has_provider(kind: str) -> bool:
 
 
 class DeviceSession:
-    """A graph compiled for a memory space; otherwise as ``session.Session``.
+    """A graph compiled for a memory space, with the methods of ``session.Session``.
 
     Args:
         model: Serialized graph, and constants outside it.
@@ -74,14 +74,14 @@ class DeviceSession:
             ) from failure
         if provider not in self._session.get_providers():
             raise BackendError(
-                f"ONNX Runtime {ort.__version__} cannot load its {provider}, for the reason that "
-                f"it printed"
+                f"ONNX Runtime {ort.__version__} cannot load its {provider}; its own message above "
+                f"names the reason"
             )
         self.output_dtypes: dict[str, DType] = session.array_types(self._session)
-        self._hosted = frozenset(self._left_to_the_host())
+        self._hosted = frozenset(self._host_outputs())
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Evaluate ``outputs``.
+        """Return the values of ``outputs`` for the arrays ``feeds``.
 
         Args:
             outputs: Names of graph outputs.
@@ -104,7 +104,7 @@ class DeviceSession:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Evaluate outputs into arrays of the caller, without a copy.
+        """Write the values of outputs to arrays of the caller, without a copy.
 
         Args:
             results: Name of a graph output to an array of the memory space, of the
@@ -119,7 +119,8 @@ class DeviceSession:
             BackendError: An operator failed, or a result has another shape than its array.
             MemoryLimitError: The device has not enough memory left.
         """
-        # Binding copies host feeds to memory that earlier work may still read: order it, too.
+        # Binding copies host feeds to memory that earlier work may still read, so it is ordered as
+        # well.
         with self._memory_space.ordered():
             binding = self._bound(feeds)
             for name, array in results.items():
@@ -131,7 +132,7 @@ class DeviceSession:
         values = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
         for name, value in values.items():
             if not value.has_value():
-                raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
+                raise BackendError(f"ONNX Runtime returned no value for '{name}' in {self._what}.")
         return {
             name: self._memory_space_of(name).adopt(value, self.output_dtypes[name])
             for name, value in values.items()
@@ -139,8 +140,8 @@ class DeviceSession:
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _left_to_the_host(self) -> Iterable[str]:
-        """Yield the outputs that are counts or shapes; an unknown rank counts as small."""
+    def _host_outputs(self) -> Iterable[str]:
+        """Yield the outputs that stay on the host: integers of rank 0, 1 or an unknown rank."""
         for output in self._session.get_outputs():
             dtype = self.output_dtypes.get(output.name)
             if dtype is not None and stays_on_host(dtype, len(output.shape or ())):
@@ -155,7 +156,7 @@ class DeviceSession:
         return space.kind, space.index, array.dtype, array.shape, space.address(array)
 
     def _bound(self, feeds: Mapping[str, Array]) -> Any:
-        """Bind the feeds, which must stay alive until the run."""
+        """Return a binding of the feeds, whose memory must stay allocated until the run."""
         binding = self._session.io_binding()
         arrays = {**feeds, **self._fed}
         # An empty array has no address on a device, and no entry is read.
@@ -176,7 +177,7 @@ class DeviceSession:
     def _run_on_copies(
         self, outputs: Sequence[str], feeds: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Evaluate outputs from host copies, because arrays of text cannot be bound."""
+        """Return the values of outputs from host copies: arrays of text cannot be bound."""
         arrays = {
             name: self._memory_space.on_host(array)
             for name, array in {**feeds, **self._fed}.items()
@@ -193,7 +194,7 @@ class DeviceSession:
     def _evaluate(self, binding: Any, outputs: Iterable[str]) -> None:
         options = ort.RunOptions()
         if self._hosted.isdisjoint(outputs):
-            # Later work is ordered on the device, so the host does not wait.
+            # The device orders later work after this run, so the host does not wait.
             options.add_run_config_entry(_NO_WAITING, "1")
         try:
             self._attempt(binding, options)
@@ -212,8 +213,8 @@ class DeviceSession:
         detail = session.reason(failure)
         if _NO_MEMORY in str(failure):
             return MemoryLimitError(
-                f"{self._memory_space.name} has no memory left for {self._what} ({detail}); "
-                f"take a smaller batch."
+                f"{self._memory_space.name} has no memory left for {self._what} ({detail}); use a "
+                f"smaller batch."
             )
         return BackendError(f"ONNX Runtime failed in {self._what}: {detail}")
 

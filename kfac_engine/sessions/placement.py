@@ -20,7 +20,7 @@ _MOST_OPTIMIZED = 5000
 _LOG = logging.getLogger(__name__)
 _FLOAT = np.dtype(np.float32)
 
-# Small integers, which every precision multiplies exactly: a product, then a convolution.
+# Operand of the trial. Every precision multiplies its small integers exactly.
 _TRIAL = ((1.0, 2.0), (3.0, 4.0))
 _TRIAL_RESULT = ((14.0, 20.0), (30.0, 44.0))
 
@@ -52,7 +52,7 @@ def available_memory_space(wanted: MemorySpace) -> MemorySpace:
 def open_session(
     model: CompactModel, *, threads: int, what: str, memory_space: MemorySpace
 ) -> Session | DeviceSession:
-    """Open a session in a memory space; the arguments are those of ``DeviceSession``."""
+    """Return a new session in a memory space; the arguments are those of ``DeviceSession``."""
     optimize = model.nodes <= _MOST_OPTIMIZED
     if memory_space is HOST:
         return Session(model, threads=threads, optimize=optimize, what=what)
@@ -63,7 +63,10 @@ def open_session(
 
 @cache
 def _obstacle(memory_space: MemorySpace) -> str | None:
-    """Return why ONNX Runtime cannot compute in a memory space; None if a small model succeeds."""
+    """Return the reason why ONNX Runtime cannot compute in a memory space, or None.
+
+    A trial runs a small model there.
+    """
     if not has_provider(memory_space.kind):
         return "the installed package was built without CUDA (docs/gpu.md names another one)"
     nodes = (Node("MatMul", ("x", "x"), ("xx",)), Node("Conv", ("xx", "w"), ("y",)))
@@ -83,5 +86,5 @@ def _obstacle(memory_space: MemorySpace) -> str | None:
 
 @cache
 def _say(level: int, text: str) -> None:
-    """Log a message once in a process, although every engine repeats it."""
+    """Log a message that every engine repeats, once in a process."""
     _LOG.log(level, text)

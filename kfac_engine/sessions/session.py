@@ -39,7 +39,7 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
-# Exceptions of ONNX Runtime, and C++ exceptions that are converted to built-in ones.
+# Exceptions of ONNX Runtime, and built-in exceptions to which it converts C++ exceptions.
 FAILURES: tuple[type[Exception], ...] = (
     *(kind for kind in vars(ort_errors).values() if Exception in getattr(kind, "__bases__", ())),
     RuntimeError,
@@ -53,8 +53,8 @@ class Session:
     Args:
         model: Serialized graph, and constants outside it.
         threads: Number of threads within an operator; 0 for the default of ONNX Runtime.
-        optimize: Whether graph optimizations run. They do not pay for a single run, or for very
-            many nodes.
+        optimize: Whether graph optimizations run. They cost more than they save for a single run or
+            for very many nodes.
         once: Whether the session runs a few times only. It then does not use the arena, and its
             runs have a time limit.
         what: Description of the graph, for messages.
@@ -93,17 +93,17 @@ class Session:
         self.output_shapes = {output.name: tuple(output.shape) for output in session.get_outputs()}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Evaluate ``outputs``.
+        """Return the values of ``outputs`` for the arrays ``feeds``.
 
         Args:
             outputs: Names of graph outputs.
-            feeds: Name of each graph input to array.
+            feeds: Map from the name of each graph input to an array.
 
         Returns:
-            Name to read-only array.
+            Map from a name to a read-only array.
 
         Raises:
-            BackendError: An operator failed, usually because the sizes of the feeds do not fit.
+            BackendError: An operator failed, usually because the shapes of the feeds do not match.
         """
         if all(array.dtype.kind in "biuf" for array in feeds.values()):
             return self.run_into({}, feeds, outputs)
@@ -117,7 +117,7 @@ class Session:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Evaluate outputs into arrays of the caller, without a copy.
+        """Write the values of outputs to arrays of the caller, without a copy.
 
         Args:
             results: Name of a graph output to a contiguous array of its shape and element type.
@@ -125,12 +125,12 @@ class Session:
             others: Names of further outputs.
 
         Returns:
-            Name to read-only array, for ``others``.
+            Map from each name of ``others`` to a read-only array.
 
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
         """
-        # Other calls of ONNX Runtime compare each input with all feeds.
+        # Unlike other calls of ONNX Runtime, a binding does not compare each input with all feeds.
         binding = self._session.io_binding()
         for name, value in (host_values(feeds) | self._fed).items():
             binding.bind_ortvalue_input(name, value)
@@ -150,7 +150,7 @@ class Session:
         """Return the result of a run; convert exceptions of ONNX Runtime."""
         try:
             return interruptible(call) if self._once else call(None)
-        except KfacError:  # a ValueError, too
+        except KfacError:  # some of these errors are ValueErrors, which ``FAILURES`` contains
             raise
         except FAILURES as failure:
             raise BackendError(
@@ -160,7 +160,7 @@ class Session:
     def _view(self, name: str, value: ort.OrtValue) -> Array:
         """Return a view of an output; the view keeps the output alive."""
         if not value.has_value():
-            raise BackendError(f"ONNX Runtime left out '{name}' in {self._what}.")
+            raise BackendError(f"ONNX Runtime returned no value for '{name}' in {self._what}.")
         # DLPack represents truth values as bytes: the view restores their type.
         return np.from_dlpack(value).view(self.output_dtypes[name])
 
@@ -196,7 +196,9 @@ def run_file(
 
 
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
-    """Run a session with a time limit, because a loop may not terminate; Ctrl-C ends the run.
+    """Return the result of a run with a time limit, which Ctrl-C interrupts.
+
+    A loop of the model may not terminate.
 
     Args:
         call: Function that runs a session with the options; called in another thread.
@@ -256,7 +258,7 @@ def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> o
 
 @cache
 def _share_arena() -> None:
-    """Create the arena of all sessions; by default each session has an arena."""
+    """Create one arena for all sessions; by default each session has an arena."""
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
@@ -265,7 +267,7 @@ def _share_arena() -> None:
 
 
 def _close(session: list[ort.InferenceSession]) -> None:
-    """Close an unused session, and shrink the arena."""
+    """Close an unused session, and release the memory of the arena that no session uses."""
     session.clear()
     options = ort.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")

@@ -1,4 +1,4 @@
-"""Arrays in ``.npy`` and ``.npz`` files: sizes are checked first, and contents may be mapped.
+"""Reads arrays of ``.npy`` and ``.npz`` files: checks sizes first, and maps contents if possible.
 
 An array that is mapped stays in its file, and the operating system reads the parts that are used. A
 member of an ``.npz`` file can be mapped if the archive stores it without compression, as
@@ -28,8 +28,8 @@ from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.system.reading import check_file, check_regular_file, is_pipe, read_bounded
 
 _ZIP, _NPY = b"PK", b"\x93NUMPY"
-# The header of a member within an archive: its length, signature, and where it has the lengths of
-# its name and of its extra field, which precede the content.
+# The local header of a member of an archive: its length, its signature, and the position of the
+# lengths of the name and of the extra field. These two precede the content.
 _LOCAL_HEADER, _LOCAL_SIGNATURE, _LOCAL_LENGTHS = 30, b"PK\x03\x04", struct.Struct("<26x2H")
 _ENCRYPTED = 1  # bit of the flags of a member
 # Exceptions of NumPy and zipfile for damaged files.
@@ -37,7 +37,7 @@ _DAMAGED = (
     ArithmeticError,
     EOFError,
     LookupError,
-    RuntimeError,  # encrypted, or of an unknown version
+    RuntimeError,  # for an encrypted file, or an unknown version
     SyntaxError,
     TypeError,
     ValueError,
@@ -55,13 +55,13 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """The announcement of an array in a file.
+    """The properties that a file states for an array.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its element type.
+        shape: Shape of the array.
+        dtype: Element type of the array.
         order: ``"C"`` or ``"F"``.
-        length: Bytes of the header, which the elements follow.
+        length: Number of bytes of the header, which is before the elements.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class ArrayHeader:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the elements."""
+        """Number of bytes of the elements."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
 
 
@@ -80,10 +80,10 @@ class _Member:
     """An array in a file.
 
     Attributes:
-        name: Its name; None in an ``.npy`` file.
-        size: Bytes of its header and elements.
-        open: Opens them as a stream.
-        offset: Their position in the file; None if they are compressed.
+        name: Name of the array; None in an ``.npy`` file.
+        size: Number of bytes of the header and the elements.
+        open: Opens the header and the elements as a stream.
+        offset: Position of the header in the file; None if the array is compressed.
     """
 
     name: str | None
@@ -102,8 +102,8 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
         The arrays.
 
     Raises:
-        InputError: The file is missing, has another format, is broken, or announces more bytes
-            than it has.
+        InputError: The file is missing, has another format, is damaged, or is shorter than its
+            headers state.
     """
     piped = is_pipe(path)
     if not piped:
@@ -121,10 +121,10 @@ def map_arrays(path: Path) -> dict[str | None, Array]:
     """Return the arrays of a file as ``read_arrays`` does, mapped where the file allows it.
 
     Args:
-        path: The file. Its arrays are read if it is a pipe, and if they are compressed.
+        path: The file. Compressed arrays and arrays of a pipe are read.
 
     Returns:
-        The arrays; those that are mapped are read-only.
+        The arrays; mapped arrays are read-only.
 
     Raises:
         InputError: As for ``read_arrays``.
@@ -138,13 +138,13 @@ def map_arrays(path: Path) -> dict[str | None, Array]:
 
 
 def array_headers(path: Path) -> dict[str | None, ArrayHeader]:
-    """Return the headers of the arrays of a file; see ``read_arrays``.
+    """Return the headers of the arrays of a file by name, without reading elements.
 
     Args:
-        path: The file, which is no pipe.
+        path: The file, which must not be a pipe.
 
     Returns:
-        The headers; no elements are read.
+        The headers, with names as in ``read_arrays``.
 
     Raises:
         InputError: As for ``read_arrays``.
@@ -159,7 +159,7 @@ def array_headers(path: Path) -> dict[str | None, ArrayHeader]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raise failures of reading a file as InputErrors that name the file."""
+    """Convert exceptions of reading a file to InputErrors with the path."""
     try:
         yield
     except OSError as error:
@@ -168,7 +168,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise InputError(f"cannot read '{path}': {error}") from error
     except _DAMAGED as error:
         raise InputError(
-            f"cannot read '{path}': {error}; expected what numpy.savez or numpy.save writes."
+            f"cannot read '{path}': {error}; write the file with numpy.savez or numpy.save."
         ) from error
 
 
@@ -176,19 +176,19 @@ def _buffered(pipe: IO[bytes]) -> IO[bytes]:
     """Return the bytes of a pipe that starts like an .npy or .npz file.
 
     Raises:
-        ValueError: The data starts differently. They are not read to the end, because a pipe may be
-            endless.
+        ValueError: The data starts differently. The pipe is not read to its end, because it may
+            have no end.
     """
     start = pipe.read(len(_NPY))
     if not start.startswith((_ZIP, _NPY)):
-        raise ValueError("the data of this pipe do not begin like arrays")
-    # The arrays need as much memory again as these bytes.
+        raise ValueError("the pipe does not contain a .npy or .npz file")
+    # The arrays need as much memory as these bytes, in addition to them.
     return io.BytesIO(start + read_bounded(pipe, available_memory() // 3))
 
 
 @contextmanager
 def _members(file: IO[bytes]) -> Iterator[list[_Member]]:
-    """Yield the arrays of a file, which can be opened within this context."""
+    """Return a context with the arrays of a file, which can be opened inside it."""
     start = file.read(len(_NPY))
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -214,7 +214,7 @@ def _offset(file: IO[bytes], size: int, entry: zipfile.ZipInfo) -> int | None:
     file.seek(entry.header_offset)
     header = file.read(_LOCAL_HEADER)
     if not header.startswith(_LOCAL_SIGNATURE):
-        return None  # reading it reports the damage
+        return None  # the later read reports the damage
     offset = entry.header_offset + _LOCAL_HEADER + sum(_LOCAL_LENGTHS.unpack(header))
     return offset if offset + entry.file_size <= size else None
 
@@ -222,7 +222,9 @@ def _offset(file: IO[bytes], size: int, entry: zipfile.ZipInfo) -> int | None:
 def _check_memory(members: list[_Member]) -> None:
     total, free = sum(member.size for member in members), available_memory()
     if total > free:
-        raise InputError(f"its arrays would take {total} bytes, and {free} are free.")
+        raise InputError(
+            f"its arrays need {total} bytes, but only {free} bytes of memory are free."
+        )
 
 
 def _header_of(member: _Member) -> ArrayHeader:
@@ -231,25 +233,27 @@ def _header_of(member: _Member) -> ArrayHeader:
 
 
 def _header(file: IO[bytes], size: int) -> ArrayHeader:
-    """Return the header at the position of a file, which ``size`` bytes follow.
+    """Return the header at the position of a file, before the last ``size`` bytes.
 
-    NumPy allocates what a header announces before it reads. The announcement is therefore compared
-    with the bytes that are there.
+    NumPy allocates the size in a header before it reads the elements, so this size is first
+    compared with the number of bytes in the file.
 
     Raises:
-        InputError: The header is of an unknown version, or announces impossible contents.
+        InputError: The header has an unknown version, or states an impossible shape or type.
     """
     start = file.tell()
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
-        raise InputError(f"it is of an unknown version, {version[0]}.{version[1]}.")
+        raise InputError(f"an array has the unknown format version {version[0]}.{version[1]}.")
     shape, fortran, dtype = _HEADERS[version](file)
-    if min(shape, default=0) < 0:  # NumPy 2.0 takes it for a length to infer
-        raise InputError(f"an array announces the shape {shape}, with a negative length.")
+    if min(shape, default=0) < 0:  # NumPy 2.0 would infer a negative length
+        raise InputError(
+            f"the header of an array states the shape {shape}, with a negative length."
+        )
     header = ArrayHeader(shape, dtype, "F" if fortran else "C", file.tell() - start)
     if dtype.hasobject or header.bytes > size - header.length:
         what = "Python objects" if dtype.hasobject else f"{header.bytes} bytes in a file of {size}"
-        raise InputError(f"an array announces {what}.")
+        raise InputError(f"the header of an array states {what}.")
     return header
 
 

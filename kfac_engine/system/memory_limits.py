@@ -1,4 +1,4 @@
-"""The memory that this process can still allocate: limits of machine, container and process."""
+"""The memory that this process can allocate, below the limits of machine, container and process."""
 
 import os
 import sys
@@ -10,11 +10,12 @@ if sys.platform != "win32":
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files of a control group: its limit and its use. Then the prefix of its statistics that include
-# nested groups.
+# The files with the limit and the use of a control group, and the prefix of the statistics that
+# include nested groups.
 _VERSION_2 = ("memory.max", "memory.current", "")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-# Cached files, which the kernel drops when memory is short; ``MemAvailable`` counts both.
+# Statistics of cached files, which the kernel drops if memory is short. ``MemAvailable`` counts
+# both.
 _RECLAIMABLE = ("inactive_file", "active_file")
 
 
@@ -72,7 +73,7 @@ def _of_the_process() -> Iterator[int]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Read the numbers of a file of lines such as ``MemFree:  123 kB`` or ``inactive_file 123``."""
+    """Return the numbers of a file with lines ``MemFree:  123 kB`` or ``inactive_file 123``."""
     words = (line.replace(":", " ").split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Reading of files: regular files that are smaller than the free memory."""
+"""Checks and bounds for reading files of the user."""
 
 import stat
 from pathlib import Path
@@ -28,7 +28,7 @@ def check_file(path: Path, error: type[InputError] = InputError) -> None:
 
 
 def check_regular_file(path: Path, error: type[InputError] = InputError) -> int:
-    """Return the bytes of a file; refuse a path that names no regular file.
+    """Return the number of bytes of a regular file.
 
     Args:
         path: Path of the file.
@@ -62,17 +62,17 @@ def is_pipe(path: Path) -> bool:
 
 
 def read_bounded(file: IO[bytes], most: int) -> bytes:
-    """Read a stream to its end.
+    """Return the content of a stream to its end.
 
     Args:
         file: Stream of bytes.
-        most: Largest number of bytes.
+        most: Largest allowed number of bytes.
 
     Returns:
         Content of the stream.
 
     Raises:
-        InputError: The stream has more than ``most`` bytes.
+        InputError: The stream contains more than ``most`` bytes.
     """
     data = bytearray()
     while chunk := file.read(_CHUNK_BYTES):

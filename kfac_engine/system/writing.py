@@ -1,4 +1,4 @@
-"""Writing of files; all other modules write files with the functions of this one.
+"""Writes files completely or not at all; all other modules use these functions.
 
 The new content of a regular file is written to a temporary file in the same folder, which is then
 renamed. A failure at any time leaves either the old content or the new content. Devices, pipes and
@@ -39,7 +39,7 @@ _CREATION = Lock()
 def checked_path(path: object) -> Path:
     """Convert an argument to a path; raise an InputError if it is not a path."""
     if not isinstance(path, str | os.PathLike) or not str(path):
-        raise InputError(f"{path!r} is not a path; give the name of a file.")
+        raise InputError(f"{path!r} is not a path; pass the name of a file.")
     return Path(path)
 
 
@@ -58,7 +58,7 @@ def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
     """
     try:
         old = _status(Path(path))
-    except (TypeError, ValueError) as failure:  # the latter for a zero byte
+    except (TypeError, ValueError) as failure:  # ValueError: a zero byte in the path
         raise InputError(f"cannot write {path!r}: it is not a path ({failure}).") from failure
     except OSError as failure:
         raise InputError(f"cannot write '{path}': {failure.strerror}.") from failure
@@ -78,7 +78,7 @@ def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], o
 def check_outputs(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Check that outputs are different files in existing folders, and not inputs.
+    """Check that outputs are different files in existing folders, and are not inputs.
 
     Args:
         outputs: Name for messages to path of each output; None for an output not requested.
@@ -93,7 +93,7 @@ def check_outputs(
             continue
         if path.is_dir() or not path.parent.is_dir():
             raise InputError(
-                f"{name} '{path}' cannot be written: name a file in a folder that exists."
+                f"{name} '{path}' cannot be written; name a file in an existing folder."
             )
         identity = _identity(path)
         if identity is not None and identity in names:
@@ -147,13 +147,13 @@ def _replace(target: Path, chunks: Chunks, old: os.stat_result | None) -> None:
             os.fsync(file.fileno())
         temporary.replace(target)
     finally:
-        with suppress(OSError):  # it was renamed
+        with suppress(OSError):  # the file was renamed
             temporary.unlink()
         _TEMPORARY.discard(temporary)
 
 
 def _create(temporary: Path, old: os.stat_result | None) -> IO[bytes]:
-    """Create a file that is locked while it is open, with owner and permissions of the old one."""
+    """Create a file with owner and permissions of ``old``, locked while it is open."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     with _CREATION:
@@ -162,7 +162,7 @@ def _create(temporary: Path, old: os.stat_result | None) -> IO[bytes]:
     try:
         _lock(file.fileno())
         if old is not None and sys.platform != "win32":
-            with suppress(OSError):  # only root may give files away
+            with suppress(OSError):  # only root may change the owner
                 os.fchown(file.fileno(), old.st_uid, old.st_gid)
             os.fchmod(file.fileno(), mode)
     except OSError:
@@ -223,7 +223,7 @@ def _is_stdout(status: os.stat_result) -> bool:
 
 
 def _names(target: Path, status: os.stat_result) -> bool:
-    """Whether a resolved path leads to this file; links in ``/proc`` may lead nowhere."""
+    """Return whether a resolved path is this file; links in ``/proc`` may not resolve."""
     resolved = _status(target)
     return resolved is not None and os.path.samestat(resolved, status)
 
@@ -234,6 +234,6 @@ def _identity(path: Path) -> tuple[int, int] | str | None:
         status = path.stat()
     except OSError:
         return os.path.realpath(path)
-    except ValueError:  # a zero byte
+    except ValueError:  # a zero byte in the path
         return None
     return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None

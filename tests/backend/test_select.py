@@ -57,7 +57,7 @@ def test_a_gpu_that_works_is_taken(gpu: None, name: str) -> None:
 
 def test_a_gpu_is_not_taken_where_numpy_was_asked_for(gpu: None) -> None:
     assert isinstance(select.select("numpy"), NumpyBackend)
-    assert choice_reason("numpy") == "numpy, as asked for"
+    assert choice_reason("numpy") == "numpy, as requested"
 
 
 def test_a_gpu_whose_kernels_do_not_run_is_none(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,5 +113,5 @@ def test_an_image_smaller_than_the_kernel_is_refused(window, sides):
 
 
 def test_an_image_with_other_axes_is_refused():
-    with pytest.raises(ShapeError, match="has not the axes"):
+    with pytest.raises(ShapeError, match="has another number of axes"):
         Window((3,), (1,), (1,), (0,), (0,)).output_shape((5, 5))

@@ -161,7 +161,7 @@ def test_softmax_along_another_axis_names_the_right_class_axis():
     x = net.conv("conv", "input", 2, 3, 1)
     net.op("Softmax", x, to="output", axis=1)
     model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
-    with pytest.raises(ke.ShapeError, match="classes on axis 1; give class_axis=1"):
+    with pytest.raises(ke.ShapeError, match="classes on axis 1; pass class_axis=1"):
         ke.Engine.from_onnx(model, loss="categorical")
     with pytest.raises(ke.ShapeError, match="class_axis=1"):
         ke.differentiate(model, "categorical")
@@ -302,7 +302,7 @@ CHANNELS_LAST = [
 def test_channels_of_a_convolution_on_another_axis_are_told_of(ending):
     engine = ke.Engine.from_onnx(detector(ending), loss="categorical")
     assert (
-        "3 channels on axis 1; if those are the classes, give class_axis=1"
+        "3 channels on axis 1; if the channels are the classes, pass class_axis=1"
         in (engine.losses[0].doubts[0])
     )
     engine = ke.Engine.from_onnx(detector(ending), loss="categorical", class_axis=1)

@@ -222,7 +222,7 @@ def test_a_scale_of_examples_merged_with_positions_is_no_layer():
         net.op("Reshape", scaled, net.constant("back", np.array([-1, 4, 3])), to="output")
 
     found = reason(build, ["batch", 4, 3])
-    assert found == "no axis of 'scaled' holds the examples alone"
+    assert found == "no axis of 'scaled' contains the examples alone"
 
 
 @pytest.mark.parametrize(("opset", "kind"), [(20, "generic"), (21, "scale_and_shift")])

@@ -25,7 +25,7 @@ def back(net, value):
 
 
 FOLDED = ["batch", 4, 3]
-AS_FOLDED = "no axis of 'y' holds the examples alone"
+AS_FOLDED = "no axis of 'y' contains the examples alone"
 
 
 def test_a_table_of_positions_is_a_shift_of_the_rows_that_are_read():

@@ -146,8 +146,9 @@ def transposed_once(net):
 
 
 REASONS = {
-    "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, not all alike"),
-    "layouts": (transposed_once, _FLAT, _FLAT, "used 2 times, by Gemm, MatMul, not all alike"),
+    "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, with different properties"),
+    "layouts": (transposed_once, _FLAT, _FLAT,
+                "used 2 times, by Gemm, MatMul, with different properties"),
 }  # fmt: skip
 
 

@@ -32,11 +32,11 @@ class NumpyBackend:
     """Operations on NumPy arrays.
 
     Args:
-        scratch_bytes: Bound of the working memory of one operation.
+        scratch_bytes: Bound of the scratch memory of one operation.
         threads: Number of threads of one operation; by default as in ``Workers``.
 
     Attributes:
-        workers: The threads.
+        workers: Thread pool of the operations.
     """
 
     name = "numpy"
@@ -66,8 +66,8 @@ class NumpyBackend:
         array = as_array(value)
         if not isinstance(array, np.ndarray):
             raise BackendError(
-                f"the numpy backend cannot read a {type(array).__module__} array on a device; "
-                f"copy it to the host first (cupy.asnumpy)."
+                f"the numpy backend cannot read a {type(array).__module__} array on a device; copy "
+                f"it to the host first (cupy.asnumpy)."
             )
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -203,6 +203,6 @@ class NumpyBackend:
         return np.array([flags[index] for index in range(len(arrays))], bool)
 
     def _scratch(self) -> int:
-        """Return the working memory of one operation: a part of it inside a task."""
+        """Return the scratch memory of an operation, which is a part of the bound inside a task."""
         free = len(self.workers.row_blocks(self.workers.count))
         return self.scratch_bytes * free // self.workers.count

@@ -1,9 +1,9 @@
-"""Gram matrices of few features with channels first: products of images in batches.
+"""Gram matrices of few features with channels first, by batches of products.
 
-SYRK on few features mostly loads its operand, and a call for each image takes longer than its work.
-A batch of products of half of the features with all features needs no copy and few calls. It
-computes both triangles, which costs less than it saves: 1.4 ms instead of 3.3 ms for
-128 × 16 × 32 × 32 on one thread (ADR 9).
+SYRK on few features mostly loads its operand, and a call for each image costs more than its
+arithmetic. A batch of products of half of the features with all features needs no copy and few
+calls. It computes both triangles, which costs less than it saves: 1.4 ms instead of 3.3 ms for 128
+× 16 × 32 × 32 on one thread (ADR 9).
 """
 
 from functools import partial
@@ -15,27 +15,28 @@ from kfac_engine.backend.cpu.syrk import run_tasks, scale, threads_for
 from kfac_engine.backend.threads import Workers
 
 _FEW_FEATURES = 48
-# Largest depth, and largest number of multiplications, of a product that BLAS does not pack.
+# Largest depth and largest number of multiplications of a product whose operands BLAS does not
+# copy.
 _POSITIONS = 1024
 _UNPACKED = 900_000
-# Least depth of a product that outweighs its call.
+# Least depth of a product that takes longer than its call.
 _LEAST_POSITIONS = 32
-# Entries that both products read at a time, which stay in a cache.
+# Entries that the products read at a time, so that they stay in a cache.
 _CACHED = 1 << 18
-# Multiplications in the time of reading an entry from memory.
+# Number of multiplications in the time that one entry is read from memory.
 _TO_READ = 40
 
 
 def as_gram_stack(x: Array, dtype: DType) -> Array | None:
-    """Return rows with few features as a stack that ``add_batched_gram`` multiplies fast.
+    """Return rows with few features as a stack for ``add_batched_gram``.
 
     Args:
         x: Rows, ``(n, *spatial_shape, d)``, any strides.
         dtype: Element type of the result.
 
     Returns:
-        A view ``(n, pieces, d, k)`` of all rows, positions adjacent in memory. None if no such view
-        exists or if it would not be faster.
+        A view ``(n, pieces, d, k)`` of all rows, with positions adjacent in memory. None if no such
+        view exists or if ``gram`` is faster.
     """
     if not x.size or x.ndim < 3 or x.dtype != dtype or x.shape[-1] > _FEW_FEATURES:
         return None
@@ -52,15 +53,15 @@ def as_gram_stack(x: Array, dtype: DType) -> Array | None:
 def add_batched_gram(
     stack: Array, out: Array, *, alpha: float, beta: float, scratch_bytes: int, workers: Workers
 ) -> None:
-    """Compute ``out ← beta·out + alpha·Σ x xᵀ``, both triangles, in place.
+    """Compute both triangles of ``out ← beta·out + alpha·Σ x xᵀ``, in place.
 
     Args:
         stack: View from ``as_gram_stack``.
         out: ``(d, d)``.
         alpha: Scale of the new Gram matrix.
         beta: Scale of the old matrix; zero overwrites.
-        scratch_bytes: Bound of the working memory of all threads together; exceeded if the products
-            of one image are larger.
+        scratch_bytes: Bound of the scratch memory of all threads together; exceeded if the products
+        of one image are larger.
         workers: Threads.
     """
     threads = threads_for(stack.size * (len(out) + _TO_READ), workers)
@@ -74,7 +75,7 @@ def add_batched_gram(
 
 
 def _add(stack: Array, total: Array, spare: int) -> None:
-    """Add the Gram matrix of images, as many at a time as the cache and the memory allow."""
+    """Add the Gram matrix of all images to ``total``, with ``spare`` entries of scratch memory."""
     d, products = len(total), stack.shape[1] * total.size
     count = max(1, min(len(stack), _CACHED // stack[0].size, spare // products))
     buffer = np.empty((count, stack.shape[1], d, d), total.dtype)

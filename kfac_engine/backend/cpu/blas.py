@@ -1,8 +1,8 @@
-"""Products of SciPy's BLAS on views: any leading dimension, in place, without copies.
+"""BLAS products of SciPy on views with any leading dimension, in place and without copies.
 
 SciPy's public wrappers copy operands that are not contiguous and cannot write to part of a matrix.
-Its Cython interface exports the routines, which ``ctypes`` calls with pointers and strides, and
-without the interpreter lock. Shapes and types, which pointers lack, are asserted in this module.
+Its Cython interface exports the routines. ``ctypes`` calls them with pointers and strides, and
+releases the interpreter lock. Pointers have no shapes and types, so this module asserts them.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from kfac_engine._types import Array
 
 # Indices of the operands among the arguments of GEMM.
 _Y, _X = 6, 8
-_LARGEST = 2**31 - 1  # bound of a size or stride in BLAS's 32-bit integers
+_LARGEST = 2**31 - 1  # largest size or stride in the 32-bit integers of BLAS
 
 
 class Layout(NamedTuple):
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
     Attributes:
         row_major: Whether elements of a row are adjacent; otherwise elements of a column are.
-        leading: Elements from one row (or column) to the next.
+        leading: Number of elements from one row (or column) to the next.
     """
 
     row_major: bool
@@ -55,7 +55,9 @@ def layout(x: Array) -> Layout | None:
 
 
 def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
-    """Compute the lower triangle of ``out ← beta·out + alpha·x xᵀ``; the rest is unchanged.
+    """Compute the lower triangle of ``out ← beta·out + alpha·x xᵀ``, in place.
+
+    The strict upper triangle does not change.
 
     Args:
         x: ``(d, k)``, float32 or float64, with a ``layout``.
@@ -83,14 +85,15 @@ def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
 
 
 def gemm(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> None:
-    """Compute ``out ← beta·out + alpha·x yᵀ``; arguments as for ``gemm_call``."""
+    """Compute ``out ← beta·out + alpha·x yᵀ`` in place; arguments as in ``gemm_call``."""
     gemm_call(x, y, out, alpha=alpha, beta=beta)()
 
 
 def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> partial[None]:
-    """Return a call that computes ``out ← beta·out + alpha·x yᵀ`` from the current arrays.
+    """Return a function that computes ``out ← beta·out + alpha·x yᵀ`` from the current entries.
 
-    Checking and wrapping the arguments takes longer than a small product; here it happens once.
+    Checks and conversions of the arguments take longer than a small product. They happen once,
+    before the repeated calls.
 
     Args:
         x: ``(m, k)``, float32 or float64, with a ``layout``.
@@ -100,7 +103,7 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
         beta: Scale of the old matrix; zero overwrites, NaN included.
 
     Returns:
-        The call; it holds references to the arrays.
+        The function, with references to the arrays.
     """
     x_by_row, x_leading = _read(x, out)
     y_by_row, y_leading = _read(y, out)
@@ -128,7 +131,7 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
 
 
 def gemm_sum(x: Array, y: Array, out: Array) -> None:
-    """Compute ``out ← out + Σ_i x_iᵀ y_i`` over stacks of matrices, one BLAS call for each.
+    """Compute ``out ← out + Σ_i x_iᵀ y_i`` over stacks of matrices, in place.
 
     Args:
         x: ``(…, k, m)``, float32 or float64; adjacent elements in each row.
@@ -177,21 +180,21 @@ def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: floa
 
 
 def _read(x: Array, out: Array) -> Layout:
-    """Return the layout of an operand, after a check against ``out``."""
-    assert x.ndim == 2, f"an operand of shape {x.shape} is no matrix"
+    """Return the layout of an operand whose type equals that of ``out``."""
+    assert x.ndim == 2, f"an operand of shape {x.shape} is not a matrix"
     assert x.dtype == out.dtype, f"{x.dtype} and {out.dtype} differ"
-    found_layout = layout(x)
-    assert found_layout is not None, f"strides {x.strides} of {x.shape} need a copy first"
-    return found_layout
+    view_layout = layout(x)
+    assert view_layout is not None, f"strides {x.strides} of {x.shape} need a copy first"
+    return view_layout
 
 
 def leading_dimension(out: Array) -> int:
-    """Return the leading dimension of a result, after a check of its layout."""
-    found_layout = layout(out)
-    assert found_layout is not None, f"strides {out.strides} of a result are not BLAS's"
-    assert found_layout.row_major, "a result is leading_dimension row by row"
+    """Return the leading dimension of a result with adjacent elements in each row."""
+    view_layout = layout(out)
+    assert view_layout is not None, f"BLAS cannot write a result with strides {out.strides}"
+    assert view_layout.row_major, "elements in a row of a result must be adjacent"
     assert out.flags.writeable, "a result must be writeable"
-    return found_layout.leading
+    return view_layout.leading
 
 
 def _address(x: Array) -> ctypes.c_void_p:
@@ -209,13 +212,13 @@ def _addresses(stack: Array) -> list[int]:
 
 
 def integer(value: int) -> Any:
-    """Return an integer by address, as BLAS receives every scalar."""
-    assert value <= _LARGEST, f"{value} is more than BLAS counts to"
+    """Return a reference to an integer of BLAS, which receives scalars by address."""
+    assert value <= _LARGEST, f"{value} exceeds the largest integer of BLAS, {_LARGEST}"
     return ctypes.byref(_INTEGER(value))
 
 
 def _capsule(module: ModuleType, name: str) -> tuple[bytes, int]:
-    """Return C signature and address of a routine that SciPy exports to Cython."""
+    """Return the C signature and the address of a routine that SciPy exports to Cython."""
     capsule = module.__pyx_capi__[name]
     get_name = ctypes.pythonapi.PyCapsule_GetName
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -226,7 +229,7 @@ def _capsule(module: ModuleType, name: str) -> tuple[bytes, int]:
 
 
 def routine(module: ModuleType, name: str, arguments: int) -> Callable[..., None]:
-    """Return a routine whose arguments are all addresses.
+    """Return a routine of BLAS or LAPACK as a function of addresses.
 
     Args:
         module: SciPy's ``cython_blas`` or ``cython_lapack``.
@@ -240,7 +243,7 @@ def routine(module: ModuleType, name: str, arguments: int) -> Callable[..., None
     return prototype(_capsule(module, name)[1])
 
 
-# Signatures tell whether SciPy was built with 32-bit or 64-bit BLAS integers.
+# The signature shows whether SciPy was built with 32-bit or 64-bit BLAS integers.
 _INTEGER = ctypes.c_int if b" int *" in _capsule(cython_blas, "ssyrk")[0] else ctypes.c_int64
 _SYRK = {"f": routine(cython_blas, "ssyrk", 10), "d": routine(cython_blas, "dsyrk", 10)}
 _GEMM = {"f": routine(cython_blas, "sgemm", 13), "d": routine(cython_blas, "dgemm", 13)}

@@ -1,13 +1,13 @@
 """Images in channels-last order with zero padding between lines, so that BLAS reads shifted lines.
 
-A *line* runs along the last axis of an image. For each pixel of a line, memory holds that pixel of
-every image of a group, and for each image all channels. So a run of pixels of a line is a matrix
+A *line* runs along the last axis of an image. For each pixel of a line, the buffer stores the
+channels of that pixel for every image of a group. A run of pixels of a line is therefore a matrix
 ``(pixels·group, channels)`` without a copy, and the run shifted by one pixel is the matrix that
-begins ``group·channels`` numbers later. Zeros before each line and after the last line stand for
-the pixels outside the image, so a shifted run may reach beyond its line.
+begins ``group·channels`` numbers later. Zeros before each line and after the last line represent
+the pixels outside the image, so a shifted run may extend beyond its line.
 
-With channels innermost, BLAS loads whole vectors and packs nothing: 16 × 16 channels over 256
-positions run at 85 GFLOP/s on one core, and at 60 GFLOP/s with positions innermost.
+With channels innermost, BLAS loads whole vectors and does not copy its operands: 16 × 16 channels
+over 256 positions run at 85 GFLOP/s on one core, and at 60 GFLOP/s with positions innermost.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class ChannelsLastLines:
         self._pixels = with_gaps[..., gap:, :, :]
 
     def fill(self, x: Array) -> None:
-        """Copy images to the buffer; the rest of the buffer becomes zero.
+        """Copy images to the buffer, and set its other entries to zero.
 
         Args:
             x: ``(n, channels, *spatial_shape)``, any strides, ``n ≤ group``.
@@ -67,7 +67,7 @@ class ChannelsLastLines:
             pixels: Pixels of the run. It starts at ``-gap`` or later; the run and its shifts end at
                 most ``gap`` pixels after the line.
             shifts: Number of runs of each line.
-            apart: Pixels from one run to the next.
+            apart: Number of pixels from one run to the next.
 
         Returns:
             ``(*lines, shifts, len(pixels)·group, channels)``.

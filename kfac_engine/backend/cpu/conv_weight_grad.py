@@ -1,11 +1,11 @@
-"""Weight gradients of convolutions: for each tap, cotangents times the pixels under the tap.
+"""Weight gradients of convolutions, as products of cotangents and shifted copies of images.
 
 The gradient is ``dW[o, c, u] = Σ_{n,q} g[n, o, q] x[n, c, q·stride + u·dilation − begin]``. The
 image is copied once for each tap of the last axes, and the cotangent once for each tap of the first
 axes, shifted the other way. One matrix product then contains every pair of copies, which is every
-tap. A 3 × 3 kernel takes three copies of each instead of nine of the image, and a product with
-sizes three times as large, which BLAS computes at twice the rate. A few images are copied at a
-time, so the copies are in a cache when they are multiplied (ADR 7).
+tap. For a 3 × 3 kernel, three copies of each replace nine copies of the image. The sizes of the
+product are three times as large, and BLAS computes it at twice the rate. A few images are copied at
+a time, so the copies are in a cache when they are multiplied (ADR 7).
 """
 
 from collections import deque
@@ -25,17 +25,18 @@ from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
-# Bytes of copies that stay in a cache beside the product, and their bound for few positions.
+# Bytes of copies that stay in a cache together with the product, and their bound for few positions.
 _CACHED_BYTES, _MOST_CACHED_BYTES = 1 << 20, 4 << 20
-# Positions of an efficient product; positions below which loading and storing the result dominates.
+# Number of positions of an efficient product, and the number below which loading and storing the
+# result dominates.
 _ENOUGH_POSITIONS, _LEAST_POSITIONS = 1024, 256
-# Multiplications in the time of copying an entry within a cache.
+# Number of multiplications in the time that one entry is copied within a cache.
 _TO_COPY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
-    """Geometry of a sum over images and positions of cotangent times pixel, for every tap.
+    """Geometry of the sums of cotangent times pixel over images and positions, for every tap.
 
     Attributes:
         window: Geometry of the convolution.
@@ -64,12 +65,12 @@ class Correlation:
 
     @property
     def image_rows(self) -> tuple[int, ...]:
-        """Copies of the image for each axis, then channels."""
+        """Number of copies of the image for each axis, followed by the number of channels."""
         return *self.window.kernel[self.cut :], self.ins
 
     @property
     def cotangent_rows(self) -> tuple[int, ...]:
-        """Copies of the cotangent for each axis, then channels."""
+        """Number of copies of the cotangent for each axis, followed by the number of channels."""
         return *self.window.kernel[: self.cut], self.outs
 
     @property
@@ -79,15 +80,15 @@ class Correlation:
 
     @property
     def summed(self) -> int:
-        """Entries of the result."""
+        """Number of entries of the result."""
         return self.groups * prod(self.image_rows) * prod(self.cotangent_rows)
 
 
 class Scratch:
-    """Working memory that tasks reuse: new memory costs a page fault for each page.
+    """Scratch memory that tasks reuse, because new memory costs a page fault for each page.
 
     Args:
-        most_bytes: Bound for all tasks that run at a time.
+        most_bytes: Bound of the memory of all simultaneous tasks.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -96,7 +97,7 @@ class Scratch:
 
     @contextmanager
     def bytes(self, count: int) -> Iterator[Array]:
-        """Return uninitialised memory for the time of a task."""
+        """Return a context with uninitialised memory for one task."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -120,19 +121,19 @@ def add_weight_gradient(
         window: Geometry of the convolution.
         out: ``(groups · outs, ins, *kernel)``, of the same dtype, any strides.
         workers: Threads.
-        scratch: Working memory of all threads together. It is exceeded if one position of an image
-            and the results of one thread do not fit.
+        scratch: Scratch memory of all threads together. More is allocated if one position of an
+            image and the results of one thread do not fit.
     """
     groups = x.shape[1] // out.shape[1]
     sizes = groups, out.shape[1], out.shape[0] // groups
     geometry = Correlation(window, _cut(window, *sizes[1:]), *sizes, x.shape[2:])
-    free = len(workers.row_blocks(workers.count))  # one inside a task
+    free = len(workers.row_blocks(workers.count))  # 1 inside a task
     numbers = scratch.most_bytes * free // workers.count // x.itemsize
     multiplied = len(x) * (
         prod(g.shape[2:]) * out.size + _TO_COPY * prod(geometry.grid) * geometry.copied
     )
     threads = threads_for(float(multiplied), workers)
-    wanted = _wanted(geometry, x.itemsize)
+    wanted = _target_numbers(geometry, x.itemsize)
     pieces = _pieces(x, g, geometry, max(1, min(threads, numbers // (geometry.summed + wanted))))
     room = max(min(numbers // len(pieces) - geometry.summed, wanted), geometry.copied // groups)
     sums = [np.zeros(_sum_shape(geometry), x.dtype) for _ in pieces]
@@ -153,8 +154,8 @@ def _cut(window: Window, ins: int, outs: int) -> int:
     return min(range(unit + 1), key=lambda i: ins * prod(kernel[i:]) + outs * prod(kernel[:i]))
 
 
-def _wanted(geometry: Correlation, itemsize: int) -> int:
-    """Return the entries that are copied at a time, if memory allows."""
+def _target_numbers(geometry: Correlation, itemsize: int) -> int:
+    """Return the number of entries to copy at a time with sufficient memory."""
     least, most = (size // itemsize for size in (_CACHED_BYTES, _MOST_CACHED_BYTES))
     group = geometry.copied // geometry.groups
     return max(least, min(group * _ENOUGH_POSITIONS, most), group * _LEAST_POSITIONS)
@@ -165,14 +166,14 @@ def _sum_shape(geometry: Correlation) -> tuple[int, ...]:
 
 
 def _add_taps(total: Array, geometry: Correlation, out: Array) -> None:
-    """Add the products of all pairs of copies to the tap that they belong to."""
+    """Add the product of each pair of copies to its tap of ``out``."""
     axes, cut = len(geometry.window.kernel), geometry.cut
     taps = total.reshape(geometry.groups, *geometry.cotangent_rows, *geometry.image_rows)
     first, last = range(1, cut + 1), range(cut + 2, axes + 2)
     transposed = taps.transpose(0, cut + 1, axes + 2, *first, *last)
     kernel = out.reshape(
         geometry.groups, geometry.outs, *out.shape[1:]
-    )  # a view: it only splits an axis
+    )  # a view, because it only splits an axis
     kernel += transposed
 
 
@@ -185,7 +186,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(x: Array, g: Array, geometry: Correlation, count: int) -> list[_Piece]:
-    """Split the sum into about ``count`` equal pieces: of images, or of positions."""
+    """Split the sum into about ``count`` equal pieces, by images or by positions."""
     if count == 1:
         return [_Piece(x, g, geometry)]
     if len(x) >= count:
@@ -195,7 +196,7 @@ def _pieces(x: Array, g: Array, geometry: Correlation, count: int) -> list[_Piec
 
 
 def _split_positions(piece: _Piece, positions: int) -> Iterator[_Piece]:
-    """Split along the longest axis into pieces with at most ``positions`` positions an image."""
+    """Yield pieces along the longest axis with at most ``positions`` positions in an image."""
     x, g, geometry = piece
     grid, window = geometry.grid, geometry.window
     axis = max(range(len(grid)), key=lambda i: grid[i])
@@ -206,7 +207,7 @@ def _split_positions(piece: _Piece, positions: int) -> Iterator[_Piece]:
     for start in range(0, grid[axis], length):
         band = range(start, min(start + length, grid[axis]))
         there = (slice(None),) * (2 + axis) + (slice(band.start, band.stop),)
-        if axis < geometry.cut:  # part of the pixels, with all outputs
+        if axis < geometry.cut:  # a piece has a part of the pixels and all outputs
             spatial_shape = (
                 *geometry.spatial_shape[:axis],
                 len(band),
@@ -223,7 +224,7 @@ def _split_positions(piece: _Piece, positions: int) -> Iterator[_Piece]:
 
 
 def _add_piece(piece: _Piece, total: Array, numbers: int, scratch: Scratch) -> None:
-    """Add the products of a piece, with at most ``numbers`` copied entries at a time."""
+    """Add the products of a piece to ``total``; copies have at most ``numbers`` entries."""
     for first, part in _group_slices(piece, numbers):
         result = total[first : first + part.geometry.groups]
         positions = numbers // part.geometry.copied
@@ -252,7 +253,7 @@ def _group_slices(piece: _Piece, numbers: int) -> Iterator[tuple[int, _Piece]]:
 
 
 def _add_chunks(piece: _Piece, total: Array, count: int, memory: Array) -> None:
-    """Add the products of a piece, ``count`` images at a time."""
+    """Add the products of a piece to ``total``, ``count`` images at a time."""
     x, g, geometry = piece
     # Views are created before the loop: threads wait for each other in Python code.
     shapes = [
@@ -280,7 +281,7 @@ def _add_chunks(piece: _Piece, total: Array, count: int, memory: Array) -> None:
 
 
 def _zeros(memory: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
-    """Yield arrays of zeros, one after the other in the given memory."""
+    """Yield arrays of zeros, one after the other in ``memory``."""
     start = 0
     for shape in shapes:
         numbers = memory[start : start + prod(shape)]
@@ -290,7 +291,7 @@ def _zeros(memory: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
 
 
 class _Copy(NamedTuple):
-    """Destination of a tap for a few images, and source of a tap for all images."""
+    """The destination of a tap for a few images, and its source for all images."""
 
     canvas: Array
     source: Array
@@ -299,12 +300,12 @@ class _Copy(NamedTuple):
 def _copies(
     value: Array, geometry: Correlation, canvas: Array, *, of_image: bool
 ) -> Iterator[_Copy]:
-    """Yield the copies of all taps; positions that a tap does not see stay zero.
+    """Yield the copies of all taps; positions where a tap sees no pixel remain zero.
 
     Args:
         value: Images or cotangents.
         geometry: Geometry.
-        canvas: ``(groups, *copies, channels, images, *grid)`` of zeros.
+        canvas: Zeros of shape ``(groups, *copies, channels, images, *grid)``.
         of_image: Whether ``value`` contains images. A tap of the last axes sees pixels at the
             positions of outputs; a tap of the first axes is at a pixel for one output.
     """
@@ -322,5 +323,5 @@ def _copies(
 
 
 def _grouped(value: Array, geometry: Correlation) -> Array:
-    """Split the channels of ``value``: ``(n, groups, channels, *shape)``."""
+    """Return ``value`` with its channels split by group, ``(n, groups, channels, *shape)``."""
     return value.reshape(len(value), geometry.groups, -1, *value.shape[2:])

@@ -1,7 +1,7 @@
-"""Gram matrices of rows: SYRK onto the lower triangle, from views where BLAS can read them.
+"""Gram matrices of rows by SYRK, in the lower triangle and without copies where possible.
 
-No one is appended to a row. The Gram matrix with a homogeneous coordinate is bordered by the sum of
-the rows and their number.
+The homogeneous coordinate is not appended to the rows. Its row of the Gram matrix is the sum of the
+rows, followed by their number.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from kfac_engine.backend.cpu.syrk import accumulate, count_parts, scale
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.errors import ShapeError
 
-# Bytes of a copy, which stays in the cache; sizes from 1 to 16 MB are equally fast.
+# Bytes of a copy, so that it stays in the cache. Sizes from 1 to 16 MB are equally fast.
 CHUNK_BYTES = 4 << 20
 _MIRROR_BLOCK = 256
 # Size below which one thread copies a triangle in less than a millisecond.
 _SHARED_MIRROR = 1024
 _ABOVE = np.triu(np.ones((_MIRROR_BLOCK, _MIRROR_BLOCK), bool), 1)
-# Images with fewer pixels are copied and joined: SYRK on few rows mostly reads and writes its
-# result. On 784 rows views save up to 10 %; on 196 rows they cost up to 40 %.
+# Images with fewer pixels are copied and concatenated, because SYRK on few rows mostly reads and
+# writes its result. On 784 rows views save up to 10 %; on 196 rows they cost up to 40 %.
 _FEW_ROWS = 512
 
 
@@ -58,10 +58,10 @@ def second_moment(
     Args:
         x: ``(…, d)``, any strides; accumulated in the dtype of ``out``.
         out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last; C-contiguous.
-        homogeneous: Whether a one is appended to each row.
+        homogeneous: Whether a 1 is appended to each row.
         alpha: Scale of the new Gram matrix.
         beta: Scale of the old matrix; zero overwrites.
-        scratch_bytes: Bound of the working memory of all threads together.
+        scratch_bytes: Bound of the scratch memory of all threads together.
         workers: Threads.
 
     Raises:
@@ -88,7 +88,7 @@ def second_moment(
 
 
 def check_out(out: Array, size: int) -> None:
-    """Check that a Gram matrix can be accumulated in an array.
+    """Check that an array can store a Gram matrix.
 
     Args:
         out: The array.
@@ -105,7 +105,7 @@ def check_out(out: Array, size: int) -> None:
 
 
 def split_rows(x: Array, count: int) -> list[Array]:
-    """Split rows into parts of about equal size; fewer parts if no axis is long enough.
+    """Return rows in ``count`` parts of about equal size, or fewer if no axis is long enough.
 
     Args:
         x: ``(…, d)``.
@@ -117,18 +117,19 @@ def split_rows(x: Array, count: int) -> list[Array]:
     if count == 1 or x.ndim == 1:
         return [x]
     lengths = x.shape[:-1]
-    # Parts of the first axis are closest in memory. An axis too short for equal parts is skipped.
+    # A part of the first axis is contiguous in memory. An axis too short for equal parts is
+    # skipped.
     equal = (i for i, length in enumerate(lengths) if length % count == 0 or length > 8 * count)
     axis = next(equal, int(np.argmax(lengths)))
     return np.array_split(x, min(count, lengths[axis]), axis=axis)
 
 
 def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
-    """Compute the last row of ``out ← beta·out + alpha·(sums, count)``.
+    """Compute ``row ← beta·row + alpha·(sums, count)`` for the last row of ``out``.
 
     Args:
         out: ``(d + 1, d + 1)``.
-        border: Sums ``(d,)`` and count.
+        border: Sum of the rows and their number.
         alpha: Scale of the new row.
         beta: Scale of the old row; zero overwrites.
     """
@@ -154,7 +155,7 @@ def mirror(matrix: Array, workers: Workers | None = None) -> None:
 
 
 def _mirror_rows(matrix: Array, start: int) -> None:
-    """Copy rows left of the diagonal to the columns above it."""
+    """Copy a block of rows left of the diagonal to the columns above the diagonal."""
     rows = slice(start, start + _MIRROR_BLOCK)
     for j in range(0, start, _MIRROR_BLOCK):
         columns = slice(j, j + _MIRROR_BLOCK)
@@ -165,7 +166,7 @@ def _mirror_rows(matrix: Array, start: int) -> None:
 
 
 def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """Yield the rows of ``x`` as matrices that BLAS can read, views where possible.
+    """Yield the rows of ``x`` as matrices that BLAS can read; these are views where possible.
 
     Args:
         x: ``(…, d)``, any strides.
@@ -173,7 +174,8 @@ def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
         chunk_bytes: Bound of the bytes of a copy.
 
     Yields:
-        ``(d, k)``; together all rows, in any order. A matrix may use the memory of the one before.
+        Matrices ``(d, k)`` that together contain all rows, in any order. A matrix may reuse the
+        memory of the matrix before.
     """
     if not x.size:
         return
@@ -203,7 +205,7 @@ def _merged(x: Array, dtype: DType) -> Array | None:
 
 
 def _copies(x: Array, buffer: Array) -> Iterator[Array]:
-    """Copy the rows of ``x`` to a buffer, a chunk at a time; features inner- or outermost."""
+    """Yield the rows of ``x`` as chunks in a buffer, with features on the first or last axis."""
     part_size = prod(x.shape[1:])
     if part_size > buffer.size:
         for part in x:

@@ -3,14 +3,14 @@
 Large groups are computed one by one, as images of their own (``patch_gram``). For small groups the
 entries are sums over images, as follows.
 
-A group of ``k`` channels is an image with one more axis, of length ``k``, under a kernel with ``k``
-taps along it; so assume one channel in each group. The entry of taps ``v + δ`` and ``v`` is a sum
-over output positions ``o`` of
+A group of ``k`` channels is an image with an additional axis of length ``k``, under a kernel with
+``k`` taps along this axis. The formula therefore assumes one channel in each group. The entry of
+taps ``v + δ`` and ``v`` is a sum over output positions ``o`` of
 
     S[δ][o·stride + v·dilation − begin],   S[δ][q] = Σ_n x_n[q + δ·dilation] x_n[q].
 
-Only ``S`` takes passes over the data: one image for each offset ``δ``, 13 for a 3 × 3 kernel. Sums
-over positions are products with matrices of ones and zeros, one axis at a time.
+Only ``S`` needs passes over the data: one image for each offset ``δ``, 13 for a 3 × 3 kernel.
+Products with matrices of ones and zeros compute the sums over positions, one axis at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,18 +30,17 @@ from kfac_engine.backend.patch_sums import patch_sums
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
-# Measured nanoseconds on one core in float32: a pixel for each offset; a pixel for each tap, if
-# patches of each group are copied and multiplied; a group that is computed alone. ADR 9 has the
-# times of both ways.
+# Measured nanoseconds on one core in float32: for a pixel and an offset; for a pixel and a tap if
+# the patches of each group are copied; for a call on one group. ADR 9 compares both algorithms.
 _PIXEL = 0.27
 _TAP = 1.6
 _GROUP = 2e5
-# Bytes of pixels that are multiplied at a time. With half a megabyte, 32 × 96 × 56 × 56 takes two
-# threads 68 ms instead of 18 ms: they wait for each other between short calls.
+# Bytes of pixels that are multiplied at a time. With half a megabyte, two threads take 68 ms
+# instead of 18 ms for 32 × 96 × 56 × 56, because they wait for each other between short calls.
 _CHUNK_BYTES = 8 << 20
 # Images that are summed in their own precision before the sums are added in float64.
 _SUM_IMAGES = 64
-# Multiplications of SYRK in the time of one product of two entries in memory.
+# Number of multiplications of SYRK in the time that two entries in memory are multiplied.
 _PIXEL_COST = 16
 
 
@@ -62,14 +61,14 @@ class _Resources:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Sums over positions, and the entries of the result that equal these sums.
+    """The sums over positions, and the entries of the result that they are added to.
 
     Attributes:
         shifts: For each offset, the distance in memory from a pixel to its partner.
-        seen: For each offset and axis, ``(length, taps)``: a one where a tap ``v`` sees a pixel at
-            one of the outputs and ``v + δ`` sees another pixel.
+        seen: For each offset and axis, a matrix ``(length, taps)``. It is 1 where tap ``v`` sees a
+            pixel at an output and tap ``v + δ`` sees another pixel of the image.
         rows: Features of the larger of the two taps, over all offsets.
-        columns: Features of the smaller.
+        columns: Features of the smaller tap.
     """
 
     shifts: tuple[int, ...]
@@ -96,10 +95,10 @@ def grouped_second_moment(  # noqa: PLR0913 (the operation's arguments and its r
             of ``out``.
         window: Geometry.
         out: ``(groups, d, d)`` with ``d = taps·channels/groups (+ 1)``, C-contiguous.
-        homogeneous: Whether a one is appended to each patch.
+        homogeneous: Whether a 1 is appended to each patch.
         alpha: Scale of the new Gram matrices.
         beta: Scale of the old matrices; zero overwrites.
-        scratch_bytes: Bound of the working memory of all threads together.
+        scratch_bytes: Bound of the scratch memory of all threads together.
         workers: Threads.
 
     Raises:
@@ -112,7 +111,7 @@ def grouped_second_moment(  # noqa: PLR0913 (the operation's arguments and its r
     plan = _plan(_with_channel_axis(window, size), by_group.shape[2:], out.dtype)
     threads = threads_for(x.size * len(plan.shifts) * _PIXEL_COST, workers)
     spare = scratch_bytes // threads
-    # At least an image of a group, its products, and their sums along an axis must fit.
+    # An image of a group, its products, and their sums along an axis must fit.
     fits = 4 * prod(by_group.shape[2:]) * out.itemsize <= spare
     if not (fits and _sums_are_faster(by_group, plan, window)):
         moment = partial(patch_second_moment, homogeneous=homogeneous, alpha=alpha, beta=beta)
@@ -140,14 +139,15 @@ def squared_gradients(
     parts: int,
     workers: Workers,
 ) -> None:
-    """Compute ``out ← beta·out`` plus the squares of all examples, divided among threads.
+    """Compute ``out ← beta·out`` plus the squared gradients of all examples, in threads.
 
     Args:
         add: Adds the squares of a slice of the examples to ``beta`` times a result.
         examples: Number of examples.
-        out: The result.
+        out: Receives the result.
         beta: Scale of the old result; zero overwrites.
-        parts: Number of parts; each but the first needs a result of working memory.
+        parts: Number of parts; each part except the first needs a copy of ``out`` as scratch
+            memory.
         workers: Threads.
     """
     edges = [examples * i // parts for i in range(parts + 1)]
@@ -163,13 +163,13 @@ def squared_gradients(
 
 
 def _sums_are_faster(x: Array, plan: _Plan, window: Window) -> bool:
-    """Return whether sums over images are faster than groups computed one by one."""
+    """Return whether sums over images are faster than a call for each group."""
     alone = _TAP * window.taps * x.size + _GROUP * x.shape[1]
     return bool(_PIXEL * len(plan.shifts) * x.size <= alone)
 
 
 def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, resources: _Resources) -> None:
-    """Add the Gram matrices of small groups.
+    """Add ``alpha`` times the Gram matrices of small groups to ``out``.
 
     Args:
         x: Images by group, ``(n, groups, size, *spatial_shape)``.
@@ -190,7 +190,7 @@ def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, resources: _Res
 
 
 def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> None:
-    """Add the Gram matrices of the groups in ``x``, times ``alpha``, to ``out``.
+    """Add ``alpha`` times the Gram matrices of the groups in ``x`` to ``out``.
 
     Args:
         x: Images ``(n, groups, size, *spatial_shape)``.
@@ -200,7 +200,8 @@ def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> 
         count: Number of images that are multiplied at a time.
     """
     groups, size, *spatial_shape = x.shape[1:]
-    # With one channel in a group, all groups are one line: products across groups are not summed.
+    # With one channel in a group, all groups are one line, because products across groups are not
+    # summed.
     lines = groups if size > 1 else 1
     products_of_lines = np.zeros((lines, groups // lines * size * prod(spatial_shape)), out.dtype)
     total = np.zeros((groups, len(plan.rows)))
@@ -222,7 +223,7 @@ def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> 
 
 
 def _sum_positions(products: Array, seen: Sequence[Array]) -> Array:
-    """Return sums over positions for all taps of each group: ``(groups, taps)``, float64."""
+    """Return the sums over positions for all taps of each group, ``(groups, taps)``, float64."""
     for ones in reversed(seen):
         lines = products.reshape(-1, products.shape[-1])
         sums = (lines @ ones).astype(np.float64, copy=False)
@@ -246,7 +247,8 @@ def _with_channel_axis(window: Window, size: int) -> Window:
 def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan:
     """Return the plan of the sums over positions, for a window of ``_with_channel_axis``."""
     apart = [prod(spatial_shape[axis + 1 :]) for axis in range(len(spatial_shape))]
-    # Features are tap-major: the first axis, of channels, is the innermost there.
+    # Features are tap-major, so the first axis, that of channels, is the innermost axis of
+    # features.
     order = np.arange(window.taps).reshape(*window.kernel[1:], window.kernel[0])
     features = np.moveaxis(order, -1, 0)
     shifts, seen, rows, columns = [], [], [], []
@@ -271,12 +273,12 @@ def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan
 
 
 def _taps(step: int, kernel: int) -> slice:
-    """Return the taps of an axis from which an offset leads to another tap."""
+    """Return the taps ``v`` of an axis for which ``v + step`` is a tap, too."""
     return slice(max(0, -step), kernel - max(0, step))
 
 
 def _seen(window: Window, axis: int, step: int, spatial_shape: tuple[int, ...]) -> Array:
-    """Return ``(length, taps)`` ones where a tap sees a pixel and its partner exists."""
+    """Return a matrix ``(length, taps)`` that is 1 where a tap and its partner see pixels."""
     taps = range(window.kernel[axis])[_taps(step, window.kernel[axis])]
     ones = np.zeros((spatial_shape[axis], len(taps)))
     for column, tap in enumerate(taps):

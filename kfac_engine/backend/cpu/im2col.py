@@ -12,7 +12,7 @@ from kfac_engine.backend.window import Window
 
 
 def patches(x: Array, window: Window) -> Array:
-    """Return all patches; entry ``[n, o, u·channels + c]`` is the pixel that tap ``u`` sees.
+    """Return all patches; entry ``[n, o, u·channels + c]`` is channel ``c`` under tap ``u``.
 
     Args:
         x: Images, ``(n, channels, *spatial_shape)``, any strides.
@@ -32,7 +32,7 @@ def patches(x: Array, window: Window) -> Array:
 
 
 def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """Yield patches as matrices for SYRK, in memory that is reused.
+    """Yield patches as matrices for SYRK; the matrices share one buffer.
 
     Args:
         x: Images, ``(n, channels, *spatial_shape)``, any strides.
@@ -41,7 +41,7 @@ def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> 
         chunk_bytes: Bound of a copy; exceeded if one patch is larger.
 
     Yields:
-        ``(taps·channels, k)``; together all patches that see a pixel.
+        Matrices ``(taps·channels, k)`` that together contain all patches that see a pixel.
     """
     spatial_shape = x.shape[2:]
     if window.taps == 1:
@@ -53,7 +53,7 @@ def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> 
         step = max(1, positions // prod(part.output_shape(spatial_shape)))
         for start in range(0, len(x), step):
             images = x[start : start + step]
-            # Only the last chunk can be smaller. The zeros of the padding stay.
+            # Only the last chunk can be smaller. The zeros of the padding are reused.
             if start == 0 or len(images) < step:
                 canvas, matrix = _canvas(images, part, dtype)
             _fill(canvas, images, part)
@@ -63,7 +63,8 @@ def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> 
 def _canvas(images: Array, window: Window, dtype: DType) -> tuple[Array, Array]:
     """Allocate zeros for patches, as an array for ``_fill`` and as a matrix.
 
-    Channels are innermost if they are innermost in the images: then copies read and write in order.
+    Channels are innermost if they are innermost in the images, so that copies read and write in
+    order.
 
     Returns:
         ``(n, channels, *outputs, *kernel)`` and ``(features, n·positions)``, views of one memory.

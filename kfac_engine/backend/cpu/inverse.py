@@ -1,7 +1,7 @@
 """Inverses, Cholesky factors and eigenvectors of one symmetric matrix, in float64.
 
-A float32 factor is known to within its rounding, so small eigenvalues may be negative. Float64
-arithmetic adds no second error; a float32 Cholesky inverse has the relative error
+The entries of a float32 factor are rounded, so small eigenvalues may be negative. Float64
+arithmetic adds no significant error. A float32 Cholesky inverse would have the relative error
 ``7e-9 · condition``.
 """
 
@@ -22,19 +22,20 @@ _LOG = logging.getLogger(__name__)
 # Factors of the damping in successive attempts, before eigenvalues are clamped.
 _ATTEMPTS = (1, 10, 100, 1000)
 
-# Least size at which one matrix alone uses BLAS's own threads in a routine of LAPACK: eigenvectors
-# take 0.85 of the time on two cores at 1024, and 0.95 at 512.
+# Least size at which one matrix uses the threads of BLAS in LAPACK. On two cores, eigenvectors take
+# 0.85 of the time of one core at 1024, and 0.95 at 512.
 _LARGE = 1024
 
-# Below this, squares of float64 numbers may lose digits.
+# Norm below which squares of float64 numbers may lose digits.
 _SMALLEST_NORM = 1e-140
 
 
 def damping_floor(matrix: Array, dtype: DType) -> float:
-    """Return the least useful damping: the rounding error of the eigenvalues.
+    """Return the least useful damping, which is the rounding error of the eigenvalues.
 
-    It is ``ε·‖matrix‖_F`` with the machine epsilon of ``dtype``: by Weyl's inequality rounding can
-    move an eigenvalue that far. It is never so small that an inverse overflows.
+    The floor is ``ε·‖matrix‖_F`` with the machine epsilon of ``dtype``. By Weyl's inequality,
+    rounding can change an eigenvalue by this amount. The floor is large enough that no inverse
+    overflows.
 
     Args:
         matrix: ``(d, d)``, float64.
@@ -46,14 +47,14 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
     with np.errstate(over="ignore"):
         norm = float(np.linalg.norm(matrix))
     if not _SMALLEST_NORM < norm < np.inf:
-        # Squares overflowed or vanished: scale by the largest entry first.
+        # Squares overflowed or underflowed, so scale by the largest entry first.
         largest = max(float(np.abs(matrix).max()), float(np.finfo(dtype).tiny))
         norm = largest * float(np.linalg.norm(matrix / largest))
     return _floor(norm, dtype)
 
 
 def least_dampings(lower: Array, dampings: Array, dtype: DType) -> Array | None:
-    """Return for each matrix of a stack the larger of its damping and the floor.
+    """Return the dampings of a stack of matrices, raised to the floor where they are smaller.
 
     Args:
         lower: ``(n, d, d)``, float64, lower triangles with zeros above.
@@ -82,12 +83,12 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
 
     Args:
         matrix: ``(d, d)``, symmetric; the lower triangle is read.
-        damping: Added to the diagonal; raised to ``damping_floor`` if it is less.
+        damping: Number added to the diagonal; raised to ``damping_floor`` if it is smaller.
         workers: Threads for a large matrix.
 
     Returns:
-        A new matrix ``(d, d)``. If Cholesky's factorisation fails with 1, 10, 100 and 1000 times
-        the damping, the matrix is indefinite by more than rounding; then negative eigenvalues are
+        A new matrix ``(d, d)``. If the Cholesky factorisation fails with 1, 10, 100 and 1000 times
+        the damping, the matrix is indefinite by more than rounding. Then negative eigenvalues are
         replaced with zero.
 
     Raises:
@@ -135,7 +136,7 @@ def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
             if lapack.potrf(damped) == 0:
                 return np.tril(damped).astype(matrix.dtype)
     values, vectors = _clamped(matrix, least, workers)
-    # With M = QΛQᵀ and √Λ Qᵀ = Q'R, M = Rᵀ R: a triangular root that always exists.
+    # With M = QΛQᵀ and √Λ Qᵀ = Q'R, Rᵀ is a triangular root of M, which always exists.
     R: Array = np.linalg.qr(np.sqrt(values)[:, None] * vectors.T).R
     lower: Array = (R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
     return lower.astype(matrix.dtype, order="C")
@@ -207,18 +208,18 @@ def eigh_stack(stack: Array) -> tuple[Array, Array]:
 
     Raises:
         ShapeError: The matrices are not square.
-        NonFiniteError: One holds NaN or infinity.
+        NonFiniteError: A matrix contains NaN or infinity.
         BackendError: LAPACK's iteration did not converge.
     """
     if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.size:
-        raise ShapeError(f"a stack of square matrices is needed, got shape {stack.shape}.")
+        raise ShapeError(f"a stack of factors must have shape (n, d, d), got {stack.shape}.")
     if not np.isfinite(stack).all():
         check_square(next(matrix for matrix in stack if not np.isfinite(matrix).all()))
     try:
         values, vectors = np.linalg.eigh(stack.astype(np.float64))
     except np.linalg.LinAlgError as error:
         raise BackendError(
-            f"the eigenvalues of a stack {stack.shape} did not converge ({error})."
+            f"the eigenvalues of a stack of shape {stack.shape} did not converge ({error})."
         ) from error
     return values, vectors
 
@@ -237,8 +238,8 @@ def check_square(matrix: Array) -> None:
     if not np.isfinite(matrix).all():
         bad = tuple(int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
         raise NonFiniteError(
-            f"a {matrix.shape} factor holds {matrix[bad]} at {list(bad)}; look for overflow in the "
-            f"statistics it was averaged from."
+            f"a {matrix.shape} factor contains {matrix[bad]} at {list(bad)}; look for overflow in "
+            f"the statistics it was averaged from."
         )
 
 
@@ -249,14 +250,14 @@ def check_shape(matrix: Array) -> None:
         matrix: The matrix.
 
     Raises:
-        ShapeError: It is not.
+        ShapeError: The matrix is not square, or is empty.
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
+        raise ShapeError(f"a factor must be a square matrix, got shape {matrix.shape}.")
 
 
 def _load(matrix: Array, damping: float, work: Array, workers: Workers) -> float:
-    """Copy the matrix to ``work``, check it, and return the damping of the first attempt."""
+    """Copy a checked matrix to ``work``; return the damping of the first attempt."""
     squares = triangle.tril_to_float64(matrix, work, workers)
     if not 0.0 <= damping < np.inf:
         raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
@@ -286,10 +287,10 @@ def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Itera
 
 
 def _invert_by_solving(work: Array, workers: Workers) -> None:
-    """Replace ``A`` with ``A⁻¹``, at the full accuracy of float64.
+    """Replace ``A`` in ``work`` with ``A⁻¹``, at the full accuracy of float64.
 
     Raises:
-        LinAlgError: NumPy's; the matrix is not positive definite.
+        LinAlgError: The matrix is not positive definite (an error of NumPy).
     """
     with _blas_for(work, workers):
         order = lapack.potrf(work)
@@ -300,19 +301,21 @@ def _invert_by_solving(work: Array, workers: Workers) -> None:
 
 
 def _blas_for(matrix: Array, workers: Workers) -> AbstractContextManager[None]:
-    """Return a context: BLAS's own threads for one large matrix, otherwise one thread."""
+    """Return a context in which BLAS uses several threads for a large matrix, else one."""
     return nullcontext() if workers.count > 1 and len(matrix) >= _LARGE else single_threaded_blas()
 
 
 def _clamped(matrix: Array, least: float, workers: Workers) -> tuple[Array, Array]:
-    """Return damped eigenvalues, negative ones replaced with zero, and eigenvectors."""
-    _LOG.warning("a %s matrix is indefinite; its negative eigenvalues are cut off", matrix.shape)
+    """Return damped eigenvalues and eigenvectors; negative eigenvalues are set to zero first."""
+    _LOG.warning(
+        "a %s matrix is indefinite; its negative eigenvalues are replaced with zero", matrix.shape
+    )
     values, vectors = eigh(_completed(matrix), workers)
     return np.maximum(values, 0.0) + least, vectors
 
 
 def _completed(matrix: Array) -> Array:
-    """Return the symmetric matrix of a lower triangle."""
+    """Return the symmetric matrix whose lower triangle is that of ``matrix``."""
     lower: Array = np.tril(matrix)
     return lower + np.tril(lower, -1).T
 

@@ -1,4 +1,4 @@
-"""SciPy's LAPACK on triangles of views, in place and without the interpreter lock."""
+"""LAPACK routines of SciPy on triangles of views, in place and without the interpreter lock."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from kfac_engine.backend.cpu import blas
 
 
 def potrf(matrix: Array) -> int:
-    """Replace the lower triangle with the Cholesky factor ``L``; the rest is unchanged.
+    """Replace the lower triangle of a matrix with its Cholesky factor ``L``.
 
     Args:
         matrix: ``(d, d)``, symmetric, float64, with adjacent elements in each row.
@@ -21,7 +21,7 @@ def potrf(matrix: Array) -> int:
 
 
 def trtri(lower: Array) -> int:
-    """Replace a lower triangle with its inverse; the rest of the matrix is unchanged.
+    """Replace a lower triangle with its inverse.
 
     Args:
         lower: ``(d, d)``, float64, with adjacent elements in each row.
@@ -33,7 +33,7 @@ def trtri(lower: Array) -> int:
 
 
 def lauum(lower: Array) -> int:
-    """Replace ``L`` with the lower triangle of ``Lᵀ L``; the rest of the matrix is unchanged.
+    """Replace a lower triangle ``L`` with the lower triangle of ``Lᵀ L``.
 
     Args:
         lower: ``(d, d)``, float64, with adjacent elements in each row.
@@ -45,7 +45,7 @@ def lauum(lower: Array) -> int:
 
 
 def _in_place(name: str, matrix: Array) -> int:
-    """Call a routine on a triangle and return its code."""
+    """Call a routine of LAPACK on a lower triangle and return its code."""
     size, info = len(matrix), ctypes.c_int64(0)
     assert matrix.shape == (size, size), f"a triangle of shape {matrix.shape} is not square"
     assert matrix.dtype == "d", f"{matrix.dtype} is not float64"

@@ -1,7 +1,8 @@
 """Batched linear algebra on a CPU.
 
-Small matrices of equal size are stacked for one call of LAPACK. Other matrices run side by side,
-each on one thread; all threads work on a matrix that outweighs the others.
+Small matrices of equal size are stacked for one call of LAPACK. Other matrices are computed in
+parallel, each on one thread. All threads compute a matrix that takes longer than the others
+together.
 """
 
 from collections import defaultdict
@@ -14,13 +15,13 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu import inverse
 from kfac_engine.backend.threads import Workers
 
-# Largest size at which a stack is faster than its matrices one after the other. 64 inverses of
-# size 32 take 3 ms stacked and 7 ms alone; of size 48, 16 ms and 11 ms.
+# Largest size at which a stack is faster than its matrices one after the other. For 64 inverses of
+# size 32, the stack takes 3 ms and single matrices 7 ms; for size 48, 16 ms and 11 ms.
 _STACKED = 32
-# Float64 stacks that are allocated at once while one is factored and inverted.
+# Number of float64 stacks that are allocated at once while one stack is factored and inverted.
 _COPIES = 4
-# Float64 matrices that one matrix alone needs: the damped matrix and its inverse; eigenvectors and
-# LAPACK's workspace.
+# Number of float64 matrices for one inverse (the damped matrix and the inverse), and for one
+# decomposition (the eigenvectors and the workspace of LAPACK).
 _INVERTED = 2
 _DECOMPOSED = 5
 
@@ -32,7 +33,7 @@ class NumpyLinearAlgebra:
 
     Args:
         workers: Threads.
-        scratch_bytes: Bound of the memory of matrices that run side by side; one matrix alone may
+        scratch_bytes: Bound of the memory of matrices that are computed in parallel; one matrix may
             take more.
     """
 
@@ -84,7 +85,7 @@ class NumpyLinearAlgebra:
             if stack.ndim > 2:
                 pairs[i] = _eigh_of_stack(stack, self._workers)
         single = [i for i, matrix in enumerate(matrices) if matrix.ndim <= 2]
-        self._side_by_side(
+        self._in_parallel(
             matrices, single, decompose, self._budget(matrices, _DECOMPOSED) // _DECOMPOSED
         )
         return [pairs[i] for i in range(len(matrices))]
@@ -100,7 +101,7 @@ class NumpyLinearAlgebra:
     def _each(
         self, matrices: Sequence[Array], stacked: Stacked, alone: Callable[[int], Array]
     ) -> list[Array]:
-        """Compute a result for each matrix, in its element type.
+        """Return a result for each matrix, in its element type.
 
         Args:
             matrices: Any sizes.
@@ -128,21 +129,21 @@ class NumpyLinearAlgebra:
             results[i] = alone(i)
 
         remaining = [i for i in range(len(matrices)) if i not in results]
-        self._side_by_side(matrices, remaining, compute, budget)
+        self._in_parallel(matrices, remaining, compute, budget)
         return [results[i] for i in range(len(matrices))]
 
-    def _side_by_side(
+    def _in_parallel(
         self,
         matrices: Sequence[Array],
         indices: Sequence[int],
         compute: Callable[[int], None],
         budget: int,
     ) -> None:
-        """Compute each matrix on one thread, the largest first.
+        """Call ``compute`` for each matrix on one thread, the largest first.
 
-        A matrix comes before, and uses all threads, in two cases: it would occupy one thread for
-        longer than all threads need for all matrices, or the budget does not hold one matrix of its
-        size for each thread.
+        A matrix is computed first, and by all threads, in two cases. One thread would take longer
+        for it than all threads for all matrices, or the budget is too small for a matrix of its
+        size on each thread.
         """
         workers = self._workers
         costs = {i: float(len(matrices[i])) ** 3 for i in indices}
@@ -161,13 +162,13 @@ class NumpyLinearAlgebra:
             workers.run([partial(compute, i) for i in order])
 
     def _budget(self, matrices: Sequence[Array], copies: int) -> int:
-        """Bytes for matrices that run side by side: at least the need of the largest matrix."""
+        """Return the bytes for matrices in parallel, at least those of the largest matrix."""
         largest = max(map(_float64_bytes, matrices), default=0)
         return max(self._scratch_bytes, copies * largest)
 
 
 def _eigh_of_stack(stack: Array, workers: Workers) -> tuple[Array, Array]:
-    """Return eigenvalues and eigenvectors of stacked matrices; threads divide the stack."""
+    """Return eigenvalues and eigenvectors of a stack of matrices, computed in threads."""
     parts: dict[int, tuple[Array, Array]] = {}
 
     def decompose(rows: slice) -> None:

@@ -41,10 +41,10 @@ def patch_second_moment(  # noqa: PLR0913 (the operation's arguments and its res
             of ``out``.
         window: Geometry.
         out: ``(d, d)`` with ``d = taps·channels (+ 1)``, C-contiguous; features are tap-major.
-        homogeneous: Whether a one is appended to each patch.
+        homogeneous: Whether a 1 is appended to each patch.
         alpha: Scale of the new Gram matrix.
         beta: Scale of the old matrix; zero overwrites.
-        scratch_bytes: Bound of the working memory of all threads together.
+        scratch_bytes: Bound of the scratch memory of all threads together.
         workers: Threads.
 
     Raises:
@@ -68,7 +68,7 @@ def patch_second_moment(  # noqa: PLR0913 (the operation's arguments and its res
 def _add_im2col_gram(
     x: Array, window: Window, out: Array, alpha: float, beta: float, resources: Resources
 ) -> None:
-    """Compute the Gram matrix from copied patches."""
+    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` from copies of the patches ``z``."""
     positions = len(x) * prod(window.output_shape(x.shape[2:]))
     count = count_parts(positions, len(out), resources.workers, resources.numbers)
     parts = np.array_split(x, max(1, min(len(x), count)))

@@ -1,8 +1,8 @@
 """Estimated cost of the two algorithms for Gram matrices of patches.
 
-Costs are in multiplications of SYRK at full speed, on one core in float32. The constants were
-fitted to 39 geometries: one to three axes, 1 to 512 channels, 4 to 2000 pixels an axis. ADR 9
-compares estimates with measurements.
+The unit of cost is a multiplication of SYRK at full speed, on one core in float32. The constants
+are fitted to 39 geometries with one to three axes, 1 to 512 channels, and 4 to 2000 pixels along an
+axis. ADR 9 compares estimates with measurements.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ from kfac_engine.backend.cpu.shifted_gram import FEW_CHANNELS, images_per_round,
 from kfac_engine.backend.kernel_offsets import line_products
 from kfac_engine.backend.window import Window
 
-# Copy of an entry to channels-last order; write of an entry of a block; copy of an entry of a
-# patch.
+# Costs of copying an entry to channels-last order, of writing an entry of a block, and of copying
+# an entry of a patch.
 _COPIED_NUMBER = 60
 _WRITTEN_NUMBER = 30
 _PLAIN_NUMBER = 50
-# Preparation of a product; a call of BLAS for a line; write of a block.
+# Costs of preparing a product, of a BLAS call for a line, and of writing a block.
 _CALL = 1_000_000
 _LINE = 400_000
 _BLOCK = 600_000
-# A pair of pixels in a small product, in addition to its multiplications.
+# Cost of a pair of pixels in a small product, in addition to its multiplications.
 _PAIR = 130
-# Rows that take as long to load as to multiply.
+# Number of rows that take as long to load as to multiply.
 _PACKED_ROWS = 64
 
 
@@ -50,7 +50,7 @@ def select_algorithm(window: Window, images: Images, numbers: int, threads: int)
     Args:
         window: Geometry.
         images: Sizes of the batch.
-        numbers: Entries of the working memory, without copies of patches.
+        numbers: Number of entries of the scratch memory, without copies of patches.
         threads: Number of threads.
 
     Returns:
@@ -65,7 +65,7 @@ def select_algorithm(window: Window, images: Images, numbers: int, threads: int)
 
 
 def _shifted(window: Window, images: Images) -> float:
-    """Cost of copying the images, multiplying lines, and writing the blocks."""
+    """Return the cost of copying the images, multiplying lines, and writing the blocks."""
     count, channels, spatial_shape = images
     few = channels <= FEW_CHANNELS
     groups = line_products(window, spatial_shape, joined=few)
@@ -83,7 +83,7 @@ def _shifted(window: Window, images: Images) -> float:
 
 
 def _im2col(window: Window, images: Images) -> float:
-    """Cost of copying the patches and multiplying them by SYRK, half of a full product."""
+    """Return the cost of copying the patches and multiplying them by SYRK."""
     features = window.taps * images.channels
     patches = images.number * prod(window.output_shape(images.spatial_shape))
     return patches * features * (features // 2 + _PLAIN_NUMBER)

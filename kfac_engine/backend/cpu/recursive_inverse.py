@@ -1,4 +1,4 @@
-"""Recursive inverse of a positive definite matrix, nearly all of it products of matrices.
+"""Recursive inverse of a positive definite matrix, mostly by products of matrices.
 
 LAPACK's factorisations work in narrow panels and reach half the rate of products. Here, with
 ``A = L Lᵀ`` and ``K = L⁻¹`` in 2 × 2 blocks,
@@ -6,12 +6,12 @@ LAPACK's factorisations work in narrow panels and reach half the rate of product
     K₁₁ = L₁₁⁻¹,  L₂₁ = A₂₁ K₁₁ᵀ,  S = A₂₂ − L₂₁ L₂₁ᵀ,  K₂₂ from S,  K₂₁ = −K₂₂ L₂₁ K₁₁,
     A⁻¹ = Kᵀ K.
 
-The diagonal blocks are inverted by the same formulas, down to leaves that LAPACK computes. All
+The same formulas invert the diagonal blocks, down to leaves that LAPACK computes. All
 steps run in place in the lower triangle, with the ``d³`` operations of Cholesky's method.
 
 ``L₂₁`` is a product with ``K₁₁`` instead of a triangular solve, so the rounding error can grow by
-up to ``√condition``. Against extended precision it is at most ten times LAPACK's error up to a
-condition of 1e7, which damped float32 factors do not exceed. At 1e11 the ratio is 700.
+up to ``√condition``. Compared with extended precision, it is at most ten times the error of LAPACK
+up to a condition of 1e7, which damped float32 factors do not exceed. At 1e11 the ratio is 700.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,14 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas, lapack
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
-# Largest size of a leaf. Sizes from 64 to 200 are equally fast on one thread; larger leaves make
-# fewer calls, which threads make in turn.
+# Largest size of a leaf. Sizes from 64 to 200 are equally fast on one thread. Larger leaves need
+# fewer calls, which hold the interpreter lock.
 _LEAF = 160
-# Least size for several threads. They wait 0.1 ms for each other at every product: at 512 one
-# thread takes 3.7 ms and two take 4.6 ms.
+# Least size for several threads. They wait 0.1 ms for each other at every product. At 512, one
+# thread takes 3.7 ms and two threads take 4.6 ms.
 _THREADED = 768
-# Least rows of a task, and tasks for each thread that run beside a block.
+# Least number of rows of a task, and number of tasks for each thread while another thread computes
+# a block.
 _LEAST_ROWS = 128
 _PIECES = 3
 
@@ -55,11 +56,11 @@ def invert(work: Array, workers: Workers) -> None:
 
     Args:
         work: ``(d, d)``, symmetric and positive definite, float64, with adjacent elements in each
-            row; the lower triangle is read and replaced with that of the inverse.
+            row; the lower triangle is replaced with the lower triangle of the inverse.
         workers: Threads.
 
     Raises:
-        LinAlgError: NumPy's; the matrix is not positive definite.
+        LinAlgError: The matrix is not positive definite (an error of NumPy).
     """
     with single_threaded_blas():
         _factor(work, workers)
@@ -67,7 +68,7 @@ def invert(work: Array, workers: Workers) -> None:
 
 
 def _factor(A: Array, workers: Workers) -> None:
-    """Replace ``A`` with ``L⁻¹``."""
+    """Replace ``A = L Lᵀ`` with ``L⁻¹``, in the lower triangle."""
     if len(A) <= _LEAF:
         _leaf(A)
         return
@@ -113,7 +114,7 @@ def _leaf(A: Array) -> None:
 
 
 def _from_left_copied(S: Array, B: Array, copy: Array) -> None:
-    """Copy ``B``, and replace it with ``Sᵀ B``."""
+    """Replace ``B`` with ``Sᵀ B``; ``copy`` receives the old ``B``."""
     copy[...] = B
     _from_left(S, B, True)
 
@@ -140,7 +141,7 @@ def _symmetric(x: Array, out: Array, count: int, *, alpha: float) -> list[Callab
 
 
 def _trapezoid(x: Array, out: Array, rows: slice, alpha: float) -> None:
-    """Compute rows of a symmetric product, up to the diagonal."""
+    """Compute the entries of a symmetric product in some rows, up to the diagonal."""
     copy = slice(0, rows.start)
     if rows.start:
         blas.gemm(x[rows], x[copy], out[rows, copy], alpha=alpha, beta=1.0)
@@ -148,12 +149,12 @@ def _trapezoid(x: Array, out: Array, rows: slice, alpha: float) -> None:
 
 
 def _blocks(matrix: Array) -> Blocks:
-    half = (len(matrix) + 15) // 16 * 8  # rows that begin on a cache line, where the side allows
+    half = (len(matrix) + 15) // 16 * 8  # a multiple of 8 rows, so that they begin on a cache line
     return Blocks(matrix[:half, :half], matrix[half:, :half], matrix[half:, half:])
 
 
 def _thread_count(matrix: Array, workers: Workers) -> int:
-    """Return the number of threads for a matrix: one if it is small, or inside a task."""
+    """Return the number of threads for a matrix, which is 1 for a small matrix or inside a task."""
     return len(workers.row_blocks(len(matrix))) if len(matrix) >= _THREADED else 1
 
 
@@ -164,7 +165,7 @@ def _row_blocks(length: int, count: int) -> list[slice]:
 
 
 def _run(workers: Workers, tasks: list[Callable[[], None]]) -> None:
-    """Run tasks in threads; a single task runs in the caller."""
+    """Run tasks in threads, or a single task in the calling thread."""
     if len(tasks) == 1:
         tasks[0]()
     else:

@@ -6,7 +6,7 @@ from kfac_engine._types import Array, DType
 
 
 def squared_norm(x: Array) -> float:
-    """Return the sum of squares.
+    """Return the sum of the squares of all entries.
 
     Args:
         x: Any shape and strides.
@@ -30,19 +30,19 @@ def summed_in(dtype: DType) -> DType:
 
 def all_finite(x: Array) -> bool:
     """Return whether all entries of an array are finite."""
-    # Squares of large numbers overflow, so such arrays are checked a second time.
+    # Squares of large numbers overflow, so an infinite sum needs a second check.
     return bool(np.isfinite(squared_norm(x))) or between_infinities(x)
 
 
 def between_infinities(x: Array) -> bool:
-    """Return whether all entries are finite, in two passes without squares."""
+    """Return whether all entries are finite, from their minimum and maximum."""
     with np.errstate(invalid="ignore"):
-        # NumPy returns NaN as minimum and as maximum.
+        # The minimum and the maximum of an array with NaN are NaN.
         return not x.size or bool(np.isfinite(x.min()) and np.isfinite(x.max()))
 
 
 def example_sums(x: Array, ds: Array, summed: tuple[int, ...]) -> Array:
-    """Return ``[Σ x∘ds, Σ ds]`` of each example, without an array of products.
+    """Return ``[Σ x∘ds, Σ ds]`` of each example; no array of products is allocated.
 
     Args:
         x: The axes of ``ds``, each of the same length or of length one.
@@ -61,7 +61,7 @@ def example_sums(x: Array, ds: Array, summed: tuple[int, ...]) -> Array:
 
 
 def _flat(x: Array) -> Array | None:
-    """Return a flat view of an array without gaps, in memory order; None for other arrays."""
+    """Return a flat view of an array in memory order; None for an array with gaps."""
     if x.flags.c_contiguous:
         return x.reshape(-1)
     order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])

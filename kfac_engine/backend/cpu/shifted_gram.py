@@ -9,12 +9,12 @@ pixel ``q = o + v·d − begin`` it is
 
 Only the set of pixels ``q`` depends on ``v``, and it depends on ``v`` at the image border only. So
 all pairs of taps with one offset share a product: the image, shifted by ``δ·d``, times the image.
-Few pixels at the border are then subtracted, block by block (``kernel_offsets``).
+The few pixels at the border are then subtracted from each block (``kernel_offsets``).
 
 **Complexity.** A 2-D kernel of ``k × k`` taps has ``((2k − 1)² + 1) / 2`` offsets up to sign. With
-``C`` channels and ``P`` pixels the products cost that many times ``C² P`` multiplications, instead
-of ``k⁴ C² P / 2`` for the product of copied patches: 13 instead of 40 for ``3 × 3``, 41 instead of
-312 for ``5 × 5``. No patch is copied; memory is one matrix ``(C, C)`` for each offset.
+``C`` channels and ``P`` pixels each offset costs ``C² P`` multiplications. The product of copied
+patches costs ``k⁴ C² P / 2``. The ratio is 13 to 40 for ``3 × 3`` and 41 to 312 for ``5 × 5``. No
+patch is copied. The scratch memory is one matrix ``(C, C)`` for each offset.
 
 **Where it applies.** All strides are one and the kernel has several taps; padding and dilation are
 arbitrary. It is slower than copied patches for few channels under a large kernel, and for few
@@ -47,19 +47,20 @@ from kfac_engine.backend.kernel_offsets import (
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
-# Largest number of channels for products in batches. 32 images of 28 × 28 take 32 ms in batches and
-# 44 ms line by line with 96 channels; 62 ms and 57 ms with 128.
+# Largest number of channels for products in batches. For 32 images of 28 × 28 with 96 channels,
+# batches take 32 ms and single lines 44 ms; with 128 channels, 62 ms and 57 ms.
 FEW_CHANNELS = 96
-# Entries of a line that stay in the first cache while the shifted lines are read.
+# Number of entries of a line that stay in the first-level cache while the shifted lines are read.
 _LINE = 5 << 10
-# Entries of images that outweigh the calls of a round; upper bound of a round with many channels.
+# Number of entries for which a round takes longer than its calls, and the upper bound of a round
+# with many channels.
 _ROUND = 1 << 16
 _MOST = 1 << 21
-# Entries of small products, and of border pixels, that are computed at a time.
+# Number of entries of small products, or of border pixels, that are computed at a time.
 _BATCH = 1 << 17
-# Multiplications in the time that Python takes to prepare a product.
+# Number of multiplications in the time that Python takes to prepare a product.
 _PREPARED = 3_000_000
-# Rows of a block that are written at a time.
+# Number of rows of a block that are written at a time.
 _WRITTEN_ROWS = 64
 
 Call: TypeAlias = Callable[[], object]
@@ -72,7 +73,7 @@ class Resources:
     Attributes:
         workers: Threads.
         chunk_bytes: Bound of the copies of patches.
-        numbers: Bound of all other working memory of all threads together, in entries.
+        numbers: Bound of all other scratch memory of all threads together, in entries.
     """
 
     workers: Workers
@@ -106,8 +107,8 @@ def add_shifted_gram(
         tasks = [partial(_add_group, group, lines, out, alpha, beta) for group in groups]
         run_tasks(tasks, threads, workers)
         return
-    # Either the images are divided among threads, and each thread prepares all products and has
-    # its own sums; or the offsets are divided.
+    # Threads divide either the images or the offsets. If they divide the images, each thread
+    # prepares all products and has separate sums.
     each = scratch_numbers(window, n, channels, x.shape[2:], 1)
     worth = work // (_PREPARED * max(1, len(products)))
     parts = max(1, min(threads, resources.numbers // each, worth))
@@ -128,14 +129,14 @@ def add_shifted_gram(
 def scratch_numbers(
     window: Window, images: int, channels: int, spatial_shape: tuple[int, ...], threads: int
 ) -> int:
-    """Return the working memory that ``add_shifted_gram`` needs at least, in entries.
+    """Return the least scratch memory of ``add_shifted_gram``, in entries.
 
     Args:
         window: Geometry; all strides are one.
         images: Number of images.
         channels: Channels of each image.
         spatial_shape: Shape of each image.
-        threads: Number of threads; they count if all images are multiplied in one round.
+        threads: Number of threads; it matters only if one round multiplies all images.
 
     Returns:
         Number of entries.
@@ -163,13 +164,13 @@ def images_per_round(images: int, channels: int, spatial_shape: tuple[int, ...])
         spatial_shape: Shape of each image.
 
     Returns:
-        As many images as make lines long enough for BLAS, in rounds of about equal size.
+        A number that makes lines long enough for BLAS and rounds about equal in size.
     """
     line, image = channels * spatial_shape[-1], channels * prod(spatial_shape)
     if channels <= FEW_CHANNELS:
         count = max(_LINE // line, _ROUND // image)
     else:
-        # Operands four times as long as wide: then reading and writing the sums takes little time.
+        # With operands four times as long as wide, reading and writing the sums takes little time.
         count = min(4 * channels // spatial_shape[-1], _MOST // image)
     return -(-images // -(-images // max(1, min(images, count))))
 
@@ -181,7 +182,7 @@ def _groups(
 
 
 class _GroupSums:
-    """Sums of the products of a group of offsets over images.
+    """The sums over images of the products of a group of offsets.
 
     Args:
         group: Offsets with their products.
@@ -189,7 +190,7 @@ class _GroupSums:
         dtype: Element type of the sums.
 
     Attributes:
-        sums: For each product ``(alongs, channels, channels)``.
+        sums: An array ``(alongs, channels, channels)`` for each product.
     """
 
     def __init__(self, group: OffsetGroup, channels: int, dtype: DType) -> None:
@@ -204,11 +205,11 @@ class _GroupSums:
         ]
 
     def line_calls(self, lines: ChannelsLastLines, batch: Array) -> Iterator[Call]:
-        """Yield calls that add the products of whole lines; they read the buffer when called.
+        """Yield functions that add the products of whole lines in the buffer at the time of a call.
 
         Args:
             lines: Buffer of images.
-            batch: Working memory for the small products of one line, or of several.
+            batch: Scratch memory for the small products of one or several lines.
         """
         if not self._whole:
             return
@@ -224,14 +225,15 @@ class _GroupSums:
             small = batch[: prod(map(len, box)) * width].reshape(-1, width)
             products = small.reshape(*partners.shape[:-2], channels, channels)
             yield partial(np.matmul, partners.swapaxes(-1, -2), pixels, out=products)
-            # A one for each line that a term counts: a product with these ones sums the lines.
+            # A row is 1 for each line of a term and 0 for other lines, so that a product sums the
+            # lines.
             counted = np.array([_within(box, other.lines) for other in self._whole], small.dtype)
             yield blas.gemm_call(
                 counted, small.T, self._of_lines.reshape(-1, width), alpha=1.0, beta=1.0
             )
 
     def border_calls(self, lines: ChannelsLastLines, strip: range) -> Iterator[Call]:
-        """Yield calls that add the negative terms of a strip, which fills the buffer."""
+        """Yield functions that add the negative terms of a strip of pixels in the buffer."""
         for part, total in zip(self.group.products, self.sums, strict=True):
             if part.sign < 0 and part.pixels.start in strip:
                 numbers = len(part.pixels) * lines.group * total.shape[-1]
@@ -242,7 +244,7 @@ class _GroupSums:
 def _add_group(
     group: OffsetGroup, lines: ChannelsLastLines, out: Array, alpha: float, beta: float
 ) -> None:
-    """Compute the blocks of a group of offsets, if the buffer contains all images."""
+    """Compute the blocks of a group of offsets from a buffer that contains all images."""
     sums = _GroupSums(group, lines.channels, out.dtype)
     batch = np.empty(_batch_numbers(group.window, lines.channels), out.dtype)
     whole = range(lines.length)
@@ -252,7 +254,7 @@ def _add_group(
 
 
 def _add_images(x: Array, groups: Sequence[_GroupSums]) -> None:
-    """Add the products of images in rounds: first of whole lines, then of the border strips."""
+    """Add the products of all images to ``groups``: of whole lines, then of border strips."""
     n, channels, *leading, length = x.shape
     window, dtype = groups[0].group.window, groups[0].dtype
     count = images_per_round(n, channels, (*leading, length))
@@ -268,7 +270,7 @@ def _add_images(x: Array, groups: Sequence[_GroupSums]) -> None:
 
 
 def _run_rounds(x: Array, lines: ChannelsLastLines, calls: Sequence[Call]) -> None:
-    """Fill the buffer with the next images and run all calls, until no images remain."""
+    """Run all calls for each round of images, which are copied to the buffer first."""
     for start in range(0, len(x), lines.group):
         lines.fill(x[start : start + lines.group])
         for call in calls:
@@ -278,7 +280,7 @@ def _run_rounds(x: Array, lines: ChannelsLastLines, calls: Sequence[Call]) -> No
 def _runs(
     lines: ChannelsLastLines, part: LineProduct, origin: int, box: Sequence[range]
 ) -> tuple[Array, Array]:
-    """Return the partners and the pixels of a product, for a box of lines.
+    """Return views of the partners and the pixels of a product, for a box of lines.
 
     Args:
         lines: Buffer of images.
@@ -299,7 +301,7 @@ def _runs(
 
 
 def _add_copied(partners: Array, pixels: Array, total: Array) -> None:
-    """Add ``Σ partnersᵀ pixels`` by one product; short runs are copied into one operand."""
+    """Add ``Σ partnersᵀ pixels`` to ``total`` by one product; short runs are copied first."""
     rows, columns = (run.reshape(-1, run.shape[-1]) for run in (partners, pixels))
     total += rows.T @ columns
 
@@ -309,18 +311,18 @@ def _hull(ranges: Sequence[range]) -> range:
 
 
 def _within(box: Sequence[range], lines: Sequence[range]) -> list[bool]:
-    """Return for each line of a box, in row-major order, whether it is in a range of lines."""
+    """Return whether each line of a box, in row-major order, is in a range of lines."""
     return [all(i in axis for i, axis in zip(line, lines, strict=True)) for line in product(*box)]
 
 
 def _batch_numbers(window: Window, channels: int) -> int:
-    """Entries of the small products at a time: at least those of all offsets along one line."""
+    """Return the entries of the small products at a time: at least one line with all offsets."""
     few = channels <= FEW_CHANNELS
     return max(_BATCH, (2 * window.kernel[-1] - 1) * channels**2) if few else 0
 
 
 def _boxes(lines: Sequence[range], count: int) -> Iterator[tuple[range, ...]]:
-    """Split lines into boxes with at most ``count`` lines each; leading axes are split first."""
+    """Yield boxes of at most ``count`` lines each; leading axes are split first."""
     lengths = [
         min(len(axis), max(1, count // prod(map(len, lines[i + 1 :]))))
         for i, axis in enumerate(lines)
@@ -337,7 +339,7 @@ def _write(parts: Sequence[_GroupSums], out: Array, alpha: float, beta: float) -
     """Compute ``block ← beta·block + alpha·Σ terms`` for the blocks of a group of offsets.
 
     Args:
-        parts: Sums over disjoint sets of images; the others are added to the first, in place.
+        parts: Sums over disjoint sets of images; the first is overwritten with the total.
         out: All blocks.
         alpha: Scale of the terms.
         beta: Scale of the old blocks.

@@ -1,9 +1,9 @@
-"""Lower triangles of ``out ← beta·out + alpha·Σ x xᵀ``, divided among threads.
+"""Computes lower triangles of ``out ← beta·out + alpha·Σ x xᵀ`` in threads.
 
 With few rows, each thread computes a block of rows of ``out``: a rectangle left of the diagonal and
-a triangle; the blocks have equal area. With many rows, each thread multiplies a part of the rows
-into a matrix of its own, and the matrices are added. The first way needs no memory, and the second
-keeps products large.
+a triangle. The blocks have equal area. With many rows, each thread computes the matrix of a part of
+the rows, and the matrices are added. The first algorithm needs no scratch memory, and the second
+has larger products.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,29 +17,30 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
-# Multiplications that take half a millisecond; those that run before another thread wakes.
+# Number of multiplications in half a millisecond, and in the time that another thread takes to
+# wake.
 _WORTH_A_THREAD = 3e7
 _WAKING = 5e6
-# Rows of a part below which adding another matrix costs more than it saves: 4096 rows of 1024 take
-# 17.8 ms in parts and 19.0 ms in row blocks; 256 rows take 2.0 ms and 1.3 ms.
+# Number of rows of a part below which adding another matrix costs more than it saves. For 4096 rows
+# of 1024, parts take 17.8 ms and row blocks 19.0 ms; for 256 rows, 2.0 ms and 1.3 ms.
 _ROWS_OF_A_PART = 512
-# Columns that are summed in float32 before the sums are added in float64.
+# Number of columns that are summed in float32 before the sums are added in float64.
 _SUM_BLOCK = 4096
-# Rows added at a time, so that little is read above the diagonal.
+# Number of rows that are added at a time, so that few entries above the diagonal are read.
 _ADDED_ROWS = 64
-# Multiple of all vector lengths and of the cache line, in entries.
+# A multiple of all vector lengths and of the cache line, in entries.
 _ALIGNED = 16
 
 
 def threads_for(multiplications: float, workers: Workers) -> int:
-    """Return the number of threads that a product occupies.
+    """Return the number of threads for a product.
 
     Args:
         multiplications: Number of multiplications; ``d²·rows / 2`` for a triangle.
         workers: Available threads.
 
     Returns:
-        At least one; one inside a task.
+        At least 1; always 1 inside a task.
     """
     worth = int(multiplications / _WORTH_A_THREAD)
     return len(workers.row_blocks(min(worth, workers.count))) if worth > 1 else 1
@@ -62,16 +63,16 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, workers: Worker
 
 
 def count_parts(rows: int, size: int, workers: Workers, spare: int) -> int:
-    """Return the number of parts of the rows, each with a matrix of its own.
+    """Return the number of parts of the rows that are multiplied to separate matrices.
 
     Args:
         rows: Number of rows.
         size: Size of the matrix.
         workers: Available threads.
-        spare: Working memory for the matrices, in entries.
+        spare: Scratch memory for the matrices, in entries.
 
     Returns:
-        One if row blocks are faster, or if there is no memory for a second matrix.
+        At least 1; 1 if row blocks are faster, or if there is no memory for a second matrix.
     """
     threads = threads_for(rows * size * size / 2, workers)
     affordable = 1 + spare // max(size * size, 1)
@@ -90,8 +91,8 @@ def accumulate(
 
     Args:
         parts: For each part, matrices ``(d, k)`` that BLAS can read without a copy. A matrix is
-            used before the next one of its part is requested, and may share its memory. Each part
-            but the first needs a matrix of working memory.
+            used before the next matrix of its part is requested, and both may share memory. Each
+            part except the first needs a matrix of scratch memory.
         out: ``(d, d)``; rows may have gaps.
         alpha: Scale of the new Gram matrix.
         beta: Scale of the old matrix; zero overwrites.
@@ -156,7 +157,7 @@ def _add_columns(piece: Array, total: Array) -> None:
 
 
 def _row_blocks(size: int, count: int, ahead: float) -> list[slice]:
-    """Split a lower triangle into row blocks of equal area, the first larger by ``ahead``."""
+    """Return row blocks of a lower triangle with equal area; the first is larger by ``ahead``."""
     each = (1.0 - ahead) / count
     areas = (ahead + each * i for i in range(1, count))
     cuts = {_ALIGNED * round(size * sqrt(area) / _ALIGNED) for area in areas}
@@ -171,7 +172,7 @@ def _add_block(piece: Array, out: Array, block_rows: slice, alpha: float, beta: 
 
 
 def _new_matrix(like: Array) -> Array:
-    """Return a matrix with zeros where ``_add_matrices`` reads above the diagonal."""
+    """Return an empty matrix with zeros where ``_add_matrices`` reads above the diagonal."""
     matrix: Array = np.empty(like.shape, like.dtype)
     for start in range(0, len(matrix), _ADDED_ROWS):
         rows = slice(start, start + _ADDED_ROWS)

@@ -1,4 +1,4 @@
-"""Conversion of symmetric matrices to float64 and back, through their lower triangles."""
+"""Converts symmetric matrices to float64 and back, through their lower triangles."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +9,14 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.threads import Workers
 
-# Rows that are converted at a time: at a size of 1024 their float64 copy is 1 MB and stays in the
-# cache. With fewer rows, threads wait for the interpreter more often.
+# Number of rows that are converted at a time. At a size of 1024, their float64 copy is 1 MB and
+# stays in the cache. With fewer rows, threads wait for the interpreter more often.
 _ROWS = 128
 # Least size for several threads.
 _THREADED = 512
 _ABOVE = np.triu(np.ones((_ROWS, _ROWS), bool), 1)
-# Entries that are added to each row: rows a multiple of a page apart collide in caches.
+# Entries that are added to each row, because rows that begin a multiple of a page apart collide in
+# caches.
 _PAD = 8
 
 
@@ -25,7 +26,7 @@ def empty_float64(size: int) -> Array:
 
 
 def tril_to_float64(matrix: Array, work: Array, workers: Workers) -> float:
-    """Convert the lower triangle of a matrix to float64.
+    """Convert the lower triangle of a matrix to float64, and return the squared norm.
 
     Args:
         matrix: ``(d, d)``, symmetric; the lower triangle is read.
@@ -45,7 +46,7 @@ def tril_to_float64(matrix: Array, work: Array, workers: Workers) -> float:
 
 
 def symmetric_from_tril(work: Array, dtype: DType, workers: Workers) -> Array:
-    """Return the symmetric matrix of a float64 lower triangle.
+    """Return the symmetric matrix whose lower triangle is ``work``.
 
     Args:
         work: ``(d, d)``, float64; the lower triangle is read.
@@ -61,7 +62,7 @@ def symmetric_from_tril(work: Array, dtype: DType, workers: Workers) -> Array:
 
 
 def _to_float64(matrix: Array, work: Array, sums: list[float], span: slice) -> None:
-    """Convert rows up to the diagonal, and append their sums of squares to ``sums``."""
+    """Convert a block of rows up to the diagonal, and append its sum of squares to ``sums``."""
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(span.start, span.stop, _ROWS):
             end = min(start + _ROWS, span.stop)
@@ -73,7 +74,7 @@ def _to_float64(matrix: Array, work: Array, sums: list[float], span: slice) -> N
 
 
 def _from_float64(work: Array, whole: Array, span: slice) -> None:
-    """Write rows up to the diagonal, and the columns that mirror them."""
+    """Write a block of rows up to the diagonal, and the columns that mirror it."""
     for start in range(span.start, span.stop, _ROWS):
         end = min(start + _ROWS, span.stop)
         rows = whole[start:end, :end]
@@ -84,7 +85,7 @@ def _from_float64(work: Array, whole: Array, span: slice) -> None:
 
 
 def _by_row_blocks(size: int, workers: Workers, work: Callable[[slice], None]) -> None:
-    """Apply a function to row blocks of about equal area below the diagonal, in threads."""
+    """Call a function on row blocks of about equal area below the diagonal, in threads."""
     parts = len(workers.row_blocks(size)) if size >= _THREADED else 1
     if parts == 1:
         work(slice(0, size))

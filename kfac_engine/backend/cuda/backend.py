@@ -1,7 +1,7 @@
 """The CuPy backend: the operations of the NumPy backend on a GPU, by CUDA kernels and libraries.
 
-No operation copies an array to the host. A decision on the host (is an array finite, did a
-factorisation succeed) reads a single number.
+No operation copies an array to the host. Decisions on the host, such as whether an array is finite,
+read a single number.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from kfac_engine.kernels.patches import write_patches
 
 SCRATCH_BYTES = 256 << 20
 
-# Element types that the kernels accumulate in float32.
+# Element types for which the kernels accumulate in float32.
 _COMPUTED = frozenset({"float32", "float16", "bfloat16"})
 
-# TF32 products for each float32 product: float32 accuracy on tensor cores.
+# Number of TF32 products for each float32 product, which gives float32 accuracy on tensor cores.
 _SPLIT = 3
 
 
@@ -42,9 +42,9 @@ class CupyBackend:
     """Operations on CuPy arrays.
 
     Args:
-        device: The GPU; the current one when left out.
-        scratch_bytes: Bound of the working memory of one operation.
-        split: Number of TF32 products for each float32 product of patches on tensor cores: 3 keeps
+        device: The GPU; by default the current GPU.
+        scratch_bytes: Bound of the scratch memory of one operation.
+        split: Number of TF32 products for each float32 product of patches on tensor cores: 3 has
             float32 accuracy, 1 does not, 0 uses FP32 units. By default 3 on devices with tensor
             cores for TF32, else 0.
 
@@ -82,8 +82,8 @@ class CupyBackend:
         return self._linalg
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
-        del copied  # the reserved memory is not released
-        # Memory of the current stream, and of the streams of refreshes, where one matrix may need
+        del copied  # part of the reserved memory, which is never released
+        # The memory of the current stream and of the streams of refreshes. One matrix may need
         # more.
         largest = MOST_COPIES * 8 * max(inverted, decomposed)
         return self.scratch_bytes + max(self.scratch_bytes, largest), True
@@ -104,7 +104,7 @@ class CupyBackend:
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        # Converted to float64 type by type: a conversion of each array would be a launch each.
+        # One conversion to float64 for each type, because each conversion is a launch of a kernel.
         kinds: dict[str, list[int]] = {}
         for i, array in enumerate(arrays):
             kinds.setdefault(array.dtype.name, []).append(i)
@@ -119,11 +119,11 @@ class CupyBackend:
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:  # each is launched while the tasks before still run
+        for task in tasks:  # the kernels of a task are launched while earlier kernels run
             task.do()
 
     def row_blocks(self, length: int, work: float) -> list[slice]:
-        del work  # a kernel occupies the device
+        del work  # one kernel occupies the whole device
         return [slice(0, length)]
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
@@ -146,7 +146,7 @@ class CupyBackend:
     ) -> None:
         axis = feature_axis % x.ndim
         if axis != x.ndim - 1 and out.dtype == np.float32 and x.dtype != np.float64:
-            # Channels-first data, as of images: the kernel reads pixels in place.
+            # The kernel reads channels-first data, such as images, in place.
             images = _as_images(x, axis)
             window = pointwise(images.ndim - 2)
             self.patch_second_moment(
@@ -177,7 +177,7 @@ class CupyBackend:
         if out.dtype == np.float32 and x.dtype != np.float64:
             self._moments.add(x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta)
             return
-        # Double precision: patches are copied, a few images at a time.
+        # In double precision, the patches of a few images at a time are copied.
         features = window.taps * x.shape[1]
         self._check_out(out, features + homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
@@ -217,7 +217,7 @@ class CupyBackend:
     ) -> None:
         self._fit_scratch()
         options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
-        # Examples with a single row are products of matrices, which cuBLAS computes.
+        # For examples with a single row, cuBLAS computes products of matrices.
         if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
             channel_groups.squared_gradients(self, x, window, ds, out, **options)  # type: ignore[arg-type] # by name
             return
@@ -280,9 +280,9 @@ class CupyBackend:
     # -- private ----------------------------------------------------------------------------------
 
     def _fit_scratch(self) -> None:
-        """Lower ``scratch_bytes`` to the memory that the device has, for all later calls.
+        """Lower ``scratch_bytes`` to the available memory of the device, for all later calls.
 
-        This runs before an operation writes: an operation cannot be restarted after it has written.
+        Call this before an operation writes, because it cannot be restarted after it has written.
         """
         affordable = self.device.affordable(self.scratch_bytes)
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = affordable
@@ -304,7 +304,7 @@ class CupyBackend:
     def _add_rows(
         self, rows: Array, out: Array, homogeneous: bool, alpha: float, beta: float
     ) -> None:
-        """Compute ``out ← beta·out + alpha·rowsᵀ rows``, both triangles, a part at a time."""
+        """Compute both triangles of ``out ← beta·out + alpha·rowsᵀ rows`` in place, in parts."""
         xp = self.xp
         self._fit_scratch()
         step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
@@ -328,7 +328,7 @@ class CupyBackend:
 
 
 def _is_foreign(value: object, xp: ModuleType) -> bool:
-    """Return whether a value is an array of a third library, which shares it by DLPack."""
+    """Return whether a value is an array of another library that supports DLPack."""
     return hasattr(value, "__dlpack_device__") and not isinstance(value, np.ndarray | xp.ndarray)
 
 
@@ -339,7 +339,7 @@ def _on_gpu(value: object) -> bool:
 
 
 def _as_images(x: Array, axis: int) -> Array:
-    """Return ``x`` as images of at most three spatial axes, a view where possible."""
+    """Return ``x`` as images with at most three spatial axes, as a view where possible."""
     lead, tail = x.shape[:axis], x.shape[axis + 1 :]
     spatial_shape = tail if len(tail) <= 3 else (prod(tail),)
     return x.reshape(prod(lead), x.shape[axis], *spatial_shape)

@@ -1,8 +1,8 @@
-"""The GPU through CuPy: this file and ``solvers`` contain the calls that only a GPU can answer.
+"""Access to the GPU by CuPy; only this file and ``solvers`` contain calls that need a GPU.
 
-CuPy is imported when a device is created: it is an optional dependency, and its import takes time.
-Tests run all code above this file on a CPU, with a stand-in for CuPy. Tests with the mark ``gpu``
-check the calls of this file on a device.
+CuPy is imported when a device is created, because it is an optional dependency and its import takes
+time. Tests run all code that uses this file on a CPU, with a stand-in for CuPy. Tests with the mark
+``gpu`` check the calls of this file on a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class CupyDevice:
     """The current CUDA device.
 
     Raises:
-        BackendError: CuPy is not installed, there is no device, or it fails a small computation.
+        BackendError: CuPy is not installed, there is no device, or a small computation fails on it.
 
     Attributes:
         xp: CuPy.
@@ -42,7 +42,7 @@ class CupyDevice:
         name: Name of the device with its compute capability and memory.
         capability: Compute capability, ``90`` for 9.0.
         tensor_cores: Whether the device has tensor cores for TF32.
-        solvers: Factorisations of stacks of matrices.
+        solvers: Computes factorisations of stacks of matrices.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class CupyDevice:
     # -- kernels ----------------------------------------------------------------------------------
 
     def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        """Return kernel ``name`` of a source, compiled once for each set of options."""
+        """Return the kernel ``name`` of a source; each set of options is compiled once."""
         key = source, options
         if key not in self._modules:
             flags = ("-std=c++17", *options)
@@ -89,7 +89,7 @@ class CupyDevice:
         return array
 
     def download(self, array: Array) -> Array:
-        """Return a copy on the host; waits for the device."""
+        """Return a copy on the host, after the device has computed the array."""
         host: Array = self.xp.asnumpy(array)
         return host
 
@@ -100,25 +100,25 @@ class CupyDevice:
 
         Args:
             rows: ``(k, d)``, C-contiguous, float32 or float64.
-            out: ``(d, d)``, C-contiguous, of the same type; zero ``beta`` overwrites.
+            out: ``(d, d)``, C-contiguous, of the same type.
             alpha: Scale of the product.
-            beta: Scale of the old values.
+            beta: Scale of the old values; zero overwrites.
         """
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
 
     def reserve(self, stored: int, scratch: int) -> None:
-        """Allocate two blocks of memory and return them to CuPy's pool, for later arrays.
+        """Allocate two blocks of memory and release them to CuPy's pool, for later arrays.
 
         Args:
-            stored: Bytes of averages and inverses.
-            scratch: Bytes of working memory.
+            stored: Number of bytes of averages and inverses.
+            scratch: Number of bytes of scratch memory.
 
         Raises:
             MemoryLimitError: The device has less memory.
         """
         try:
-            # Both blocks are allocated before the pool receives either: the second would reuse the
-            # first.
+            # Both blocks are allocated before the pool receives one, because the second block would
+            # reuse the first.
             blocks = [self.xp.cuda.alloc(size) for size in (stored, scratch)]
         except self.xp.cuda.memory.OutOfMemoryError as failure:
             free, total = self._memory_figures()
@@ -131,11 +131,11 @@ class CupyDevice:
         del blocks
 
     def within_memory(self, work: Callable[[int], _T], scratch_bytes: int) -> _T:
-        """Run ``work``, and repeat it with half the memory as long as the device has too little.
+        """Return the result of ``work``; halve its memory while the device has too little.
 
         Args:
-            work: Function of the bytes that it may use; it can be restarted.
-            scratch_bytes: Bytes of the first attempt.
+            work: Function of the number of bytes that it may use; it must be restartable.
+            scratch_bytes: Number of bytes of the first attempt.
 
         Returns:
             The result of ``work``.
@@ -160,20 +160,20 @@ class CupyDevice:
                 budget //= 2
 
     def affordable(self, wanted: int) -> int:
-        """Return the working memory that the device has: ``wanted``, halved until it is available.
+        """Return the available scratch memory: ``wanted``, halved until the device can allocate it.
 
         Args:
             wanted: Upper bound in bytes.
 
         Returns:
-            Available bytes.
+            Number of available bytes.
 
         Raises:
             MemoryLimitError: The device has no memory for the smallest pieces.
         """
 
         def taken(size: int) -> int:
-            self.xp.cuda.alloc(size)  # released to CuPy's pool at once
+            self.xp.cuda.alloc(size)  # CuPy's pool receives the memory immediately
             return size
 
         return self.within_memory(taken, wanted)
@@ -181,18 +181,18 @@ class CupyDevice:
     # -- private ----------------------------------------------------------------------------------
 
     def _memory_figures(self) -> tuple[str, str]:
-        """Return free and total memory in GB."""
+        """Return the free and the total memory in GB, as text."""
         free, total = self.xp.cuda.runtime.memGetInfo()
         return f"{free / 1e9:.2f}", f"{total / 1e9:.2f}"
 
     def _check(self) -> None:
-        """Run a kernel and a product: the compiler or a library may be missing."""
+        """Raise an exception unless a small kernel and a product of matrices succeed."""
         if self.capability < _OLDEST:
             raise RuntimeError(f"its compute capability {self.capability / 10} is below 7.0")
         x = self.xp.zeros((2, 2), np.float32)
         self.xp.RawModule(code=_PROBE).get_function("add_one")((1,), (4,), (x,))
         if float((x @ x).sum()) != 8.0:
-            raise RuntimeError("a small kernel gave a wrong result")
+            raise RuntimeError("a small kernel returned a wrong result")
 
 
 @cache

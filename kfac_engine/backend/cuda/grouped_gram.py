@@ -1,4 +1,4 @@
-"""Gram matrices and squared gradients of groups of channels by CUDA kernels, on any ``Device``."""
+"""Gram matrices and squared gradients of groups of channels, by CUDA kernels."""
 
 from itertools import pairwise
 from math import prod
@@ -14,14 +14,14 @@ from kfac_engine.kernels.launch import Device
 
 
 class GroupProducts:
-    """Products of rows for groups of channels, on one device.
+    """Computes Gram matrices and squared gradients of groups of channels on one device.
 
     Args:
         device: Device of the kernels.
         scratch_bytes: Bound of the partial results of one product.
 
     Attributes:
-        scratch_bytes: The same bound; it may be changed.
+        scratch_bytes: The bound, which may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int) -> None:
@@ -44,7 +44,7 @@ class GroupProducts:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
             out: ``(groups, d, d)``, C-contiguous float32.
-            homogeneous: Whether a one is appended to each row.
+            homogeneous: Whether a 1 is appended to each row.
             alpha: Scale of the new Gram matrices.
             beta: Scale of the old matrices; zero overwrites.
 
@@ -78,7 +78,7 @@ class GroupProducts:
             window: Geometry.
             ds: ``(n, outputs, *output_shape)``, any strides, of the type of ``x``.
             out: ``(groups, d, outputs / groups)``, C-contiguous float32.
-            homogeneous: Whether a one is appended to each row.
+            homogeneous: Whether a 1 is appended to each row.
             alpha: Scale of the new squares.
             beta: Scale of the old squares; zero overwrites.
 
@@ -113,7 +113,7 @@ def as_entry_images(x: Array, axes: tuple[int, ...]) -> Array | None:
 
 
 def merge_axes(x: Array, window: Window) -> tuple[Array, Window]:
-    """Return images with at most as many axes as kernels support; pixels are joined to one axis."""
+    """Return images with as few axes as kernels need, with pixels merged into one axis."""
     if not window.is_pointwise or x.ndim <= 2 + AXES:
         return x, window
     return x.reshape(*x.shape[:2], -1), pointwise(1)

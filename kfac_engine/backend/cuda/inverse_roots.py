@@ -1,7 +1,7 @@
 """Inverse roots on a GPU by products of matrices, on devices where products are faster.
 
-The iteration runs in float64. Its residual then falls below float32's rounding at any condition
-that is worth inverting; in float32 an error of ``6e-3`` would remain at a condition of 1e6.
+The iteration runs in float64. Its residual then falls below the rounding of float32 at any useful
+condition. In float32, an error of ``6e-3`` would remain at a condition of 1e6.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,16 @@ from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.matrix_batches import DampedMatrices, MatrixBatches
 from kfac_engine.kernels.symmetric import narrow
 
-# Least sizes for which products are faster than eigenvectors, by compute capability: devices whose
-# float64 is as fast as float32. Predictions, not measurements: about 25 steps of four products at
-# 30 TFLOP/s, against a tridiagonalisation that occupies a few hundredths of such a device.
+# Least sizes for which products are faster than eigenvectors, by compute capability. The devices
+# have float64 units as fast as those of float32. The sizes are predicted, not measured: about 25
+# steps of four products at 30 TFLOP/s, compared with a tridiagonalisation that uses a few percent
+# of such a device.
 LEAST_SIZES = {80: 256, 90: 256, 100: 256}
-# Bound of the residual, which bounds the relative error of a root: one rounding to float32.
+# Bound of the residual, and so of the relative error of a root: one rounding to float32.
 _RESIDUAL = 2.0**-24
 _MOST_STEPS = 40
-# Float64 matrices that are allocated at once for each matrix of a stack; inverses need half.
+# Number of float64 matrices that are allocated at once for each matrix of a stack. Inverses need
+# half of it.
 MOST_COPIES = 10
 
 
@@ -33,14 +35,14 @@ def inverse_roots(
     dampings: Sequence[float],
     degrees: Sequence[int],
 ) -> list[Array | None]:
-    """Return ``(matrix + damping·I)^(−1/degree)`` where products are faster than eigenvectors.
+    """Return ``(matrix + damping·I)^(−1/degree)`` of matrices for which products are fastest.
 
     Args:
         device: The GPU.
         batches: Runs the iteration on stacks of equal size.
-        matrices: Symmetric.
-        dampings: For each matrix.
-        degrees: For each matrix.
+        matrices: Symmetric matrices.
+        dampings: The damping of each matrix.
+        degrees: The degree of the root of each matrix.
 
     Returns:
         One root for each matrix. None if the matrix is small or float64, if it is not positive
@@ -64,9 +66,9 @@ def inverse_roots(
         chosen = [i for i, count in steps.items() if count <= _MOST_STEPS]
         if not chosen:
             continue
-        given = DampedMatrices([matrices[i] for i in chosen], [dampings[i] for i in chosen])
+        damped = DampedMatrices([matrices[i] for i in chosen], [dampings[i] for i in chosen])
         work = partial(_roots, device, degree, [int(steps[i]) for i in chosen])
-        outcomes = batches.run(given, work, copies=MOST_COPIES)
+        outcomes = batches.run(damped, work, copies=MOST_COPIES)
         for i, (root, _, (residual,)) in zip(chosen, outcomes, strict=True):
             if residual <= _RESIDUAL:  # False for NaN
                 roots[i] = root
@@ -76,7 +78,7 @@ def inverse_roots(
 def _roots(
     device: CupyDevice, degree: int, steps: Sequence[int], stack: Array, indices: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Return the roots of a stack, and the norms of their residuals."""
+    """Return the roots of a stack of matrices, and the norms of their residuals."""
     xp = device.xp
     bounds = abs(stack).sum(axis=2).max(axis=1)
     # More steps than a matrix needs do not change its root.

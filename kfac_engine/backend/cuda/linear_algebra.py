@@ -28,7 +28,7 @@ class CupyLinearAlgebra:
 
     Args:
         device: The GPU.
-        scratch_bytes: Bound of the working memory; a single matrix may take more.
+        scratch_bytes: Bound of the scratch memory; a single matrix may take more.
     """
 
     def __init__(self, device: CupyDevice, scratch_bytes: int) -> None:
@@ -71,15 +71,16 @@ class CupyLinearAlgebra:
         return results
 
     def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
-        # A stack is split into matrices, which are stacked with others of their size.
+        # A stack is split into matrices, which are stacked with all others of their size.
         single = [part for m in matrices for part in (m if m.ndim > 2 else m[None])]
         pairs: list[tuple[Array, Array]] = []
         outcomes = self._batches.run(DampedMatrices(single), self._eigh)
         for matrix, (pair, _, (error,)) in zip(single, outcomes, strict=True):
             if not error <= _EIGEN_ROUNDING * len(matrix):
                 raise BackendError(
-                    f"the eigenvectors of a {matrix.shape} matrix are wrong by {error:.2g} of its "
-                    f"largest entry; an inverse (exponent -1) needs none."
+                    f"the eigenvectors of a {matrix.shape} matrix have an error of {error:.2g} "
+                    f"times its largest entry; an inverse (exponent -1) needs no eigenvectors."
+                    f"largest entry; an inverse (exponent -1) needs no eigenvectors."
                 )
             pairs.append(pair)
         parts = iter(pairs)
@@ -99,17 +100,17 @@ class CupyLinearAlgebra:
         finish: Callable[[Array, DType], Array],
         clamped: Callable[[Array, Array], Array],
     ) -> Generator[None, None, list[Array]]:
-        """Compute results from Cholesky factors; by eigenvalues for matrices without a factor.
+        """Return results from Cholesky factors, or from eigenvalues for indefinite matrices.
 
         Args:
-            matrices: Symmetric.
-            dampings: For each matrix.
+            matrices: Symmetric matrices.
+            dampings: The damping of each matrix.
             finish: Computes results from a stack of Cholesky factors and the type of the results.
             clamped: Computes the result of one matrix from its damped eigenvalues and its
                 eigenvectors.
 
         Yields:
-            Once, after all operations were launched and before any number is read.
+            None once, after all operations are launched and before any number is read.
 
         Returns:
             One result for each matrix, in its element type.
@@ -124,8 +125,8 @@ class CupyLinearAlgebra:
         remaining, least = list(range(len(matrices))), list(dampings)
         for factor in _ATTEMPTS:
             tried = [matrices[i] for i in remaining]
-            given = DampedMatrices(tried, [factor * least[i] for i in remaining], floored=True)
-            wait = self._batches.begin(given, self._attempt(tried, finish))
+            damped = DampedMatrices(tried, [factor * least[i] for i in remaining], floored=True)
+            wait = self._batches.begin(damped, self._attempt(tried, finish))
             if factor == 1:
                 yield
             for i, (result, (zero, level, trace), (code,)) in zip(remaining, wait(), strict=True):
@@ -140,14 +141,14 @@ class CupyLinearAlgebra:
             remaining = [i for i in remaining if results[i] is None]
         pairs = self.eighs([matrices[i] for i in remaining])
         for i, pair in zip(remaining, pairs, strict=True):
-            message = "a %s matrix is indefinite; its negative eigenvalues are cut off"
+            message = "a %s matrix is indefinite; its negative eigenvalues are replaced with zero"
             _LOG.warning(message, matrices[i].shape)
             result = clamped(self._xp.maximum(pair[0], 0.0) + least[i], pair[1])
             results[i] = self._xp.ascontiguousarray(result.astype(matrices[i].dtype))
         return results
 
     def _attempt(self, matrices: Sequence[Array], finish: Callable[[Array, DType], Array]) -> Work:
-        """Return work that factors stacks and reports the codes of the factorisations."""
+        """Return an operation that factors stacks and returns the codes of the factorisations."""
 
         def attempt(stack: Array, indices: Sequence[int]) -> tuple[Array, Array]:
             code = self._device.solvers.cholesky(stack)
@@ -156,7 +157,7 @@ class CupyLinearAlgebra:
         return attempt
 
     def _eigh(self, stack: Array, indices: Sequence[int]) -> tuple[Sequence[object], Array]:
-        """Decompose a stack, and report the errors of the eigenvectors."""
+        """Return eigenvalues and eigenvectors of a stack, and the errors of the eigenvectors."""
         xp, count = self._xp, len(indices)
         values, vectors = xp.linalg.eigh(stack[0] if count == 1 else stack, UPLO="L")
         values, vectors = values.reshape(count, -1), vectors.reshape(stack.shape)
@@ -168,14 +169,14 @@ class CupyLinearAlgebra:
         return list(zip(values, vectors, strict=True)), errors
 
     def _joined(self, matrix: Array, pairs: Iterator[tuple[Array, Array]]) -> tuple[Array, Array]:
-        """Return the next pair; for a stack the next pairs of all its matrices, stacked."""
+        """Return the next pair of ``pairs``, or the stacked pairs of all matrices of a stack."""
         if matrix.ndim == 2:
             return next(pairs)
         values, vectors = zip(*islice(pairs, len(matrix)), strict=True)
         return self._xp.stack(values), self._xp.stack(vectors)
 
     def _root(self, values: Array, vectors: Array) -> Array:
-        """Return a triangular root of ``QΛQᵀ``: with ``√Λ Qᵀ = Q'R`` it is ``Rᵀ``."""
+        """Return a triangular root of ``QΛQᵀ``: the matrix ``Rᵀ`` of ``√Λ Qᵀ = Q'R``."""
         xp = self._xp
         R = xp.linalg.qr(xp.sqrt(values)[:, None] * vectors.T, mode="r")
         lower: Array = (R * xp.where(xp.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
@@ -183,7 +184,7 @@ class CupyLinearAlgebra:
 
 
 def _begin(steps: Generator[None, None, list[Array]]) -> Callable[[], list[Array]]:
-    """Run a generator to its only yield, and return a function that runs the rest."""
+    """Run a generator to its only yield; return a function that completes it."""
     next(steps)
 
     def finish() -> list[Array]:
@@ -198,7 +199,7 @@ def _begin(steps: Generator[None, None, list[Array]]) -> Callable[[], list[Array
 
 
 def _inverse(values: Array, vectors: Array) -> Array:
-    """Return ``QΛ⁻¹Qᵀ``, symmetric."""
+    """Return the symmetric matrix ``QΛ⁻¹Qᵀ``."""
     inverse = (vectors / values) @ vectors.T
     symmetric: Array = 0.5 * (inverse + inverse.T)
     return symmetric

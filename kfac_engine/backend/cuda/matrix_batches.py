@@ -1,11 +1,11 @@
-"""Stacks of matrices of equal size on a GPU, with one read of the device for all of them.
+"""Operations on stacks of matrices on a GPU, with one read of the device for all of them.
 
-Each operation converts its matrices to float64, as on a CPU. The device alone knows facts about a
-matrix: is it finite, what is its trace, did its factorisation succeed. These facts are gathered
-from all matrices and read once.
+Each operation converts its matrices to float64, as on a CPU. The host needs facts about each
+matrix: whether it is finite, its trace, and whether its factorisation succeeded. The device
+collects these facts for all matrices, and the host reads them once.
 
-Float64 is used on devices with slow float64 too: an inverse costs ``d³`` operations, and a step of
-Newton's iteration, which could repair a float32 inverse, costs ``4d³`` in float64.
+Devices with slow float64 use float64, too. An inverse costs ``d³`` operations, and a step of
+Newton's iteration that corrects a float32 inverse costs ``4d³`` operations in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from kfac_engine.backend.cuda.solvers import STACKED_SIZE, STREAMS
 from kfac_engine.errors import NonFiniteError, ShapeError
 from kfac_engine.kernels.symmetric import FACTS, Floor, widen
 
-# Float64 matrices that are allocated at once for each matrix of a stack.
+# Number of float64 matrices that are allocated at once for each matrix of a stack.
 _COPIES = 5
 
-# Computes results of a damped float64 stack: its arguments are the stack, which it may overwrite,
-# and the indices of its matrices. Returns one result and one row of numbers for each matrix; the
-# numbers are read from the device later.
+# Operation on a damped float64 stack. Its arguments are the stack, which it may overwrite, and the
+# indices of the matrices. It returns one result and one row of numbers for each matrix. The host
+# reads the numbers later.
 Work: TypeAlias = Callable[[Array, Sequence[int]], tuple[Any, Array]]
 _NO_FLOOR = Floor(0.0, 0.0)
 
@@ -37,8 +37,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         result: Result of the operation, on the device.
-        facts: Three numbers: one if the matrix is zero, the damping that was added, and the trace
-            of the undamped matrix.
+        facts: Three numbers: 1 if the matrix is zero, the added damping, and the trace of the
+            undamped matrix.
         numbers: Numbers that the operation returned.
     """
 
@@ -49,12 +49,12 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DampedMatrices:
-    """Matrices with the dampings of their diagonals.
+    """Matrices with their dampings.
 
     Attributes:
         matrices: Square matrices of any sizes and types.
-        dampings: One for each matrix; zero if None.
-        floored: Whether dampings are raised to the rounding of the eigenvalues.
+        dampings: The damping of each matrix; zeros if None.
+        floored: Whether dampings are raised to the rounding error of the eigenvalues.
     """
 
     matrices: Sequence[Array]
@@ -62,7 +62,7 @@ class DampedMatrices:
     floored: bool = False
 
     def dampings_of(self, indices: Sequence[int]) -> Array:
-        """Return the dampings of some of the matrices, float64."""
+        """Return the dampings of the matrices with these indices, float64."""
         dampings = [self.dampings[i] if self.dampings else 0.0 for i in indices]
         return np.array(dampings, np.float64)
 
@@ -74,11 +74,11 @@ class DampedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """Operation on matrices of one size that was launched on the device.
+    """A launched operation on matrices of one size.
 
     Attributes:
-        results: One for each matrix.
-        rows: Numbers that are still on the device, ``(matrices of a stack, numbers)`` each.
+        results: One result for each matrix.
+        rows: Arrays ``(matrices of a stack, numbers)`` on the device.
         streams: Streams of the operation.
     """
 
@@ -88,11 +88,11 @@ class _Launched:
 
 
 class MatrixBatches:
-    """Operations on many matrices of one device, stacked by size and element type.
+    """Runs operations on many matrices of one device, stacked by size and element type.
 
     Args:
         device: The GPU.
-        scratch_bytes: Bound of the working memory; a single matrix may take more.
+        scratch_bytes: Bound of the scratch memory; a single matrix may take more.
     """
 
     def __init__(self, device: CupyDevice, scratch_bytes: int) -> None:
@@ -100,30 +100,30 @@ class MatrixBatches:
         self._xp = device.xp
         self._scratch_bytes = scratch_bytes
 
-    def run(self, given: DampedMatrices, work: Work, *, copies: int = _COPIES) -> list[Outcome]:
-        """Apply an operation to stacks of matrices, and read the device once.
+    def run(self, damped: DampedMatrices, work: Work, *, copies: int = _COPIES) -> list[Outcome]:
+        """Return the outcomes of an operation on stacks of matrices; the device is read once.
 
         Args:
-            given: The matrices.
+            damped: The matrices.
             work: Operation on a stack.
-            copies: Float64 matrices that it allocates at once for each matrix of a stack.
+            copies: Number of float64 matrices that the operation allocates at once for each matrix.
 
         Returns:
             One outcome for each matrix, with its numbers on the host.
 
         Raises:
             ShapeError: A matrix is not square.
-            NonFiniteError: A matrix holds NaN or infinity.
+            NonFiniteError: A matrix contains NaN or infinity.
         """
-        return self.begin(given, work, copies=copies)()
+        return self.begin(damped, work, copies=copies)()
 
     def begin(
-        self, given: DampedMatrices, work: Work, *, copies: int = _COPIES
+        self, damped: DampedMatrices, work: Work, *, copies: int = _COPIES
     ) -> Callable[[], list[Outcome]]:
         """Launch ``run`` and return a function that waits for its outcomes.
 
         Args:
-            given: The matrices.
+            damped: The matrices.
             work: Operation on a stack.
             copies: As for ``run``.
 
@@ -135,13 +135,13 @@ class MatrixBatches:
             ShapeError: A matrix is not square.
         """
         groups: dict[tuple[int, str], list[int]] = {}
-        for i, matrix in enumerate(given.matrices):
+        for i, matrix in enumerate(damped.matrices):
             if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-                raise ShapeError(f"a square matrix is needed, got one of shape {matrix.shape}.")
+                raise ShapeError(f"a factor must be a square matrix, got shape {matrix.shape}.")
             groups.setdefault((len(matrix), matrix.dtype.char), []).append(i)
         launched = [
             self._device.within_memory(
-                partial(self._launch, given, indices, work, copies), self._scratch_bytes
+                partial(self._launch, damped, indices, work, copies), self._scratch_bytes
             )
             for indices in groups.values()
         ]
@@ -158,7 +158,7 @@ class MatrixBatches:
             ordered = sorted(zip(order, results, numbers, strict=True), key=lambda item: item[0])
             for i, _, (finite, *_) in ordered:
                 if not finite:
-                    self._refuse(given.matrices[i])
+                    self._refuse(damped.matrices[i])
             return [Outcome(result, row[1:FACTS], row[FACTS:]) for _, result, row in ordered]
 
         return finish
@@ -172,16 +172,16 @@ class MatrixBatches:
 
     def _launch(
         self,
-        given: DampedMatrices,
+        damped: DampedMatrices,
         indices: Sequence[int],
         work: Work,
         copies: int,
         scratch_bytes: int,
     ) -> _Launched:
-        """Launch an operation on matrices of one size."""
-        # Small matrices are stacked as memory allows. Each large matrix is a stack of its own, on
-        # one of several streams.
-        first = given.matrices[indices[0]]
+        """Launch an operation on matrices of one size and return its pending results."""
+        # Small matrices are stacked as memory allows. Each large matrix is a separate stack, on one
+        # of several streams.
+        first = damped.matrices[indices[0]]
         size, dtype = len(first), first.dtype
         most = max(1, scratch_bytes // (copies * 8 * size * size))
         large = size > STACKED_SIZE
@@ -192,10 +192,10 @@ class MatrixBatches:
             for start, stream in zip(range(0, len(indices), step), cycle(streams), strict=False):
                 chunk = indices[start : start + step]
                 with stream:
-                    stack = self._stacked([given.matrices[i] for i in chunk])
-                    dampings = self._device.upload(given.dampings_of(chunk))
-                    # `widen` writes zeros for NaN and infinity: libraries may fail on those.
-                    wide, facts = widen(self._device, stack, dampings, given.floor(dtype))
+                    stack = self._stacked([damped.matrices[i] for i in chunk])
+                    dampings = self._device.upload(damped.dampings_of(chunk))
+                    # `widen` writes zeros for NaN and infinity, on which libraries may fail.
+                    wide, facts = widen(self._device, stack, dampings, damped.floor(dtype))
                     results, numbers = work(wide, chunk)
                     group.results.extend(results)
                     group.rows.append(self._xp.concatenate([facts, numbers], axis=1))
@@ -213,9 +213,9 @@ class MatrixBatches:
         return stack
 
     def _refuse(self, matrix: Array) -> None:
-        """Raise NonFiniteError for the first entry of a matrix that is not finite."""
+        """Raise a NonFiniteError that names the first entry that is not finite."""
         bad = divmod(int((~self._xp.isfinite(matrix)).argmax()), len(matrix))
         raise NonFiniteError(
-            f"a {matrix.shape} factor holds {float(matrix[bad])} at {list(bad)}; look for overflow "
-            f"in the statistics it was averaged from."
+            f"a {matrix.shape} factor contains {float(matrix[bad])} at {list(bad)}; look for "
+            f"overflow in the statistics it was averaged from."
         )

@@ -1,7 +1,7 @@
 """The memory of a GPU, with a stream for ONNX Runtime.
 
-CuPy's default stream has no address that ONNX Runtime could receive, so ONNX Runtime has a second
-stream. Events on the device order the two streams; the host does not wait.
+CuPy's default stream has no address that ONNX Runtime accepts, so ONNX Runtime uses a second
+stream. Events on the device order the two streams, and the host does not wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CupyMemorySpace:
-    """The memory of the current CUDA device; see ``MemorySpace``.
+    """The memory space of the current CUDA device.
 
     Args:
         backend: Backend of the arrays.
@@ -65,7 +65,7 @@ class CupyMemorySpace:
         return self._backend.to_numpy(array)
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        # The squares of large numbers overflow: such arrays are checked entry by entry.
+        # The squares of large numbers overflow, so an infinite norm needs a check of the entries.
         norms = self._backend.squared_norms(arrays)
         return [
             isfinite(squares) or bool(self._backend.xp.isfinite(array).all())

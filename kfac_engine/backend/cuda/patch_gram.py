@@ -1,4 +1,4 @@
-"""Gram matrices of patches by CUDA kernels, on any ``Device``; tests run the kernels on a CPU."""
+"""Gram matrices of patches by CUDA kernels."""
 
 from math import prod
 
@@ -11,21 +11,21 @@ from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import Pass, Scales, add_products
 from kfac_engine.kernels.patch_sums import add_border, add_patch_squares
 
-# Bound of the positions of a launch, which kernels count in 32 bits.
+# Largest number of positions of a launch, which kernels count in 32 bits.
 MOST_POSITIONS = 2**31 - 2**16
 
 
 class PatchMoments:
-    """Gram matrices of patches on one device; plans are computed once for each geometry.
+    """Computes Gram matrices of patches on one device, with one plan for each geometry.
 
     Args:
         device: Device of the kernels.
         scratch_bytes: Bound of the partial results of one pass.
-        split: Number of TF32 products for each float32 product on tensor cores: 3 keeps float32
-            accuracy, 1 does not; 0 uses FP32 units.
+        split: Number of TF32 products for each float32 product on tensor cores: 3 has float32
+            accuracy, 1 does not, 0 uses FP32 units.
 
     Attributes:
-        scratch_bytes: The same bound; it may be changed.
+        scratch_bytes: The bound, which may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:
@@ -50,8 +50,9 @@ class PatchMoments:
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
             window: Geometry.
-            out: ``(taps·channels (+ 1), same)``, C-contiguous float32; features tap-major.
-            homogeneous: Whether a one is appended to each patch.
+            out: ``(d, d)`` with ``d = taps·channels (+ 1)``, C-contiguous float32; features are
+                tap-major.
+            homogeneous: Whether a 1 is appended to each patch.
             alpha: Scale of the new Gram matrix.
             beta: Scale of the old matrix; zero overwrites.
 
@@ -61,8 +62,8 @@ class PatchMoments:
         features = window.taps * x.shape[1]
         if out.shape != (features + homogeneous,) * 2:
             raise ShapeError(
-                f"a moment of {features} features{' and a one' if homogeneous else ''} does not "
-                f"fit a matrix of shape {out.shape}."
+                f"a Gram matrix of {features} features{' and a bias' if homogeneous else ''} does "
+                f"not fit a matrix of shape {out.shape}."
             )
         outputs = window.output_shape(x.shape[2:])
         most = max(1, MOST_POSITIONS // prod(outputs))
@@ -83,7 +84,7 @@ class PatchMoments:
     def add_squares(
         self, x: Array, window: Window, out: Array, *, alpha: float, beta: float
     ) -> None:
-        """Compute ``out ← beta·out + alpha·Σ z²``, entry by entry, in place.
+        """Compute ``out ← beta·out + alpha·Σ z²`` over all patches, entry by entry, in place.
 
         Args:
             x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.

@@ -1,12 +1,12 @@
-"""Plan of the products of patches for a Gram matrix on a GPU: geometry only.
+"""Plans the products of patches that compute a Gram matrix on a GPU, from the geometry.
 
 The lower triangle of ``Σ z zᵀ`` consists of tiles of features. There are two plans:
 
 * *direct*: one product for each tile, over the output positions of the window;
 * *shifted*, for strides of one and channels that are a multiple of the tile. Over the full grid of
-  positions that see a pixel, a product depends on the offset of its two taps only, so few products
-  differ (13 instead of 45 for 3 × 3 taps). The frame around the outputs of the window is subtracted
-  (see ``frame``).
+  positions that see a pixel, a product depends on the offset of its two taps only, so there are
+  fewer products (13 instead of 45 for 3 × 3 taps). The products over the ``frame`` around the
+  outputs of the window are subtracted.
 
 The cheaper plan is chosen. Products over many positions are divided into pieces, so that a device
 has enough blocks, and the pieces are added in a fixed order.
@@ -27,9 +27,9 @@ from kfac_engine.backend.window import Window
 from kfac_engine.kernels.geometry import JOB, SUM, grid_struct
 from kfac_engine.kernels.moments import TILE
 
-# Least positions of a block: with fewer, its start dominates.
+# Least number of positions of a block. With fewer positions, the start of the block dominates.
 _SHORTEST = 512
-# Blocks for each multiprocessor, so that the last wave is short.
+# Number of blocks for each multiprocessor, so that the last wave is short.
 _BLOCKS_EACH = 12
 # Fixed cost of a product, in positions.
 _START = 128
@@ -37,7 +37,7 @@ _DEPTH = 16  # positions that a block of patch_products.cu loads at a time
 
 
 class Product(NamedTuple):
-    """A tile of a product over all positions of one grid."""
+    """The product of two tiles of features over all positions of a grid."""
 
     grid: int
     row: int
@@ -49,12 +49,12 @@ Terms = Mapping[tuple[int, int], Sequence[tuple[Product, bool]]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Products of all tiles, before they are divided into pieces.
+    """The products of all tiles, before they are divided into pieces.
 
     Attributes:
         aligned: Whether the number of channels is a multiple of the tile size.
         grids: Boxes of output positions as ``(begins, outputs)``.
-        terms: For each tile of the lower triangle its products, with True for subtraction.
+        terms: The products of each tile of the lower triangle, with True for subtraction.
     """
 
     aligned: bool
@@ -66,14 +66,14 @@ class Recipe:
         return prod(self.grids[grid][1])
 
     def cost(self, images: int) -> int:
-        """Return the number of output positions over all products, the cost of a plan."""
+        """Return the cost of a plan: the number of output positions over all products."""
         needed = {part for terms in self.terms.values() for part, _ in terms}
         return sum(images * self.positions(part.grid) + _START for part in needed)
 
 
 @dataclass(frozen=True, slots=True)
 class HostPass:
-    """One pass as host arrays: see ``kernels.moments.Pass``."""
+    """A pass of the kernels (``kernels.moments.Pass``) as host arrays."""
 
     aligned: bool
     grids: Array
@@ -102,7 +102,7 @@ def plan(
         scratch_bytes: Bound of the partial results of a pass.
 
     Returns:
-        Passes over different tiles of the result.
+        Passes that compute different tiles of the result.
     """
     ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
     recipes = [way(window, channels, spatial_shape) for way in ways]
@@ -142,7 +142,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
     for i in range(len(taps) * each):
         for j in range(i + 1):
             u, v = taps[i // each], taps[j // each]
-            # The pair of taps with the same offset that is nearest to the first tap.
+            # Of all pairs of taps with this offset, take the pair nearest to the first tap.
             apart = [a - b for a, b in zip(u, v, strict=True)]
             first = place[tuple(max(step, 0) for step in apart)] * each + i % each
             second = place[tuple(max(-step, 0) for step in apart)] * each + j % each
@@ -156,7 +156,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
 
 
 def _length(recipe: Recipe, images: int, processors: int) -> int:
-    """Return the positions of a piece, such that all blocks fill the device several times."""
+    """Return the number of positions of a piece, for which all blocks occupy the device."""
     needed = {part for terms in recipe.terms.values() for part, _ in terms}
     total = sum(images * recipe.positions(part.grid) for part in needed)
     even = -(-total // (processors * _BLOCKS_EACH))
@@ -164,7 +164,7 @@ def _length(recipe: Recipe, images: int, processors: int) -> int:
 
 
 def _passes(recipe: Recipe, images: int, length: int, capacity: int) -> Iterator[HostPass]:
-    """Yield passes over tiles whose partial results fit the scratch memory, or over one tile."""
+    """Yield passes over as many tiles as fit the scratch memory, at least one each."""
     pieces = [-(-images * recipe.positions(grid) // length) for grid in range(len(recipe.grids))]
     group: dict[tuple[int, int], Sequence[tuple[Product, bool]]] = {}
     needed: set[Product] = set()

@@ -1,8 +1,8 @@
-"""Cholesky factors and inverses of stacks of matrices by cuSOLVER, and the streams that run them.
+"""Cholesky factors and inverses of stacks of matrices by cuSOLVER, on several streams.
 
-This file and ``device`` contain the calls that only a GPU can answer. CuPy binds the factorisation
-and not ``potri``, which inverts from it. ``potri`` is called in the library that CuPy has loaded,
-after a trial on a matrix whose inverse is known.
+Only this file and ``device`` contain calls that need a GPU. CuPy has a binding for the
+factorisation, but none for ``potri``, which computes the inverse. This file calls ``potri`` in the
+library that CuPy has loaded, after a trial on a matrix with a known inverse.
 """
 
 import ctypes
@@ -16,28 +16,29 @@ import numpy as np
 
 from kfac_engine.errors import BackendError
 
-# An array of the device; it has an address, unlike a NumPy array.
+# An array of the device.
 _Array: TypeAlias = Any
 
-# Predictions, not measurements: largest size for one call for a whole stack, and number of streams.
+# The largest size for one call on a whole stack, and the number of streams. Both are predicted, not
+# measured.
 STACKED_SIZE = 256
 STREAMS = 4
 
 # File names of cuSOLVER in CUDA 13 and 12.
 _LIBRARIES = ("libcusolver.so.12", "libcusolver.so.11")
-_UPPER = 1  # CUBLAS_FILL_MODE_UPPER: of the transposed matrix, as rows are read as columns
+_UPPER = 1  # CUBLAS_FILL_MODE_UPPER: cuSOLVER reads rows as columns, so lower is upper
 _TRIAL = ((4.0, 2.0), (2.0, 3.0))
 _TRIAL_INVERSE = ((0.375, -0.25), (-0.25, 0.5))
 
 
 class Solvers:
-    """Factorisations on one device.
+    """Computes factorisations on one device.
 
     Args:
         xp: CuPy.
 
     Attributes:
-        has_potri: Whether ``potri`` computes inverses; otherwise triangular solves do.
+        has_potri: Whether ``potri`` computes inverses; otherwise triangular solves compute them.
     """
 
     def __init__(self, xp: ModuleType) -> None:
@@ -48,13 +49,14 @@ class Solvers:
         self.has_potri = self._library is not None and self._proven()
 
     def cholesky(self, work: _Array) -> _Array:
-        """Compute Cholesky factors of a stack, in place; the upper triangles become unspecified.
+        """Replace a stack of matrices with their Cholesky factors, and return the error codes.
 
         Args:
-            work: ``(n, d, d)``, float64, C-contiguous, symmetric.
+            work: ``(n, d, d)``, float64, C-contiguous, symmetric. The upper triangles become
+                unspecified.
 
         Returns:
-            ``(n,)`` codes on the device, zero where the factor exists.
+            Codes ``(n,)`` on the device, zero where the factor exists.
         """
         count, size, _ = work.shape
         info = self._xp.zeros(count, np.int32)
@@ -73,14 +75,14 @@ class Solvers:
         return info
 
     def inverse(self, roots: _Array) -> _Array:
-        """Compute inverses ``(L Lᵀ)⁻¹`` of a stack; the factors are overwritten.
+        """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of Cholesky factors, which are overwritten.
 
         Args:
             roots: Stack from ``cholesky``.
 
         Returns:
-            ``(n, d, d)``, of which the lower triangles are defined; unspecified for a factor that
-            does not exist.
+            ``(n, d, d)`` with defined lower triangles; unspecified for a factor that does not
+            exist.
         """
         xp = self._xp
         if self.has_potri and (roots.shape[1] > STACKED_SIZE or len(roots) == 1):
@@ -101,7 +103,7 @@ class Solvers:
         return solved
 
     def fork(self, streams: int) -> list[Any]:
-        """Return streams whose work starts after the work that the current stream has now.
+        """Return streams whose work starts after all earlier work of the current stream.
 
         If ``streams`` is zero, the list contains the current stream alone.
         """
@@ -114,7 +116,7 @@ class Solvers:
         return self._streams[:streams]
 
     def join(self, streams: Sequence[Any]) -> None:
-        """Order the current stream after the work of other streams."""
+        """Delay later work of the current stream until the other streams have finished."""
         current = self._xp.cuda.get_current_stream()
         for stream in streams:
             if stream is not current:
@@ -140,10 +142,12 @@ class Solvers:
         pointers = ctypes.c_void_p(space.data.ptr), workspace.value, ctypes.c_void_p(code.data.ptr)
         status = status or self._library.cusolverDnDpotri(*at, *pointers)
         if status:
-            raise BackendError(f"cuSOLVER's inverse of a {size} × {size} matrix gave {status}.")
+            raise BackendError(
+                f"potri of cuSOLVER failed on a {size} × {size} matrix with status {status}."
+            )
 
     def _proven(self) -> bool:
-        """Return whether ``potri`` inverts a small matrix correctly."""
+        """Return whether ``potri`` computes the correct inverse of a small matrix."""
         work = self._xp.asarray([_TRIAL], dtype=np.float64)
         self.cholesky(work)
         try:
@@ -156,7 +160,8 @@ class Solvers:
 
 def loaded_library() -> Any:
     """Return the cuSOLVER library that CuPy has loaded; None if it has an unknown file name."""
-    # A second version must not be loaded: its functions would receive a handle of the first.
+    # A second version must not be loaded, because its functions would receive a handle of the first
+    # version.
     only_loaded: int | None = getattr(os, "RTLD_NOLOAD", None)
     for name in _LIBRARIES if only_loaded is not None else ():
         try:

@@ -286,7 +286,7 @@ WRONG = {
     "order_of_result": ((2, 3, 5, 5), np.zeros((28, 28)).T[::-1].T, "C-contiguous"),
     "dtype_of_result": ((2, 3, 5, 5), np.zeros((28, 28), np.float16), "float32 or float64"),
     "small_image": ((2, 3, 5, 0), np.zeros((28, 28)), "smaller than the window"),
-    "missing_axis": ((2, 3, 5), np.zeros((28, 28)), "has not the axes"),
+    "missing_axis": ((2, 3, 5), np.zeros((28, 28)), "has another number of axes"),
 }
 
 

@@ -215,7 +215,7 @@ def test_negative_identifiers_count_from_the_end():
         (np.array([[0, 6]]), "from 0 to 6"),
         (np.array([[-7, 0]]), "from -7 to 0"),
         (np.array([[0.0, 1.0]]), "must be integer"),
-        (np.zeros((1, 2, 2), int), "token ids have shape"),
+        (np.zeros((1, 2, 2), int), "token ids need shape"),
         (np.zeros((0, 2), int), "no example"),
     ],
     ids=["above", "below", "float", "rank", "empty"],
