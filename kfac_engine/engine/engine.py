@@ -188,7 +188,7 @@ class Engine(TrainableModel):
                 backward = self._differentiate(trace, read)
             moved = self._updated_buffers(trace) if update_buffers else {}
             gradients = self._model.to_file_layout(backward.gradients)
-            types = self._model.handed_out_types
+            types = self._model.result_types
             with undone_on_overflow(self.estimator, backward.gradients, types, self._exps[0]):
                 self._observe(trace, record, backward.outputs)
                 with record("precondition"):

@@ -32,7 +32,7 @@ from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
 from kfac_engine.graph.files import declare, model_files, with_constants
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.passes.cast_boundary import with_borders
-from kfac_engine.graph.passes.upcast import GradientDType, handed_out_types, in_types
+from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.losses.objective import Reduction, check_reduction
@@ -100,7 +100,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     loaded = with_taken_branches(load_model(model), sample_inputs)
     narrow = {
         _free(f"{GRADIENT}{name}", loaded.graph): dtype
-        for name, dtype in handed_out_types(loaded.stored, gradient_dtype).items()
+        for name, dtype in result_types(loaded.stored, gradient_dtype).items()
     }
     names = _chosen(loaded.graph, wrt, freeze)
     graph = replace(loaded.graph, inputs=with_batch_axes(loaded.graph.inputs, batch_axes))

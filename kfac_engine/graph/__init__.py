@@ -1,1 +1,1 @@
-"""ONNX models as the engine sees them: the only package that knows protobuf."""
+"""Reads, analyses and writes ONNX models; only this package uses protobuf."""

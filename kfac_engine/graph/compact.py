@@ -1,4 +1,4 @@
-"""Builds models for a session in the same process, with large constants outside the message.
+"""Builds models for sessions in the same process, with large constants outside the message.
 
 Constants inside a message are copied twice, and a message is limited to 2 GB. Large constants are
 therefore declared as external data, which ONNX Runtime copies once into the layout of its kernels,
@@ -18,10 +18,12 @@ from kfac_engine.graph.write import build_model, serialize
 # Smaller constants are shapes, axes and scales, which optimizations of the runtime read.
 _SMALL_BYTES = 4096
 
-# The runtime accepts arrays of NumPy's types; packed and half types stay in the message.
+# Kinds of element types that the runtime reads from NumPy arrays. Packed and half types stay in the
+# message.
 _SHARED_KINDS = "biuf"
 
-# For more constants than this, memory matters more than faster kernels: no copy.
+# Number of bytes of constants above which nothing is copied, because memory matters more than
+# faster kernels.
 _MOST_COPIED_BYTES = 1 << 30
 
 
@@ -31,8 +33,8 @@ class CompactModel:
 
     Attributes:
         proto: The serialized message.
-        copied: Constants that the message declares as external data; contiguous.
-        fed: Constants that the message declares as inputs.
+        copied: Constants that the message declares as external data; contiguous arrays.
+        fed: Constants that the message declares as inputs, by name.
         nodes: Number of nodes.
     """
 
@@ -53,7 +55,7 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
     domains: Mapping[str, int] | None = None,
     once: bool = False,
 ) -> CompactModel:
-    """Build a model from nodes; the arguments but ``once`` are those of ``build_model``.
+    """Return a serialized model, with its large constants outside the message.
 
     Args:
         nodes: Nodes, in topological order.
@@ -63,7 +65,7 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
         opset: Version of the standard operator set.
         name: Name of the graph, for messages.
         domains: Versions of other operator domains in use.
-        once: True for a model that is run only once: no constant is copied.
+        once: Whether the model runs only once; then no constant is copied.
 
     Returns:
         The message, and the large constants.

@@ -1,4 +1,4 @@
-"""Reads the definitions of operators that ONNX defines by other operators, as protobuf."""
+"""Returns the ONNX definitions of operators by other operators, as protobuf functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, defs
 
-# Domain of the calls of definitions; no operator has it.
+# Domain of the calls of definitions; no operator belongs to it.
 DOMAIN = "definition"
 # Versions in files may exceed the integers that onnx accepts.
 _NO_VERSION = 2**31
@@ -22,7 +22,7 @@ def schema_of(op: str, domain: str, versions: Mapping[str, int]) -> Any:
 
 
 def is_defined(op: str, domain: str, versions: Mapping[str, int]) -> bool:
-    """Check whether ONNX defines an operator by other operators.
+    """Return whether ONNX defines an operator by other operators.
 
     Args:
         op: Name of the operator.

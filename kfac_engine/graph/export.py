@@ -1,4 +1,4 @@
-"""Writes new weights into the model of the user; nodes, names and element types stay."""
+"""Writes new weights into the model of the user, with its nodes, names and element types."""
 
 from collections.abc import Mapping
 
@@ -31,7 +31,7 @@ def export_files(model: LoadedModel, values: Mapping[str, Array], location: str)
     Raises:
         UnknownNameError: The model has no such constant.
         ShapeError: The shape of a value differs from that of the constant.
-        NonFiniteError: A value does not fit the file's element type.
+        NonFiniteError: A value is too large for the element type of the file.
         UnsupportedError: The constant is inside a function of the file, or several constants
             have its name.
     """
@@ -58,14 +58,14 @@ def _with_nodes(
     inner = [name for name in values if name not in written]
     if inner:
         raise UnsupportedError(
-            f"'{inner[0]}' lies inside a function of the file, or in one of several bodies that "
-            f"call it so: it cannot be written back; export the model again without functions."
+            f"'{inner[0]}' is inside a function of the file, or several bodies have a constant of "
+            f"this name, so its new value cannot be written; export the model without functions."
         )
     return result, constants
 
 
 def _checked(model: LoadedModel, values: Mapping[str, Array]) -> dict[str, Array]:
-    """Check names and shapes; return ``values`` in the element types of the model."""
+    """Return ``values`` in the element types of the model, after checks of names and shapes."""
     constants = model.graph.constants
     for name, value in values.items():
         if name not in constants:
@@ -79,7 +79,7 @@ def _checked(model: LoadedModel, values: Mapping[str, Array]) -> dict[str, Array
 
 
 def _become_constant(node: onnx.NodeProto, value: Array) -> None:
-    # Not an initializer: old format versions require those among the inputs of the graph.
+    # An initializer would be wrong, because old format versions require it among the graph inputs.
     node.op_type = "Constant"
     del node.input[:], node.attribute[:]
     node.attribute.append(helper.make_attribute("value", tensor(value)))

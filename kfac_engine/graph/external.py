@@ -1,7 +1,7 @@
 """Reads weights from external data files.
 
-Files are memory-mapped: a weight takes memory when its values are read. The model file is
-untrusted: paths must stay inside the folder of the model, and offsets inside the files.
+Files are memory-mapped, so a weight takes memory only when its values are read. The model file is
+untrusted. Its paths must be inside the folder of the model, and its offsets inside the files.
 """
 
 import math
@@ -13,15 +13,15 @@ from onnx import TensorProto
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
 
-# Packed element types, with several elements in a byte: NumPy cannot map them.
+# Element types with several elements in a byte, which NumPy cannot map.
 _PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
 
-# Digits of an offset; Python refuses to convert numbers of thousands of digits.
+# Largest number of digits of an offset; Python refuses to convert thousands of digits.
 _MOST_DIGITS = 20
 
 
 def is_packed(dtype: DType) -> bool:
-    """Check whether a byte contains several elements of a type."""
+    """Return whether a byte contains several elements of a type."""
     return dtype.name.startswith(_PACKED)
 
 
@@ -60,7 +60,10 @@ class ExternalData:
         if any(size < 0 for size in shape):
             raise ModelError(f"{what} has a negative size in its shape {list(shape)}.")
         if is_packed(dtype):
-            raise UnsupportedError(f"{what} holds packed {dtype.name} values in external data.")
+            raise UnsupportedError(
+                f"{what} has packed {dtype.name} values in external data, which cannot be mapped; "
+                f"store them inside the model file."
+            )
         needed = math.prod(shape) * dtype.itemsize
         if length not in {0, needed} or offset + needed > data.size:
             raise ModelError(
@@ -80,7 +83,7 @@ class ExternalData:
                 size = path.stat().st_size
                 mapped = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
                 self._mapped[path] = np.asarray(mapped)
-        except (OSError, RuntimeError) as failure:  # the latter: links in a circle
+        except (OSError, RuntimeError) as failure:  # RuntimeError: a cycle of links
             raise ModelError(
                 f"{what} needs the external file '{location[:200]}', which cannot be read: "
                 f"{failure}."
@@ -88,7 +91,7 @@ class ExternalData:
         return self._mapped[path]
 
     def _path(self, location: str, what: str) -> Path:
-        """Return the path of ``location``; resolved links must stay inside the folder."""
+        """Return the resolved path of ``location``, which must be in the folder of the model."""
         home = self._model_path.parent
         # If the model file is a link, its data may be in the folder of the target.
         folders = (home.resolve(), self._model_path.resolve().parent)
@@ -96,7 +99,7 @@ class ExternalData:
         if path is None or not any(path.is_relative_to(folder) for folder in folders):
             raise ModelError(
                 f"{what} names the external file '{location}', which is outside of the model's "
-                f"folder '{home}'; put the data beside the model."
+                f"folder '{home}'; put the data next to the model."
             )
         if not path.is_file():
             raise ModelError(

@@ -8,7 +8,7 @@ from onnx import checker, shape_inference, version_converter
 
 from kfac_engine.errors import KfacError, ModelError
 
-# The passes of onnx are C++ code, whose exceptions become various Python types.
+# Python types of the exceptions of the C++ passes of onnx.
 _RAISED = (
     ArithmeticError,
     AttributeError,
@@ -25,7 +25,7 @@ _RAISED = (
 
 @contextmanager
 def model_errors(what: str, cure: str = "") -> Iterator[None]:
-    """Convert exceptions of the onnx package to ModelError inside a ``with`` block.
+    """Return a context that converts exceptions of the onnx package to ModelErrors.
 
     Args:
         what: The failure, such as "the functions cannot be inlined".
@@ -33,7 +33,7 @@ def model_errors(what: str, cure: str = "") -> Iterator[None]:
 
     Raises:
         KfacError: The block raised it.
-        ModelError: The block raised an exception that is no KfacError.
+        ModelError: The block raised another exception.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Splits a model into one or two files: the message, and weights that exceed its limit.
+"""Writes a model as one file, or as two files if its weights exceed the limit of a message.
 
 The second file follows the ONNX convention for external data, which every runtime reads.
 """
@@ -15,7 +15,8 @@ from kfac_engine.errors import ModelError
 from kfac_engine.graph.external import is_packed
 from kfac_engine.graph.write import MAX_BYTES, serialize, tensor
 
-# A message is limited to MAX_BYTES; 64 MiB are reserved for everything but the weights.
+# Largest number of bytes of weights in a message; 64 MiB of the limit are reserved for other
+# contents.
 _MOST_INLINE = MAX_BYTES - (1 << 26)
 # Smaller tensors, such as shapes and axes, stay in the message, where tools read them.
 _SMALL_BYTES = 1024
@@ -39,14 +40,14 @@ class ModelFiles:
     tensors: tuple[Array, ...]
 
     def data(self) -> Iterator[memoryview]:
-        """Yield the bytes of the second file, tensor by tensor."""
+        """Yield the bytes of the second file, one tensor at a time."""
         for array in self.tensors:
             yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             yield memoryview(bytes(-array.nbytes % _ALIGNMENT))
 
 
 def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> onnx.ModelProto:
-    """Add initializers with their values to ``model``.
+    """Add initializers with their values to ``model``, in place, and return it.
 
     Args:
         model: A model without these initializers; changed in place.
@@ -61,15 +62,15 @@ def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> on
     size = sum(array.nbytes for array in constants.values())
     if size > _MOST_INLINE:
         raise ModelError(
-            f"'{model.graph.name}' holds {size / 1e9:.1f} GB of weights, but one ONNX message ends "
-            f"at 2 GB; give a path to write it to, so that they can go into a file beside it."
+            f"'{model.graph.name}' has {size / 1e9:.1f} GB of weights, but an ONNX message is "
+            f"limited to 2 GB; pass a path, so that the weights can be written to a second file."
         )
     model.graph.initializer.extend(tensor(array, name) for name, array in constants.items())
     return model
 
 
 def declare(model: onnx.ModelProto, constants: Iterable[str]) -> onnx.ModelProto:
-    """Add initializers without data to ``model``, in place; return it."""
+    """Add initializers without data to ``model``, in place, and return it."""
     model.graph.initializer.extend(TensorProto(name=name) for name in constants)
     return model
 
@@ -77,7 +78,7 @@ def declare(model: onnx.ModelProto, constants: Iterable[str]) -> onnx.ModelProto
 def model_files(
     model: onnx.ModelProto, constants: Mapping[str, Array], location: str
 ) -> ModelFiles:
-    """Write a model with its constants to one file, or to two if a message is too small.
+    """Return the contents of the files of a model: one file, or two if a message is too small.
 
     Args:
         model: The model; its initializers may lack their data.

@@ -1,4 +1,4 @@
-"""Converts the definition of an operator to a graph of other operators."""
+"""Returns the definition of an operator as a graph of other operators."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from kfac_engine.graph.write import node_proto, tensor
 
 
 def has_definition(node: Node, versions: Mapping[str, int]) -> bool:
-    """Check whether ONNX defines the operator of ``node`` by other operators."""
+    """Return whether ONNX defines the operator of ``node`` by other operators."""
     return is_defined(node.op, node.domain, versions)
 
 
@@ -30,9 +30,9 @@ def definition(
 
     Args:
         node: Node whose operator has a definition.
-        facts: Element type and shape of the operands. Only the rank of a shape is used: the batch
-            size stays dynamic.
-        known: Values of constant operands, such as sizes and axes; they decide branches.
+        facts: Element type and shape of the operands. Only the rank of a shape is used, so the
+            batch size stays dynamic.
+        known: Values of constant operands, such as sizes and axes, on which branches depend.
         versions: Versions of the operator domains; the standard one is ``""``.
         prefix: Start of the names of all new values and nodes.
 

@@ -1,9 +1,9 @@
 """Reads ONNX models and converts them to canonical graphs.
 
-The steps: separate the data of the initializers; inline functions; sort and check the nodes; lift
-constants that are written as nodes; convert the operators to sets 18 to 26; compute half precision
-in single precision; convert protobuf to plain values; decompose operators that ONNX Runtime cannot
-execute.
+The steps are, in this order: separate the data of the initializers, inline functions, sort and
+check the nodes, lift constants that are written as nodes, convert the operators to sets 18 to 26,
+convert half precision to single precision, convert protobuf to plain values, and decompose
+operators that ONNX Runtime cannot execute.
 """
 
 import os
@@ -51,8 +51,8 @@ from kfac_engine.graph.tensors import (
 )
 from kfac_engine.graph.write import tensor, value_info
 
-# Larger constants are weights or tables, not shapes, axes or scales. The upgrade reads only their
-# types.
+# Largest size of a constant that may be a shape, axes or a scale. The upgrade reads only the types
+# of larger constants.
 _LARGE_BYTES = 4096
 
 _FLOATS = frozenset(
@@ -93,7 +93,7 @@ class LoadedModel:
 
     @property
     def output_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
-        """Declared shapes of outputs, by name; undeclared ones are absent."""
+        """Declared shapes of outputs, by name; outputs without a declared shape are absent."""
         return {
             entry.name: tuple(_size(dim) for dim in entry.type.tensor_type.shape.dim)
             for entry in self.template.graph.output
@@ -102,12 +102,12 @@ class LoadedModel:
 
 
 def load_graph(source: ModelSource) -> Graph:
-    """Read a model and return its canonical graph; see ``load_model``."""
+    """Return the canonical graph of a model; argument and errors as in ``load_model``."""
     return load_model(source).graph
 
 
 def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
-    """Read a model and return its canonical graph with the message.
+    """Return the canonical graph of a model, with the message of the file.
 
     Args:
         source: A path, the bytes of a file, or a message. A message is not changed.
@@ -126,9 +126,9 @@ def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
     try:
         return _load(read_model(source), path, train_form)
     except UnicodeDecodeError as failure:
-        # Protobuf accepts any bytes as text; the error comes when the text is read.
+        # Protobuf accepts any bytes as text, and raises the error when the text is read.
         raise ModelError(
-            f"{path or 'the model'} holds a name or text that is not UTF-8 "
+            f"{path or 'the model'} contains a name or text that is not UTF-8 "
             f"({failure.object[:40]!r}); the file is damaged."
         ) from failure
 
@@ -175,14 +175,14 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
 
 
 def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.ModelProto:
-    """Return ``model`` without the data of its initializers; ``model`` itself is consumed."""
+    """Return ``model`` without the data of its initializers; ``model`` is emptied."""
     stubs = [
         onnx.TensorProto(name=entry.name, data_type=entry.data_type, dims=entry.dims)
         for entry in model.graph.initializer
     ]
     del model.graph.initializer[:]
     model.graph.initializer.extend(stubs)
-    # Protobuf does not free the memory of deleted fields; a new message is small.
+    # Protobuf does not free the memory of deleted fields, so a new message is created.
     template = onnx.ModelProto()
     template.ParseFromString(model.SerializeToString())
     functions = (node for function in template.functions for node in function.node)
@@ -195,7 +195,7 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
 def _canonical(
     template: onnx.ModelProto, constants: dict[str, Array]
 ) -> tuple[onnx.ModelProto, frozenset[str], frozenset[str]]:
-    """Apply all passes to a copy of ``template``.
+    """Return a copy of ``template`` after all passes.
 
     Args:
         template: The message; not changed.
@@ -204,7 +204,7 @@ def _canonical(
     Returns:
         The canonical message, the names of filled constants, and the names of constants in bodies.
     """
-    # The inputs of its graph are the data and the large constants.
+    # The inputs of this graph are the data and the large constants.
     working = onnx.ModelProto()
     working.CopyFrom(template)
     _declare_constants(working.graph, constants)
@@ -251,7 +251,7 @@ def _inputs(
         if not entry.type.HasField("tensor_type"):
             kind = entry.type.WhichOneof("value") or "untyped"
             raise UnsupportedError(
-                f"input '{entry.name}' is no dense tensor ({kind}); only tensors can be fed."
+                f"input '{entry.name}' is not a dense tensor ({kind}); only tensors can be fed."
             )
         form = entry.type.tensor_type
         dtype = element_type(form.elem_type, f"input '{entry.name}'")
@@ -262,7 +262,7 @@ def _inputs(
 def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     """Return the size or the symbol of an axis.
 
-    The result is None for a negative size and for names that stand for an unknown size.
+    The result is None for a negative size and for names of an unknown size.
     """
     if dim.HasField("dim_value"):
         return dim.dim_value if dim.dim_value >= 0 else None
@@ -271,7 +271,7 @@ def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 
 def _decode_all(working: onnx.GraphProto, template: onnx.ModelProto) -> None:
-    """Decode all names once, so that a damaged name is an error here."""
+    """Decode all names, so that a damaged name raises an error during loading."""
     for imported in template.opset_import:
         _text(imported.domain)
     for entry in (*template.graph.input, *template.graph.output):
@@ -284,5 +284,5 @@ def _decode_all(working: onnx.GraphProto, template: onnx.ModelProto) -> None:
 
 
 def _text(value: str | bytes) -> str:
-    """Decode a string of a message; protobuf returns bytes if it is not UTF-8."""
+    """Return a string of a message; raise an error for bytes that are not UTF-8."""
     return value.decode() if isinstance(value, bytes) else value

@@ -17,7 +17,7 @@ _CODES: Mapping[str, int] = {**FLOAT_CODES, "int32": 6, "int64": 7, "bool": 9}
 
 
 class NodeBuilder:
-    """Collects new nodes and constants, and names them.
+    """Collects new nodes and constants with new names.
 
     Args:
         prefix: Start of all new names; no name in the graph starts with it.
@@ -46,7 +46,7 @@ class NodeBuilder:
         Args:
             op: Operator.
             *inputs: Names of the operands; ``""`` for an omitted optional operand.
-            result: Name of the result; a new name where empty.
+            result: Name of the result; if empty, a new name.
             domain: Operator domain; ``""`` is the standard one.
             **attributes: Attributes of the node.
 
@@ -64,12 +64,12 @@ class NodeBuilder:
         domain: str = "",
         **attributes: AttributeValue,
     ) -> tuple[str, ...]:
-        """Add a node with several results.
+        """Add a node with several results; return the names of the results.
 
         Args:
             op: Operator.
             inputs: Names of the operands; ``""`` for an omitted optional operand.
-            results: Names of the results; a new name in place of each empty one.
+            results: Names of the results; a new name replaces each empty name.
             domain: Operator domain; ``""`` is the standard one.
             **attributes: Attributes of the node.
 
@@ -86,14 +86,14 @@ class NodeBuilder:
         attributes: Mapping[str, AttributeValue],
         domain: str = "",
     ) -> tuple[str, ...]:
-        """Add a node as ``multi`` does, with the attributes in a mapping."""
+        """Add a node like ``multi``, with the attributes in a mapping; return the result names."""
         names = tuple(name or self.value_name(op, index) for index, name in enumerate(results))
         label = self.node_name(op, names)
         self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
         return names
 
     def cast(self, value: str, dtype: str, result: str = "") -> str:
-        """Convert ``value`` to the element type that NumPy calls ``dtype``."""
+        """Add a Cast of ``value`` to the NumPy type ``dtype``; return the name of the result."""
         return self.write("Cast", (value,), (result,), {"to": _CODES[dtype]})[0]
 
     def constant(
@@ -102,9 +102,9 @@ class NodeBuilder:
         """Add a constant; return its name.
 
         Args:
-            value: Its value; Python integers become int64.
+            value: Value of the constant; Python integers become int64.
             dtype: Element type, if not that of ``value``.
-            label: End of its name; a number where empty.
+            label: End of the name; if empty, a number.
 
         Returns:
             The name.

@@ -12,7 +12,7 @@ from kfac_engine.graph.tensors import to_array
 
 
 def canonical_nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
-    """Convert nodes; give each a unique name, which ONNX Runtime requires.
+    """Yield converted nodes with unique names, which ONNX Runtime requires.
 
     Args:
         protos: Nodes, in topological order.
@@ -55,7 +55,7 @@ def _value(entry: AttributeProto, node: onnx.NodeProto) -> AttributeValue:
     if entry.type not in _ATTRIBUTE_VALUES:
         kind = AttributeProto.AttributeType.Name(entry.type)
         raise UnsupportedError(
-            f"attribute '{entry.name}' of the {describe(node)} is of type {kind}, which is not "
-            f"covered."
+            f"attribute '{entry.name}' of the {describe(node)} has the type {kind}, which is not "
+            f"supported."
         )
     return _ATTRIBUTE_VALUES[entry.type](entry)

@@ -28,7 +28,7 @@ _OTHER_FORMATS = {
 
 
 def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> onnx.ModelProto:
-    """Parse a model without checks; external data are not read.
+    """Return the protobuf message of a model, without checks and without external data.
 
     Args:
         source: A path, the bytes of a file, or a message.
@@ -49,7 +49,7 @@ def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> on
     if isinstance(source, str | os.PathLike):
         return _parse(_read(Path(source)), f"'{os.fspath(source)}'")
     raise InputError(
-        f"a model is a path, bytes or an onnx.ModelProto, not {type(source).__name__}."
+        f"a model must be a path, bytes or an onnx.ModelProto, got {type(source).__name__}."
     )
 
 
@@ -68,7 +68,7 @@ def _read(path: Path) -> bytes:
 
 def _parse(data: bytes, what: str) -> onnx.ModelProto:
     if not data:
-        raise ModelError(f"{what} is empty; an ONNX model was expected.")
+        raise ModelError(f"{what} is empty, so it contains no ONNX model.")
     for start, kind in _OTHER_FORMATS.items():
         if data.startswith(start):
             raise ModelError(f"{what} is {kind}, not an ONNX model.")
@@ -77,8 +77,8 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
         model.ParseFromString(data)
     except DecodeError as failure:
         raise ModelError(
-            f"{what} is not an ONNX model, or it was cut short: its {len(data)} bytes do not parse."
+            f"{what} is not an ONNX model or is truncated: its {len(data)} bytes do not parse."
         ) from failure
     if not model.HasField("graph"):
-        raise ModelError(f"{what} is not an ONNX model: it holds no graph.")
+        raise ModelError(f"{what} is not an ONNX model: it contains no graph.")
     return model

@@ -33,7 +33,7 @@ AttributeValue: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation.
+    """One application of an operator.
 
     Attributes:
         op: Operator name, as in ONNX (``"Conv"``).
@@ -53,14 +53,14 @@ class Node:
 
     @property
     def captures(self) -> tuple[str, ...]:
-        """Outer values that subgraph attributes of this node read."""
-        # Read very often; few nodes have a body.
+        """Names of the outer values that the bodies of this node read."""
+        # This property is read very often, and few nodes have a body.
         bodies = [value for value in self.attributes.values() if type(value) is Subgraph]
         return tuple(name for body in bodies for name in body.captures) if bodies else ()
 
     @property
     def qualified_op(self) -> str:
-        """Operator with a non-standard domain as prefix, such as ``com.microsoft::Gelu``."""
+        """Operator name with a non-standard domain as prefix, such as ``com.microsoft::Gelu``."""
         return f"{self.domain}::{self.op}" if self.domain else self.op
 
 
@@ -83,13 +83,13 @@ class Input:
 
     @property
     def is_setting(self) -> bool:
-        """True for an input of one integer or one truth value: a setting, not data."""
+        """Whether the input is a setting: one integer or one truth value."""
         return self.dtype.kind in "iub" and self.shape is not None and set(self.shape) <= {1}
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Element type and shape of a value in the sample run."""
+    """The element type and the shape of a value in the sample run."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -108,8 +108,8 @@ class Graph:
         opset: Version of the standard operator set, 18 or newer.
         name: Name of the model, for messages.
         domains: Versions of the other operator domains in use.
-        filled: Constants that the file writes as a shape and one number.
-        inner: Constants that the file stores in the bodies of nodes.
+        filled: Names of constants that the file stores as a shape and one number.
+        inner: Names of constants that the file stores in the bodies of nodes.
         fixed: Values of integer inputs in the sample; the graph is specialized to them.
     """
 
@@ -136,7 +136,7 @@ class Graph:
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:
-        """The node that computes each value, by value name; inputs and constants have none."""
+        """The node that computes each value, by value name; inputs and constants are absent."""
         return {name: node for node in self.nodes for name in node.outputs if name}
 
     @cached_property
@@ -153,7 +153,7 @@ class Graph:
 
     @cached_property
     def tables(self) -> Tables:
-        """The test whether a constant was computed by a formula, not trained."""
+        """The recognizer of constants that a formula computed."""
         return Tables(self.constants)
 
     def values(self) -> Iterator[str]:

@@ -39,7 +39,7 @@ def element_type(code: int, what: str) -> DType:
 
 
 def is_external(tensor: TensorProto) -> bool:
-    """Check whether the bytes of ``tensor`` are in another file."""
+    """Return whether the bytes of ``tensor`` are in another file."""
     return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
@@ -64,7 +64,7 @@ def to_array(tensor: TensorProto, external: ExternalData | None = None) -> Array
         array = external.array(tensor, dtype, what)
     else:
         raise ModelError(
-            f"the data of {what} lies in another file; give the path of the model instead of its "
+            f"the data of {what} is in another file; pass the path of the model instead of its "
             f"bytes, so that the file can be found."
         )
     array.flags.writeable = False
@@ -90,7 +90,7 @@ def filled(shape: Array, value: Array | None, what: str) -> Array:
     if prod(sizes) > MOST_ENTRIES:
         raise ModelError(
             f"{what} has the shape {sizes}, {prod(sizes) * number.itemsize / 1e9:.3g} GB; at most "
-            f"{MOST_ENTRIES} entries can be made."
+            f"{MOST_ENTRIES} entries are allowed."
         )
     try:
         return np.broadcast_to(number.reshape(()), sizes)
@@ -122,6 +122,6 @@ def _inline_array(tensor: TensorProto, dtype: DType, what: str) -> Array:
         return numpy_helper.to_array(tensor)
     except (ValueError, TypeError) as failure:
         raise ModelError(
-            f"{what} does not hold the data that its shape {list(tensor.dims)} of {dtype} "
-            f"asks for: {failure}."
+            f"{what} does not contain the data of its shape {list(tensor.dims)} of {dtype}: "
+            f"{failure}."
         ) from failure

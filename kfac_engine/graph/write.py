@@ -1,6 +1,6 @@
 """Converts nodes, inputs and arrays to a ``ModelProto``: the inverse of ``graph.load``.
 
-ONNX Runtime compiles the result, or a user receives it.
+The result is for ONNX Runtime or for a file of the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
 
-# A model as protobuf. Other packages pass it on, but do not read it.
+# A model as protobuf. Other packages pass it as an argument, but do not read it.
 ModelProto: TypeAlias = onnx.ModelProto
 
 # Protobuf cannot serialize a larger message.
 MAX_BYTES = 2**31 - 1
 
-# The oldest format version that is written; newer operator sets require newer ones.
+# Oldest format version that is written. Newer operator sets require newer versions.
 _MIN_IR_VERSION = 10
 
 
@@ -35,12 +35,12 @@ def build_model(
     name: str = "model",
     domains: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """Build a model from nodes.
+    """Return a model with these nodes.
 
     Args:
         nodes: Nodes, in topological order.
         inputs: Declared inputs; with a shape of None the rank is unknown.
-        outputs: Declared outputs; for a bare name the runtime infers the type.
+        outputs: Declared outputs; for a name alone, the runtime infers the type.
         constants: Values of the initializers, by name.
         opset: Version of the standard operator set.
         name: Name of the graph, for messages.
@@ -50,11 +50,11 @@ def build_model(
         The model, with the oldest format version that its operator set requires (at least 10).
 
     Raises:
-        ModelError: The constants alone are larger than a serialized model can be.
+        ModelError: The constants exceed the limit of a serialized model.
     """
     total = sum(array.nbytes for array in constants.values())
     if total > MAX_BYTES:
-        raise ModelError(_too_large(name, f"holds {total / 1e9:.1f} GB of constants"))
+        raise ModelError(_too_large(name, f"has {total / 1e9:.1f} GB of constants"))
     # Rules write operators of ONNX Runtime's domains, whose version is 1.
     named = dict.fromkeys((node.domain for node in nodes), 1)
     versions = {**named, "": opset, **(domains or {})}
@@ -79,7 +79,7 @@ def build_model(
 
 
 def serialize(model: onnx.ModelProto) -> bytes:
-    """Serialize a model to the bytes of an ``.onnx`` file.
+    """Return a model as the bytes of an ``.onnx`` file.
 
     Args:
         model: The model.
@@ -97,7 +97,7 @@ def serialize(model: onnx.ModelProto) -> bytes:
 
 
 def tensor(array: Array, name: str = "") -> onnx.TensorProto:
-    """Convert an array to a protobuf tensor, with its bytes in ``raw_data``."""
+    """Return an array as a protobuf tensor, with its bytes in ``raw_data``."""
     return numpy_helper.from_array(np.asarray(array), name)
 
 
@@ -108,7 +108,7 @@ def value_info(entry: Input) -> onnx.ValueInfoProto:
 
 
 def node_proto(node: Node, versions: Mapping[str, int]) -> onnx.NodeProto:
-    """Convert a node to protobuf; ``versions`` determines the types of its attributes."""
+    """Return a node as protobuf; ``versions`` determines the types of its attributes."""
     declared = _declared_types(node, versions.get(node.domain, 0))
     proto = helper.make_node(
         node.op, node.inputs, node.outputs, name=node.name, domain=node.domain or None
@@ -124,7 +124,7 @@ def _declared_types(node: Node, version: int) -> Mapping[str, int]:
     if not version or not defs.has(node.op, version, node.domain):
         return {}
     schema = defs.get_schema(node.op, version, node.domain)
-    # An integer enumeration, though its stub does not say so.
+    # The stub does not state that this enumeration has integer values.
     return {
         key: int(entry.type)  # type: ignore[call-overload]
         for key, entry in schema.attributes.items()
@@ -132,7 +132,7 @@ def _declared_types(node: Node, version: int) -> Mapping[str, int]:
 
 
 def _attribute(name: str, value: AttributeValue, declared: int | None) -> AttributeProto:
-    """Convert an attribute to its declared type: an empty tuple has no type of its own."""
+    """Return an attribute in its declared type, which an empty tuple does not determine."""
     if isinstance(value, Subgraph):
         return helper.make_attribute(name, onnx.GraphProto.FromString(value.proto))
     if isinstance(value, np.ndarray):
@@ -146,6 +146,6 @@ def _attribute(name: str, value: AttributeValue, declared: int | None) -> Attrib
 
 def _too_large(name: str, finding: str) -> str:
     return (
-        f"model '{name}' {finding}, but one ONNX message ends at 2 GB; make its large weights "
-        f"trainable parameters (they are fed, not stored) or use a smaller model."
+        f"model '{name}' {finding}, but an ONNX message is limited to 2 GB; train its large "
+        f"weights, which are then fed and not stored, or use a smaller model."
     )

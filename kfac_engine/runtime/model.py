@@ -26,7 +26,7 @@ from kfac_engine.graph.analysis.subgraph import of_constants
 from kfac_engine.graph.analysis.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import LoadedModel
-from kfac_engine.graph.passes.upcast import GradientDType, handed_out_types, in_types
+from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.backward_session import BackwardSession, open_backward
 from kfac_engine.runtime.context import SessionContext
@@ -105,7 +105,7 @@ class OnnxModel:
         self.ties = find_ties(self.parameters, self.parameters) if tie_weights else ()
         for tie in self.ties:
             del self.parameters[tie.copy]
-        self.handed_out_types = handed_out_types(loaded.stored, gradient_dtype)
+        self.result_types = result_types(loaded.stored, gradient_dtype)
         graph = tied(loaded.graph, self.ties) if self.ties else loaded.graph
         graph, self._statistics = with_running_statistics(graph)
         self.buffers = {name: graph.constants[name] for name in self._statistics}
@@ -201,7 +201,7 @@ class OnnxModel:
         Raises:
             NonFiniteError: A number is too large for the type in the file.
         """
-        return in_types(spread(self.ties, values), self.handed_out_types)
+        return in_types(spread(self.ties, values), self.result_types)
 
     def from_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Convert arrays under the names of the file to arrays of parameters.

@@ -128,7 +128,7 @@ def divided():
 def test_probabilities_of_other_make_are_read_through_their_logarithm():
     inputs, targets = batch("categorical")
     engine = ke.Engine.from_onnx(divided(), loss="categorical", damping=0.1)
-    assert "holds probabilities" in engine.losses[0].how
+    assert "contains probabilities" in engine.losses[0].how
     assert_same(
         engine.step(inputs, targets),
         ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1),

@@ -115,5 +115,5 @@ def test_constant_keeps_type_and_values(kind: str) -> None:
 
 def test_constants_beyond_two_gigabytes_are_refused_before_they_are_copied() -> None:
     huge = np.broadcast_to(np.float32(0), (1 << 30,))
-    with pytest.raises(ModelError, match=r"'big' holds 4\.3 GB of constants"):
+    with pytest.raises(ModelError, match=r"'big' has 4\.3 GB of constants"):
         build_model([], [], [], {"w": huge}, 18, name="big")

@@ -1,4 +1,4 @@
-"""Recognizes constants that were computed, not trained, by their values.
+"""Recognizes constants that a formula computed, by their values.
 
 Exporters store values that a model computes once: sines and cosines of positions, frequencies,
 masks. Trained weights do not have such values.
@@ -13,19 +13,19 @@ import numpy as np
 
 from kfac_engine._types import Array
 
-# Fewer numbers may match by chance.
+# Least number of entries of a table, because fewer entries may match by chance.
 _FEWEST = 4
 # Files may store tables in float16 or bfloat16.
 _ROUNDING = 1e-2
-# Sines and cosines of the first position.
+# The sines and cosines of position 0 and of quarter turns, which do not prove a table.
 _TRIVIAL = (-1, 0, 1)
 
-# Rounded squares of a few entries: if the squares of two arrays sum to one, their cells match.
+# Rounded squares of a few entries. If the squares of two arrays sum to one, their cells match.
 _Cells: TypeAlias = tuple[float, ...]
 
 
 class Tables:
-    """Recognizes tables among constants.
+    """Recognizes computed tables among constants.
 
     Args:
         constants: All constants of a graph, by name.
@@ -58,7 +58,7 @@ class Tables:
         return None
 
     def _candidates(self, array: Array) -> Iterable[str]:
-        """Return constants whose squares may sum to one with those of ``array``, in order."""
+        """Return constants whose squares may sum to one with those of ``array``, in file order."""
         if not _may_be_circular(array):
             return ()
         rest = 1 - _sample_squares(array)
@@ -69,7 +69,7 @@ class Tables:
 
     @cached_property
     def _alike(self) -> Mapping[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]]:
-        """Names and positions by shape and cells; comparing all pairs would take quadratic time."""
+        """Names and positions of constants by shape and cells, so that few pairs are compared."""
         alike: dict[tuple[tuple[int, ...], _Cells], list[tuple[int, str]]] = {}
         for place, (name, array) in enumerate(self._constants.items()):
             if _may_be_circular(array):
@@ -79,23 +79,23 @@ class Tables:
 
 
 def is_mask(array: Array) -> bool:
-    """Check whether an array of at least two axes consists of zeros and ones, with both."""
+    """Return whether an array of at least two axes contains zeros and ones and nothing else."""
     several = array.ndim >= 2 and array.size >= _FEWEST
     return several and _is_binary(array) and bool(array.any()) and not bool(array.all())
 
 
 def is_count(array: Array) -> bool:
-    """Check whether an array consists of positive integers, not all one."""
+    """Return whether an array consists of positive integers that are not all one."""
     return bool((array >= 1).all() and (array == np.round(array)).all() and (array > 1).any())
 
 
 def _is_binary(array: Array) -> bool:
-    head = array.reshape(-1)[:_FEWEST]  # nearly all weights end here
+    head = array.reshape(-1)[:_FEWEST]  # the first entries suffice for nearly all weights
     return bool(np.isin(head, (0, 1)).all()) and bool(np.isin(array, (0, 1)).all())
 
 
 def _is_geometric(array: Array) -> bool:
-    """Check for a geometric series along one axis: positive, with a ratio other than 1."""
+    """Return whether an array is a positive geometric series along one axis, with a ratio ≠ 1."""
     if max(array.shape) != array.size:
         return False
     values = array.reshape(-1).astype(np.float64)
@@ -115,7 +115,7 @@ def _halves(array: Array) -> tuple[Array, Array]:
 
 
 def _may_be_circular(array: Array) -> bool:
-    """Check whether a float array has entries other than -1, 0 and 1."""
+    """Return whether a float array has entries other than -1, 0 and 1."""
     if array.dtype.kind != "f" or array.ndim < 2 or array.size < _FEWEST:
         return False
     return not (np.isin(_sample(array), _TRIVIAL).all() and np.isin(array, _TRIVIAL).all())
@@ -131,16 +131,16 @@ def _sample_squares(array: Array) -> Array:
 
 
 def _cells(squares: Array) -> _Cells:
-    """Round to cells as wide as the tolerance: a range then meets at most two cells."""
-    with np.errstate(invalid="ignore"):  # infinities have no partners
+    """Round squares to cells of the width of the tolerance, so a match is in at most two cells."""
+    with np.errstate(invalid="ignore"):  # an infinite entry matches no table
         return tuple((squares // (2 * _ROUNDING)).tolist())
 
 
 def _is_circular(a: Array, b: Array) -> bool:
-    """Check whether ``a² + b² = 1`` everywhere, with entries other than -1, 0 and 1."""
+    """Return whether ``a² + b² = 1`` everywhere, with entries other than -1, 0 and 1."""
     if a.shape != b.shape or a.dtype.kind != "f" or b.dtype.kind != "f" or a.size < _FEWEST:
         return False
-    last = (-1,) * (a.ndim - 1)  # the last row: that of position 0 is zeros and ones
+    last = (-1,) * (a.ndim - 1)  # the last row, because position 0 has zeros and ones
     for part in (last, ...):
         x, y = (array[part].astype(np.float64) for array in (a, b))
         if not (np.abs(x**2 + y**2 - 1) < _ROUNDING).all():

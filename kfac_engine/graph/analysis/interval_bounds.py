@@ -48,18 +48,18 @@ def bounds(graph: Graph, value: str) -> Interval:
 
 
 def _operand(node: Node, known: _Known) -> Interval:
-    """Return the interval of the first operand: results are its entries, or means of them."""
+    """Return the interval of the first operand, for results that are its entries or their means."""
     return known(node.inputs[0])
 
 
 def _hull(node: Node, known: _Known) -> Interval:
-    """Return the union of intervals: results are entries of the operands, or means of them."""
+    """Return the hull of all intervals, for results that are entries of operands or their means."""
     operands = [known(name) for name in node.inputs]
     return min(low for low, _ in operands), max(high for _, high in operands)
 
 
 def _padded(node: Node, known: _Known) -> Interval:
-    """Return the interval of the operand with zero: results are means of entries and zeros."""
+    """Return the interval of the operand and zero, for results that are means with zeros."""
     low, high = known(node.inputs[0])
     return min(low, 0), max(high, 0)
 
@@ -134,7 +134,7 @@ def _product(node: Node, known: _Known) -> Interval:
 
 
 def _exp(x: float) -> float:
-    return exp(x) if x < 88 else inf  # float32 overflows above
+    return exp(x) if x < 88 else inf  # exp(88) overflows in float32
 
 
 def _sigmoid(x: float) -> float:

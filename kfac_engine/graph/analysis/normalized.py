@@ -1,4 +1,4 @@
-"""Builds a normalization without scale and shift: the derivative of the scale needs its result."""
+"""Builds a normalization without scale and shift, whose result the gradient of the scale needs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from kfac_engine.graph.structure import Node
 def before_scale(
     node: Node, dtype: DType, scale: tuple[int, ...], shift: tuple[int, ...]
 ) -> tuple[Node, Mapping[str, Array]]:
-    """Return a normalization with scale one and shift zero.
+    """Return a copy of a normalization with scale one and shift zero.
 
     Names follow from those of ``node``, so that a graph computes the result once.
 
@@ -39,7 +39,7 @@ def before_scale(
         others = [f"{name}: mean", f"{name}: inverse deviation"]
     elif node.op == "BatchNormalization":
         # ONNX Runtime 1.31 overwrites running statistics in memory that the node shares with the
-        # original node; with momentum one they do not change.
+        # original node. With momentum one they do not change.
         attributes["momentum"] = 1.0
     core = replace(
         node,

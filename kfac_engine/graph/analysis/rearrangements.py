@@ -1,4 +1,4 @@
-"""Lists operators that rearrange the entries of an array and do not change them."""
+"""Sets of operators whose results contain unchanged entries of their operands."""
 
 # The result has every entry of the first operand once.
 RELAYS = frozenset(

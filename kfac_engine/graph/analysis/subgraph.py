@@ -6,19 +6,19 @@ from kfac_engine._types import Array
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES, RELAYS
 from kfac_engine.graph.structure import Graph, Node
 
-# Operators whose result counts as their operand; a slice of a weight may be the weight of a layer.
+# Operators whose result represents their operand. A slice of a weight may be the weight of a layer.
 _PASS_ON = RELAYS | {"Slice"}
 
 
 def dependents(
     graph: Graph, sources: Iterable[str], stops: Container[str] = frozenset()
 ) -> frozenset[str]:
-    """Return the names of all values that depend on ``sources``, with ``sources``.
+    """Return the names of ``sources`` and of all values that depend on them.
 
     Args:
         graph: The graph.
         sources: Names of values.
-        stops: Operators whose results do not count as dependent.
+        stops: Operators whose results are not followed.
 
     Returns:
         Names of the dependent values.
@@ -48,13 +48,13 @@ def of_constants(graph: Graph) -> frozenset[str]:
 def read_by(
     nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
 ) -> dict[str, Array]:
-    """Select the constants that nodes and their bodies read, without the excluded ones."""
+    """Return the constants that nodes and their bodies read, except those in ``excluded``."""
     reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
     return {n: array for n, array in constants.items() if n in reads and n not in excluded}
 
 
 def handed_on(graph: Graph, value: str) -> str:
-    """Return the origin of a value: follow nodes such as Reshape and Slice back."""
+    """Return the value from which operators such as Reshape and Slice compute ``value``."""
     maker = graph.producers.get(value)
     while maker is not None and maker.qualified_op in _PASS_ON:
         value = maker.inputs[0]
@@ -88,15 +88,15 @@ class SubGraph:
                 self._readers.setdefault(name, []).append(node)
 
     def is_member(self, name: str) -> bool:
-        """Check whether a value is one of the given values or an ancestor of one."""
+        """Return whether a value is one of the ends or an ancestor of one."""
         return name in self._members
 
     def filter_list(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Select the members among ``names``, in their order."""
+        """Return the members among ``names``, in their order."""
         return tuple(name for name in names if self.is_member(name))
 
     def variable_uses(self, name: str) -> int:
-        """Count the nodes that read a value; the readers of a Reshape or Slice count for it."""
+        """Return the number of nodes that read a value, directly or through a Reshape or Slice."""
         count, waiting = 0, [name]
         while waiting:
             for node in self._readers.get(waiting.pop(), ()):

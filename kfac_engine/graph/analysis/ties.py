@@ -1,7 +1,7 @@
-"""Finds weights with equal values, which an exporter wrote as two constants.
+"""Finds weights with equal values that an exporter wrote as two constants.
 
-Exporters write an embedding table that is also the transposed output matrix as two constants. The
-file does not tell whether they must stay equal: the user decides.
+An exporter may write an embedding table and the transposed output matrix as two constants. The file
+does not state whether they must remain equal, so the user decides.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ class Tie:
     """A weight and its copy.
 
     Attributes:
-        first: Name of the weight that comes first in the file.
-        copy: Name of the equal weight after it.
+        first: Name of the weight that is first in the file.
+        copy: Name of the later weight with equal values.
         transposed: Whether the copy is the transpose of the weight.
     """
 
@@ -29,20 +29,20 @@ class Tie:
     transposed: bool = False
 
     def as_copy(self, array: Array) -> Array:
-        """Convert an array between the layouts of the weight and of the copy."""
+        """Convert an array from the layout of the weight to that of the copy, or back."""
         return array.T if self.transposed else array
 
 
 def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie, ...]:
-    """Find weights of at least two axes that equal an earlier weight or its transpose.
+    """Return the weights that equal an earlier weight or its transpose.
 
     Args:
         constants: Arrays by name.
         names: Names of the weights.
 
     Returns:
-        One tie for each copy. Arrays of one repeated number are not tied: different weights are
-        initialized with ones or zeros.
+        One tie for each copy, for weights with at least two axes. Arrays of one repeated number are
+        not tied, because different weights are initialized with ones or zeros.
     """
     alike: dict[object, list[str]] = {}
     ties: list[Tie] = []
@@ -50,7 +50,7 @@ def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie
         array = constants[name]
         if array.ndim < 2 or _is_one_number(array):
             continue
-        # First and last entry and shape distinguish nearly all arrays, without a full comparison.
+        # Shape, first entry and last entry distinguish nearly all arrays without a full comparison.
         ends = array[(0,) * array.ndim].tobytes(), array[(-1,) * array.ndim].tobytes()
         firsts = alike.setdefault((array.dtype, tuple(sorted(array.shape)), ends), [])
         candidates = (tie for first in firsts for tie in _ties_of(constants, first, name))
@@ -62,7 +62,7 @@ def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie
 
 
 def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
-    """Return the graph with every copy computed from its original weight."""
+    """Return a graph in which every copy is computed from its original weight."""
     copies = {tie.copy for tie in ties}
     views = tuple(
         Node(
@@ -78,13 +78,13 @@ def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
 
 
 def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
-    """Add the arrays of copies, in the layout of the copies."""
+    """Return arrays with those of the copies added, in the layout of the copies."""
     copies = {tie.copy: tie.as_copy(values[tie.first]) for tie in ties if tie.first in values}
     return {**values, **copies}
 
 
 def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
-    """Replace the arrays of copies by arrays of their original weights.
+    """Return arrays of the original weights in place of the arrays of copies.
 
     Args:
         ties: Ties of weights and copies.
@@ -94,11 +94,11 @@ def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Arra
         Arrays of the original weights, by name.
 
     Raises:
-        InputError: ``values`` is no mapping, or a weight and its copy have different arrays.
+        InputError: ``values`` is not a mapping, or a weight and its copy have different arrays.
     """
     if not isinstance(values, Mapping):
         raise InputError(
-            f"arrays are given by parameter, as {{name: array}}, not as {type(values).__name__}."
+            f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
         )
     merged = dict(values)
     for tie in ties:
@@ -107,8 +107,8 @@ def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Arra
             first = merged.setdefault(tie.first, array)
             if first.shape != array.shape or not bool((first == array).all()):
                 raise InputError(
-                    f"'{tie.copy}' is tied to '{tie.first}' and cannot have another value; give "
-                    f"one of them, or leave tie_weights out."
+                    f"'{tie.copy}' is tied to '{tie.first}' and cannot have another value; pass "
+                    f"one of them, or omit tie_weights."
                 )
     return merged
 

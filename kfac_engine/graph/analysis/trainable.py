@@ -1,9 +1,9 @@
 """Determines which constants of a graph are parameters.
 
-A file does not tell: weights, running statistics, masks, epsilons and interpolation factors are all
-float initializers. The operand that a constant is used for distinguishes them. A constant is no
-parameter if every use, followed through views such as ``Transpose``, is in a table below, or if its
-values are those of a computed table (see ``computed_tables``).
+In a file, weights, running statistics, masks, epsilons and interpolation factors are all float
+initializers. Their uses distinguish them. A constant is not a parameter if every use, followed
+through views such as ``Transpose``, is in a table below, or if its values are those of a computed
+table (see ``computed_tables``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from kfac_engine.graph.passes.bodies import Body, body_of
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS
 
-# Operands that are settings, not weights, with a description: by operator and operand index.
+# Descriptions of operands that are settings, not weights, by operator and operand index.
 _SETTINGS: Mapping[tuple[str, int], str] = {
     ("BatchNormalization", 3): "a running mean, which is estimated from data, not trained",
     ("BatchNormalization", 4): "a running variance, which is estimated from data, not trained",
@@ -53,7 +53,7 @@ _SETTINGS: Mapping[tuple[str, int], str] = {
     },
 }
 
-# Operators whose names contain one of these compute with integers; their float operands are scales.
+# Parts of the names of operators that compute with integers. Their float operands are scales.
 _QUANTIZED = (
     "BlockQuantized", "DequantizeLinear", "IntegerToFloat", "MatMulBnb4", "MatMulFpQ4",
     "MatMulNBits", "QAttention", "QLinear", "QMoE", "QuantizeLSTM", "QuantizeLinear",
@@ -66,16 +66,17 @@ _WEIGHT_ATTRIBUTES = frozenset(
     {"coefficients", "nodes_values", "nodes_splits", "prob_a", "support_vectors", "target_weights"}
 )
 
-# A scalar operand of these is an epsilon, a temperature or a factor such as 0.5 in Gelu.
+# Operators whose scalar operands are epsilons, temperatures or factors such as 0.5 in Gelu.
 _ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
-# Exception: the bias of a layer with one output.
+# Operators after which a scalar operand is the bias of a layer with one output.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
 
-# Attention masks contain -inf, the lowest float or -1e9; trained offsets stay small.
+# Upper bound of the entries of an attention mask, which are -inf, the lowest float or -1e9. Trained
+# offsets are smaller.
 _MASKED = -3e4
 
-# Operators that execute a body repeatedly: the index of their first state operand, and the index
-# of a state minus that of the result of the body that replaces it.
+# For operators that execute a body repeatedly: the index of the first state operand, and the
+# difference between the index of a state and of the result of the body that replaces it.
 _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
 # Operators whose results consist of entries of their operand.
@@ -101,7 +102,7 @@ def trainable_parameters(
 
     Raises:
         UnknownNameError: A pattern matches no float constant.
-        ModelError: No parameter is left to train.
+        ModelError: No parameter remains to be trained.
         NonFiniteError: A parameter contains NaN or infinity.
     """
     floats = [name for name, array in graph.constants.items() if _is_float(array)]
@@ -115,7 +116,7 @@ def trainable_parameters(
     trained = tuple(name for name in chosen if name not in frozen)
     if not trained:
         raise ModelError(
-            f"no parameter of model '{graph.name}' is left to train: freeze={freeze!r} fits all "
+            f"no parameter of model '{graph.name}' is left to train: freeze={freeze!r} matches all "
             f"{len(chosen)}."
         )
     for name in trained:
@@ -126,12 +127,12 @@ def trainable_parameters(
 def matching(
     patterns: Sequence[str], names: Sequence[str], what: str = "float constant"
 ) -> list[str]:
-    """Select the names that match at least one pattern.
+    """Return the names that match at least one pattern.
 
     Args:
         patterns: A name or ``fnmatch`` pattern, or several.
         names: All names.
-        what: Noun for the named things, for the message.
+        what: Noun for the names, for the message.
 
     Returns:
         The matching names, in the order of ``names``.
@@ -146,8 +147,8 @@ def matching(
         if not matches:
             examples = ", ".join(islice(names, 8)) or "none"
             raise UnknownNameError(
-                f"no {what} goes by '{pattern}'; the model has {len(names)}: {examples}"
-                f"{', …' if len(names) > 8 else ''}."
+                f"no {what} matches '{pattern}'; the model has {len(names)}: "
+                f"{examples}{', …' if len(names) > 8 else ''}."
             )
         selected.update(matches)
     return [name for name in names if name in selected]
@@ -171,7 +172,8 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     array = graph.constants[name]
     if not _is_float(array):
         return f"not floating-point but {array.dtype}" if array.size else "empty"
-    # A file without its weights fills them with numbers other than zero and one.
+    # A file without its weights fills them with numbers other than zero and one, so they are
+    # parameters.
     if name in graph.filled and array.flat[0] in (0, 1):
         return f"filled with {array.flat[0]:g} by ConstantOfShape, not stored in the file"
     table = graph.tables.reason(name)
@@ -183,8 +185,8 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
         return "read by nothing"
     if None not in reasons:
         return reasons[0]
-    # Non-finite masks and fill values are no parameters. A non-finite weight of a layer is damaged
-    # and refused later.
+    # Masks and fill values may be non-finite and are not parameters. A non-finite weight of a layer
+    # is an error, which is raised later.
     of_layer = any(node.op in _LAYERS for _, node, _ in uses)
     return None if of_layer or not _non_finite(array) else "an array with NaN or infinity"
 
@@ -192,8 +194,8 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
 def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
     """Yield the uses of a constant as ``(graph, node, operand index)``.
 
-    The readers of a view count in place of the view. For a node with bodies, the readers inside the
-    bodies count; their graph is the body.
+    The readers of a view replace the view. For a node with bodies, the readers inside the bodies
+    are uses, and their graph is the body.
     """
     seen = {name}
     waiting = [name]
@@ -213,7 +215,7 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
 def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[tuple[Graph, str]]:
     """Yield the bodies of ``node`` that read its operand ``index``, with its name in the body.
 
-    A state that changes between iterations is only an initial value: it does not count as read.
+    A state that changes between iterations is only an initial value and is not included.
     """
     if index < 0:
         for key, value in node.attributes.items():
@@ -230,7 +232,7 @@ def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[t
 
 
 def _is_unchanged(body: Body, result: str, index: int) -> bool:
-    """Check whether a result of a body is its operand ``index``, unchanged."""
+    """Return whether a result of a body is its operand ``index``, unchanged."""
     while result in body.graph.producers and body.graph.producers[result].op == "Identity":
         result = body.graph.producers[result].inputs[0]
     return result == body.inputs[index]
@@ -246,15 +248,15 @@ def _why_none(graph: Graph) -> str:
         weights = [key for key in node.attributes if key in _WEIGHT_ATTRIBUTES]
         if node.domain == "ai.onnx.ml" and weights:
             return (
-                f"the {node.op} node '{node.name}' keeps what it learned in its attribute "
-                f"'{weights[0]}', where no gradient reaches it"
+                f"the {node.op} node '{node.name}' stores its weights in its attribute "
+                f"'{weights[0]}', which has no gradient"
             )
         quantized = [name for name in node.inputs if name in whole]
         if quantized and any(part in node.op for part in (*_QUANTIZED, "Integer")):
             return (
                 f"its weights are quantized ('{quantized[0]}' is "
-                f"{graph.constants[quantized[0]].dtype}), which are not trained; use the "
-                f"model as it was before quantization"
+                f"{graph.constants[quantized[0]].dtype}), which cannot be trained; use the model "
+                f"as it was before quantization"
             )
     return (
         f"none of its {len(graph.constants)} constants is a float weight of a layer; export it "
@@ -268,11 +270,11 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
     if index >= 0 and node.qualified_op in _ITERATIONS:
         setting = "an initial value of a loop"
     if setting is None and index > 0 and any(part in node.op for part in _QUANTIZED):
-        setting = "part of a quantized layer, which stays as it is"
-    if _of_bare_groups(graph, array, node, index):
-        setting = "the scale or shift of a normalization of groups, which has none here"
+        setting = "part of a quantized layer, which is not trained"
+    if _is_neutral_in_group_norm(graph, array, node, index):
+        setting = "the neutral scale or shift inside a group normalization"
     if not node.domain and _scales_whole(graph, node, index):
-        setting = "a scale or zero point of whole numbers, which stay as they are"
+        setting = "a scale or zero point of quantized integers, which are not trained"
     if setting:
         return f"{setting} {where}"
     if node.domain or node.op not in _ARITHMETIC:
@@ -286,10 +288,10 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
     return None
 
 
-def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
-    """Check for the neutral scale or shift of a group normalization in three nodes."""
-    # Exporters write group normalization as Reshape to groups, InstanceNormalization with ones and
-    # zeros, and Reshape back. The real scale and shift follow these nodes.
+def _is_neutral_in_group_norm(graph: Graph, array: Array, node: Node, index: int) -> bool:
+    """Return whether an operand is the neutral scale or shift inside a group normalization."""
+    # Exporters write group normalization as a Reshape to groups, an InstanceNormalization with ones
+    # and zeros, and a Reshape back. The trained scale and shift come after these nodes.
     neutral = {1: 1, 2: 0}.get(index)
     if node.qualified_op != "InstanceNormalization" or neutral is None:
         return False
@@ -300,7 +302,7 @@ def _of_bare_groups(graph: Graph, array: Array, node: Node, index: int) -> bool:
 
 
 def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
-    """Check whether an operand scales or shifts stored integers, as a dequantization does."""
+    """Return whether an operand scales or shifts stored integers, as a dequantization does."""
     if node.op in _ROWS and index == 0:
         users = graph.consumers.get(node.outputs[0], ())
         return bool(users) and all(_scales_whole(graph, *use) for use in users)
@@ -309,7 +311,7 @@ def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
 
 
 def _is_whole(graph: Graph, name: str) -> bool:
-    """Check whether a value is a view, cast or shift of an integer constant of few bits."""
+    """Return whether a value is a view, cast or shift of an integer constant of few bits."""
     while name in graph.producers and graph.producers[name].op in {*_ROWS, "Sub"}:
         name = graph.producers[name].inputs[0]
     array = graph.constants.get(name)
@@ -336,15 +338,15 @@ def _refuse_non_finite(name: str, array: Array) -> None:
     bad = _non_finite(array)
     if bad:
         raise NonFiniteError(
-            f"parameter '{name}' holds NaN or infinity ({bad} of its values); repair the model, or "
-            f"leave it out, with freeze=… or --freeze."
+            f"parameter '{name}' contains NaN or infinity ({bad} of its values); repair the model, "
+            f"or exclude the parameter with freeze=… or --freeze."
         )
 
 
 def _non_finite(array: Array) -> int:
-    """Count the NaN and infinite numbers of an array."""
+    """Return the number of NaN and infinite entries of an array."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without temporary arrays: a sum with a non-finite term is not finite.
+        # A sum with a non-finite term is not finite. It needs one pass and no temporary array.
         if np.isfinite(_distinct(array).sum()):
             return 0
     return int(np.count_nonzero(~np.isfinite(_distinct(array))))

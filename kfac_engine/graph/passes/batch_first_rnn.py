@@ -1,4 +1,4 @@
-"""Rewrites batch-first recurrent operators, which ONNX Runtime cannot execute, steps first."""
+"""Converts recurrent operators from batch-first to steps-first layout for ONNX Runtime."""
 
 from collections.abc import Iterator, Mapping
 

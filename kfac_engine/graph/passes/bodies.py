@@ -32,7 +32,7 @@ class Body:
 
 
 def body_of(node: Node, attribute: str, opset: int) -> Body:
-    """Parse the body in an attribute of a node.
+    """Return the body in an attribute of a node.
 
     Args:
         node: An If, Loop or Scan node.
@@ -40,14 +40,14 @@ def body_of(node: Node, attribute: str, opset: int) -> Body:
         opset: Version of the standard operator set in the outer graph.
 
     Returns:
-        The body, with its own constants.
+        The body with its constants.
     """
     subgraph = node.attributes[attribute]
     assert isinstance(subgraph, Subgraph), attribute
     return _parsed(subgraph.proto, opset)
 
 
-# A body is parsed once for each constant that it reads: hence the cache.
+# The cache avoids that a body is parsed again for each constant that it reads.
 @lru_cache(maxsize=8)
 def _parsed(data: bytes, opset: int) -> Body:
     proto = onnx.GraphProto.FromString(data)
@@ -65,16 +65,16 @@ def _parsed(data: bytes, opset: int) -> Body:
 
 
 def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
-    """Refuse bodies whose numbers of operands and results do not match those of their node.
+    """Raise a ModelError for a body whose operands or results do not match those of its node.
 
     Args:
         node: Any node whose operator exists.
 
     Raises:
-        ModelError: A body does not fit.
+        ModelError: A body has another number of operands or results than its node.
     """
     operands, results = len(node.input), len(node.output)
-    # Number of operands of a body, and its least number of results.
+    # The number of operands of a body, and the least number of its results.
     fits = {
         ("If", "then_branch"): (0, results),
         ("If", "else_branch"): (0, results),
@@ -97,7 +97,7 @@ def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
 
 
 def operators_inside(node: Node) -> frozenset[str]:
-    """Return the operators in the bodies of ``node``; those of other domains are qualified."""
+    """Return the names of operators in the bodies of ``node``, with non-standard domains."""
     bodies = (value for value in node.attributes.values() if isinstance(value, Subgraph))
     nodes = (inner for body in bodies for inner in onnx.GraphProto.FromString(body.proto).node)
     return frozenset(
@@ -107,7 +107,7 @@ def operators_inside(node: Node) -> frozenset[str]:
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """Return ``node`` with new names of values, also of the values that its bodies read."""
+    """Return ``node`` with new names of operands, results and values that its bodies read."""
     return replace(
         node,
         inputs=tuple(names.get(name, name) for name in node.inputs),
@@ -134,8 +134,8 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
     Args:
         graph: Graph, changed in place: initializers and floating-point Constant nodes of its
             bodies are removed, and the bodies read outer values instead.
-        constants: Values by name; receives the moved constants. The name of the first result of
-            the node and a dot precede a name that occurs twice in the file.
+        constants: Values by name; receives the moved constants. A name that occurs twice in the
+            file has the name of the first result of the node and a dot as prefix.
 
     Returns:
         The names of the moved constants.
@@ -145,7 +145,7 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
     hoist = _Hoist(
         {name for name, count in definitions.items() if count == 1}, set(definitions), constants
     )
-    hoist.taken.update(taken_names(graph, constants))
+    hoist.used.update(taken_names(graph, constants))
     for node in graph.node:
         for body in _bodies(node):
             hoist.out_of(body, _prefix(node))
@@ -167,22 +167,22 @@ class _Hoist:
 
     Attributes:
         unique: Names that occur once in the file.
-        taken: All names in use.
+        used: All names in use.
         constants: Values of constants, by name.
         moved: New names of the moved constants.
     """
 
     unique: set[str]
-    taken: set[str]
+    used: set[str]
     constants: dict[str, Array]
     moved: list[str] = field(default_factory=list)
 
     def out_of(self, body: onnx.GraphProto, prefix: str) -> None:
         names, results = {}, {entry.name for entry in body.output}
         for inner, array in _pop_constants(body):
-            # A body must compute its results itself, and they keep their names.
+            # A body must compute its results, whose names do not change.
             unchanged = inner in self.unique and inner not in results
-            name = inner if unchanged else claim(prefix + inner, self.taken)
+            name = inner if unchanged else claim(prefix + inner, self.used)
             self.constants[name] = array
             names[inner] = name
         self.moved.extend(names.values())
@@ -195,7 +195,7 @@ class _Hoist:
 
 
 def _pop_constants(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
-    """Remove the initializers and floating-point constants of a body, and yield them."""
+    """Yield the initializers and floating-point constants of a body, and remove them from it."""
     yield from ((entry.name, to_array(entry)) for entry in body.initializer)
     del body.initializer[:]
     for index in reversed(range(len(body.node))):

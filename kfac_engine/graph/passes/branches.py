@@ -16,16 +16,16 @@ def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) ->
 
     Args:
         graph: Graph with nodes in topological order. The name of the first result of the ``If``
-            precedes the names of values of the branch.
+            becomes the prefix of the names of the branch.
         constants: Values of constants, by name, with the initializers of branches.
 
     Returns:
-        True if an ``If`` was replaced; the branch may contain further ones.
+        True if an ``If`` was replaced; the branch may contain further nodes of this kind.
 
     Raises:
         ModelError: A branch and its ``If`` differ in the number of results.
     """
-    if not any(_taken_branch(node, constants) for node in graph.node):
+    if not any(_selected_branch(node, constants) for node in graph.node):
         return False
     nodes = list(_folded(graph.node, constants, taken_names(graph, constants)))
     del graph.node[:]
@@ -34,24 +34,26 @@ def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) ->
 
 
 def _folded(
-    nodes: Iterable[onnx.NodeProto], constants: Mapping[str, Array], taken: set[str]
+    nodes: Iterable[onnx.NodeProto], constants: Mapping[str, Array], used: set[str]
 ) -> Iterator[onnx.NodeProto]:
     for node in nodes:
-        branch = _taken_branch(node, constants)
+        branch = _selected_branch(node, constants)
         if branch is None:
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
             yield copy
             continue
-        outer = _outer_names(branch, f"{node.output[0]}.", taken)
+        outer = _outer_names(branch, f"{node.output[0]}.", used)
         rename(branch, outer)
         yield from branch.node
         for result, target in zip(branch.output, node.output, strict=True):
             yield helper.make_node("Identity", [outer.get(result.name, result.name)], [target])
 
 
-def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.GraphProto | None:
-    """Return a copy of the selected branch of an ``If``; None if the node is not a constant If."""
+def _selected_branch(
+    node: onnx.NodeProto, constants: Mapping[str, Array]
+) -> onnx.GraphProto | None:
+    """Return a copy of the selected branch of an ``If``; None without a constant condition."""
     if node.op_type != "If" or node.domain or node.input[0] not in constants:
         return None
     wanted = "then_branch" if constants[node.input[0]].all() else "else_branch"
@@ -59,16 +61,16 @@ def _taken_branch(node: onnx.NodeProto, constants: Mapping[str, Array]) -> onnx.
     branch.CopyFrom(next(entry.g for entry in node.attribute if entry.name == wanted))
     if len(branch.output) != len(node.output):
         raise ModelError(
-            f"the {describe(node)} has {len(node.output)} results, but its {wanted} makes "
+            f"the {describe(node)} has {len(node.output)} results, but its {wanted} has "
             f"{len(branch.output)}."
         )
     return branch
 
 
-def _outer_names(branch: onnx.GraphProto, prefix: str, taken: set[str]) -> dict[str, str]:
-    """Return free names for the values of a branch, and add them to ``taken``."""
+def _outer_names(branch: onnx.GraphProto, prefix: str, used: set[str]) -> dict[str, str]:
+    """Return unused names for the values of a branch, and add them to ``used``."""
     results = [name for node in branch.node for name in node.output if name]
-    return {name: claim(prefix + name, taken) for name in results}
+    return {name: claim(prefix + name, used) for name in results}
 
 
 def rename(graph: onnx.GraphProto | onnx.FunctionProto, names: Mapping[str, str]) -> None:

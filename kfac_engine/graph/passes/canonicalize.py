@@ -1,7 +1,7 @@
 """Converts a protobuf model to one operator set, without functions, and checks its nodes.
 
-Each step receives a model without large tensors: messages stay small and the C++ passes of onnx
-fast.
+Each step receives a model without large tensors, so that messages are small and the C++ passes of
+onnx are fast.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,29 +17,29 @@ from kfac_engine.graph.passes.expansions import check_functions
 from kfac_engine.graph.passes.order import all_nodes, describe
 from kfac_engine.graph.tensors import to_array
 
-# Derivative rules are written for operator set 18 and newer ones.
+# Derivative rules are written for operator set 18 and newer sets.
 OLDEST_OPSET = 18
-# Before this set, the body of Scan did not receive the first operand of Scan.
+# First operator set in which the body of Scan receives the first operand of Scan.
 _CURRENT_BODIES = 9
-# From this set on, operators broadcast like NumPy.
+# First operator set in which operators broadcast like NumPy.
 _NUMPY_BROADCAST = 7
 # ONNX Runtime 1.31 executes operator sets up to 26.
 NEWEST_OPSET = min(26, defs.onnx_opset_version())
 # Operators that sets 27 and 28 added have definitions in older operators.
 _NEWEST_KNOWN = min(28, defs.onnx_opset_version())
 
-# Operators of the standard domain that ONNX Runtime has and onnx lacks, with the newest operator
-# set of which that is true.
+# Operators of the standard domain that ONNX Runtime implements and onnx does not define, with the
+# newest operator set for which this is true.
 _RUNTIME_OPERATORS = {"SimplifiedLayerNormalization": _NEWEST_KNOWN, "GroupNormalization": 20}
 
-# Names of the standard domain.
+# All names of the standard domain.
 _STANDARD_DOMAINS = ("", "ai.onnx")
-# Format version of intermediate models: old versions require initializers among the inputs.
+# Format version of intermediate models. Old versions require initializers among the inputs.
 _IR_VERSION = 10
 
 
 def check_versions(model: onnx.ModelProto) -> None:
-    """Refuse formats and operator sets that the installed libraries do not know.
+    """Raise a ModelError for formats and operator sets newer than the installed libraries.
 
     Args:
         model: The model as read.
@@ -66,13 +66,13 @@ def opset(model: onnx.ModelProto) -> int:
 
 
 def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Replace the calls of functions by their bodies.
+    """Return a model in which the bodies of functions replace their calls.
 
     Args:
         model: The model; not changed.
 
     Returns:
-        A model without functions; ``model`` itself if it has no function.
+        A model without functions, which is ``model`` if it has none.
 
     Raises:
         ModelError: A function is malformed.
@@ -103,7 +103,7 @@ def _add_default_attributes(model: onnx.ModelProto) -> None:
 
 
 def unify_standard_domain(model: onnx.ModelProto) -> None:
-    """Write the standard domain as ``""`` everywhere at the top level of ``model``, in place."""
+    """Replace the names of the standard domain at the top level by ``""``, in place."""
     others = [e for e in model.opset_import if e.domain not in _STANDARD_DOMAINS]
     imports = [helper.make_opsetid("", opset(model)), *others]
     del model.opset_import[:]
@@ -115,7 +115,7 @@ def unify_standard_domain(model: onnx.ModelProto) -> None:
 
 
 def check_nodes(model: onnx.ModelProto) -> None:
-    """Check each node against the schema of its operator; other domains are not checked.
+    """Check each node of the standard domain against the schema of its operator.
 
     Args:
         model: A model without functions; its names and order are checked.
@@ -123,8 +123,8 @@ def check_nodes(model: onnx.ModelProto) -> None:
     Raises:
         ModelError: An operator does not exist, or its operands or attributes do not fit.
     """
-    # The checker requires types and shapes of inputs and outputs, which runtimes do not. The probe
-    # has the same nodes, and scalars as inputs and outputs.
+    # Unlike runtimes, the checker requires types and shapes of inputs and outputs. The checked
+    # model has the same nodes, and scalars as inputs and outputs.
     version = opset(model)
     others = [
         node for node in model.graph.node if version <= _RUNTIME_OPERATORS.get(node.op_type, 0)
@@ -151,7 +151,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
 
 
 def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
-    """Refuse missing required operands: the checker accepts them, ONNX Runtime may crash."""
+    """Raise a ModelError for a missing operand that the checker accepts but ONNX Runtime needs."""
     missing = [index for index, name in enumerate(node.input) if not name]
     if not missing or node.domain or not defs.has(node.op_type, max_inclusive_version=version):
         return
@@ -160,18 +160,18 @@ def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
         kind = formal[min(index, len(formal) - 1)].option
         if kind != defs.OpSchema.FormalParameterOption.Optional:
             raise ModelError(
-                f"operand {index} of the {describe(node)} has no name, but it cannot be left out."
+                f"operand {index} of the {describe(node)} has no name, but it is required."
             )
 
 
 def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert a model with an older operator set to set 18.
+    """Return a model in operator set 18 or newer.
 
     Args:
         model: The model; not changed.
 
     Returns:
-        The converted model; ``model`` itself if its operator set is 18 or newer.
+        The converted model, or ``model`` if its operator set is 18 or newer.
 
     Raises:
         ModelError: An operator has no newer form.
@@ -191,8 +191,8 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
         newer.graph.input.extend(model.graph.input)
         newer.graph.output.extend(model.graph.output)
     if old < 11:
-        # Upsample and the first Resize sampled in one way. The converter omits the attributes,
-        # whose defaults mean another way.
+        # Upsample and the first Resize sampled in one way. The converter omits the attributes, and
+        # their defaults mean another way.
         for node in all_nodes(newer.graph.node):
             if node.op_type == "Resize":
                 _set(node, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
@@ -200,9 +200,9 @@ def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
-    """Return a model of operator set 6 or older with a number for every unknown input size."""
-    # The converter of onnx 1.23 requires sizes where operators broadcast by attribute; it uses
-    # them only to align axes.
+    """Return a model in which every unknown input size is a number, for operator sets up to 6."""
+    # The converter of onnx 1.23 requires sizes if operators broadcast by attribute, and uses them
+    # only to align axes.
     if version >= _NUMPY_BROADCAST:
         return model
     closed = onnx.ModelProto()
@@ -218,7 +218,7 @@ def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
 
 
 def _align(model: onnx.ModelProto) -> None:
-    """Add the trailing axes to operands that broadcast from an ``axis`` on, in place."""
+    """Add trailing axes to operands that broadcast along the axes from ``axis``, in place."""
     # The converter of onnx 1.23 adds them at wrong positions.
     inferred = shape_inference.infer_shapes(model).graph
     ranks = {
@@ -234,7 +234,7 @@ def _align(model: onnx.ModelProto) -> None:
             first, second = (ranks.get(name) for name in node.input)
             if not first or second is None:
                 raise UnsupportedError(
-                    f"the {describe(node)} broadcasts from an axis on, among operands of unknown "
+                    f"the {describe(node)} broadcasts from an axis, with operands of unknown "
                     f"shapes; export the model with operator set {OLDEST_OPSET} or newer."
                 )
             node.attribute.remove(axis)
@@ -254,25 +254,25 @@ def _refuse_misread(model: onnx.ModelProto, version: int) -> None:
         since, affects = _MISREAD.get(node.op_type, (0, None))
         if version < since and affects and affects(node, known):
             raise UnsupportedError(
-                f"the {describe(node)} has a form of operator set {version} without exact "
-                f"counterpart today; export the model with operator set {OLDEST_OPSET} or newer."
+                f"the {describe(node)} of operator set {version} has no exact counterpart in newer "
+                f"sets; export the model with operator set {OLDEST_OPSET} or newer."
             )
 
 
 def _shrinks_to_nearest(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
-    """Check whether a Resize of set 10 may round positions up: scales below 1 did."""
+    """Return whether a Resize of set 10 may round positions up, as for scales below 1."""
     modes = (entry.s for entry in node.attribute if entry.name == "mode")
     scales = known.get(node.input[1])
     return next(modes, b"nearest") == b"nearest" and (scales is None or bool((scales < 1).any()))
 
 
 def _has_channel_slopes(node: onnx.NodeProto, known: Mapping[str, Array]) -> bool:
-    """Check whether a PRelu of set 6 has slopes along axis 1; newer sets align the last axis."""
+    """Return whether a PRelu of set 6 has slopes along axis 1; newer sets use the last axis."""
     return node.input[1] not in known or known[node.input[1]].size != 1
 
 
-# Operators that the converter does not change, although their meaning changed: the operator set of
-# the change, and a test for the nodes that it affects.
+# Operators that the converter does not change, although their meaning changed. A row has the
+# operator set of the change and a test for the affected nodes.
 _MISREAD: Mapping[str, tuple[int, Callable[[onnx.NodeProto, Mapping[str, Array]], bool]]] = {
     "Hardmax": (13, lambda node, known: True),  # flattened its operand to a matrix
     "PRelu": (7, _has_channel_slopes),

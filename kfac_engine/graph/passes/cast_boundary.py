@@ -1,4 +1,4 @@
-"""Adds casts between the half-precision boundary of a graph and its float32 nodes."""
+"""Adds casts between half-precision inputs and outputs of a graph and its float32 nodes."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,7 +13,7 @@ from kfac_engine.graph.structure import Node
 def with_borders(
     nodes: Iterable[Node], operands: Mapping[str, DType], results: Mapping[str, DType]
 ) -> list[Node]:
-    """Add casts before and after the nodes of a graph.
+    """Return the nodes of a graph with casts before and after them.
 
     Args:
         nodes: Nodes in topological order; they compute in float32.
@@ -24,8 +24,8 @@ def with_borders(
         The casts, and the nodes with new names for the float32 values.
     """
     nodes = tuple(nodes)
-    taken = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}
-    names = {name: claim(f"{name}/float32", taken) for name in (*operands, *results)}
+    used = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}
+    names = {name: claim(f"{name}/float32", used) for name in (*operands, *results)}
     widening = [_cast(name, names[name], TensorProto.FLOAT) for name in operands]
     narrowing = [
         _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))

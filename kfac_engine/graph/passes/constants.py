@@ -1,4 +1,4 @@
-"""Lifts constants that a file writes as nodes into the table of constants."""
+"""Moves constants that a file writes as nodes to the constants of the graph."""
 
 from collections.abc import Callable, Mapping
 
@@ -31,7 +31,7 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
         constants: Values by name; receives the lifted constants.
 
     Returns:
-        Names of constants that are filled with one number, which the file does not store in full.
+        Names of constants that the file stores as a shape and one number.
 
     Raises:
         UnsupportedError: A constant is not a dense tensor.
@@ -46,7 +46,7 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
             constants[node.output[0]] = array
             if node.op_type == "ConstantOfShape":
                 filled_ones.add(node.output[0])
-    # Deletion of single nodes would take quadratic time.
+    # The list is replaced at once, because deleting single nodes would take quadratic time.
     if len(nodes) < len(graph.node):
         del graph.node[:]
         graph.node.extend(nodes)
@@ -57,7 +57,7 @@ def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Arra
     """Return the value of a node that is a constant.
 
     Args:
-        node: Any node; it need not be valid.
+        node: Any node, which may be invalid.
         constants: Values by name, for the shape operand of ``ConstantOfShape``.
 
     Returns:
@@ -75,5 +75,7 @@ def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Arra
     if node.op_type != "Constant" or form is None:
         return None
     if form.name not in _FORMS:
-        raise UnsupportedError(f"the {describe(node)} holds no dense tensor, so it cannot be used.")
+        raise UnsupportedError(
+            f"the {describe(node)} contains no dense tensor, so it cannot be used."
+        )
     return _FORMS[form.name](form)

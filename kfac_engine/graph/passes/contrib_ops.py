@@ -43,7 +43,7 @@ def _group_norm(b: DecompositionBuilder) -> None:
 
 
 def _skip_group_norm(b: DecompositionBuilder) -> None:
-    """Write ``GroupNorm`` of a sum; the sum may be a second result."""
+    """Write ``GroupNorm`` of a sum, with the sum as an optional second result."""
     x, scale, shift, skip, bias = b.operands(4, 5)
     summed = b.op("Add", x, b.op("Add", skip, bias) if bias else skip)
     if len(b.node.outputs) > 1 and b.node.outputs[1]:
@@ -71,7 +71,7 @@ def _normalized(b: DecompositionBuilder, x: str, scale: str, shift: str) -> None
 
 
 def _like(b: DecompositionBuilder, value: str, number: float, shape: tuple[int, ...] = ()) -> str:
-    """Add a constant and convert it to the element type of ``value``, known only at run time."""
+    """Add a constant and its Cast to the element type of ``value``; return the result's name."""
     label = f"number_{len(b.constants)}"
     return b.op("CastLike", b.constant(np.full(shape, number), label=label), value)
 

@@ -1,4 +1,4 @@
-"""Decomposes operators while a model is read, before it is executed."""
+"""Decomposes operators of a model that ONNX Runtime cannot execute or train."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +10,10 @@ from kfac_engine.graph.structure import Node
 
 
 def _normalization(b: DecompositionBuilder) -> None:
-    """Name all three results in training form: ONNX Runtime 1.31 crashes without them."""
+    """Name all three results of a normalization in training form.
+
+    ONNX Runtime 1.31 crashes if a result has no name.
+    """
     node = b.node
     if b.number("training_mode", 0):
         spare = (f"{node.outputs[0]}.{what}" for what in ("result", "mean", "variance"))
@@ -28,7 +31,7 @@ DECOMPOSITIONS = {
 
 
 def decompose(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
-    """Replace operators that ONNX Runtime cannot execute, or whose weights are attributes.
+    """Return nodes with operators that ONNX Runtime executes and whose weights are constants.
 
     Args:
         nodes: Nodes, in topological order.
@@ -39,7 +42,7 @@ def decompose(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node,
         The nodes, in topological order.
 
     Raises:
-        UnsupportedError: A linear model has an output function that is not covered.
+        UnsupportedError: A linear model has an unsupported output function.
     """
     result: list[Node] = []
     for node in nodes:

@@ -23,11 +23,11 @@ class DecompositionBuilder(NodeBuilder):
         self.node = node
 
     def value_name(self, op: str, index: int) -> str:
-        """Return a name that follows from that of the first result of the replaced node."""
+        """Return a new value name that begins with the first result of the replaced node."""
         return f"{self.node.outputs[0]}.{op}_{len(self.nodes)}"
 
     def node_name(self, op: str, results: Sequence[str]) -> str:
-        """Return a name that follows from that of the replaced node."""
+        """Return a new node name that begins with the name of the replaced node."""
         return f"{self.prefix}{op}_{len(self.nodes)}"
 
     def operands(self, least: int, most: int) -> list[str]:
@@ -57,7 +57,7 @@ class DecompositionBuilder(NodeBuilder):
         return f"{self.node.qualified_op} node '{self.node.name}'"
 
     def halves(self, value: str) -> tuple[str, str]:
-        """Split ``value`` into two equal parts along its last axis; return their names."""
+        """Add a Split of ``value`` into two halves of its last axis; return their names."""
         first = self.op("Split", value, axis=-1, num_outputs=2)
         self.nodes[-1] = replace(self.nodes[-1], outputs=(first, f"{first}.second"))
         return first, f"{first}.second"

@@ -1,7 +1,8 @@
-"""Refuses models that expand beyond the limits, before a session runs.
+"""Raises a ModelError for models that would exceed a limit when they run.
 
-A function that calls another one twice doubles the number of nodes, and a trip count or a size is
-one number. A damaged or hostile file of a few bytes could use all memory, or run for years.
+A function that calls another function twice doubles the number of nodes, and a trip count or a size
+is one number. A damaged or hostile file of a few bytes could therefore use all memory, or run for
+years.
 """
 
 from collections import ChainMap
@@ -23,18 +24,18 @@ from kfac_engine.graph.tensors import to_array
 # The largest number of axes of a value.
 _MOST_AXES = 16
 
-# A function: its domain, name and overload.
+# Domain, name and overload of a function.
 _Key: TypeAlias = tuple[str, str, str]
 
 
 def check_functions(model: onnx.ModelProto) -> None:
-    """Refuse functions that call themselves, or that expand to too many nodes.
+    """Raise a ModelError if a function calls itself or expands to too many nodes.
 
     Args:
         model: The model as read.
 
     Raises:
-        ModelError: A function is refused; the message names it.
+        ModelError: A function exceeds the limit or calls itself; the message names it.
     """
     nodes = {(f.domain, f.name, f.overload): list(all_nodes(f.node)) for f in model.functions}
     calls = {key: {_key(node) for node in inside} for key, inside in nodes.items()}
@@ -61,13 +62,13 @@ def _inlined(nodes: Iterable[onnx.NodeProto], sizes: Mapping[_Key, int]) -> int:
 def _refuse_many(count: int, what: str) -> None:
     if count > MOST_NODES:
         raise ModelError(
-            f"{what} of the model has {count:.3g} nodes once its functions are inlined; at most "
-            f"{MOST_NODES} can be used."
+            f"{what} of the model has {count:.3g} nodes after its functions are inlined; the limit "
+            f"is {MOST_NODES}."
         )
 
 
 def check_sizes(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
-    """Refuse loops and values that constants make too long or too large.
+    """Raise a ModelError for loops and values whose constant sizes exceed a limit.
 
     Args:
         graph: Graph with lifted constants; its bodies are checked, too.
@@ -87,14 +88,14 @@ def _check_nodes(
         count = _ENTRIES[node.op_type](known) if node.op_type in _ENTRIES and not node.domain else 0
         if count > MOST_ENTRIES:
             raise ModelError(
-                f"the {describe(node)} makes {count:.3g} entries, {4 * count / 1e9:.3g} GB in "
-                f"float32; at most {MOST_ENTRIES} can be made."
+                f"the {describe(node)} computes {count:.3g} entries, {4 * count / 1e9:.3g} GB in "
+                f"float32; the limit is {MOST_ENTRIES}."
             )
         inside = trips * (_trips(node, constants) if _is_loop(node) else 1)
         if inside > MOST_TRIPS:
             raise ModelError(
-                f"the body of the {describe(node)} runs {inside:.3g} times; at most {MOST_TRIPS} "
-                f"iterations can be run."
+                f"the body of the {describe(node)} runs {inside:.3g} times; the limit is "
+                f"{MOST_TRIPS} iterations."
             )
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):
@@ -108,7 +109,7 @@ def _is_loop(node: onnx.NodeProto) -> bool:
 def _trips(node: onnx.NodeProto, constants: Mapping[str, Array]) -> float:
     """Return the constant trip count of a Loop; 1 if a condition may end the loop earlier."""
     body = next((entry.g for entry in node.attribute if entry.name == "body"), onnx.GraphProto())
-    if not _goes_on(body, constants):
+    if not _has_fixed_condition(body, constants):
         return 1
     limit, going = node.input[:2]
     if not limit:
@@ -117,8 +118,8 @@ def _trips(node: onnx.NodeProto, constants: Mapping[str, Array]) -> float:
     return max(1.0, float(constants[limit].max(initial=1))) if limit in constants else 1
 
 
-def _goes_on(body: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
-    """Check whether the condition of a Loop never changes, or is constant."""
+def _has_fixed_condition(body: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
+    """Return whether the condition of a Loop never changes, or is constant."""
     if len(body.input) < 2 or not body.output:
         return False
     makers = {name: node for node in body.node for name in node.output}
@@ -146,7 +147,7 @@ _Known: TypeAlias = Sequence[Array | None]
 
 
 def _product(index: int) -> Callable[[_Known], float]:
-    """Return a function for the product of an operand; factors below one count as one."""
+    """Return a function that multiplies the entries of an operand, each at least one."""
 
     def count(known: _Known) -> float:
         shape = known[index] if len(known) > index else None
@@ -170,7 +171,7 @@ def _padded(known: _Known) -> float:
     return float(np.maximum(sizes, 1).prod())
 
 
-# Functions for the least number of entries of the result, by operator.
+# Functions that return the least number of entries of the result, by operator.
 _ENTRIES: Mapping[str, Callable[[_Known], float]] = {
     "ConstantOfShape": _product(0),
     "Expand": _product(1),

@@ -1,6 +1,6 @@
 """Decomposes linear models of ``ai.onnx.ml``, whose weights are attributes.
 
-Exports of scikit-learn use these operators. Their weights become constants and can be trained.
+Exports of scikit-learn use these operators. Their weights become constants, which can be trained.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +34,13 @@ def _linear_classifier(b: DecompositionBuilder) -> None:
     if not _has_score_for_each_class(b.node):
         b.nodes.append(b.node)
         return
-    # The original node still computes the labels; its scores have no reader.
+    # The original node still computes the labels, and no node reads its scores.
     b.nodes.append(replace(b.node, outputs=(labels, f"{scores}.unread")))
     _transformed(b, _product(b, b.numbers("intercepts").size), scores)
 
 
 def _has_score_for_each_class(node: Node) -> bool:
-    """Check for one score per class: for two classes a file may have a single score."""
+    """Return whether a classifier has a score for each class, not a single score for two."""
     lists = (node.attributes.get(f"classlabels_{kind}", ()) for kind in ("ints", "strings"))
     classes = sum(len(labels) for labels in lists if isinstance(labels, tuple))
     intercepts = node.attributes.get("intercepts", ())
@@ -48,7 +48,7 @@ def _has_score_for_each_class(node: Node) -> bool:
 
 
 def _normalizer(b: DecompositionBuilder) -> None:
-    """Divide rows by their max, L1 or L2 norm; rows of zeros stay zero."""
+    """Write rows divided by their max, L1 or L2 norm; rows of zeros remain zero."""
     x = _floats(b)
     axis = b.constant(np.array([1]), label="axis")
     norm = str(b.node.attributes.get("norm", "MAX"))
@@ -64,7 +64,7 @@ _NORMS = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}
 
 
 def _array_feature_extractor(b: DecompositionBuilder) -> None:
-    """Select columns by index."""
+    """Write the columns of ``x`` with these indices."""
     x, places = b.node.inputs
     flat = b.op("Reshape", places, b.constant(np.array([-1]), label="flat"))
     b.op("Gather", x, flat, result=b.node.outputs[0], axis=-1)
@@ -75,7 +75,7 @@ def _product(b: DecompositionBuilder, rows: int) -> str:
     if rows < 1 or numbers.size % rows:
         raise ModelError(
             f"node '{b.node.name}' ({b.node.qualified_op}) has {numbers.size} coefficients, which "
-            f"make no {rows} rows."
+            f"cannot be divided into {rows} rows."
         )
     weights = b.constant(numbers.reshape(rows, -1), label="coefficients")
     intercepts = b.numbers("intercepts")
@@ -89,7 +89,7 @@ def _transformed(b: DecompositionBuilder, scores: str, result: str) -> None:
     if transform not in _TRANSFORMS:
         raise UnsupportedError(
             f"node '{b.node.name}' ({b.node.qualified_op}) has post_transform '{transform}'; only "
-            f"{', '.join(_TRANSFORMS)} are covered."
+            f"{', '.join(_TRANSFORMS)} are supported."
         )
     b.op(_TRANSFORMS[transform], scores, result=result)
 

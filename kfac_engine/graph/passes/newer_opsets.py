@@ -1,4 +1,4 @@
-"""Converts models with operator sets that ONNX Runtime cannot execute yet."""
+"""Converts models from operator sets that are too new for ONNX Runtime."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,14 +11,13 @@ from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.passes.canonicalize import NEWEST_OPSET, opset
 from kfac_engine.graph.passes.order import describe
 
-# Operators without a kernel in ONNX Runtime 1.31, from this version on.
+# First version of an operator that has no kernel in ONNX Runtime 1.31.
 _WITHOUT_KERNEL: Mapping[tuple[str, str], int] = {
     ("", "Attention"): 25,
     ("", "Swish"): 24,
     ("ai.onnx.preview", "FlexAttention"): 1,
 }
-# Operators that sets 27 and 28 extended to more element types, or by an attribute that the older
-# form lacks to more modes.
+# Operators that sets 27 and 28 extended by element types, or by modes of a new attribute.
 _WIDENED = frozenset(
     """
     BitShift Cast Celu Compress DepthToSpace DequantizeLinear Einsum Mod OneHot Optional
@@ -29,17 +28,17 @@ _WIDENED = frozenset(
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert a model to an operator set that ONNX Runtime can execute.
+    """Return a model in an operator set that ONNX Runtime can execute.
 
     Args:
         model: A model without functions, whose standard domain is ``""``.
 
     Returns:
-        The model with its new operators replaced by their definitions; ``model`` itself if it has
-        no new operator.
+        The model with its new operators replaced by their definitions, or ``model`` if it has no
+        new operator.
 
     Raises:
-        ModelError: A new operator has no definition in older ones.
+        ModelError: A new operator has no definition in older operators.
     """
     versions = {entry.domain: entry.version for entry in model.opset_import}
     with model_errors(
@@ -69,7 +68,7 @@ def _is_new(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
 
 
 def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.ModelProto:
-    """Replace new operators by their definitions, which may contain new operators."""
+    """Return a model with new operators replaced by their definitions, once."""
     types = dict(_types(model))
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -79,7 +78,7 @@ def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.Model
         if not is_defined(node.op_type, node.domain, versions):
             raise ModelError(
                 f"the {describe(node)} is of operator set {versions[node.domain]}, but only sets "
-                f"up to {NEWEST_OPSET} can be executed; export the model with one of those."
+                f"up to {NEWEST_OPSET} can be executed; export the model with one of these sets."
             )
         operands = [types.get(name, onnx.TypeProto()) for name in node.input]
         call, function = as_call(node, operands, versions, f"{node.op_type}_{index}")

@@ -10,7 +10,7 @@ from kfac_engine.errors import ModelError
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield ``nodes``; the nodes in the bodies of a node follow it."""
+    """Yield ``nodes``, each followed by the nodes in its bodies."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -36,21 +36,21 @@ def captures(body: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def describe(node: onnx.NodeProto) -> str:
-    """Describe a node for messages: by its operator and its name or first result."""
+    """Return a description of a node for messages: its operator, and its name or first result."""
     result = next(iter(node.output), "nothing")
     return (
         f"{node.op_type} node '{node.name}'"
         if node.name
-        else f"{node.op_type} that makes '{result}'"
+        else f"{node.op_type} that computes '{result}'"
     )
 
 
 def refuse_repeated(names: Iterable[str], kind: str) -> None:
-    """Check that names are unique.
+    """Raise a ModelError if two names are equal.
 
     Args:
         names: The names.
-        kind: Noun for the named things, in the plural.
+        kind: Plural noun for the names, for messages.
 
     Raises:
         ModelError: Two names are equal.
@@ -82,12 +82,12 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         for name in reads(node):
             if name not in known:
-                raise ModelError(f"the {describe(node)} reads '{name}', which nothing produces.")
+                raise ModelError(f"the {describe(node)} reads '{name}', which no node computes.")
     for name in outputs:
         if name not in known:
-            raise ModelError(f"nothing produces the output '{name}' of the model.")
+            raise ModelError(f"no node computes the output '{name}' of the model.")
     before = _dependencies(graph.node)
-    # Most files are sorted already.
+    # Most files are sorted, and need no search for an order.
     if any(index <= max(earlier, default=-1) for index, earlier in before.items()):
         ordered = [graph.node[index] for index in _order(before, graph.node)]
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
@@ -111,6 +111,6 @@ def _order(before: Mapping[int, set[int]], nodes: Sequence[onnx.NodeProto]) -> l
     except CycleError as failure:
         cycle = failure.args[1]
         raise ModelError(
-            f"the model has a cycle: the {describe(nodes[cycle[0]])} reads what it makes itself, "
-            f"by way of {len(cycle) - 2} other nodes."
+            f"the model has a cycle: the {describe(nodes[cycle[0]])} reads its own result, through "
+            f"{len(cycle) - 2} other nodes."
         ) from failure

@@ -1,4 +1,4 @@
-"""Puts normalizations and dropouts of a model exported for inference into training form."""
+"""Converts normalizations and dropouts from the form of inference to that of training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +9,10 @@ from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Graph, Node
 
-# Dropout ratio of ONNX for a node without one.
+# Default dropout ratio of ONNX.
 _DEFAULT_RATIO = 0.5
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
-# Messages name so many nodes.
+# Largest number of nodes that a message names.
 _MOST_NAMES = 6
 
 
@@ -54,18 +54,18 @@ def inference_nodes(graph: Graph) -> InferenceNodes:
 
 
 def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """Put normalizations and dropouts into training form.
+    """Return a graph with normalizations and dropouts in training form.
 
     A ``BatchNormalization`` with constant running statistics normalizes with the statistics of the
     batch, and returns new running statistics under its ``momentum``. A ``Dropout`` drops elements;
-    its generator has a fixed seed, so that runs are repeatable. Nodes in bodies stay as they are.
+    its generator has a fixed seed, so that runs are repeatable. Nodes in bodies do not change.
 
     Args:
         graph: Canonical graph.
 
     Returns:
-        The graph with the same names for the same values; and notes on nodes that stay in the form
-        of inference, each a sentence without its period.
+        The graph, in which values have the same names, and notes on nodes that remain in the form
+        of inference. Each note is a sentence without its period.
 
     Raises:
         InputError: The graph has no normalization and no dropout.
@@ -86,7 +86,7 @@ def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
 
 
 def listed_names(nodes: Sequence[Node]) -> str:
-    """Return the names of nodes for a message; many are cut to a few and a number."""
+    """Return the names of the first nodes for a message, with the number of further nodes."""
     names = ", ".join(f"'{node.name}'" for node in nodes[:_MOST_NAMES])
     more = len(nodes) - _MOST_NAMES
     return f"{names} and {more} more" if more > 0 else names
@@ -95,7 +95,7 @@ def listed_names(nodes: Sequence[Node]) -> str:
 def _trained(node: Node, always: str, index: int) -> Node:
     """Return a node in training form; ``always`` is a constant that is true."""
     if node.op == "BatchNormalization":
-        # Further results of operator sets before 14 have no counterpart.
+        # Further results of operator sets before 14 no longer exist.
         attributes = {**node.attributes, "training_mode": 1}
         return replace(node, outputs=node.outputs[:1], attributes=attributes)
     ratio = "".join(node.inputs[1:2])
@@ -104,7 +104,7 @@ def _trained(node: Node, always: str, index: int) -> Node:
 
 
 def _trains(graph: Graph, node: Node) -> bool:
-    """Check whether a node is a normalization or a dropout that can be in training form."""
+    """Return whether a node is a normalization or a dropout that can be in training form."""
     if node.domain:
         return False
     if node.op == "BatchNormalization":
@@ -117,7 +117,7 @@ def _has_constants(graph: Graph, node: Node) -> bool:
 
 
 def _is_idle(graph: Graph, node: Node, least: float = 0.0) -> bool:
-    """Check for a Dropout in the form of inference with a ratio of more than ``least``."""
+    """Return whether a node is a Dropout in the form of inference with a ratio above ``least``."""
     _, ratio, mode = (*node.inputs, "", "")[:3]
     known = graph.constants.get(ratio)
     if known is None and ratio:
@@ -144,8 +144,8 @@ def _nothing_to_train(graph: Graph, idle: InferenceNodes) -> str:
         why = "it has no BatchNormalization and no Dropout"
     folded = f" {_folded(idle).capitalize()}." if idle.biased else ""
     return (
-        f"train_form changes nothing in model '{graph.name}': {why}.{folded} Leave train_form out, "
-        f"or export the model in training form."
+        f"train_form changes nothing in model '{graph.name}': {why}.{folded} Omit train_form, or "
+        f"export the model in training form."
     )
 
 
@@ -157,7 +157,7 @@ def _folded(idle: InferenceNodes) -> str:
 
 
 def _free_name(name: str, graph: Graph) -> str:
-    taken = set(graph.values())
-    while name in taken:
+    used = set(graph.values())
+    while name in used:
         name += "_"
     return name

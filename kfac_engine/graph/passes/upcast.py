@@ -1,7 +1,7 @@
 """Converts float16 and bfloat16 values of a model to float32.
 
 A machine without kernels for half types can then execute any model, and sums are more accurate. The
-types in the file are returned, so that results can be converted back.
+types of the file are returned, so that results can be converted to them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,8 @@ from kfac_engine.graph.passes.order import describe
 from kfac_engine.graph.tensors import element_type, to_array
 from kfac_engine.graph.write import tensor
 
-# Element type of gradients of half-precision values: that of the file, or float32 as computed.
+# Element type of the gradients of half-precision values: the type in the file, or float32 of the
+# computation.
 GradientDType: TypeAlias = Literal["file", "float32"]
 GRADIENT_DTYPES: tuple[GradientDType, ...] = ("file", "float32")
 
@@ -33,7 +34,7 @@ _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 
 
 def in_single(array: Array) -> Array:
-    """Convert a half-precision array to float32; return any other array unchanged."""
+    """Return a half-precision array in float32, and any other array unchanged."""
     return array.astype(np.float32) if array.dtype.name in _HALVES else array
 
 
@@ -45,7 +46,7 @@ def upcast(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DTy
         constants: Values of constants; half-precision ones are replaced by float32 copies.
 
     Returns:
-        The former types of the converted constants, by name.
+        The types of the converted constants in the file, by name.
 
     Raises:
         UnsupportedError: A node reads the bits of a half-precision value.
@@ -58,7 +59,7 @@ def upcast(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DTy
 
 
 def widened(array: Array) -> Array:
-    """Convert an array to float32, read-only; a broadcast view stays a broadcast view."""
+    """Return a read-only array in float32; a broadcast view remains a broadcast view."""
     distinct = array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
     wide = np.broadcast_to(distinct.astype(np.float32), array.shape)
     wide.flags.writeable = False
@@ -66,14 +67,14 @@ def widened(array: Array) -> Array:
 
 
 def in_types(values: Mapping[str, Array], types: Mapping[str, DType]) -> dict[str, Array]:
-    """Convert arrays to other element types.
+    """Return arrays in other element types.
 
     Args:
         values: Arrays by name.
-        types: New element types by name; absent for arrays that keep their type.
+        types: New element types by name; arrays without an entry do not change.
 
     Returns:
-        The arrays by name; arrays that keep their type are not copied.
+        The arrays by name. Arrays without a new type are not copied.
 
     Raises:
         NonFiniteError: A number is too large for its new type.
@@ -90,13 +91,13 @@ def _in_type(name: str, array: Array, dtype: DType | None) -> Array:
     if lost.any():
         largest = float(abs(array[lost]).max())
         raise NonFiniteError(
-            f"the values for '{name}' reach {largest:.3g}, which {dtype} cannot hold; ask for "
-            f"float32 with gradient_dtype='float32', or scale the loss down."
+            f"the values for '{name}' reach {largest:.3g}, which exceeds the range of {dtype}; set "
+            f"gradient_dtype='float32', or scale the loss down."
         )
     return result
 
 
-def handed_out_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType]:
+def result_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType]:
     """Return the element types of results that differ from those of the graph.
 
     Args:
@@ -107,7 +108,7 @@ def handed_out_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, D
         ``stored`` for ``"file"``, an empty mapping for ``"float32"``.
 
     Raises:
-        InputError: ``choice`` is neither.
+        InputError: ``choice`` has another value.
     """
     if choice not in GRADIENT_DTYPES:
         raise InputError(

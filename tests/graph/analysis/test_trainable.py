@@ -236,7 +236,7 @@ NOT_FINITE = {
 def test_constants_that_are_not_finite_are_no_parameters(body: str, values) -> None:
     graph = graph_of(body, c=values, w=[1.0, 2.0, 3.5])
     assert "c" not in trainable_parameters(graph)
-    with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity .*freeze"):
+    with pytest.raises(NonFiniteError, match=r"'c' contains NaN or infinity .*freeze"):
         trainable_parameters(graph, ["c"])
 
 
@@ -276,7 +276,7 @@ def test_weight_that_is_not_finite_is_refused_by_name(value: float, dtype: str) 
     weight = np.asarray([[1.0], [value], [2.0]]).astype(onnx.helper.tensor_dtype_to_np_dtype(code))
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
     broken = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": weight}, graph.opset)
-    with pytest.raises(NonFiniteError, match=r"'c' holds NaN or infinity \(1 of"):
+    with pytest.raises(NonFiniteError, match=r"'c' contains NaN or infinity \(1 of"):
         trainable_parameters(broken)
 
 
