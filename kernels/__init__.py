@@ -1,1 +1,1 @@
-"""CUDA sources of the CuPy backend and the functions that launch them; the import needs no GPU."""
+"""CUDA kernels of the CuPy backend, and the functions that launch them."""

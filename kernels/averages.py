@@ -1,4 +1,4 @@
-"""Launch of moving averages and of counts of ids; see ``averages.cu``."""
+"""Launches updates of moving averages and counts of token ids (``averages.cu``)."""
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from kfac_engine.kernels.variants import INPUTS
 def update_average(
     device: Device, average: Array, measured: Array, alpha: float, beta: float
 ) -> None:
-    """Compute ``average ← beta·average + alpha·measured``, of contiguous arrays of one size.
+    """Compute ``average ← beta·average + alpha·measured``, in place.
 
     Args:
         device: Device of the arrays.
-        average: Float32.
-        measured: Float32, float16 or bfloat16.
+        average: Contiguous array, float32.
+        measured: Contiguous array of the same size, float32, float16 or bfloat16.
         alpha: Scale of the measured values.
         beta: Scale of the old values; zero overwrites.
     """
@@ -33,7 +33,7 @@ def update_average(
 
 
 def count_ids(device: Device, ids: Array, counts: Array) -> None:
-    """Add the occurrences of each row in contiguous int64 ``ids`` to int32 ``counts``."""
+    """Add the number of occurrences of each id in ``ids`` (int64) to ``counts`` (int32)."""
     count = kernel(device, "averages", "count_ids", INPUT=0)
     arguments = (ids, counts, np.int64(ids.size), int32(counts.size))
     count((blocks_for(ids.size, device),), (BLOCK,), arguments)

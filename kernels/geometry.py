@@ -1,4 +1,4 @@
-"""The structs of ``prelude.cuh`` as NumPy types: three spatial axes, missing axes first."""
+"""The structs of ``prelude.cuh`` as NumPy types, with three spatial axes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end")], ali
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Images and a window over them, as structs: arrays of one entry, passed to kernels by value.
+    """The geometry of images and of a window, as structs that kernels receive by value.
 
     Attributes:
         images: Struct ``Images``.
         taps: Struct ``Taps``.
         grid: Struct ``Grid`` of all output positions.
         count: Number of images.
-        channels: Channels of each image.
-        pixels: Pixels of each channel.
-        positions: Output positions of each image.
+        channels: Number of channels of each image.
+        pixels: Number of pixels of each channel.
+        positions: Number of output positions of each image.
     """
 
     images: Struct
@@ -59,7 +59,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class WindowShape:
-    """Sizes of a window, one entry for each spatial axis."""
+    """The sizes of a window, with one entry for each spatial axis."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]

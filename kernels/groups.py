@@ -1,4 +1,4 @@
-"""Launch of products of rows for groups of channels, and of sums over positions."""
+"""Launches products of rows for groups of channels, and sums over positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from kfac_engine.kernels.launch import (
 )
 from kfac_engine.kernels.variants import INPUTS, MACROS
 
-# Largest number of features for the small tile; a large tile would be mostly empty.
+# Largest number of features for the small tile, because a large tile would be mostly empty.
 _FEW = 32
-# Blocks for each multiprocessor, so that the last wave is short.
+# Number of blocks for each multiprocessor, so that the last wave is short.
 _BLOCKS_EACH = 8
 _SMALL, _LARGE = MACROS["group_products"]["SIDE"]
-# Row lengths whose products fit the registers of a thread, and least positions of a piece: the sums
-# of threads must outweigh their addition.
+# Row lengths whose products fit the registers of a thread, and the least number of positions of a
+# piece. The sums of the threads must take longer than their addition.
 _FITTING = MACROS["few_products"]["ROWS"]
 _FEW_LEAST = 4096
-_WARPS = 8  # of a block
+_WARPS = 8  # number of warps of a block
 _SOURCES = {
     "few_products": "few_products",
     "few_squares": "few_products",
@@ -37,16 +37,16 @@ _SUM_BLOCK = (32, 8)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Sizes of a product of rows ``z`` for each group, and scales of the result.
+    """The sizes of a product of rows ``z`` for each group, and the scales of the result.
 
     Attributes:
         count: Number of groups.
-        rows: Rows of the result of one group: features, including the one.
+        rows: Rows of the result of one group, with the homogeneous coordinate.
         columns: Columns of the result of one group.
-        ones: Whether a one is appended to each row.
+        ones: Whether a 1 is appended to each row.
         alpha: Scale of the sum.
         beta: Scale of the old values; zero overwrites.
-        scratch_bytes: Bound of the partial results; exceeded if those of one piece are larger.
+        scratch_bytes: Bound of the partial results; exceeded if one piece needs more.
     """
 
     count: int
@@ -60,13 +60,13 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Kernel of a product, and its division into pieces.
+    """The kernel of a product, and the division of the product into pieces.
 
     Attributes:
         kernel: Name of the kernel.
         macros: Macros of its source, except the type of images.
-        blocks: Blocks of one piece.
-        least: Least images, or positions, of a piece.
+        blocks: Number of blocks of one piece.
+        least: Least number of images, or of positions, of a piece.
     """
 
     kernel: str
@@ -96,7 +96,7 @@ def add_group_moments(
         side = _SMALL if groups.rows <= _FEW else _LARGE
         tiles = -(-groups.rows // side)
         blocks = groups.count * tiles * (tiles + 1) // 2
-        # Of a shorter piece the start and the addition dominate.
+        # For a shorter piece, the start and the addition would dominate.
         form = _Form("group_products", {"SQUARE": 0, "SIDE": side}, blocks, 8 * _LARGE)
     _multiply(device, (x, x), out, (images, images), groups, form)
 
@@ -133,7 +133,7 @@ def add_squares(
 
 
 def _in_registers(groups: Groups) -> int:
-    """Return the row length of the variant with sums in registers; zero if none fits."""
+    """Return the row length of the kernel with sums in registers; zero if no variant fits."""
     return next((rows for rows in _FITTING if groups.rows <= rows), 0)
 
 
@@ -145,7 +145,7 @@ def _multiply(
     groups: Groups,
     form: _Form,
 ) -> None:
-    """Launch all pieces, then their sum."""
+    """Launch the products of all pieces, and then their sum."""
     first, second = images
     squared = first is not second
     units = first.count if squared else first.count * first.positions
@@ -171,7 +171,7 @@ def _multiply(
 
 
 def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
-    """Compute ``sums ← [Σ x∘ds, Σ ds]`` of each example; see ``example_sums.cu``.
+    """Compute ``sums ← [Σ x∘ds, Σ ds]`` of each example (``example_sums.cu``).
 
     Args:
         device: Device of the arrays.
@@ -191,7 +191,7 @@ def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
 
 
 def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> None:
-    """Sample a class of each row; see ``classes.cu``.
+    """Write a sampled class of each row to ``ids`` (``classes.cu``).
 
     Args:
         device: Device of the arrays.
@@ -210,7 +210,7 @@ def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> 
 
 
 def _of_groups(first: Geometry, second: Geometry, groups: int) -> tuple[Struct, Struct]:
-    """Return both structs of images with the number of channels of one group."""
+    """Return the structs of two images, with the number of channels of one group."""
     structs = first.images.copy(), second.images.copy()
     for struct in structs:
         struct["channels"] //= groups

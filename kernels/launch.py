@@ -1,4 +1,4 @@
-"""Interface of a device that runs kernels, and the sources of the kernels."""
+"""The interface of a device that runs kernels, and the sources of the kernels."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kfac_engine.kernels.variants import options
 
-# An array of the device's library.
+# An array of the library of the device.
 Array: TypeAlias = Any
 
 BLOCK = 256
@@ -26,7 +26,7 @@ class Launch(Protocol):
 
 
 class Device(Protocol):
-    """Device that runs kernels: a GPU, or the CPU in tests.
+    """A device that runs kernels, which is a GPU, or the CPU in tests.
 
     Attributes:
         processors: Number of multiprocessors.
@@ -35,7 +35,7 @@ class Device(Protocol):
     processors: int
 
     def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        """Return kernel ``name`` of a source, compiled once for each set of options."""
+        """Return the kernel ``name`` of a source; each set of options is compiled once."""
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
         """Return a copy of a host array on the device."""
@@ -56,20 +56,20 @@ def source(name: str) -> str:
 
 
 def kernel(device: Device, file: str, name: str, **macros: int) -> Launch:
-    """Return kernel ``name`` of ``file.cu``, compiled with these macros."""
+    """Return the kernel ``name`` of ``file.cu``, compiled with these macros."""
     return device.function(source(file), name, options(file, **macros))
 
 
 def blocks_for(numbers: int, device: Device) -> int:
-    """Return the blocks of a grid-stride loop over ``numbers`` entries."""
+    """Return the number of blocks of a grid-stride loop over ``numbers`` entries."""
     return max(1, min(-(-numbers // BLOCK), 16 * device.processors))
 
 
 def int32(value: int) -> np.int32:
-    """Return an ``int`` argument of a kernel."""
+    """Return a number as an ``int`` argument of a kernel."""
     return np.int32(value)
 
 
 def float32(value: float) -> np.float32:
-    """Return a ``float`` argument of a kernel."""
+    """Return a number as a ``float`` argument of a kernel."""
     return np.float32(value)

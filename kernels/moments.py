@@ -1,4 +1,4 @@
-"""Launch of Gram matrices of patches: products of patches, and their sums."""
+"""Launches Gram matrices of patches: products of patches, and their sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ _THIN_BLOCK = (_SUBTILE, 8)
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Products that are computed and summed together, as arrays of the device.
+    """The products that are computed and summed together, as arrays of the device.
 
     Attributes:
         aligned: Whether all features of a tile have one tap.
         grids: Boxes of output positions.
         jobs: Products of the blocks.
-        sums: For each tile of the lower triangle, its range of ``sources``.
+        sums: Range in ``sources`` of each tile of the lower triangle.
         sources: Indices of partial results; ``~index`` is subtracted.
     """
 
@@ -41,13 +41,13 @@ class Pass:
 
     @property
     def part_bytes(self) -> int:
-        """Memory of the partial results, in bytes."""
+        """The memory of the partial results, in bytes."""
         return len(self.jobs) * TILE**2 * 4
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales of an accumulation ``out ← beta·out + alpha·new``.
+    """The scales of an accumulation ``out ← beta·out + alpha·new``.
 
     Attributes:
         features: Size of the Gram matrix, without the homogeneous coordinate.
@@ -61,7 +61,7 @@ class Scales:
 
     @property
     def arguments(self) -> tuple[np.float32, np.float32]:
-        """Both scales as arguments of a kernel."""
+        """The two scales as arguments of a kernel."""
         return float32(self.alpha), float32(self.beta)
 
 
@@ -85,7 +85,8 @@ def add_products(
         geometry: Geometry of ``x`` and the window.
         passes: The plan; the passes write disjoint tiles of ``out``.
         scales: Scales of the product and of the old values.
-        split: TF32 products for each float32 product: 3 or 1 on tensor cores; 0 for FP32 units.
+        split: Number of TF32 products for each float32 product on tensor cores, 3 or 1; 0 for FP32
+            units.
     """
     parts = device.empty((max(part.part_bytes for part in passes) // 4,), np.float32)
     for part in passes:
@@ -101,7 +102,7 @@ def add_products(
 
 
 def mirror(device: Device, out: Array) -> None:
-    """Copy the lower triangle of a contiguous float32 matrix to the upper; see ``moment.cu``."""
+    """Copy the lower triangle of a float32 matrix to its upper triangle (``moment.cu``)."""
     rows = -(-len(out) // _SUBTILE)
     copy = kernel(device, "moment", "mirror")
     copy((rows * (rows + 1) // 2,), _THIN_BLOCK, (out, int32(len(out))))

@@ -1,4 +1,4 @@
-"""Launch of sums over patches: the border of a Gram matrix, and the squares on its diagonal."""
+"""Launches sums over patches: the border of a Gram matrix, and the squares on its diagonal."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ from kfac_engine.kernels.launch import (
 from kfac_engine.kernels.moments import Scales
 from kfac_engine.kernels.variants import INPUTS
 
-# Blocks for each multiprocessor, if there are enough images.
+# Number of blocks for each multiprocessor, if there are enough images.
 _BLOCKS_EACH = 8
-# Least images of a piece: the sums of pieces must be added.
+# Least number of images of a piece, because the sums of pieces must be added.
 _LEAST_IMAGES = 8
 
 
 class _Totals(NamedTuple):
-    """Sums over images, with the macros of the kernels that read them."""
+    """The sums over images, with the macros of the kernels that read them."""
 
     sums: Array
     pieces: int
@@ -53,7 +53,7 @@ def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales:
 def add_patch_squares(
     device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales
 ) -> None:
-    """Compute ``out ← beta·out + alpha·Σ z²``, entry by entry; see ``patch_sums.cu``.
+    """Compute ``out ← beta·out + alpha·Σ z²``, entry by entry (``patch_sums.cu``).
 
     Args:
         device: Device of the arrays.
@@ -70,7 +70,7 @@ def add_patch_squares(
 
 
 def _sum_images(device: Device, x: Array, geometry: Geometry, *, squared: bool) -> _Totals:
-    """Sum each pixel of each channel over the images of each piece."""
+    """Return the sums of each pixel of each channel over the images of each piece."""
     across = int(_across(geometry))
     macros = {"SQUARED": int(squared), "ACROSS": across, "INPUT": INPUTS[x.dtype.name]}
     blocks = -(-geometry.channels * geometry.pixels // BLOCK)

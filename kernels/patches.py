@@ -1,4 +1,4 @@
-"""Launch of copies of patches; see ``patches.cu``."""
+"""Launches copies of patches (``patches.cu``)."""
 
 from math import prod
 
@@ -14,7 +14,7 @@ from kfac_engine.kernels.variants import INPUTS
 
 
 def write_patches(device: Device, x: Array, out: Array, geometry: Geometry) -> None:
-    """Copy patches to ``out``, ``(n, positions, taps·channels)``, contiguous, typed as ``x``."""
+    """Copy the patches of ``x`` to ``out``, ``(n, positions, taps·channels)``, contiguous."""
     write = kernel(device, "patches", "patches", INPUT=INPUTS[x.dtype.name])
     blocks = blocks_for(prod(out.shape), device)
     structs = geometry.images, geometry.taps, geometry.grid

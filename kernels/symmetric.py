@@ -1,4 +1,4 @@
-"""Launch of conversions of symmetric matrices to damped float64 and back; see ``symmetric.cu``."""
+"""Launches conversions of symmetric matrices to damped float64 and back (``symmetric.cu``)."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,19 @@ from kfac_engine.kernels.launch import (
 )
 from kfac_engine.kernels.variants import INPUTS
 
-# Entries of the struct Facts: finite, zero, damping, trace of the undamped matrix.
+# Number of entries of the struct Facts: finite, zero, damping, trace of the undamped matrix.
 FACTS = 4
-_PARTS = 4  # entries of the struct Part
+_PARTS = 4  # number of entries of the struct Part
 _SUBTILE = 32
 _THIN_BLOCK = (_SUBTILE, 8)
 
 
 class Floor(NamedTuple):
-    """Least damping of a matrix: the larger of two bounds.
+    """The least damping of a matrix, as the larger of two bounds.
 
     Attributes:
         epsilon: Factor of the Frobenius norm.
-        least: Bound for any norm.
+        least: Bound that does not depend on the norm.
         least: Whatever its norm.
     """
 
@@ -35,13 +35,13 @@ class Floor(NamedTuple):
 
 
 def widen(device: Device, stack: Array, dampings: Array, floor: Floor) -> tuple[Array, Array]:
-    """Return damped matrices in float64, both triangles, with zeros for NaN and infinity.
+    """Return damped symmetric matrices in float64, with zeros for NaN and infinity.
 
     Args:
         device: Device of the arrays.
         stack: ``(n, d, d)``, float32 or float64, contiguous; the lower triangles are read.
         dampings: ``(n,)`` float64, added to the diagonals.
-        floor: Least damping, added if it is larger.
+        floor: Least damping, added instead if it is larger.
 
     Returns:
         New matrices ``(n, d, d)``, and facts about each matrix, ``(n, FACTS)``, float64.
@@ -62,7 +62,7 @@ def widen(device: Device, stack: Array, dampings: Array, floor: Floor) -> tuple[
 
 
 def narrow(device: Device, wide: Array, dtype: npt.DTypeLike) -> Array:
-    """Return matrices with both triangles from lower ones, rounded to float32 or in float64.
+    """Return symmetric matrices from lower triangles, in float32 or float64.
 
     Args:
         device: Device of the arrays.

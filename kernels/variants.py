@@ -1,4 +1,4 @@
-"""Variants of the kernel sources: all sets of compiler options."""
+"""The variants of the kernel sources, as sets of compiler options."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -6,7 +6,7 @@ from itertools import product
 # Values of the macro INPUT of prelude.cuh, by the element type of images.
 INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
 
-_IMAGES = (0, 1, 2)  # types that kernels accumulate in float32
+_IMAGES = (0, 1, 2)  # input types for which kernels accumulate in float32
 
 # Macros of each source with their values. All launches use options of this table.
 MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
@@ -29,7 +29,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
 
 
 def options(name: str, **macros: int) -> tuple[str, ...]:
-    """Return macros of a source as compiler options, after a check against the table."""
+    """Return macros of a source as compiler options; they must be values of ``MACROS``."""
     listed = MACROS[name]
     assert macros.keys() == listed.keys(), (name, macros)
     assert all(macros[macro] in values for macro, values in listed.items()), (name, macros)

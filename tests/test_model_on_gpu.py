@@ -160,7 +160,9 @@ def test_a_batch_on_the_gpu_that_is_not_finite_is_refused(gpu: str) -> None:
     (name,) = inputs
     bad = inputs[name].copy()
     bad[2, 1] = np.inf
-    with pytest.raises(ke.NonFiniteError, match=r"contains NaN or infinity, first at index \(2, 1\)"):
+    with pytest.raises(
+        ke.NonFiniteError, match=r"contains NaN or infinity, first at index \(2, 1\)"
+    ):
         engine.step({name: engine.collection.backend.asarray(bad)}, targets)
 
 

@@ -1,1 +1,1 @@
-"""Reverse-mode differentiation, ONNX in and ONNX out, run by ONNX Runtime."""
+"""Reverse-mode differentiation, which converts ONNX graphs to ONNX graphs of gradients."""

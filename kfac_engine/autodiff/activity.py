@@ -13,24 +13,24 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 ZERO = "without a nonzero gradient"
 
 _CASTS = frozenset({"Cast", "CastLike"})
-# Integers of eight bits are rounded values; longer integers are indices and counts.
+# Integer types of rounded values; longer integers are indices and counts.
 _COARSE = frozenset({"int8", "uint8"})
 
 
 @dataclass(frozen=True)
 class Activity:
-    """Values that depend on given values without an operator of derivative zero.
+    """The values that have a nonzero derivative with respect to a set of values.
 
     Attributes:
-        active: Floating-point values, with values that are computed from rounded ones.
-        rounded: Rounded values of a coarse type, each with the rounding node.
+        active: Floating-point values, and values that are computed from rounded values.
+        rounded: Rounded values of a coarse type, mapped to the rounding node.
     """
 
     active: frozenset[str]
     rounded: Mapping[str, Node]
 
     def members(self, names: Iterable[str]) -> list[str]:
-        """Select the dependent values among ``names``."""
+        """Return the members of ``active`` and ``rounded`` among ``names``."""
         return [name for name in names if name in self.active or name in self.rounded]
 
 
@@ -76,10 +76,10 @@ def behind_quantizers(
         facts: Element type and shape of its values.
         outputs: Names of the values that are differentiated.
         wrt: Names of the values that they are differentiated with respect to.
-        stops: Values that count as independent variables.
+        stops: Values that are independent variables.
 
     Returns:
-        Each value with the last rounding node on that path.
+        Map from each value to the last rounding node on its path.
     """
     last = _smooth(graph, facts, outputs, wrt, stops)
     return {name: node for name in wrt if (node := last.get(name))}
@@ -92,7 +92,7 @@ def _smooth(
     wrt: Sequence[str],
     stops: Container[str] = frozenset(),
 ) -> dict[str, Node | None]:
-    """Return values between ``wrt`` and the outputs, each with its last quantizer."""
+    """Return the values between ``wrt`` and the outputs, mapped to their last quantizer."""
     reached = activity(graph, facts, wrt)
 
     def passes_on(node: Node, results: Sequence[str]) -> bool:
@@ -115,8 +115,8 @@ def behind_jumps(
         wrt: Names of values without a gradient.
 
     Returns:
-        Each value with the last node of derivative zero on its path. Values that do not affect
-        the outputs, or only their shapes, are absent.
+        Map from each value to the last node of derivative zero on its path. Values that do not
+        affect the outputs, or only their shapes, are absent.
     """
 
     def marks(node: Node) -> bool:
@@ -136,7 +136,7 @@ def _last_marked(
     passes_on: Callable[[Node, Sequence[str]], bool],
     marks: Callable[[Node], bool],
 ) -> dict[str, Node | None]:
-    """Return the ancestors of outputs, each with the last marked node on the path, or None."""
+    """Return the ancestors of outputs, mapped to the last marked node on the path or None."""
     last: dict[str, Node | None] = dict.fromkeys(outputs)
     for node in reversed(graph.nodes):
         results = [name for name in node.outputs if name in last]
@@ -163,7 +163,7 @@ def left_out(
         parameters: Names of the parameters of the graph.
 
     Returns:
-        Parameters that are not trained, each with a reason that can follow "it is".
+        Map from each parameter that is not trained to a reason that can follow "it is".
     """
     smooth = _smooth(graph, facts, outputs, parameters)
     zero = [name for name in parameters if name not in smooth]
@@ -178,7 +178,7 @@ def left_out(
 
 
 def no_slope(jump: Node) -> str:
-    """Return the reason for a parameter that reaches outputs through derivative zero only."""
+    """Return the reason why a parameter behind an operator of derivative zero is not trained."""
     return f"{ZERO}, behind an operator with derivative zero ({_described(jump)})"
 
 
@@ -188,7 +188,7 @@ def zero_notes(jumps: Mapping[str, Node]) -> tuple[str, ...]:
 
 
 def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
-    """Return one sentence for each reason of ``left_out``, with the node of its first parameter."""
+    """Return one sentence for each reason of ``left_out``, with all its parameters."""
     alike: dict[str, list[str]] = {}
     for name, reason in left.items():
         alike.setdefault(reason.partition(" (")[0], []).append(name)
@@ -207,7 +207,7 @@ def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]
         left: The result of ``left_out``.
 
     Returns:
-        The fault and its remedy.
+        The error and its remedy.
     """
     results = f"{'depends' if len(outputs) == 1 else 'depend'} on no trainable parameter"
     if not left:
@@ -219,7 +219,7 @@ def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]
 
 
 def refuse_rounding(blocked: Mapping[str, Node]) -> None:
-    """Refuse to differentiate through rounding.
+    """Raise an error if derivatives pass through rounding.
 
     Args:
         blocked: Result of ``behind_quantizers``.
@@ -253,10 +253,10 @@ def _described(node: Node) -> str:
 
 
 def rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
-    """Check whether a node quantizes.
+    """Return whether a node rounds real numbers to a few bits.
 
-    Quantizing nodes are: quantizers; casts to types of at most eight bits that NumPy lacks; nodes
-    with a quantizer in a body; nodes without a derivative rule that compute 8-bit integers.
+    Such nodes are quantizers, casts to types of at most eight bits that NumPy does not have, nodes
+    with a quantizer in a body, and nodes without a derivative rule that compute 8-bit integers.
 
     Args:
         node: Node on a differentiated path.
@@ -269,7 +269,7 @@ def rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
     if node.qualified_op in QUANTIZERS:
         return True
     if node.qualified_op in _CASTS:
-        # A sample run shows no facts of types that NumPy lacks.
+        # A sample run has no facts of types that NumPy does not have.
         return not known or (known[0].kind == "V" and known[0].name not in FLOAT_CODES)
     if node.qualified_op in load_rules():
         return False

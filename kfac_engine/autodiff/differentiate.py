@@ -1,4 +1,4 @@
-"""Reverse mode: converts a forward graph to the graph of its vector–Jacobian product.
+"""Converts a forward graph to the graph of its vector–Jacobian product, by reverse mode.
 
 The sweep visits the nodes in reverse order. It sums the cotangents of each value and calls the
 derivative rule of the node that computes the value, from the table of ``rules``.
@@ -26,7 +26,7 @@ from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-# Operators that may remove, pass on or insert an empty part.
+# Operators whose operands or results may be empty.
 _CUTTERS = frozenset(
     {"Cast", "CastLike", "Concat", "Flatten", "Identity", "Pad", "Reshape", "Slice"}
     | {"Split", "Squeeze", "Transpose", "Unsqueeze"}
@@ -35,7 +35,7 @@ _CUTTERS = frozenset(
 
 @dataclass(frozen=True)
 class Backward:
-    """The vector–Jacobian product of a graph as nodes.
+    """The nodes that compute the vector–Jacobian product of a graph.
 
     Attributes:
         nodes: Backward nodes in topological order.
@@ -43,10 +43,11 @@ class Backward:
         forward_nodes: Nodes to append to the forward graph.
         saved: Forward values that ``nodes`` read; the forward session returns them.
         cotangents: Name of the cotangent of each differentiated value; an input of ``nodes``.
-        gradients: Name of the gradient of each variable. Variables that the differentiated values
-            do not depend on are absent: their gradient is zero.
+        gradients: Name of the gradient of each variable. The gradient of an absent variable is
+            zero, because the differentiated values do not depend on it.
         dtypes: Element types of the cotangents, by name.
-        leaves: Results of ``nodes`` that can be computed outside the graph, with the computation.
+        leaves: Results of ``nodes`` that can be computed outside the graph, mapped to the
+            computation.
     """
 
     nodes: tuple[Node, ...]
@@ -73,10 +74,10 @@ def differentiate(
         graph: Canonical forward graph.
         facts: Element type and shape of every forward value, from a sample run.
         outputs: Values to differentiate; any value of the graph.
-        wrt: Values to differentiate with respect to: parameters, inputs or intermediate values.
-            The gradient of an intermediate value is total: through all that depends on it.
-        independent: True for partial derivatives: values of ``wrt`` are independent variables, even
-            if one is computed from another.
+        wrt: Values to differentiate with respect to: parameters, inputs or intermediate values. The
+            gradient of an intermediate value includes all paths to the outputs.
+        independent: Whether the values of ``wrt`` are independent variables, even if one is
+            computed from another. The gradients are then partial derivatives.
 
     Returns:
         The backward nodes, with the names of their inputs and outputs.
@@ -113,7 +114,7 @@ def differentiate(
 
 
 class _Sweep:
-    """State of the reverse sweep: the cotangents of each value."""
+    """The state of the reverse sweep: the cotangents of each value."""
 
     def __init__(
         self,
@@ -135,14 +136,14 @@ class _Sweep:
         self._parts.setdefault(value, []).append(cotangent)
 
     def total(self, value: str) -> str:
-        """Return the sum of the cotangents of a value; it is computed once."""
+        """Return the name of the sum of the cotangents of a value, and add its nodes once."""
         parts = self._parts[value]
-        # Two at a time: ONNX Runtime's Sum of three takes 1.4 times as long as two of its Add.
+        # A Sum of three values takes 1.4 times as long in ONNX Runtime as two Adds.
         parts[:] = [reduce(lambda total, part: self._builder.op("Add", total, part), parts)]
         return parts[0]
 
     def visit(self, node: Node, wrt: Sequence[str]) -> None:
-        """Carry the cotangents of a node's outputs to its active operands."""
+        """Add the cotangents of the active operands of a node, from those of its outputs."""
         g = {
             i: self.total(name)
             for i, name in enumerate(node.outputs)
@@ -169,13 +170,13 @@ class _Sweep:
             empty = name in self._facts and 0 in self._facts[name].shape
             if empty and node.qualified_op not in _CUTTERS:
                 raise UnsupportedOpError(
-                    f"'{name}' at node '{node.name}' has no elements: its shape is "
-                    f"{self._facts[name].shape}."
+                    f"'{name}' at node '{node.name}' has the shape {self._facts[name].shape} "
+                    f"without entries; give it entries, or exclude the parameters before it."
                 )
         return self._rules[node.qualified_op](self._builder, node, g, wanted)
 
     def _refuse(self, node: Node) -> NoReturn:
-        """Raise the reason why a node has no lowering, or the error for an unknown operator."""
+        """Raise the error of the lowering of a node, or the error for an unknown operator."""
         lowering = find_lowering(node, self._graph)
         if lowering is not None:
             lowering(LoweringBuilder(self._graph, self._facts, f"{node.name}/"), node)
@@ -183,7 +184,7 @@ class _Sweep:
 
 
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:
-    """Select the nodes that ``results`` depend on, in their order."""
+    """Return the nodes that ``results`` depend on, in their order."""
     wanted, selected = set(results), []
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):

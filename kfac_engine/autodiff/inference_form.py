@@ -1,4 +1,4 @@
-"""The inference form of a graph: the function that a trained model computes."""
+"""Converts a graph to the form of inference, which a trained model computes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -13,10 +13,10 @@ def inference_form(graph: Graph, statistics: Collection[str]) -> Graph:
 
     A ``BatchNormalization`` in training form uses its running mean and variance in place of the
     statistics of the batch, and leaves them unchanged. A ``Dropout`` whose training mode is a
-    constant keeps all elements. Nodes in the bodies of loops stay as they are.
+    constant drops no elements. Nodes in the bodies of loops do not change.
 
     Args:
-        graph: Graph after ``with_running_statistics``; it may have been lowered since.
+        graph: Graph after ``with_running_statistics``, which may be lowered.
         statistics: Names of the constants that are running statistics.
 
     Returns:
@@ -36,7 +36,7 @@ def _rewritten(
         node: A node of the graph.
         graph: The graph.
         statistics: Names of running statistics.
-        unchanged: Share of the batch in a running statistic to that statistic; entered here.
+        unchanged: Receives a map from the batch's share of a running statistic to that statistic.
     """
     if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode", 0):
         yield from _with_running_statistics(node, statistics, unchanged)
@@ -49,14 +49,14 @@ def _rewritten(
 
 
 def _always_drops(node: Node, graph: Graph) -> bool:
-    """Whether the training mode of a Dropout node is a constant of the file and set."""
+    """Return whether the training mode of a Dropout node is a constant of the file that is true."""
     return drops(graph, node) and node.inputs[2] in graph.constants
 
 
 def _with_running_statistics(
     node: Node, statistics: Collection[str], unchanged: dict[str, str]
 ) -> Iterator[Node]:
-    """Yield the normalization with running statistics, and nodes that return them unchanged."""
+    """Yield a normalization with running statistics, and nodes that return them unchanged."""
     replaced: Mapping[str, str] = {zeros_name(name, node): name for name in statistics}
     inputs, outputs = list(node.inputs), [*node.outputs, "", ""]
     for operand, result in STATISTICS.items():

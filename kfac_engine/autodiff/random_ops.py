@@ -1,7 +1,7 @@
 """Lists the random values of a graph.
 
-A later pass over the same batch is fed the random values of the first forward pass. All values and
-gradients of a batch then belong to the same sample.
+A later pass over the same batch reads the random values of the first forward pass, so that all
+values and gradients of a batch belong to the same sample.
 """
 
 from collections.abc import Iterable
@@ -30,12 +30,12 @@ def given_draws(nodes: Iterable[Node], drawn: Iterable[str]) -> tuple[Node, ...]
 
 
 def draws(graph: Graph, node: Node) -> bool:
-    """Check whether the results of a node are random."""
+    """Return whether the results of a node are random."""
     return node.qualified_op in _RANDOM or (node.qualified_op == "Dropout" and drops(graph, node))
 
 
 def drops(graph: Graph, node: Node) -> bool:
-    """Check whether a Dropout node can be in training mode."""
+    """Return whether a Dropout node can be in training mode."""
     training = (*node.inputs, "", "")[2]
     frozen = graph.constants.get(training)
     return bool(training) and (frozen is None or bool(frozen.any()))

@@ -14,7 +14,7 @@ _DEFAULT_MOMENTUM = 0.9
 
 
 def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
-    """Add the updated running statistics to the values of a graph.
+    """Return a graph that also computes the updated running statistics.
 
     Normalizations that share statistics update them one after the other.
 
@@ -22,8 +22,8 @@ def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
         graph: The canonical graph.
 
     Returns:
-        The graph, which is the given one without such a normalization; and the name of the updated
-        value of each running statistic.
+        The graph, and the name of the updated value of each running statistic. A graph without a
+        normalization in training form is returned unchanged.
     """
     newest: dict[str, str] = {}
     constants: dict[str, Array] = {}
@@ -41,13 +41,13 @@ def zeros_name(statistic: str, node: Node) -> str:
 def _written(
     node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
 ) -> Iterator[Node]:
-    """Yield the node and the nodes that update its statistics; record these in ``newest``."""
+    """Yield a node and the nodes that update its statistics, whose names ``newest`` receives."""
     training = node.op == "BatchNormalization" and node.attributes.get("training_mode", 0)
     if node.domain or not training:
         yield node
         return
     # ONNX Runtime 1.31 overwrites the old statistics, even in memory of the caller. The node
-    # therefore reads zeros, which have no other reader, and its result is (1 − momentum) times the
+    # therefore reads zeros that no other node reads. Its result is (1 − momentum) times the
     # statistic of the batch.
     momentum = float(str(node.attributes.get("momentum", _DEFAULT_MOMENTUM)))
     inputs, outputs, later = list(node.inputs), [*node.outputs, "", ""][:3], []

@@ -1,9 +1,9 @@
-"""Applies reverse mode twice: products with the Jacobian, and second derivatives.
+"""Computes products with the Jacobian and second derivatives by applying reverse mode twice.
 
-The backward graph maps a cotangent c to ``Jᵀ c``, linearly. Its vector–Jacobian product with
+The backward graph is a linear map from a cotangent c to ``Jᵀ c``. Its vector–Jacobian product with
 respect to c is ``v ↦ J v``, for any c. Its vector–Jacobian product with respect to the variables is
-the second derivative of ``⟨c, outputs⟩`` times v. One table of derivative rules serves all three
-products.
+the second derivative of ``⟨c, outputs⟩`` times v. All three products use the same table of
+derivative rules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from kfac_engine.graph.structure import Fact, Graph, Input, Node
 
 
 def joint_graph(graph: Graph, backward: Backward) -> Graph:
-    """Join forward and backward graph: inputs are data and cotangents, outputs are gradients.
+    """Return a graph from data and cotangents to gradients, the forward and backward graph.
 
     Args:
         graph: The forward graph.
@@ -41,14 +41,14 @@ def joint_graph(graph: Graph, backward: Backward) -> Graph:
 def differentiate_twice(
     graph: Graph, backward: Backward, facts: Mapping[str, Fact], wrt: Sequence[str] = ()
 ) -> Backward:
-    """Return the graph that maps tangents to changes of outputs and of gradients.
+    """Return the graph that maps tangents to derivatives of outputs and of gradients.
 
     Args:
         graph: The forward graph.
         backward: Its backward graph.
         facts: Element type and shape of every value of ``joint_graph``, from a run on a batch. The
-            result is valid for batches of this shape only: the kernels of convolutions with
-            cotangents depend on the batch.
+            result is valid for batches of this shape only, because convolutions with cotangents as
+            kernels depend on the batch.
         wrt: Independent variables of the second derivative.
 
     Returns:
@@ -82,7 +82,7 @@ def differentiate_twice(
 
 
 def _shapes(nodes: Sequence[Node], facts: Mapping[str, Fact]) -> dict[str, Array]:
-    """Evaluate the Shape nodes among ``nodes``, so that no value is computed for its size only."""
+    """Return the results of the Shape nodes, so that no value is computed for its size only."""
     known = (node for node in nodes if node.op == "Shape" and node.inputs[0] in facts)
     return {node.outputs[0]: _shape_result(node, facts[node.inputs[0]].shape) for node in known}
 
@@ -93,7 +93,7 @@ def _shape_result(node: Node, shape: tuple[int, ...]) -> Array:
 
 
 def _divide(nodes: Sequence[Node], behind: set[str]) -> tuple[list[Node], list[Node]]:
-    """Separate nodes that read forward values only from nodes that depend on ``behind``."""
+    """Return the nodes that read forward values only, and the nodes that depend on ``behind``."""
     outer: list[Node] = []
     inner: list[Node] = []
     for node in nodes:
@@ -109,7 +109,7 @@ def _results(nodes: Sequence[Node]) -> set[str]:
     return {name for node in nodes for name in node.outputs}
 
 
-def _read_from_outside(nodes: Sequence[Node], given: set[str]) -> tuple[str, ...]:
+def _read_from_outside(nodes: Sequence[Node], excluded: set[str]) -> tuple[str, ...]:
     results = _results(nodes)
     reads = dict.fromkeys(name for node in nodes for name in node.inputs if name)
-    return tuple(name for name in reads if name not in results and name not in given)
+    return tuple(name for name in reads if name not in results and name not in excluded)

@@ -1,8 +1,8 @@
 """Builds the nodes of a backward graph for the derivative rules.
 
-A rule may name any forward value: each forward value it reads is *saved* by the forward session and
-fed to the backward session. Where only a size is needed, ``shape`` saves eight bytes for each axis
-instead of the value itself.
+A rule may read any forward value. The forward session *saves* the forward values that rules read,
+and the backward session receives them. If a rule needs only a size, ``shape`` saves eight bytes for
+each axis instead of the value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ class VjpBuilder(NodeBuilder):
     """Collects nodes for the backward graph and extra nodes for the forward graph.
 
     Args:
-        graph: The forward graph; its value names are operands that a rule may use.
+        graph: The forward graph, whose values are operands for rules.
         facts: Element type and shape of every forward value, from a sample run.
 
     Attributes:
         nodes: Nodes of the backward graph, in topological order.
         forward_nodes: Nodes to append to the forward graph, in topological order.
-        constants: Constants that either kind of node reads.
-        leaves: Results of backward nodes that can be computed outside the graph, with the
-            computation; rules add to it.
+        constants: Constants that nodes of both graphs read.
+        leaves: Results of backward nodes that can be computed outside the graph, mapped to the
+            computation. Rules add entries.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact]) -> None:
@@ -49,9 +49,9 @@ class VjpBuilder(NodeBuilder):
     ) -> tuple[str, ...]:
         """Add a node to the *forward* graph; its operands are forward values and constants.
 
-        Names follow from content: equal calls share one node, across builders too. Only results
-        that backward nodes read are saved.
-        Attributes must be hashable (numbers, strings, tuples).
+        Names are hashes of the content, so equal calls share one node, also of different builders.
+        Only results that backward nodes read are saved. Attributes must be hashable (numbers,
+        strings, tuples).
 
         Returns:
             The names of the results.
@@ -59,14 +59,14 @@ class VjpBuilder(NodeBuilder):
         return self._forward(op, inputs, outputs, attributes)
 
     def repeat(self, node: Node, *inputs: str, outputs: int = 1) -> tuple[str, ...]:
-        """Add the operation of ``node`` on other operands to the forward graph."""
+        """Add ``node`` with other operands to the forward graph; return the result names."""
         return self._forward(node.op, inputs, outputs, node.attributes)
 
     def append(self, node: Node, constants: Mapping[str, Array]) -> None:
-        """Add a complete node to the *forward* graph, unless its results are there already.
+        """Add a complete node to the *forward* graph, unless the graph contains its results.
 
         Args:
-            node: Reads forward values and ``constants``; its results have names.
+            node: Node that reads forward values and ``constants``; its results have names.
             constants: New constants, by name.
         """
         if node.outputs[0] not in self._forward_values:
@@ -77,29 +77,29 @@ class VjpBuilder(NodeBuilder):
     def constant(
         self, value: Array | Sequence[int] | int, dtype: str | None = None, label: str = ""
     ) -> str:
-        """Add a constant for both graphs; equal constants are stored once."""
+        """Add a constant for both graphs, once for equal constants; return its name."""
         array = np.asarray(value, dtype=dtype)
         digest = _digest(array.dtype.name, array.shape, array.tobytes())
         return super().constant(array, label=label or f"constant_{digest}")
 
     def scalar(self, value: float, like: str) -> str:
-        """Add a 0-d constant with the element type of the forward value ``like``."""
+        """Add a 0-d constant in the type of the forward value ``like``; return its name."""
         return self.constant(np.asarray(value, dtype=self.dtype(like)))
 
     def value_name(self, op: str, index: int) -> str:
-        """Return a new name for a result, which no forward value has."""
+        """Return a name for a result that no forward value has."""
         self._count += 1
         name = f"vjp_{op}_{self._count}"
         return name if name not in self._forward_values else self.value_name(op, index)
 
     def node_name(self, op: str, results: Sequence[str]) -> str:
-        """Return a name that follows from that of the first result."""
+        """Return the name of a node, derived from the name of its first result."""
         return f"node_{results[0]}"
 
     # -- facts about forward values ---------------------------------------------------------------
 
     def is_forward(self, name: str) -> bool:
-        """Check whether ``name`` is a value of the forward graph or of its extra nodes."""
+        """Return whether ``name`` is a value of the forward graph or of its extra nodes."""
         return name in self._forward_values
 
     def dtype(self, name: str) -> DType:
@@ -113,8 +113,8 @@ class VjpBuilder(NodeBuilder):
     def sample_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a forward value in the sample run.
 
-        The shape of a constant or parameter is fixed. For other values only the rank and *which
-        sizes are one* are the same in every batch: get sizes from ``shape`` or ``count``.
+        The shape of a constant or parameter is fixed. For other values, only the rank and the *axes
+        of size one* are the same in every batch. Read their sizes from ``shape`` or ``count``.
 
         Returns:
             One size for each axis.
@@ -122,13 +122,13 @@ class VjpBuilder(NodeBuilder):
         return self._facts[name].shape
 
     def shape(self, name: str) -> str:
-        """Add the run-time shape of a forward value: ``(rank,)``, int64."""
+        """Write the run-time shape of a forward value, ``(rank,)``, int64."""
         if name in self.graph.constants:
             return self.constant(self.sample_shape(name), "int64")
         return self.forward("Shape", name)[0]
 
     def count(self, name: str, axes: Sequence[int]) -> str:
-        """Add the run-time number of entries of a value along ``axes``: 0-d, in its type."""
+        """Write the run-time number of entries of a value along ``axes``, 0-d, in its type."""
         sizes = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))[0]
         product = self.forward("ReduceProd", sizes, keepdims=0)[0]
         return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])[0]
@@ -136,12 +136,12 @@ class VjpBuilder(NodeBuilder):
     # -- shared pieces of rules --------------------------------------------------------------------
 
     def reshape_like(self, g: str, like: str) -> str:
-        """Reshape ``g`` to the run-time shape of the forward value ``like``."""
-        # Without `allowzero` a size of zero would mean the size of ``g``.
+        """Write ``g`` in the run-time shape of the forward value ``like``."""
+        # Without `allowzero`, a size of zero would mean the size of ``g``.
         return self.op("Reshape", g, self.shape(like), allowzero=1)
 
     def pad(self, value: str, pads: str, axes: str, rank: int) -> str:
-        """Pad ``value`` with zeros along ``axes``; ``pads`` has the sizes before and after."""
+        """Write ``value`` with zeros before and after it, as many as ``pads`` has for ``axes``."""
         # ONNX Runtime 1.31 ignores the operand `axes` when it moves a Transpose past a Pad, and
         # permutes wrong entries. The node therefore has pads for all axes, in order.
         known = self.constants.get(axes, self.graph.constants.get(axes))
@@ -157,16 +157,16 @@ class VjpBuilder(NodeBuilder):
         return self.op("Pad", value, self.op("ScatterElements", none, places, pads, axis=0))
 
     def cast_like(self, value: str, like: str) -> str:
-        """Convert ``value`` to the element type of the forward value ``like``: True becomes one."""
+        """Write ``value`` in the element type of the forward value ``like``; True becomes one."""
         return self.op("Cast", value, to=FLOAT_CODES[self.dtype(like).name])
 
     def zeros(self, like: str) -> str:
-        """Add zeros with the run-time shape and the element type of the forward value ``like``."""
+        """Write zeros in the run-time shape and the type of the forward value ``like``."""
         zero = np.zeros(1, dtype=self.dtype(like))
         return self.op("ConstantOfShape", self.shape(like), value=zero)
 
     def unbroadcast(self, g: str, result: str, operand: str) -> str:
-        """Add the adjoint of a broadcast: the sum of ``g`` over the broadcast axes.
+        """Write the adjoint of a broadcast: the sum of ``g`` over the broadcast axes.
 
         Args:
             g: Value with the shape of the forward value ``result``.
@@ -174,7 +174,7 @@ class VjpBuilder(NodeBuilder):
             operand: Forward value that was broadcast; the sum has its shape.
 
         Returns:
-            The name of the sum; ``g`` itself if no axis was broadcast.
+            The name of the sum, or ``g`` if no axis was broadcast.
         """
         wide, narrow = self.sample_shape(result), self.sample_shape(operand)
         lead = len(wide) - len(narrow)

@@ -1,8 +1,8 @@
-"""Gradients of convolution kernels that a session may leave to BLAS.
+"""Gradients of convolution kernels that a session may compute with BLAS.
 
 A derivative rule writes the nodes of such a gradient and records its operands here. A session on
-the CPU may leave the nodes out and compute the product itself (``runtime.cpu``). Exported graphs,
-graphs on a GPU and graphs that are differentiated again keep the nodes.
+the CPU may remove the nodes and compute the product with BLAS (``runtime.cpu``). Exported graphs,
+graphs on a GPU and graphs that are differentiated again contain the nodes.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class KernelGradient:
 
     Attributes:
         images: Name of the input of the convolution, ``(n, channels, *spatial)``.
-        cotangents: Name of the cotangent of its result.
+        cotangents: Name of the cotangent of the result.
         window: Window of the convolution.
-        outs: Channels of the cotangent.
-        ins: Channels of the input in each group.
+        outs: Number of channels of the cotangent.
+        ins: Number of channels of the input in each group.
     """
 
     images: str
@@ -30,10 +30,10 @@ class KernelGradient:
 
     @property
     def operands(self) -> tuple[str, str]:
-        """Names of the two factors of the product."""
+        """The names of the two factors of the product."""
         return self.images, self.cotangents
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
+        """The shape of the kernel."""
         return self.outs, self.ins, *self.window.kernel

@@ -1,1 +1,1 @@
-"""The names of TensorFlow's K-FAC library for the general classes of ``curvature``."""
+"""Classes of ``curvature`` under the names of TensorFlow's K-FAC library."""

@@ -1,4 +1,4 @@
-"""Block classes of TensorFlow's library: names and constructors over the general blocks."""
+"""Block classes with the names and constructors of TensorFlow's library."""
 
 from collections.abc import Sequence
 
@@ -66,19 +66,19 @@ class ConvKFCBasicFB(KroneckerProductFB):
         layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, or ``(filter, bias)``.
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        strides: Number for each spatial axis, or for each axis of the data; ones by default.
-        dilation_rate: As ``strides``.
-        data_format: ``"NHWC"`` (the default for two axes) or ``"NCHW"`` and their relatives.
-        extract_patches_fn: Name of an extraction of patches; see ``compat.patch_extraction``. All
-            extractions give the same numbers; a name restricts the layers.
+        strides: Stride of each spatial axis, or of each axis of the data; ones by default.
+        dilation_rate: Dilations, in the form of ``strides``.
+        data_format: ``"NHWC"`` (the default) or ``"NCHW"``, with ``W``, ``HW`` or ``DHW``.
+        extract_patches_fn: Name of an extraction in ``compat.patch_extraction``. All extractions
+            return the same patches, and each is restricted to some layers.
         sub_sample_inputs: Whether ``A`` reads a random subset of the examples; by default the
             choice of the configuration.
         sub_sample_patches: Whether ``A`` reads a random subset of the patches; by default the
             choice of the configuration.
         use_sua_approx_for_input_factor: Whether pixels of different positions are assumed to be
             uncorrelated, so that ``A`` follows from single pixels.
-        patch_mask: Multiplies each patch, ``(*kernel, channels)``.
-        weight_format: ``"HWIO"`` (the default for two axes) or ``"OIHW"`` and their relatives.
+        patch_mask: Factor of each entry of a patch, ``(*kernel, channels)``.
+        weight_format: ``"HWIO"`` (the default) or ``"OIHW"``, with ``W``, ``HW`` or ``DHW``.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)
@@ -214,15 +214,15 @@ class ConvKFCBasicMultiIndepFB(MultiUseKroneckerFB):
 
 
 class ConvDiagonalFB(LayerDiagonalFB):
-    """The diagonal of a convolution's block: squared per-example gradients, summed over locations.
+    """The diagonal of a convolution's block: the mean squared gradient of an example.
 
     Args:
         layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, or ``(filter, bias)``.
-        strides: Number for each spatial axis, or for each axis of the data.
+        strides: Stride of each spatial axis, or of each axis of the data.
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
         data_format: As in ``ConvKFCBasicFB``.
-        dilations: As ``strides``.
+        dilations: Dilations, in the form of ``strides``.
         patch_mask: As in ``ConvKFCBasicFB``.
         weight_format: As in ``ConvKFCBasicFB``.
     """

@@ -1,4 +1,4 @@
-"""Factor classes of TensorFlow's library for convolutions: names and constructors."""
+"""Factor classes for convolutions with the names and constructors of TensorFlow's library."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,14 +36,14 @@ class ConvInputKroneckerFactor(SampledFactor):
         inputs: Name of the images of each tower.
         filter_shape: ``(*kernel, channels, outputs)``.
         padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        strides: Number for each spatial axis, or for each axis of the data; ones by default.
-        dilation_rate: As ``strides``.
+        strides: Stride of each spatial axis, or of each axis of the data; ones by default.
+        dilation_rate: Dilations, in the form of ``strides``.
         data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
         extract_patches_fn: As in ``ConvKFCBasicFB``.
-        has_bias: Whether patches end with a one.
+        has_bias: Whether a 1 is appended to each patch.
         sub_sample_inputs: As in ``ConvKFCBasicFB``.
         sub_sample_patches: As in ``ConvKFCBasicFB``.
-        patch_mask: Multiplies each patch, ``(*kernel, channels)``.
+        patch_mask: Factor of each entry of a patch, ``(*kernel, channels)``.
         **options: As in ``FactorOptions``.
     """
 
@@ -83,16 +83,16 @@ class ConvInputKroneckerFactor(SampledFactor):
 
 
 class ConvInputMultiKF(ConvInputKroneckerFactor):
-    """The second moment of patches over the uses of a convolution.
+    """The second moment of patches over all uses of a convolution.
 
     Args:
-        inputs: Names of the images, one entry a tower: a list over uses, or one name of all.
+        inputs: Names of the images of each tower: a list over uses, or one name for all uses.
         filter_shape: As in ``ConvInputKroneckerFactor``.
         padding: As in ``ConvInputKroneckerFactor``.
-        num_uses: Number of uses; optional if they are listed.
+        num_uses: Number of uses; optional if a tower lists them.
         strides: As in ``ConvInputKroneckerFactor``.
         dilation_rate: As in ``ConvInputKroneckerFactor``.
-        data_format: As in ``ConvInputKroneckerFactor``: that of one use.
+        data_format: Format of one use, as in ``ConvInputKroneckerFactor``.
         extract_patches_fn: As in ``ConvInputKroneckerFactor``.
         has_bias: As in ``ConvInputKroneckerFactor``.
         sub_sample_inputs: As in ``ConvInputKroneckerFactor``.
@@ -137,13 +137,13 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
 
 
 class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
-    """The second moment of patches whose pixels are uncorrelated between places.
+    """The second moment of patches, on the assumption that different pixels are uncorrelated.
 
     Args:
-        inputs: Names of the images, channels last, one a tower.
+        inputs: Name of the images of each tower, with channels last.
         filter_shape: ``(*kernel, channels, outputs)``.
-        has_bias: Whether patches end with a one.
-        **options: As in ``FactorOptions``; the configuration says whether pixels have a mean.
+        has_bias: Whether a 1 is appended to each patch.
+        **options: As in ``FactorOptions``.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class ConvOutputMultiKF(DenseSquareMatrixFactor):
     """The second moment of output gradients over the uses of a convolution.
 
     Args:
-        outputs_grads: Names ``[source][tower]``: a list over uses, or one name of all.
-        data_format: That of one use: ``"NHWC"`` (the default), ``"NCHW"`` or their relatives.
-        num_uses: Number of uses; optional if they are listed.
+        outputs_grads: Names ``[source][tower]``: a list over uses, or one name for all uses.
+        data_format: Format of one use: ``"NHWC"`` (the default) or ``"NCHW"``, with other axes too.
+        num_uses: Number of uses; optional if a tower lists them.
         **options: As in ``FactorOptions``.
     """
 
@@ -216,7 +216,7 @@ class ConvDiagonalFactor(DiagonalFactor):
         strides: As in ``ConvInputKroneckerFactor``.
         padding: As in ``ConvInputKroneckerFactor``.
         data_format: As in ``ConvInputKroneckerFactor``.
-        dilations: As ``strides``; ones by default.
+        dilations: Dilations, in the form of ``strides``; ones by default.
         has_bias: Whether the layer has a bias.
         patch_mask: As in ``ConvInputKroneckerFactor``.
         **options: As in ``FactorOptions``.
@@ -252,7 +252,7 @@ class ConvDiagonalFactor(DiagonalFactor):
 
 
 def _output_view(data_format: str | None) -> RowView:
-    """Return the view of outputs; the format, if given, fixes the number of axes."""
+    """Return the view of outputs, whose number of axes is that of the format if not None."""
     if data_format not in (*_CHANNELS_LAST, *_CHANNELS_FIRST):
         known = ", ".join(name for name in (*_CHANNELS_LAST, *_CHANNELS_FIRST) if name)
         raise InputError(f"data_format is '{data_format}'; choose one of: {known}.")

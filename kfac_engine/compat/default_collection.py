@@ -1,4 +1,4 @@
-"""The default collection of the process, as TensorFlow's library has it."""
+"""The default collection of the process, with the functions of TensorFlow's library."""
 
 from kfac_engine.compat.mixins.collection import get_default, set_default
 from kfac_engine.curvature.collection import LayerCollection
@@ -14,7 +14,8 @@ def get_default_layer_collection() -> LayerCollection:
     collection = get_default()
     if not isinstance(collection, LayerCollection):
         raise RegistrationError(
-            "no default LayerCollection is set; pass one, or use `with collection.as_default():`."
+            "no default LayerCollection is set; pass a collection, or use `with "
+            "collection.as_default():`."
         )
     return collection
 

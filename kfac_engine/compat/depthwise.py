@@ -1,4 +1,4 @@
-"""Blocks of TensorFlow's library for depthwise convolutions: names and constructors."""
+"""Blocks for depthwise convolutions with the names and constructors of TensorFlow's library."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
     Args:
         layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, ``(kh, kw, channels, multiplier)``.
-        strides: Four, one an axis of the data.
+        strides: Strides of the four axes of the data.
         padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
-        rate: Two dilations; ones when left out.
+        rate: Dilations of the two spatial axes; ones by default.
         data_format: ``"NHWC"`` (default) or ``"NCHW"``.
     """
 

@@ -1,4 +1,4 @@
-"""Classes of TensorFlow's library for embeddings: names and constructors over the general ones."""
+"""Classes for embeddings with the names and constructors of TensorFlow's library."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from kfac_engine.layers.token_ids import TokenIdView
 
 
 class EmbeddingInputKroneckerFactor(VocabularyFactor):
-    """``Cov = (1/n) Σ_i diag(n_hot(ids_i)²)``: counts of each identifier.
+    """The mean count of each token id, ``(1/n) Σ_i diag(n_hot(ids_i)²)``.
 
     Args:
-        input_ids: Names of identifiers ``(n, ids)`` or ``(n,)``, one a tower.
-        vocab_size: Identifiers are below it.
-        dtype: Of the statistics, floating point; float32 when left out.
-        count_repeats: Whether an identifier that comes several times in a row counts as often.
+        input_ids: Name of the token ids of each tower, ``(n, ids)`` or ``(n,)``.
+        vocab_size: Number of rows of the table; token ids are smaller.
+        dtype: Floating-point type of the statistics; float32 by default.
+        count_repeats: Whether an id that occurs k times in a row counts k times.
         backend: Array library; NumPy by default.
         config: Options of averages; the defaults if omitted.
 
@@ -57,9 +57,9 @@ class EmbeddingKFACFB(EmbeddingKroneckerFB):
 
     Args:
         layer_collection: Owner of the factors.
-        vocab_size: Rows of the table.
-        count_repeats: Whether an identifier that comes several times in a row counts as often.
-        positions: Whether each identifier of an example has an output of its own.
+        vocab_size: Number of rows of the table.
+        count_repeats: Whether an id that occurs k times in a row counts k times.
+        positions: Whether each token id of an example has an output.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class EmbeddingKFACMultiIndepFB(EmbeddingKroneckerFB):
 
     Args:
         layer_collection: Owner of the factors.
-        vocab_size: Rows of the table.
-        num_uses: Uses; may be left out if a tower lists them.
+        vocab_size: Number of rows of the table.
+        num_uses: Number of uses; optional if a tower lists them.
         count_repeats: As in ``EmbeddingKFACFB``.
         positions: As in ``EmbeddingKFACFB``.
     """

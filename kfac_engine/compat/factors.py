@@ -1,6 +1,6 @@
-"""Factor classes of TensorFlow's library for dense layers and for parameters without a layer.
+"""Factor classes for dense layers with the names and constructors of TensorFlow's library.
 
-They are names and constructors over the general factors, which blocks create directly.
+Two classes are for parameters without a layer. Blocks create the general factors directly.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from kfac_engine.curvature.factors.statistics import (
 from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.layers.views import RowView
 
-# Names of one tower: one tensor, or one for each use.
+# Names of a tower: one tensor, or a tensor for each use.
 Tower: TypeAlias = str | Sequence[str]
-# [source][tower].
+# Names by source and tower.
 Gradients: TypeAlias = Sequence[Sequence[Tower]]
 
 _DENSE_LAYER = RowView()
@@ -36,7 +36,7 @@ _MATRIX = RowView(rank=2)
 
 
 class FactorOptions(TypedDict, total=False):
-    """Keyword arguments of every factor.
+    """The keyword arguments of every factor.
 
     Attributes:
         backend: Array library; NumPy by default.
@@ -48,11 +48,11 @@ class FactorOptions(TypedDict, total=False):
 
 
 class NaiveFullFactor(DenseSquareMatrixFactor):
-    """The outer product of a batch's summed gradient, over the batch size.
+    """The outer product of the summed gradient of a batch, divided by the batch size.
 
     Args:
-        params_grads: Names of the gradient of one parameter, or of several, for each source.
-        batch_size: Examples, or the name of a value whose first axis is the batch.
+        params_grads: Names of the gradients of one or several parameters, for each source.
+        batch_size: Number of examples, or the name of a value whose first axis is the batch.
         **options: As in ``FactorOptions``.
     """
 
@@ -67,11 +67,11 @@ class NaiveFullFactor(DenseSquareMatrixFactor):
 
 
 class NaiveDiagonalFactor(DiagonalFactor):
-    """The square of a batch's summed gradient of one parameter, over the batch size.
+    """The square of the summed gradient of one parameter, divided by the batch size.
 
     Args:
         params_grads: Name of the gradient for each source.
-        batch_size: Examples, or the name of a value whose first axis is the batch.
+        batch_size: Number of examples, or the name of a value whose first axis is the batch.
         **options: As in ``FactorOptions``.
     """
 
@@ -90,7 +90,7 @@ class FullyConnectedKroneckerFactor(DenseSquareMatrixFactor):
 
     Args:
         tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
-        has_bias: Whether rows end with a one.
+        has_bias: Whether a 1 is appended to each row.
         **options: As in ``FactorOptions``.
     """
 
@@ -106,8 +106,8 @@ class DiagonalKroneckerFactor(DiagonalFactor):
 
     Args:
         tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
-        has_bias: Whether a one is appended.
-        dtype: Least exact type of the average; by default that of the data, at least float32.
+        has_bias: Whether a 1 is appended to each row.
+        dtype: Least precise type of the average; by default the type of the data, at least float32.
         **options: As in ``FactorOptions``.
     """
 
@@ -124,13 +124,13 @@ class DiagonalKroneckerFactor(DiagonalFactor):
 
 
 class FullyConnectedMultiKF(LaggedFactor):
-    """The second moment over the uses of a dense layer, and on demand of successive uses.
+    """The second moment over all uses of a dense layer, and cross moments of successive uses.
 
     Args:
-        tensors: Names ``[source][tower]``: a list over uses, or one of ``(u·n, d)`` or
-            ``(u, n, d)``.
-        num_uses: ``u``; may be left out where uses are listed.
-        has_bias: Whether rows end with a one.
+        tensors: Names ``[source][tower]``: a list over uses, or one name of an array ``(u·n, d)``
+            or ``(u, n, d)``.
+        num_uses: Number ``u`` of uses; optional if a tower lists them.
+        has_bias: Whether a 1 is appended to each row.
         **options: As in ``FactorOptions``.
     """
 
@@ -154,7 +154,7 @@ class DiagonalMultiKF(DiagonalFactor):
     Args:
         tensors: As in ``FullyConnectedMultiKF``.
         num_uses: As in ``FullyConnectedMultiKF``.
-        has_bias: Whether a one is appended.
+        has_bias: Whether a 1 is appended to each row.
         dtype: As in ``DiagonalKroneckerFactor``.
         **options: As in ``FactorOptions``.
     """
@@ -179,7 +179,7 @@ class FullyConnectedDiagonalFactor(DiagonalFactor):
     """The mean squared per-example gradient of a dense layer, ``(d_in (+ 1), d_out)``.
 
     Args:
-        inputs: Names of ``(n, d_in)`` arrays, one a tower.
+        inputs: Name of an ``(n, d_in)`` array for each tower.
         outputs_grads: Names of ``(n, d_out)`` arrays, ``[source][tower]``.
         has_bias: Whether the layer has a bias.
         **options: As in ``FactorOptions``.
@@ -204,7 +204,7 @@ def uses_of(names: Tower) -> Uses:
 
 
 def tensors_of(names: Gradients) -> Tensors:
-    """Return names ``[source][tower]`` as nested tuples.
+    """Return names by source, tower and use, as nested tuples.
 
     Args:
         names: At least one source with one tower; equal numbers of towers in all sources.
@@ -218,24 +218,24 @@ def tensors_of(names: Gradients) -> Tensors:
     tensors = tuple(tuple(uses_of(tower) for tower in source) for source in names)
     if len({len(source) for source in tensors}) != 1 or not tensors[0]:
         raise InputError(
-            f"a factor needs names [source][tower], at least one and as many towers in each "
-            f"source; got {names!r}."
+            f"a factor needs names [source][tower], at least one, with equal numbers of towers; "
+            f"got {names!r}."
         )
     return tensors
 
 
 def uses_in(tensors: Tensors, num_uses: int | None) -> int:
-    """Return the number of uses, given as a number or as a list of names for each tower.
+    """Return the number of uses, which the caller passed as a number or as lists of names.
 
     Args:
         tensors: Result of ``tensors_of``.
-        num_uses: The number that the caller gave; None if omitted.
+        num_uses: Number from the caller; None if omitted.
 
     Returns:
         The number of uses, at least one.
 
     Raises:
-        InputError: Neither a number nor a list was given, or the number is below one.
+        InputError: There is neither a number nor a list, or the number is below one.
         RegistrationError: The number and the lengths of lists differ.
     """
     counts = {len(tower) for source in tensors for tower in source if len(tower) > 1}
@@ -243,8 +243,8 @@ def uses_in(tensors: Tensors, num_uses: int | None) -> int:
         counts.add(num_uses)
     if len(counts) > 1:
         raise RegistrationError(
-            f"the uses of one layer are counted differently: {sorted(counts)}; num_uses and the "
-            f"lengths of all lists must be equal."
+            f"the numbers of uses of a layer differ: {sorted(counts)}; num_uses and the lengths of "
+            f"all lists must be equal."
         )
     if not counts or min(counts) < 1:
         raise InputError(
@@ -254,10 +254,10 @@ def uses_in(tensors: Tensors, num_uses: int | None) -> int:
 
 
 def average_type(dtype: npt.DTypeLike | None) -> DType:
-    """Return the least exact type of an average.
+    """Return the least precise type of an average.
 
     Args:
-        dtype: Type that the caller gave; None is float32.
+        dtype: Type from the caller; None is float32.
 
     Returns:
         The type.
@@ -267,5 +267,5 @@ def average_type(dtype: npt.DTypeLike | None) -> DType:
     """
     chosen: DType = np.dtype(np.float32 if dtype is None else dtype)
     if chosen not in (np.float32, np.float64):
-        raise InputError(f"an average is float32 or float64, not {chosen}.")
+        raise InputError(f"the type of an average must be float32 or float64, got {chosen}.")
     return chosen

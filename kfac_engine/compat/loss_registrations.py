@@ -1,7 +1,7 @@
-"""Losses of a collection: registration by distribution, and their sums as functions.
+"""Registers losses by their distribution, and returns their sums as functions.
 
-The signatures are those of TensorFlow's library, positional arguments included. They are therefore
-written out and not generated from a table.
+The signatures, including positional arguments, are those of TensorFlow's library, so they are not
+generated from a table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class LossRegistrations(LossCollection):
 
     @property
     def loss_colocation_ops(self) -> dict[LossFunction, str | None]:
-        """The value next to which each tower of a loss was registered."""
+        """Map from each tower of a loss to the value next to which it was registered."""
         return dict(self._colocation_ops)
 
     def register_categorical_predictive_distribution(
@@ -47,7 +47,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register a softmax output: logits ``(n, …, classes)``, integer targets ``(n, …)``."""
+        """Register a softmax output with logits ``(n, …, classes)``, targets ``(n, …)``."""
         loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
         base = "categorical_predictive_distribution"
         return self.register_loss_function(loss, logits, base, name, coeff, reuse)
@@ -76,7 +76,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register independent binary outputs: logits and targets of one shape."""
+        """Register independent binary outputs with logits and targets of one shape."""
         loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
         base = "multi_bernoulli_predictive_distribution"
         return self.register_loss_function(loss, logits, base, name, coeff, reuse)
@@ -90,7 +90,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register as ``register_categorical_predictive_distribution`` does."""
+        """Register a softmax output, like ``register_categorical_predictive_distribution``."""
         loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
         base = "sparse_softmax_cross_entropy_loss"
         return self.register_loss_function(loss, logits, base, name, coeff, reuse)
@@ -104,7 +104,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register as ``register_normal_predictive_distribution`` with variance ½ does."""
+        """Register a Gaussian output of variance ½, which is the squared error."""
         loss = NormalMeanNegativeLogProbLoss(prediction, 0.5, targets, seed)
         base = "squared_error_loss"
         return self.register_loss_function(loss, prediction, base, name, coeff, reuse)
@@ -118,7 +118,7 @@ class LossRegistrations(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register as ``register_multi_bernoulli_predictive_distribution`` does."""
+        """Register binary outputs, like ``register_multi_bernoulli_predictive_distribution``."""
         loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
         base = "sigmoid_cross_entropy_loss"
         return self.register_loss_function(loss, logits, base, name, coeff, reuse)
@@ -126,11 +126,11 @@ class LossRegistrations(LossCollection):
     def eval_losses(
         self, target_mode: TargetMode = "data", coeff_mode: CoefficientMode = "regular"
     ) -> list[Thunk[float]]:
-        """Return a function for each loss and tower: the weighted sum over the batch.
+        """Return a function for each loss and tower, which computes the weighted sum over a batch.
 
         Args:
             target_mode: ``"data"`` for observed targets, ``"sample"`` for sampled targets.
-            coeff_mode: Weight by the coefficient, by its root, or by one.
+            coeff_mode: Weight of a loss: its coefficient, the square root of it, or one.
 
         Returns:
             Functions of the values of a batch.
@@ -140,8 +140,8 @@ class LossRegistrations(LossCollection):
         """
         if target_mode not in ("data", "sample") or coeff_mode not in _COEFFICIENT:
             raise InputError(
-                f"target_mode is 'data' or 'sample', coeff_mode one of {', '.join(_COEFFICIENT)}; "
-                f"got '{target_mode}' and '{coeff_mode}'."
+                f"target_mode must be 'data' or 'sample', and coeff_mode one of "
+                f"{', '.join(_COEFFICIENT)}; got '{target_mode}' and '{coeff_mode}'."
             )
         weighted: list[Thunk[float]] = []
         for loss in self._losses.values():
@@ -159,12 +159,12 @@ class LossRegistrations(LossCollection):
         return self.eval_losses("sample")
 
     def total_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """Return a function: the sum of all losses on the data."""
+        """Return a function that computes the sum of all losses on the data."""
         self._require_losses()
         return _sum(self.eval_losses("data", coeff_mode))
 
     def total_sampled_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """Return a function: the sum of all losses on sampled targets."""
+        """Return a function that computes the sum of all losses on sampled targets."""
         self._require_losses()
         return _sum(self.eval_losses("sample", coeff_mode))
 

@@ -1,7 +1,7 @@
-"""Names of TensorFlow's library for extractions of patches, with the layers that each allows.
+"""Checks the names of extractions of patches in TensorFlow's library.
 
-All names give the same patches. A name is checked, so that a layer that TensorFlow's library
-refuses is refused as well.
+All extractions return the same patches. A name is checked, so that layers that TensorFlow's library
+refuses raise an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,23 +13,23 @@ from kfac_engine.layers.masked import MaskedPatchView
 from kfac_engine.layers.views import PatchView
 
 Entries: TypeAlias = Sequence[int] | None
-# Takes the geometry, the strides and the dilations; returns the missing property, or "".
+# Function of the geometry, the strides and the dilations that returns the missing property, or "".
 _Requirement: TypeAlias = Callable[[PatchView, Entries, Entries], str]
 
 _IMAGE_AXES = 4
 
 
 def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates: Entries) -> None:
-    """Check that an extraction allows a convolution.
+    """Check that an extraction supports a convolution.
 
     Args:
-        name: Name of the extraction; None allows every convolution.
+        name: Name of the extraction; None supports every convolution.
         form: The convolution.
         strides: Strides of the caller.
         rates: Dilations of the caller.
 
     Raises:
-        UnsupportedError: The name is unknown, or does not allow the convolution.
+        UnsupportedError: The name is unknown, or the extraction does not support the convolution.
     """
     requirement = _REQUIREMENTS.get(name)
     if requirement is None:
@@ -37,12 +37,12 @@ def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates:
         raise UnsupportedError(f"unknown extract_patches_fn '{name}'; choose one of: {known}.")
     view = form.input_view
     patches = view.patches if isinstance(view, MaskedPatchView) else view
-    assert isinstance(patches, PatchView)  # of a convolution
+    assert isinstance(patches, PatchView)  # the view of every convolution
     missing = requirement(patches, strides, rates)
     if missing:
         raise UnsupportedError(
             f"{name} needs {missing}; got kernel {patches.window.kernel}, strides {strides} and "
-            f"dilations {rates}. Leave extract_patches_fn out."
+            f"dilations {rates}. Omit extract_patches_fn."
         )
 
 

@@ -1,4 +1,4 @@
-"""Classes of TensorFlow's library for scales and shifts: names and constructors."""
+"""Classes for scales and shifts with the names and constructors of TensorFlow's library."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from kfac_engine.layers.broadcast import SummedAxes
 
 
 class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
-    """The second moment of a scale's and a shift's per-example gradients.
+    """The second moment of the per-example gradients of a scale and a shift.
 
     Args:
-        inputs: Names of the data before scaling, one a tower.
+        inputs: Name of the data before scaling, for each tower.
         outputs_grads: Names of output gradients, ``[source][tower]``.
-        broadcast_dims_scale: Axes along which the scale is broadcast; empty sums nothing.
-        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
+        broadcast_dims_scale: Axes along which the scale is broadcast; may be empty.
+        broadcast_dims_shift: The same for the shift; by default the axes of the scale.
         has_shift: Whether there is a shift.
         backend: Array library; NumPy by default.
         config: Options of averages and powers; the defaults if omitted.
@@ -44,7 +44,7 @@ class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
 
 
 class ScaleAndShiftDiagonalFactor(DiagonalFactor):
-    """The mean squares of a scale's and a shift's per-example gradients.
+    """The mean squares of the per-example gradients of a scale and a shift.
 
     Args:
         inputs: As in ``ScaleAndShiftFullFactor``.
@@ -79,7 +79,7 @@ class ScaleAndShiftFullFB(ScaleShiftFB):
     Args:
         layer_collection: Owner of the factor.
         broadcast_dims_scale: Axes of the data (the batch is 0) along which the scale is broadcast.
-        broadcast_dims_shift: Likewise for the shift; those of the scale when left out.
+        broadcast_dims_shift: The same for the shift; by default the axes of the scale.
         has_shift: Whether there is a shift.
     """
 
@@ -119,7 +119,7 @@ class ScaleAndShiftDiagonalFB(ScaleShiftFB):
 def summed_axes(
     scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
 ) -> tuple[SummedAxes, SummedAxes | None]:
-    """Return the sums for scale and shift over axes that the caller names."""
+    """Return the broadcast axes of scale and shift as reductions."""
     of_scale = SummedAxes(tuple(scale))
     if not has_shift:
         return of_scale, None

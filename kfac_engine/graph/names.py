@@ -13,9 +13,9 @@ def taken_names(graph: onnx.GraphProto, others: Iterable[str] = ()) -> set[str]:
     return names.union((entry.name for entry in graph.input), others)
 
 
-def claim(name: str, taken: set[str]) -> str:
+def claim(name: str, used: set[str]) -> str:
     """Return ``name`` with underscores that make it unused, and add it to ``used``."""
-    while name in taken:
+    while name in used:
         name += "_"
-    taken.add(name)
+    used.add(name)
     return name

@@ -23,12 +23,12 @@ def canonical_nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
     Raises:
         UnsupportedError: An attribute has a type that no supported operator uses.
     """
-    taken: set[str] = set()
+    used: set[str] = set()
     for index, proto in enumerate(protos):
         name = proto.name or f"{proto.op_type}_{index}"
-        while name in taken:
+        while name in used:
             name = f"{name}_{index}"
-        taken.add(name)
+        used.add(name)
         yield Node(
             op=proto.op_type,
             inputs=tuple(proto.input),

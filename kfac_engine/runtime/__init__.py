@@ -1,1 +1,1 @@
-"""Evaluation of models by ONNX Runtime."""
+"""Evaluates and differentiates models with ONNX Runtime."""

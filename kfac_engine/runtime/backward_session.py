@@ -1,4 +1,4 @@
-"""The session that runs a backward graph, on a CPU with weight gradients outside it."""
+"""Opens the session that runs a backward graph."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -25,7 +25,7 @@ BackwardSession: TypeAlias = Session | DeviceSession | WeightGradientSession
 def open_backward(
     context: SessionContext, backward: Backward, fetched: Mapping[str, DType]
 ) -> BackwardSession:
-    """Open the session of a backward graph; on a CPU, BLAS computes gradients of kernels.
+    """Return the session of a backward graph; on a CPU, BLAS computes gradients of kernels.
 
     Args:
         context: Settings of the session.

@@ -1,8 +1,9 @@
 """Finds the axis of the examples in each value by running the model.
 
-A model file does not declare it. The model runs on two batch sizes: an axis whose length is
-proportional to the batch size is a batch axis. If several axes of the inputs are open, the batch
-axis is the axis along which a change of one example does not change the results of the others.
+A model file does not declare this axis. The model runs on two batch sizes, and an axis whose length
+is proportional to the batch size is a batch axis. If several axes of the inputs have no fixed size,
+the batch axis is the axis along which a change of one example does not change the results of the
+others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,17 +20,17 @@ from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.runtime.example_axis import (
     ExampleAxis,
     grown,
-    others_move,
+    others_change,
     unmoved_axes,
     with_example,
 )
 from kfac_engine.runtime.leading_examples import axis_of, says_batch
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 
-# Bytes of values that are compared at a time; at least one value is.
+# Bytes of values that are compared at a time, with at least one value.
 _COMPARED_BYTES = 64 << 20
 
-# Input name to the number of an axis.
+# Map from the name of an input to the index of an axis.
 Axes: TypeAlias = Mapping[str, int]
 
 
@@ -39,10 +40,11 @@ class Batch:
 
     Attributes:
         size: Number of examples in the sample run.
-        inputs: Input name to its batch axis, for inputs that have one.
-        places: Value name to the axis of the examples, for values that have one.
-        fixed: Why the model runs with one batch size only; ``""`` if it runs with others.
-        doubt: Why the examples may be on another axis; ``""`` if there is no reason.
+        inputs: Map from an input to its batch axis, for inputs with a batch axis.
+        places: Map from a value to the axis of the examples, for values with such an axis.
+        fixed: The reason why the model runs with one batch size only; ``""`` if it runs with
+            others.
+        doubt: The reason why the examples may be on another axis; ``""`` without a reason.
     """
 
     size: int
@@ -57,7 +59,7 @@ class Batch:
 
     @property
     def note(self) -> str:
-        """The doubt as a sentence for reports."""
+        """Return ``doubt`` as a sentence for reports."""
         return self.doubt and (
             f"the batch axis is assumed to be {_spelled(self.inputs)}, but {self.doubt}; if it is "
             f"another axis, name it with batch_axes (--batch-axis)"
@@ -71,18 +73,18 @@ def find_batch(
     inputs: Mapping[str, Array] | None = None,
     axes: Axes | None = None,
 ) -> Batch:
-    """Find the batch axis of inputs and values.
+    """Return the batch axes of inputs and values.
 
     Args:
         graph: Graph of the model.
         facts: Element types and shapes from a sample run on ``inputs``.
-        outputs: Names of values that have a batch axis: those that the losses read.
+        outputs: Names of the values that the losses read, which have a batch axis.
         inputs: The batch of the sample run; None if it was generated.
-        axes: Input name to batch axis, if the user names them.
+        axes: Map from an input to its batch axis, if the user names them.
 
     Returns:
-        The axes. If the model runs with one batch size only, the axes along which a changed
-        example changes alone, or axes as long as the batch.
+        The axes. If the model runs with one batch size only, these are axes along which a change of
+        one example changes no other example, or axes as long as the batch.
 
     Raises:
         ShapeError: ``axes`` names an axis that an input does not have, or axes of different sizes.
@@ -101,7 +103,7 @@ def find_batch(
     stuck: list[_Candidate] = []
     for candidate in candidates:
         if stuck and stuck[0].named and not candidate.named:
-            break  # an axis with the name of a batch is the batch, even if only one size runs
+            break  # an axis with a symbol for the batch is the batch, even if only one size runs
         batch = probe.batch_along(candidate.axes, outputs)
         if batch is None:
             stuck.append(candidate)
@@ -109,7 +111,7 @@ def find_batch(
             if candidate.named or (candidate.is_open and len(candidates) == 1):
                 return batch
             if not probe.coupled(batch, outputs):
-                only = stuck and f"the model runs with no other size of {_spelled(stuck[0].axes)}"
+                only = stuck and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
                 return replace(batch, doubt=only or "")
             ran.append(batch)
     if ran:
@@ -126,7 +128,7 @@ def find_coupling(
     batch: Batch,
     inputs: Mapping[str, Array] | None = None,
 ) -> str:
-    """Find a node that makes the result of an example depend on other examples.
+    """Return a node by which the result of an example depends on other examples.
 
     Args:
         graph: Graph of the model.
@@ -153,10 +155,10 @@ class _Probe:
         self._feeds = sample_batch(graph, facts, inputs)
 
     def batch_along(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
-        """Return the batch along given axes of the inputs; None if no second size runs."""
+        """Return the batch along axes of the inputs; None if no second size runs."""
         size = self._size(axes)
         batch = None
-        # A larger batch is tried first: some operators drop an axis of size one.
+        # A larger batch is tried first, because some operators remove an axis of size one.
         for other in filter(None, (size + 1, size - 1)):
             try:
                 facts = self._run.facts(self._resized(axes, size, other))
@@ -173,12 +175,12 @@ class _Probe:
         return batch
 
     def batch_from_lengths(self, axes: Axes) -> Batch:
-        """Return the batch along axes of the inputs if the model runs with one size only."""
+        """Return the batch along axes of the inputs, for a model that runs with one size only."""
         size = self._size(axes)
         where = _spelled(axes)
         fixed = _declared(self._graph, axes) or (
             f"a Reshape in the model, or a recurrence that is unrolled along {where}, fixes the "
-            f"batch size at {size}; export it with an open batch axis, or name the axis of the "
+            f"batch size at {size}; export it with a dynamic batch axis, or name the axis of the "
             f"examples with batch_axes (--batch-axis)"
         )
         batch = Batch(size, axes, {}, fixed)
@@ -191,15 +193,16 @@ class _Probe:
         return replace(batch, places={name: place for name, place in places.items() if place})
 
     def with_doubt(self, batch: Batch, outputs: Sequence[str]) -> Batch:
-        """Return the batch with a warning if its examples depend on each other."""
+        """Return the batch, with a doubt if its examples depend on each other."""
         node = self.coupled(batch, outputs)
-        return replace(batch, doubt=node and f"{node} makes them depend on each other")
+        return replace(batch, doubt=node and f"{node} makes the examples depend on each other")
 
     def coupled(self, batch: Batch, outputs: Sequence[str]) -> str:
-        """Return the first node that couples examples, or ``""``."""
+        """Return the first node by which examples depend on each other, or ``""``."""
         if batch.size == 1:
             return ""
-        # A recurrence couples an example to later or earlier ones: change the first and the last.
+        # In a recurrence, examples depend on earlier or on later examples, so the first and the
+        # last example are changed.
         for changed in (0, batch.size - 1):
             if any(self._moved(outputs, changed, batch)):
                 names = [name for node in self._graph.nodes for name in node.outputs]
@@ -218,13 +221,13 @@ class _Probe:
         }
 
     def _moved(self, names: Iterable[str], changed: int, batch: Batch) -> Iterator[str]:
-        """Yield the names of values in which a change of one example changes others."""
+        """Yield the names of values in which a change of one example changes other examples."""
         for name, before, after in self._compared(names, changed, batch):
-            if others_move(before, after, changed, batch.size, batch.places.get(name)):
+            if others_change(before, after, changed, batch.size, batch.places.get(name)):
                 yield name
 
     def _unmoved(self, batch: Batch, names: Sequence[str]) -> dict[str, frozenset[int]]:
-        """Return the axes of values along which the first and the last example change alone."""
+        """Return the axes along which a change of the first or last example changes no other."""
         alone: dict[str, frozenset[int]] = {}
         for changed in (0, batch.size - 1):
             for name, before, after in self._compared(names, changed, batch):
@@ -255,7 +258,7 @@ class _Probe:
             yield chunk
 
     def _with_other(self, changed: int, batch: Batch) -> dict[str, Array]:
-        """Return the inputs with one example replaced if a valid replacement is known."""
+        """Return the inputs with one example replaced where a valid replacement is known."""
         for new_id in (_next_id, _same_id) if self._is_generated else (_same_id,):
             feeds = dict(self._feeds)
             for name, axis in batch.inputs.items():
@@ -270,7 +273,7 @@ class _Probe:
     def _place_from_length(
         self, name: str, axes: Axes, size: int, unmoved: frozenset[int] | None
     ) -> ExampleAxis | None:
-        """Return the axis of the examples by changed entries, or by its length."""
+        """Return the axis of the examples, found by changed entries or by its length."""
         shape = self._facts[name].shape
         if name in axes:
             return ExampleAxis(axes[name], 1)
@@ -295,9 +298,9 @@ class _Candidate:
     """Possible batch axes of the inputs.
 
     Attributes:
-        axes: Input name to axis.
-        named: Whether their symbol is that of a batch.
-        is_open: Whether the file leaves their size open.
+        axes: Map from an input to an axis.
+        named: Whether the axes have a symbol for the batch.
+        is_open: Whether the file declares no size for the axes.
     """
 
     axes: Axes
@@ -306,9 +309,9 @@ class _Candidate:
 
 
 def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
-    """Return candidates for the batch axes, the most likely first."""
-    # Axes of one symbol are one candidate, and so are open axes of one number without a symbol. A
-    # first axis may be the batch axis although its size is declared.
+    """Return candidates for the batch axes, in the order of their likelihood."""
+    # Axes with one symbol form a candidate. Axes without a size and a symbol form a candidate if
+    # they have the same index. A first axis may be the batch axis although its size is declared.
     groups: dict[object, dict[str, int]] = {}
     for entry in graph.inputs:
         shape = entry.shape or (None,) * len(facts[entry.name].shape)
@@ -325,8 +328,8 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
     candidates = [
         _Candidate(groups[key], says_batch(key), not isinstance(key, tuple)) for key in ordered
     ]
-    # Exporters may give the batch axis of each input a different symbol. All axes with a symbol of
-    # a batch are then one candidate, or else all open first axes.
+    # Exporters may give the batch axis of each input a different symbol. All axes with a symbol for
+    # the batch then form a candidate, or else all first axes without a size.
     together: dict[str, int] = {}
     for candidate in candidates:
         if candidate.named:
@@ -344,7 +347,7 @@ def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
 
 
 def _of_one_size(graph: Graph, facts: Mapping[str, Fact]) -> list[dict[str, int]]:
-    """Return open axes of equal length, one for each input."""
+    """Return axes without a declared size that have equal lengths, one for each input."""
     sizes: dict[int, dict[str, int]] = {}
     for entry in graph.inputs:
         for axis, size in enumerate(entry.shape or ()):
@@ -358,7 +361,7 @@ def _placed(batch: Batch, outputs: Sequence[str]) -> bool:
 
 
 def _checked(facts: Mapping[str, Fact], axes: Axes) -> dict[str, int]:
-    """Return the axes that the user names as nonnegative numbers, after a check."""
+    """Return the axes of the user as nonnegative numbers; raise an error for unequal sizes."""
     named = {name: axis_of(name, axis, len(facts[name].shape)) for name, axis in axes.items()}
     sizes = {name: facts[name].shape[axis] for name, axis in named.items()}
     if len(set(sizes.values())) > 1:
@@ -373,13 +376,13 @@ def _declared(graph: Graph, axes: Axes) -> str:
         if isinstance(size, int):
             return (
                 f"the file declares {size} example{'s' if size > 1 else ''} in '{entry.name}'; "
-                f"export the model with an open batch axis"
+                f"export the model with a dynamic batch axis"
             )
     return ""
 
 
 def _first_axes(graph: Graph, facts: Mapping[str, Fact]) -> dict[str, int]:
-    """Return the first axes with the same length as that of the first input."""
+    """Return the first axes of all inputs that are as long as that of the first input."""
     lengths = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
     first = next((length for length in lengths.values() if length), None)
     return {name: 0 for name, length in lengths.items() if length == first}

@@ -1,4 +1,4 @@
-"""The parts of a model that its sessions are built from."""
+"""The graph and the settings from which sessions of a model are built."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class SessionContext:
         facts: Element type and shape of every value in the sample run.
         parameters: Names of the parameters.
         stored: Parameters and running statistics by name; sessions receive them as inputs.
-        is_static: Whether a value, given by name, does not depend on data.
-        frozen: Names of constants that are not stored; sessions hold them.
+        is_static: Function that returns whether a value does not depend on data.
+        frozen: Names of constants that are part of the sessions.
         memory_space: Memory space that the sessions compute in.
-        threads: Threads of ONNX Runtime; 0 leaves the choice to it.
+        threads: Number of threads of ONNX Runtime; 0 for its default.
         scratch_bytes: Bound of the memory of products outside ONNX Runtime.
         graph_passes: Names from ``runtime.cpu.passes.PASSES``.
     """

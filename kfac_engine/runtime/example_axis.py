@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 
-# A change of one example changes the others by rounding errors, relative to the largest entry.
+# Largest relative change by rounding, when a change of one example does not affect another one.
 _ROUNDING = 1e-5
 
 
@@ -16,8 +16,9 @@ class ExampleAxis:
     """The axis of the examples in a value.
 
     Attributes:
-        axis: Number of the axis.
-        repeats: Entries along the axis for each example; more than one if it includes positions.
+        axis: Index of the axis.
+        repeats: Number of entries of each example along the axis; above one if it includes
+            positions.
     """
 
     axis: int
@@ -25,7 +26,7 @@ class ExampleAxis:
 
     @property
     def comes_first(self) -> bool:
-        """Whether the first axis is that of the examples, without positions."""
+        """Whether the first axis contains the examples, without positions."""
         return self.axis == 0 and self.repeats == 1
 
 
@@ -41,7 +42,7 @@ def grown(
         other: Another number of examples.
 
     Returns:
-        The axis, or None if several axes or no axis changes in proportion.
+        The axis; None if several axes or no axis changes in proportion.
     """
     if len(shape) != len(other_shape):
         return None
@@ -55,36 +56,36 @@ def grown(
     return ExampleAxis(axis, shape[axis] // size) if proportional else None
 
 
-def others_move(
+def others_change(
     before: Array, after: Array, changed: int, size: int, place: ExampleAxis | None
 ) -> bool:
     """Return whether a change of one example changes entries of other examples.
 
     Args:
         before: The value.
-        after: The value with one example changed.
-        changed: Number of that example.
+        after: The value after one example has changed.
+        changed: Index of the changed example.
         size: Number of examples.
-        place: Axis of the examples; None if the value has none.
+        place: Axis of the examples; None for a value without examples.
 
     Returns:
         True if an entry of another example, or of no example, changes.
     """
     if before.shape != after.shape:
         return True
-    moved = _moved(before, after)
+    moved = _changed_entries(before, after)
     return bool(moved.any()) if place is None else _others_changed(moved, changed, size, place)
 
 
 def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozenset[int]:
     """Return the axes that can contain the examples.
 
-    Along such an axis, a change of one example leaves the entries of the others unchanged.
-    ``others_move`` describes the arguments.
+    Along such an axis, a change of one example does not change the entries of the others. The
+    arguments are those of ``others_change``.
     """
     if before.shape != after.shape:
         return frozenset()
-    moved = _moved(before, after)
+    moved = _changed_entries(before, after)
     return frozenset(
         axis
         for axis, length in enumerate(before.shape)
@@ -99,11 +100,12 @@ def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array]
     Args:
         array: The array.
         axis: Axis of the examples.
-        changed: Number of the example to replace: the first or the last.
-        new_id: Function from integers or truth values to others.
+        changed: Index of the example to replace, which is the first or the last.
+        new_id: Function that returns other integers or truth values.
 
     Returns:
-        A copy. Real numbers are those of the example at the opposite end, halved if they are equal.
+        A copy. Real numbers are copied from the example at the opposite end, or halved if both are
+        equal.
     """
     moved = np.moveaxis(array.copy(), axis, 0)
     other = moved[-1 if changed == 0 else 0]
@@ -116,7 +118,7 @@ def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array]
     return np.moveaxis(moved, 0, axis)
 
 
-def _moved(before: Array, after: Array) -> Array:
+def _changed_entries(before: Array, after: Array) -> Array:
     if before.dtype.kind != "f":
         return np.asarray(before != after)
     scale = _ROUNDING * float(np.abs(before).max(initial=0))

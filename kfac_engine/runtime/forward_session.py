@@ -1,4 +1,4 @@
-"""The session that runs the forward graph of a model."""
+"""Opens the session that runs the forward graph of a model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ from kfac_engine.sessions.session import Session
 def open_forward(
     context: SessionContext, graph: Graph, outputs: Sequence[str], drawn: Mapping[str, Array]
 ) -> Session | DeviceSession:
-    """Open the session of the forward graph.
+    """Return the session of the forward graph.
 
     Args:
         context: Settings of the session.
@@ -26,7 +26,8 @@ def open_forward(
         drawn: Random values that the session reads as inputs instead of drawing them.
 
     Returns:
-        The session; its inputs are inputs, parameters and buffers of the model, and ``drawn``.
+        The session, whose inputs are the inputs, parameters and buffers of the model, and
+        ``drawn``.
     """
     stored = context.stored
     nodes = given_draws(graph.nodes, drawn)

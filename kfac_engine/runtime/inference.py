@@ -1,4 +1,4 @@
-"""Evaluation of a model in inference form: values of a batch, without derivatives."""
+"""Evaluates a model in inference form, without derivatives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from kfac_engine.sessions.session import Session
 class InferenceModel:
     """A model in inference form, with its current parameters and running statistics.
 
-    Its sessions compute the requested values alone, so that activations are released during the
-    run. Each set of values has a session, built at its first use.
+    Its sessions compute the requested values only, so that activations are released during the run.
+    The first request for a set of values builds its session.
 
     Args:
-        model: The model; it stays where it is.
+        model: The model, which does not move to another memory space.
     """
 
     def __init__(self, model: OnnxModel) -> None:
@@ -28,20 +28,20 @@ class InferenceModel:
         self._sessions: dict[tuple[str, ...], Session | DeviceSession] = {}
 
     def run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        """Evaluate values on a batch.
+        """Return values for a batch.
 
         Args:
-            inputs: Input name to array.
+            inputs: Map from each input to an array.
             names: Names of values of the graph.
 
         Returns:
-            Name to array, in the shape and element type of the value; arrays are read-only.
+            Map from each value to a read-only array, in the shape and element type of the value.
 
         Raises:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
             ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
-            NonFiniteError: An input holds NaN or infinity.
+            NonFiniteError: An input contains NaN or infinity.
         """
         model = self._model
         checked = check_inputs(model.graph, inputs)

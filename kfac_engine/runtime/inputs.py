@@ -1,4 +1,4 @@
-"""Checks of the inputs that a user passes to a model."""
+"""Checks the inputs and parameters that a user passes to a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,14 +21,14 @@ from kfac_engine.graph.structure import Graph, Input
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert the inputs of a batch to arrays of the declared types and shapes.
+    """Return the inputs of a batch as arrays of the declared types and shapes.
 
     Args:
         graph: Graph of the model.
         inputs: Input name to array.
 
     Returns:
-        Input name to array, for each declared input.
+        Map from each declared input to an array.
 
     Raises:
         InputError: An input is missing or of the wrong element type.
@@ -59,13 +59,13 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
-    """Describe axes that share a symbol in the file but differ in size.
+    """Return descriptions of axes that share a symbol in the file but differ in size.
 
-    ONNX Runtime does not compare their sizes, because exporters may name different axes alike.
+    ONNX Runtime does not compare their sizes, because exporters may give different axes one symbol.
 
     Args:
         graph: Graph of the model.
-        inputs: Input name to checked array.
+        inputs: Map from each input to a checked array.
 
     Returns:
         A clause for each such symbol.
@@ -85,7 +85,7 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
 
 @contextmanager
 def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Add axes that differ in size to the error of a failed run.
+    """Return a context that adds axes of different sizes to the error of a failed run.
 
     Raises:
         BackendError: The run failed.
@@ -108,7 +108,7 @@ def fixed_inputs(graph: Graph, inputs: Mapping[str, Array] | None) -> dict[str, 
         inputs: An unchecked batch, or None.
 
     Returns:
-        Input name to value; empty without a batch.
+        Map from an input to its value; empty without a batch.
     """
     if not isinstance(inputs, Mapping):
         return {}
@@ -124,7 +124,7 @@ def check_parameters(
     *,
     copy: bool = True,
 ) -> dict[str, Array]:
-    """Convert new values of parameters to the parameters' types and memory space.
+    """Return new values of parameters in the types and the memory space of the parameters.
 
     Args:
         model: Name of the model, for messages.
@@ -134,7 +134,7 @@ def check_parameters(
         copy: Whether values are copied in all cases.
 
     Returns:
-        Parameter name to new value, in the element type of the parameter.
+        Map from each parameter to its new value, in the element type of the parameter.
 
     Raises:
         UnknownNameError: A name is not a trainable parameter.
@@ -156,7 +156,7 @@ def check_parameters(
         checked[name] = array
     for name, finite in zip(checked, memory_space.finite(list(checked.values())), strict=True):
         if not finite:
-            raise NonFiniteError(f"the new value of parameter '{name}' holds NaN or infinity.")
+            raise NonFiniteError(f"the new value of parameter '{name}' contains NaN or infinity.")
     return checked
 
 
@@ -192,7 +192,9 @@ def _check_array(entry: Input, value: Array) -> Array:
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: the batch is empty.")
     if np.issubdtype(array.dtype, np.floating) and not _finite(array):
         bad = tuple(int(i) for i in array_module(array).argwhere(~np.isfinite(array))[0])
-        raise NonFiniteError(f"input '{entry.name}' holds NaN or infinity, first at index {bad}.")
+        raise NonFiniteError(
+            f"input '{entry.name}' contains NaN or infinity, first at index {bad}."
+        )
     return array
 
 

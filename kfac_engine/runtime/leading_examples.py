@@ -1,4 +1,4 @@
-"""Batch axes that a model declares, and the first examples of a batch for sample runs."""
+"""Returns declared batch axes, and the first examples of a batch for sample runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +7,10 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Input
 
-# Common symbols of the batch axis; other symbols begin with "batch".
+# Common symbols for the batch axis, besides those that begin with "batch".
 _BATCH_SYMBOLS = frozenset({"n", "b", "bs"})
 
-# A small number that few other axes have as their length.
+# Number of examples: small, and different from the lengths of most other axes.
 _FEW = 5
 
 
@@ -21,36 +21,36 @@ def says_batch(size: object) -> bool:
 
 
 def axis_of(name: str, axis: int, rank: int) -> int:
-    """Return the number of a batch axis, counted from the first axis of the input.
+    """Return the nonnegative index of a batch axis.
 
     Args:
         name: Name of the input.
-        axis: Number of the axis; negative numbers count from the end.
+        axis: Index of the axis; a negative index counts from the end.
         rank: Number of axes of the input.
 
     Returns:
-        Number of the axis, from zero.
+        Index of the axis, from zero.
 
     Raises:
         ShapeError: The input has no such axis.
     """
     if not -rank <= axis < rank:
         raise ShapeError(
-            f"batch_axes gives axis {axis} for input '{name}', which has {rank} "
+            f"batch_axes names axis {axis} of input '{name}', which has {rank} "
             f"{'axis' if rank == 1 else 'axes'}."
         )
     return axis % rank
 
 
 def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> tuple[Input, ...]:
-    """Declare the axes that the user names as batch axes.
+    """Return the declared inputs with the batch axes of the user.
 
     Args:
         inputs: Declared inputs of the model.
-        axes: Input name to the axis of the examples.
+        axes: Map from an input to the axis of the examples.
 
     Returns:
-        The inputs; the open axes among ``axes`` have the symbol ``batch``.
+        The inputs, in which the axes of ``axes`` without a size have the symbol ``batch``.
 
     Raises:
         UnknownNameError: A name is not an input of the model.
@@ -82,8 +82,9 @@ def first_examples(declared: Sequence[Input], inputs: Mapping[str, Array]) -> di
         inputs: Input name to checked array.
 
     Returns:
-        Views of the first examples. If an input with an open axis has no symbol for the batch, or
-        if numbers of examples differ, the whole arrays: an unnamed axis may be that of time.
+        Views of the first examples. The whole arrays if an input with an axis without size has no
+        symbol for the batch, because this axis may be that of time, or if the numbers of examples
+        differ.
     """
     opened = [entry for entry in declared if any(not isinstance(s, int) for s in entry.shape or ())]
     places = [

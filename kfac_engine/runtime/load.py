@@ -17,7 +17,7 @@ def load_model(
     threads: int | None = None,
     sample_inputs: Mapping[str, Array] | None = None,
 ) -> OnnxModel:
-    """Load a model that can be evaluated and differentiated.
+    """Return a model that can be evaluated and differentiated.
 
     Args:
         source: Path, bytes or ``ModelProto``.
@@ -25,8 +25,8 @@ def load_model(
             uses like parameters.
         freeze: Pattern or patterns of names that are not trained.
         threads: Number of threads of ONNX Runtime; None for its default.
-        sample_inputs: Input name to array of a batch for the sample run; needed if the model does
-            not run on generated inputs.
+        sample_inputs: A batch for the sample run, as a map from input to array; needed if the model
+            does not run on generated inputs.
 
     Returns:
         The model; ``model.run(inputs)`` returns a trace.

@@ -1,4 +1,4 @@
-"""Lowers a graph until every operator on a differentiated path has a derivative rule.
+"""Rewrites a graph until every operator on a differentiated path has a derivative rule.
 
 The table of rewrites is in ``autodiff.lowering``.
 """
@@ -24,16 +24,16 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.inputs import fixed_inputs
 from kfac_engine.runtime.sample_run import sample_facts
 
-# Depth of nested bodies; no exporter nests as many.
+# Largest depth of nested bodies, above that of all exporters.
 _MOST_ROUNDS = 16
 
 
 def lowered(
     graph: Graph, wrt: Iterable[str], inputs: Mapping[str, Array] | None = None
 ) -> tuple[Graph, dict[str, Fact]]:
-    """Rewrite a graph in operators that have derivative rules.
+    """Return a graph in operators that have derivative rules, with its facts.
 
-    Nodes that do not depend on ``wrt`` stay, and so do nodes that a lowering refuses;
+    Nodes that do not depend on ``wrt`` do not change. Neither do nodes that a lowering refuses;
     ``differentiate`` raises an error if their derivative is needed.
 
     Args:
@@ -42,7 +42,7 @@ def lowered(
         inputs: A batch for the sample run; None generates one.
 
     Returns:
-        The rewritten graph, or ``graph`` itself; and element type and shape of each value.
+        The rewritten graph, which may be ``graph``, and element type and shape of each value.
 
     Raises:
         ModelError: The model runs on none of the generated inputs.
@@ -58,7 +58,7 @@ def lowered(
 
 
 def _with_named_axes(graph: Graph, facts: dict[str, Fact]) -> tuple[Graph, dict[str, Fact]]:
-    """Name the axes of each ``Squeeze``, so that it does not remove a batch axis of size one."""
+    """Return a graph with axes for each ``Squeeze``, so that a batch axis of size one remains."""
     named: dict[str, Node] = {}
     constants: dict[str, Array] = {}
     for node in graph.nodes:
@@ -78,17 +78,17 @@ def _with_named_axes(graph: Graph, facts: dict[str, Fact]) -> tuple[Graph, dict[
 def with_taken_branches(
     loaded: LoadedModel, inputs: Mapping[str, Array] | None = None
 ) -> LoadedModel:
-    """Replace each ``If`` with a constant condition by the branch that it takes.
+    """Return a model in which the selected branch replaces each ``If`` with a constant condition.
 
-    Scalar integer inputs in ``inputs`` count as constants. Conditions that depend on sizes stay,
-    because they may differ between batches. Weights of removed branches are removed.
+    Scalar integer inputs in ``inputs`` are constants. An ``If`` whose condition depends on sizes
+    remains, because the sizes may differ between batches. Weights of removed branches are removed.
 
     Args:
         loaded: The model.
         inputs: A batch for sample runs; None generates one.
 
     Returns:
-        The model with the same file.
+        The model, with the same file.
 
     Raises:
         ModelError: The model runs on none of the generated inputs.
@@ -96,8 +96,8 @@ def with_taken_branches(
     graph = replace(loaded.graph, fixed=fixed_inputs(loaded.graph, inputs))
     while ifs := [node for node in graph.nodes if node.qualified_op == "If"]:
         facts = sample_facts(graph, inputs)
-        taken = [(node, if_) for node in ifs if _is_decided(node, graph, facts)]
-        rewritten = _rewritten(graph, facts, taken)
+        used = [(node, if_) for node in ifs if _is_decided(node, graph, facts)]
+        rewritten = _rewritten(graph, facts, used)
         if rewritten is graph:
             break
         graph = rewritten
@@ -112,7 +112,7 @@ def _is_decided(node: Node, graph: Graph, facts: Mapping[str, Fact]) -> bool:
 
 
 def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
-    """Remove nodes whose results are unread sequences, which rewriting may leave."""
+    """Return a graph without nodes whose results are unread sequences."""
     read = set(graph.outputs)
     needed = []
     for node in reversed(graph.nodes):
@@ -125,11 +125,11 @@ def _without_unread_sequences(graph: Graph, facts: Mapping[str, Fact]) -> Graph:
 def _rewritten(
     graph: Graph, facts: Mapping[str, Fact], targets: Iterable[tuple[Node, Lowering]]
 ) -> Graph:
-    taken = sorted((*graph.values(), *(node.name for node in graph.nodes)))
+    used = sorted((*graph.values(), *(node.name for node in graph.nodes)))
     builders: dict[str, LoweringBuilder] = {}
     for node, rewriting in targets:
-        b = LoweringBuilder(graph, facts, _free_prefix(node, taken))
-        # A later round may know more about a refused node. `differentiate` raises the error if its
+        b = LoweringBuilder(graph, facts, _free_prefix(node, used))
+        # A later round may rewrite a refused node. `differentiate` raises the error if its
         # derivative is needed.
         with suppress(UnsupportedOpError):
             rewriting(b, node)
@@ -154,10 +154,10 @@ def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]
                 yield node, rewriting
 
 
-def _free_prefix(node: Node, taken: Sequence[str]) -> str:
-    """Return a prefix that no name in the sorted list ``taken`` starts with."""
+def _free_prefix(node: Node, used: Sequence[str]) -> str:
+    """Return a prefix that no name in the sorted list ``used`` starts with."""
     prefix = f"{node.name}/"
-    while _is_prefix(prefix, taken):
+    while _is_prefix(prefix, used):
         prefix = f"{prefix}_"
     return prefix
 

@@ -1,4 +1,4 @@
-"""Memory of the sessions of a model for a batch, computed from its sample run."""
+"""Computes the memory of the sessions of a model for a batch, from its sample run."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from kfac_engine.runtime.cpu.weight_gradient_session import split_backward
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.sample_run import measured_facts, open_run, sample_batch
 
-# Memory of an arena divided by the sum of its arrays; measured between 1.09 and 1.19.
+# Memory of an arena divided by the sum of its arrays, measured between 1.09 and 1.19.
 _ARENA_OVERHEAD = 1.15
 
 # Upper bound of the peak divided by the sum of forward values and parameter gradients. In small
@@ -32,7 +32,7 @@ _PEAK_RATIO = 8
 def activation_bytes(
     model: OnnxModel, batch: Batch, size: int, inputs: Mapping[str, Array] | None
 ) -> int:
-    """Compute the peak memory of the values of a forward pass and a backward pass.
+    """Return the peak memory of the values of a forward pass and a backward pass, in bytes.
 
     The estimate assumes that a value is freed after its last use unless the session returns it. It
     does not include temporary memory within an operator.
@@ -44,19 +44,19 @@ def activation_bytes(
         inputs: The batch of the sample run; None if it was generated.
 
     Returns:
-        Bytes. Axes other than the batch have their lengths in the sample run.
+        Number of bytes, for axes other than the batch as long as in the sample run.
     """
     feeds = sample_batch(model.graph, model.facts, inputs)
     peaks = (
         _pass_bytes(model, backward, _sizes_at(model, backward, batch, size, feeds))
         for backward in model.backwards()
     )
-    # Passes use the same memory one after another.
+    # The passes use the same memory, one after the other.
     return ceil(_ARENA_OVERHEAD * max(peaks))
 
 
 def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
-    """Compute an upper bound of the memory of a step from the sample run alone.
+    """Return an upper bound of the memory of a step in bytes, without building sessions.
 
     Args:
         model: The model.
@@ -65,7 +65,8 @@ def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
 
     Returns:
         ``_PEAK_RATIO`` times the bytes of all forward values and parameter gradients.
-        ``activation_bytes`` is exact, but builds sessions that take as long as the engine's.
+        ``activation_bytes`` is more precise, but builds sessions, which takes as long as building
+        an engine.
     """
     facts = (fact for name, fact in model.facts.items() if name not in model.graph.constants)
     values = sum(value_bytes(fact) for fact in facts) * max(size / batch.size, 1)
@@ -75,11 +76,11 @@ def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
 def _sizes_at(
     model: OnnxModel, backward: Backward, batch: Batch, size: int, feeds: Mapping[str, Array]
 ) -> dict[str, float]:
-    """Return the bytes of every value for a batch size, by linear extrapolation."""
+    """Return the number of bytes of each value for a batch size, by linear extrapolation."""
     graph = _joint(model, backward)
     if batch.fixed:
         return _sizes(model, graph, backward, feeds)
-    # Two small batches suffice: each example takes as much memory as in a step.
+    # Two small batches suffice, because each example takes as much memory as in a step.
     for fewer in dict.fromkeys((1, batch.size)):
         try:
             few = _sizes(model, graph, backward, _with_examples(feeds, batch, fewer))
@@ -90,7 +91,7 @@ def _sizes_at(
         except BackendError:
             continue
         return {name: few[name] + (size - fewer) * (more[name] - few[name]) for name in few}
-    raise AssertionError("the sample run itself failed")
+    raise AssertionError("the sample run failed")
 
 
 def _with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
@@ -104,7 +105,7 @@ def _with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict
 
 
 def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]) -> float:
-    """Return the peak of a forward pass and a backward pass after it."""
+    """Return the peak memory of a forward pass and the backward pass after it."""
     fetched, graph = model.fetched(), model.extended_graph()
     saved_bytes = sum(sizes.get(name, 0) for name in fetched) + sum(
         sizes[entry.name] for entry in model.graph.inputs
@@ -112,7 +113,7 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
     context = model.context()
     blocked = to_blocked_layout(context, graph.nodes, fetched, graph.constants)
     forward = _peak_as_run(blocked, sizes, fetched)
-    # Parameter gradients are written into arrays that the engine counts separately.
+    # Parameter gradients are excluded, because the engine counts their arrays separately.
     preallocated = {
         gradient for name, gradient in backward.gradients.items() if name in model.parameters
     }
@@ -129,13 +130,13 @@ def _pass_bytes(model: OnnxModel, backward: Backward, sizes: Mapping[str, float]
 def _peak_as_run(
     blocked: BlockedGraph, sizes: Mapping[str, float], results: Collection[str]
 ) -> float:
-    """Return the peak of a pass, with copies of values in the blocked layout."""
+    """Return the peak memory of a pass with copies of values in the blocked layout."""
     copies = {there: sizes.get(value, 0.0) for there, value in blocked.copies.items()}
     return _peak(blocked.nodes, {**sizes, **copies}, results)
 
 
 def _joint(model: OnnxModel, backward: Backward) -> Graph:
-    """Return the extended forward graph with a backward graph."""
+    """Return the forward and the backward graph as one graph."""
     graph = model.extended_graph()
     added = {node.name for node in backward.forward_nodes}
     nodes = tuple(node for node in graph.nodes if node.name not in added)
@@ -145,7 +146,7 @@ def _joint(model: OnnxModel, backward: Backward) -> Graph:
 def _sizes(
     model: OnnxModel, graph: Graph, backward: Backward, feeds: Mapping[str, Array]
 ) -> dict[str, float]:
-    """Return the bytes of every value by name."""
+    """Return the number of bytes of each value by name."""
     known = open_run(model.graph, model.facts).facts(feeds)
     cotangents = {
         cotangent: np.zeros(known[name].shape, known[name].dtype)
@@ -156,14 +157,14 @@ def _sizes(
 
 
 def value_bytes(fact: Fact) -> int:
-    """Return the bytes of a value in the sample run."""
+    """Return the number of bytes of a value in the sample run."""
     return fact.dtype.itemsize * prod(fact.shape)
 
 
 def _peak(nodes: Iterable[Node], sizes: Mapping[str, float], returned: Collection[str]) -> float:
     """Return the peak memory of live results while the nodes run in order, in bytes.
 
-    A result is live until its last reader has run; results in ``returned`` stay live.
+    A result is live until its last reader has run. Results in ``returned`` are live until the end.
     """
     nodes = tuple(nodes)
     last = {name: i for i, node in enumerate(nodes) for name in (*node.inputs, *node.captures)}

@@ -62,12 +62,12 @@ class OnnxModel:
 
     Attributes:
         graph: The canonical graph, in operators that have derivative rules.
-        memory_space: Memory space that the model runs in; see ``move``.
-        left_out: Name to reason of parameters that are excluded; see ``leave_out``.
-        parameters: Name to current value; change values through ``set_parameters``.
+        memory_space: Memory space that the model runs in, which ``move`` changes.
+        left_out: Map from each parameter that ``leave_out`` excluded to the reason.
+        parameters: Map from each parameter to its value, which only ``set_parameters`` may change.
         ties: Weights that are copies of parameters; ``to_file_layout`` and ``from_file_layout``
             include them.
-        buffers: Name to value of the running statistics of normalizations; see ``buffers_after``.
+        buffers: Map from each running statistic of a normalization to its value.
         facts: Element type and shape of every value in the sample run.
         draws: Names of values that each forward pass draws at random.
         defined: Names of values that ``define`` added to the graph.
@@ -95,7 +95,7 @@ class OnnxModel:
         self.loaded = loaded = with_taken_branches(loaded, sample_inputs)
         self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
         self.memory_space, self.graph_passes = HOST, chosen_passes(graph_passes)
-        # Read-only arrays of the file: a copy would double the memory of a large model.
+        # The arrays of the file are read-only. A copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
             name: loaded.graph.constants[name]
             for name in trainable_parameters(loaded.graph, trainable, freeze)
@@ -125,14 +125,14 @@ class OnnxModel:
         self._sessions: dict[int, BackwardSession] = {}
 
     def leave_out(self, outputs: Sequence[str]) -> None:
-        """Exclude parameters whose influence on the outputs is lost in rounding, unless named."""
+        """Exclude parameters without gradient because of rounding, unless the user named them."""
         if self._by_default:
             self.left_out = left_out(self.graph, self.facts, outputs, tuple(self.parameters))
             for name in self.left_out:
                 del self.parameters[name]
 
     def move(self, memory_space: MemorySpace) -> None:
-        """Move parameters and buffers; later traces compute and return arrays there."""
+        """Move parameters and buffers to a memory space, in which later traces compute."""
         self.memory_space, self._forward = memory_space, None
         self._sessions.clear()
         for arrays in self.parameters, self.buffers:
@@ -144,12 +144,14 @@ class OnnxModel:
         targets: Array | Mapping[str, Array] | None = None,
         parameters: Mapping[str, Array] | None = None,
     ) -> Trace:
-        """Evaluate the model on a batch.
+        """Return a trace: an evaluation of the model on a batch.
 
         Args:
             inputs: Input name to array.
-            targets: An array, named ``"targets"`` in the trace, or name to array.
-            parameters: Parameter name to value that replaces the current one in this evaluation.
+            targets: An array, which has the name ``"targets"`` in the trace, or a map from names to
+                arrays.
+            parameters: Map from a parameter to a value that replaces the current value in this
+                evaluation.
 
         Returns:
             A trace, from which values of the graph and derivatives can be read.
@@ -171,10 +173,10 @@ class OnnxModel:
             return Trace(self, feeds, extra)
 
     def set_parameters(self, values: Mapping[str, Array], *, copy: bool = True) -> None:
-        """Replace parameter values for later evaluations. After an error all values are unchanged.
+        """Replace the values of parameters, or none of them if an error is raised.
 
         Args:
-            values: Parameter name to new value, in the parameter's shape.
+            values: Map from a parameter to its new value, in the shape of the parameter.
             copy: Whether the values are copied; otherwise the model stores the arrays if it can.
 
         Raises:
@@ -190,13 +192,13 @@ class OnnxModel:
         return {old: trace[new].copy() for old, new in self._statistics.items()}
 
     def to_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert parameters or gradients to the element types and the names in the model file.
+        """Return parameters or gradients in the element types and with the names of the file.
 
         Args:
             values: Parameter name to array.
 
         Returns:
-            Name to array; arrays of tied weights are under each of their names.
+            Map from names to arrays; the array of tied weights is under each of their names.
 
         Raises:
             NonFiniteError: A number is too large for the type in the file.
@@ -204,7 +206,7 @@ class OnnxModel:
         return in_types(spread(self.ties, values), self.result_types)
 
     def from_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert arrays under the names of the file to arrays of parameters.
+        """Return arrays of parameters for arrays under the names of the model file.
 
         Args:
             values: Name to array.
@@ -236,14 +238,14 @@ class OnnxModel:
         return replace(self.graph, nodes=nodes, constants=constants)
 
     def want(self, names: Sequence[str]) -> None:
-        """Add values to those that later forward passes compute."""
+        """Add values to the results of later forward passes."""
         missing = [name for name in names if name not in self._wanted]
         if missing:
             self._wanted.update(dict.fromkeys(missing))
             self._forward = None
 
     def define(self, node: Node, constants: Mapping[str, Array], like: str | Fact) -> None:
-        """Add a value to the graph; later traces can read it.
+        """Add a value to the graph, which later traces can read.
 
         Args:
             node: Node whose first result is the value; it reads values of the graph.
@@ -258,7 +260,7 @@ class OnnxModel:
     def extend(
         self, nodes: Sequence[Node], facts: Mapping[str, Fact], constants: Mapping[str, Array]
     ) -> None:
-        """Append nodes to the graph; call it before the first differentiation.
+        """Append nodes to the graph, before the first differentiation.
 
         Args:
             nodes: Nodes in topological order.
@@ -272,14 +274,14 @@ class OnnxModel:
     def fetch(
         self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Run one forward pass.
+        """Return the results of a forward pass.
 
         Args:
             feeds: Checked inputs and parameters, by name.
             drawn: Random values that the pass reads instead of drawing them.
 
         Returns:
-            Name to array, for all wanted values that are not in ``drawn``.
+            Map from names to arrays, for all results that are not in ``drawn``.
         """
         drawn = drawn or {}
         outputs = tuple(name for name in self._wanted if name not in drawn)
@@ -295,7 +297,7 @@ class OnnxModel:
     def backward(
         self, outputs: Sequence[str], wrt: Sequence[str], *, independent: bool = False
     ) -> Backward:
-        """Return the backward graph from ``outputs`` to ``wrt``; forward passes compute its inputs.
+        """Return the backward graph from ``outputs`` to ``wrt``; forward passes save its inputs.
 
         Args:
             outputs: Values to differentiate.
@@ -371,7 +373,7 @@ class OnnxModel:
         return of_constants(self.graph)
 
     def _adopt(self, backward: Backward) -> None:
-        """Add the values that a backward graph reads to those of forward passes."""
+        """Add the values that a backward graph reads to the results of forward passes."""
         self._appended |= {node.name: node for node in backward.forward_nodes}
         self._appended_constants |= backward.constants
         self.want([name for name in self.fed(backward) if self._is_computed(name)])

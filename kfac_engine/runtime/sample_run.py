@@ -1,6 +1,6 @@
-"""Sample runs: shapes and element types of the values of a model from a run on a small batch.
+"""Sample runs, which determine shapes and element types of values on a small batch.
 
-A run returns shapes. It returns values only on request.
+A run returns shapes, and returns values only on request.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,13 +19,13 @@ from kfac_engine.runtime.inputs import check_inputs, disagreements, spelled
 from kfac_engine.runtime.leading_examples import first_examples, says_batch
 from kfac_engine.runtime.session_chain import Chain, inferred
 
-# Sizes of open axes in a sample run, as (first axis, other axes), in the order of trial. The first
-# axis is usually the batch; a batch of two differs from axes of size one. Other axes must be long
-# enough for pooling and short enough for position tables. A batch of one is last: some exporters
-# write it into the targets of Reshape.
+# Sizes of axes without a declared size, as (first axis, other axes), in the order of trial. The
+# first axis is usually the batch, and a batch of two differs from axes of size one. Other axes must
+# be long enough for pooling and short enough for position tables. A batch of one is last, because
+# some exporters write it into the targets of Reshape.
 _TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
 _POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
-_MOST_ENTRIES = 2**31  # of a generated input
+_MOST_ENTRIES = 2**31  # largest number of entries of a generated input
 
 
 class SampleRun:
@@ -34,7 +34,7 @@ class SampleRun:
     Args:
         graph: The graph. Inputs without a declared shape accept any shape.
         what: Purpose of the runs, for messages.
-        facts: Facts of an earlier run; they save the session that infers element types.
+        facts: Facts of an earlier run, which replace a session that infers element types.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SampleRun:
         return {name: known[name] for name in self._computed if name in known}
 
     def inferred_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of results that ONNX Runtime infers from the shapes of the inputs."""
+        """Return the shapes that ONNX Runtime infers from the shapes of the inputs."""
         shapes = {name: entry.shape or () for name, entry in self._inferred.items()}
         # ONNX Runtime returns an empty shape for scalars and for unknown ranks.
         empty = [name for name, shape in shapes.items() if not shape]
@@ -105,7 +105,7 @@ class SampleRun:
         }
 
     def values(self, feeds: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
-        """Evaluate values of the graph.
+        """Return values of the graph.
 
         Args:
             feeds: Input name to array.
@@ -124,7 +124,7 @@ class SampleRun:
         return {**self._chains[results].run(self._with_copies(feeds)), **feeds}
 
     def _with_copies(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Copy running statistics among the feeds, because ONNX Runtime 1.32 overwrites them."""
+        """Return feeds with copies of running statistics, which ONNX Runtime 1.32 overwrites."""
         norms = (node for node in self._graph.nodes if node.op == "BatchNormalization")
         written = {name for node in norms for name in node.inputs[3:]}
         return {name: a.copy() if name in written else a for name, a in feeds.items()}
@@ -148,7 +148,7 @@ def _shape_of(name: str) -> str:
 
 
 def _measuring(nodes: Iterable[Node], names: Collection[str]) -> list[Node]:
-    """Insert nodes that return the shapes of the results among ``names``."""
+    """Return the nodes, with nodes that return the shapes of the results among ``names``."""
     measured = frozenset(names)
     extended: list[Node] = []
     for node in nodes:
@@ -158,19 +158,19 @@ def _measuring(nodes: Iterable[Node], names: Collection[str]) -> list[Node]:
 
 
 def open_run(graph: Graph, facts: Mapping[str, Fact] | None = None) -> SampleRun:
-    """Return sample runs on inputs of any size, without the declared sizes of the model."""
+    """Return sample runs that ignore the declared sizes of the inputs."""
     inputs = tuple(replace(entry, shape=None) for entry in graph.inputs)
     return SampleRun(replace(graph, inputs=inputs), facts=facts)
 
 
 def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:
-    """Determine element type and shape of every value by one run on a small batch.
+    """Return element type and shape of every value, from one run on a small batch.
 
     Args:
         graph: Graph of the model.
         inputs: A batch. The run uses its first examples if the model declares the batch axes. An
-            open axis of size one is doubled, so that it differs from axes of fixed size one. None
-            generates inputs from the declared shapes.
+            axis of size one without a declared size is doubled, so that it differs from axes of
+            fixed size one. None generates inputs from the declared shapes.
 
     Returns:
         Value name to fact, except for sequences and optional values.
@@ -185,7 +185,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
     for feeds in _sample_feeds(graph, inputs):
         try:
             ran.append(run.facts(feeds))
-        except MissingKernelError:  # other inputs cannot help
+        except MissingKernelError:  # the error does not depend on the inputs
             raise
         except BackendError as failure:
             failures.append(f"{failure}")
@@ -201,16 +201,16 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         )
     differing = "; ".join(disagreements(graph, inputs))
     raise ModelError(
-        f"the model could not be run on the batch. {failures[-1]}{differing and f' {differing}.'}"
+        f"the model does not run on the batch. {failures[-1]}{differing and f' {differing}.'}"
     )
 
 
 def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
-    """Determine element type and shape of every value on a batch.
+    """Return element type and shape of every value on a batch.
 
     Args:
         graph: The graph.
-        feeds: Name to array for all inputs, and for constants with another value.
+        feeds: Map from names to arrays, for all inputs and for constants with another value.
 
     Returns:
         Value name to fact.
@@ -268,7 +268,7 @@ def _pools_fit(graph: Graph, facts: Mapping[str, Fact]) -> bool:
 
 
 def _generated(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:
-    """Generate an input: small positive numbers, zeros for indices, True for masks."""
+    """Return an input of small positive numbers, zeros for indices, or True for masks."""
     if entry.shape is None:
         raise ModelError(
             f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."

@@ -1,7 +1,7 @@
-"""Sample runs of a long graph as a chain of short sessions.
+"""Runs a long graph as a chain of short sessions.
 
-The time to build a session grows faster than its number of nodes: 2.5 s for 30,000 nodes and 28 s
-for 100,000. In sessions of 2,000 nodes, 30,000 nodes take 0.7 s.
+The time to build a session grows faster than its number of nodes. It is 2.5 s for 30,000 nodes and
+28 s for 100,000 nodes. As sessions of 2,000 nodes, 30,000 nodes take 0.7 s.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from kfac_engine.graph.structure import Graph, Input, Node
 from kfac_engine.sessions.session import Session
 
 _MOST_NODES = (
-    2000  # of one session; with 500 nodes a run takes 10 % less time, with 8,000 a third more
+    2000  # nodes of a session; with 500 a run takes 10 % less time, with 8,000 a third more
 )
 
 
@@ -23,9 +23,9 @@ class _Link:
 
     Attributes:
         session: Session of successive nodes.
-        reads: Names of its inputs.
-        outputs: Names of its results.
-        end: Index of the first node after it.
+        reads: Names of the inputs.
+        outputs: Names of the results.
+        end: Index of the first node after the session.
     """
 
     session: Session
@@ -55,13 +55,13 @@ class Chain:
         self._links = tuple(_links(graph, nodes, self._outputs, what, with_shapes=False))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Evaluate the outputs.
+        """Return the outputs for the inputs ``feeds``.
 
         Args:
             feeds: Input name to array.
 
         Returns:
-            Name to a read-only array.
+            Map from each output to a read-only array.
 
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
@@ -87,7 +87,7 @@ def inferred(
         what: Description of the graph, for messages.
 
     Returns:
-        Name of each numeric output to its declaration. The shape is empty for scalars and for
+        Map from each numeric output to its declaration. The shape is empty for scalars and for
         unknown ranks.
 
     Raises:
@@ -104,10 +104,10 @@ def inferred(
 def _links(
     graph: Graph, nodes: Sequence[Node], outputs: Iterable[str], what: str, *, with_shapes: bool
 ) -> Iterator[_Link]:
-    """Yield the sessions in order; ``with_shapes`` declares inferred shapes between them."""
+    """Yield the sessions in order, with inferred shapes of their inputs if ``with_shapes``."""
     wanted, last = frozenset(outputs), _last_readers(nodes)
     known = {entry.name: entry for entry in graph.inputs}
-    # Each session creates threads: a hundred sessions would create thousands.
+    # Each session creates threads, so a hundred sessions would create thousands of threads.
     threads = 0 if len(nodes) <= _MOST_NODES else 1
     start, size = 0, _MOST_NODES
     while start < len(nodes):
@@ -158,7 +158,7 @@ def _link(part: Graph, end: int, threads: int, what: str) -> _Link:
 
 
 def _last_readers(nodes: Sequence[Node]) -> dict[str, int]:
-    """Return value name to the index of the last node that reads it."""
+    """Return a map from each value to the index of the last node that reads it."""
     return {
         name: index for index, node in enumerate(nodes) for name in (*node.inputs, *node.captures)
     }

@@ -1,4 +1,4 @@
-"""A trace: one evaluation of a model on a batch, with its values and derivatives."""
+"""Traces: evaluations of a model on a batch, with values and derivatives."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ from kfac_engine.runtime.backward_session import BackwardSession
 
 
 class Evaluator(Protocol):
-    """The part of ``OnnxModel`` that a trace uses; see there for each member."""
+    """The part of ``OnnxModel`` that a trace uses."""
 
     graph: Graph
     memory_space: MemorySpace
@@ -24,10 +24,10 @@ class Evaluator(Protocol):
     def fetch(
         self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Run one forward pass."""
+        """Return the results of a forward pass."""
 
     def want(self, names: Sequence[str]) -> None:
-        """Add values to all forward passes from now on."""
+        """Add values to the results of later forward passes."""
 
     def backward(
         self, outputs: Sequence[str], wrt: Sequence[str], *, independent: bool = False
@@ -40,7 +40,7 @@ class Evaluator(Protocol):
         """Return the backward graph of a backward graph."""
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
-        """Return the inputs of a backward session besides cotangents."""
+        """Return the inputs of a backward session, except cotangents and constants."""
 
     def backward_session(self, backward: Backward) -> BackwardSession:
         """Return the session of a backward graph."""
@@ -49,8 +49,8 @@ class Evaluator(Protocol):
 class Trace(Mapping[str, Array]):
     """One evaluation of a model on a batch: a mapping from value names to arrays.
 
-    If a value was not computed, reading it repeats the forward pass. Later forward passes compute
-    it at once.
+    Reading a value that was not computed repeats the forward pass. Later forward passes then
+    compute it.
 
     Args:
         model: The model.
@@ -88,29 +88,29 @@ class Trace(Mapping[str, Array]):
         return len(self._known.keys() | self._values.keys())
 
     def with_inputs(self, inputs: Mapping[str, Array]) -> "Trace":
-        """Evaluate the model again with some inputs replaced.
+        """Return a new evaluation of the model, with some inputs replaced.
 
         Args:
             inputs: Input name to array in the memory space of the model.
 
         Returns:
-            The new evaluation; inputs without a new array are those of this one.
+            The new evaluation; inputs without a new array do not change.
         """
         return Trace(self._model, {**self._feeds, **inputs}, {})
 
     def release(self, names: Collection[str]) -> None:
-        """Release computed values; reading a released value computes it again."""
+        """Release the memory of computed values; reading a released value computes it again."""
         for name in self._releasable.intersection(names):
             self._values.pop(name, None)
 
     def vjp(
         self, cotangents: Mapping[str, Array], wrt: Sequence[str], *, independent: bool = False
     ) -> dict[str, Array]:
-        """Compute gradients of ``Σ ⟨cotangent, value⟩``, the products ``Jᵀ c``.
+        """Return gradients of ``Σ ⟨cotangent, value⟩``, the products ``Jᵀ c``.
 
         Args:
             cotangents: Value name to array in the shape of the value.
-            wrt: Names of activations, parameters or inputs; a value with a cotangent is allowed.
+            wrt: Names of activations, parameters or inputs, which may have a cotangent.
             independent: Whether values in ``wrt`` are independent variables, even if one depends on
                 another.
 
@@ -130,10 +130,10 @@ class Trace(Mapping[str, Array]):
         }
 
     def writable_vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> dict[str, Array]:
-        """Compute the gradients of ``vjp`` in new arrays that can be written.
+        """Return the gradients of ``vjp`` in writable arrays.
 
-        ``vjp`` returns read-only memory of ONNX Runtime. Here ONNX Runtime writes into arrays that
-        are allocated before, so there is no copy.
+        ``vjp`` returns read-only memory of ONNX Runtime. This method allocates arrays, to which
+        ONNX Runtime writes without a copy.
 
         Args:
             cotangents: Value name to array in the shape of the value.
@@ -152,7 +152,7 @@ class Trace(Mapping[str, Array]):
     def vjp_pair(
         self, cotangents: Mapping[str, Array], writable: Sequence[str], others: Sequence[str]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Compute ``writable_vjp`` and ``vjp`` of two sets of values in one backward pass.
+        """Return ``writable_vjp`` and ``vjp`` of two sets of values, from one backward pass.
 
         Args:
             cotangents: Value name to array in the shape of the value.
@@ -191,7 +191,7 @@ class Trace(Mapping[str, Array]):
                 arrays[name] = np.zeros_like(self[name])
             elif gradient in results and gradient not in read:
                 arrays[name] = results.pop(gradient)
-            else:  # the gradient is a feed, or that of another name, too
+            else:  # the gradient is a feed, or the gradient of another value, too
                 arrays[name] = feeds[gradient].copy()
         zeros = {name: np.zeros_like(self[name]) for name in others if name not in gradients}
         return arrays, shared | zeros
@@ -199,9 +199,9 @@ class Trace(Mapping[str, Array]):
     def jvp(
         self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool = False
     ) -> dict[str, Array]:
-        """Compute directional derivatives of ``outputs`` along ``tangents``, the products ``J v``.
+        """Return directional derivatives of ``outputs`` along ``tangents``, the products ``J v``.
 
-        ``jvp`` is the adjoint of ``vjp``. The backward pass is linear in its cotangents; it is
+        ``jvp`` is the adjoint of ``vjp``: the backward pass is linear in its cotangents, and is
         differentiated with respect to them. The first product for each shape of the batch builds a
         session.
 
@@ -228,7 +228,7 @@ class Trace(Mapping[str, Array]):
     def second_derivative(
         self, cotangents: Mapping[str, Array], tangents: Mapping[str, Array]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Compute the Hessian matrix of ``Σ ⟨cotangent, value⟩`` times ``tangents``, and ``J v``.
+        """Return ``J v``, and ``v`` times the Hessian matrix of ``Σ ⟨cotangent, value⟩``.
 
         The cotangents are constant. Values with a tangent are independent variables, even if one
         depends on another.
@@ -266,7 +266,7 @@ class Trace(Mapping[str, Array]):
         if backward.gradients:
             second = self._model.twice(backward, {**self._feeds, **feeds}, wrt)
             for name, gradient in backward.gradients.items():
-                # Values may share a gradient; their tangents are then added.
+                # The tangents of values that share a gradient are added.
                 tangent = second.cotangents[gradient]
                 feeds[tangent] = feeds[tangent] + shaped[name] if tangent in feeds else shaped[name]
             products = self._run(second, feeds)
@@ -282,7 +282,7 @@ class Trace(Mapping[str, Array]):
         }
 
     def _run(self, backward: Backward, cotangents: Mapping[str, Array]) -> dict[str, Array]:
-        """Compute all gradients of a backward graph, by value name."""
+        """Return all gradients of a backward graph, by value name."""
         feeds = self._saved(backward) | dict(cotangents)
         missing = {name for name in backward.gradients.values() if name not in feeds}
         if missing:
@@ -305,7 +305,8 @@ class Trace(Mapping[str, Array]):
         expected, array = self[value], self._model.memory_space.as_feed(array)
         if array.shape != expected.shape:
             raise ShapeError(
-                f"the {what} of '{value}' has shape {array.shape}, the value has {expected.shape}."
+                f"the {what} of '{value}' has shape {array.shape}, but the value has shape "
+                f"{expected.shape}."
             )
         return array.astype(expected.dtype, copy=False)
 

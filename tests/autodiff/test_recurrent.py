@@ -248,7 +248,7 @@ REFUSED = {
     "unknown": ({"activations": ("Sine",)}, "unknown activation 'Sine'"),
     "number": (
         {"activations": ("Affine",)},
-        "does not list the numbers of its activation 'Affine'",
+        "does not list the parameters of its activation 'Affine'",
     ),
     "count": ({"activations": ("Tanh", "Tanh")}, "lists 2 activations"),
 }

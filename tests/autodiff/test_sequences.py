@@ -193,7 +193,7 @@ REFUSED = {
           "  k = Cast <to = 9> (top)  s4 = If (k) <then_branch = yes () => (seq(float) t)"
           " { t = Identity (s3) }, else_branch = no () => (seq(float) e) { e = Identity (s2) }>"
           "  p = SequenceAt (s4, last)"),
-        "its sequence is made by If node 'If_9', which cannot be followed",
+        "its sequence is the result of If node 'If_9', whose tensors are unknown",
     ),
 }  # fmt: skip
 

@@ -157,7 +157,7 @@ def test_an_axis_called_batch_that_runs_with_one_only_holds_one_example(inputs):
 def test_an_axis_of_another_name_that_grows_is_taken_with_a_doubt():
     batch = located(traced_with_one(("first", "second")))
     assert batch.inputs == {"input": 1}
-    assert "the model runs with no other size of axis 0 of 'input'" in batch.note
+    assert "the model runs with a single size of axis 0 of 'input'" in batch.note
 
 
 # -- axes that the user names ----------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_a_gradient_file_is_that_of_the_setting_given() -> None:
 @pytest.mark.parametrize("decides", ["setting", "truth"])
 def test_a_branch_on_a_setting_that_is_not_given_is_refused_with_the_ways_out(decides: str) -> None:
     (name,) = setting(decides, True)
-    with pytest.raises(UnsupportedOpError, match=f"'{name}': give a batch .*sample_inputs.*const"):
+    with pytest.raises(UnsupportedOpError, match=f"'{name}': pass a batch .*sample_inputs.*const"):
         ke.Engine.from_onnx(branches("node", decides), loss="normal")
 
 
@@ -150,5 +150,5 @@ def test_a_loop_runs_as_often_as_a_setting_says() -> None:
     x, w = inputs["x"].astype(float), np.array([2.0, 3.0])
     truth = (2 * (x * w**3) * (3 * x * w**2)).sum(axis=0) / 2
     np.testing.assert_allclose(found.gradients["w"], truth, rtol=1e-5)
-    with pytest.raises(UnsupportedOpError, match="'times': give a batch"):
+    with pytest.raises(UnsupportedOpError, match="'times': pass a batch"):
         ke.Engine.from_onnx(model, loss="normal")

@@ -102,7 +102,7 @@ def test_an_archive_member_that_boasts_is_refused(tmp_path):
     path = tmp_path / "x.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.npy", npy_bytes((1 << 30, 1 << 10), b"1234"))
-    with pytest.raises(InputError, match=r"announces 4398046511104 bytes in a file of \d+"):
+    with pytest.raises(InputError, match=r"states 4398046511104 bytes in a file of \d+"):
         read_arrays(path)
 
 

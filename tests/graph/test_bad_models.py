@@ -65,7 +65,7 @@ NO_MODELS: dict[str, tuple[Make, tuple[str, ...]]] = {
     "empty": (written("empty.onnx", b""), ("empty.onnx", "is empty")),
     "empty_bytes": (lambda folder: b"", ("the given bytes", "is empty")),
     "random": (written("noise.onnx", random.Random(0).randbytes(4096)), ("noise.onnx",)),
-    "truncated": (written("cut.onnx", BYTES[:-7]), ("cut.onnx", "cut short")),
+    "truncated": (written("cut.onnx", BYTES[:-7]), ("cut.onnx", "truncated")),
     "text": (written("readme.onnx", b"# A model\n\nof words"), ("readme.onnx",)),
     "picture": (written("cat.onnx", b"\x89PNG\r\n\x1a\n" + bytes(64)), ("cat.onnx", "PNG")),
     "arrays": (saved_arrays, ("batch.npz", "ZIP archive")),
@@ -371,4 +371,4 @@ def test_operands_that_cannot_be_left_out_are_missed(op: str, operands: list[str
         [value("y", TensorProto.FLOAT, None)],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    check(model, ModelError, (f"operand {operands.index('')}", op, "cannot be left out"))
+    check(model, ModelError, (f"operand {operands.index('')}", op, "is required"))

@@ -92,5 +92,5 @@ def test_gradient_of_a_large_model_is_written_into_two_files(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("short_messages")
 def test_large_gradient_without_a_path_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"GB of weights.*give a path"):
+    with pytest.raises(ModelError, match=r"GB of weights.*pass a path"):
         ke.differentiate(models.mlp((40, 30, 3)), "categorical")

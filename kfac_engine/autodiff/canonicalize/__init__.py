@@ -1,1 +1,1 @@
-"""Rewrites of products with weights into one form."""
+"""Rewrites products with weights to one form."""

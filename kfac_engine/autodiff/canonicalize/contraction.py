@@ -1,7 +1,8 @@
-"""Writes a contraction of data and a weight as one matrix product, by the letters of the axes.
+"""Writes a contraction of data and a weight as one matrix product.
 
-Every axis has a letter. It is a *position* if the weight lacks it, *summed* if the result lacks it,
-a *feature* if the data lack it, and a *slot* (an expert, a head) if all three have it.
+Every axis has a letter. An axis is a *position* if the weight does not have it, *summed* if the
+result does not have it, a *feature* if the data do not have it, and a *slot* (an expert, a head) if
+all three have it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ class Letters:
 
     @property
     def positions(self) -> str:
-        """Position axes, in the order of the result if it starts with one, else of the data."""
+        """Position axes, in the order of the result if its first axis is one, else of the data."""
         source = self.result if self.result[:1] not in self.weight else self.data
         return "".join(letter for letter in source if letter not in self.weight)
 
@@ -38,16 +39,16 @@ class Letters:
 
     @property
     def features(self) -> str:
-        """Feature axes, which the data lack, in the order of the weight."""
+        """Feature axes, in the order of the weight."""
         return "".join(letter for letter in self.weight if letter not in self.data)
 
     @property
     def slots(self) -> str:
-        """Slot axes, which all three have, in the order of the weight."""
+        """Slot axes, in the order of the weight."""
         return "".join(e for e in self.weight if e in self.data and e in self.result)
 
     def is_plain(self) -> bool:
-        """Check for a matrix product with a batch: no diagonal, no sum over one operand only."""
+        """Whether the product is a batch of matrix products, without sums over a single operand."""
         strings = self.data, self.weight, self.result
         once = all(len(set(letters)) == len(letters) for letters in strings)
         positions = set(self.data) - set(self.weight) <= set(self.result)
@@ -74,7 +75,7 @@ def write_product(
         letters: Letters of the axes.
         data: Name of the data.
         weight: Name of the weight.
-        sizes: Letter to length, for the axes of the weight.
+        sizes: Map from each letter of the weight to the size of its axis.
         result: Name of the result.
     """
     slots = [prod(sizes[letter] for letter in letters.slots)] if letters.slots else []
@@ -95,8 +96,8 @@ def write_product(
 
 
 def _slotwise(b: LoweringBuilder, rows: str, matrix: str, leading: int) -> str:
-    """Multiply ``(positions, slots, summed)`` by a matrix for each slot."""
-    # The permutation exchanges the last position and the slots; it is its own inverse.
+    """Write the product of ``(positions, slots, summed)`` and a matrix for each slot."""
+    # The permutation exchanges the last position axis and the slots, and equals its inverse.
     swap = (*range(leading - 1), leading, leading - 1, leading + 1)
     rows = b.op("Transpose", rows, perm=swap)
     return b.op("Transpose", b.op("MatMul", rows, matrix), perm=swap)

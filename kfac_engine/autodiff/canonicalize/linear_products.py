@@ -1,7 +1,8 @@
 """Converts products of data and weights to one form: an unscaled matrix on the right.
 
-Exporters write the same layer in many forms. One form remains, so that the discovery of layers has
-one case. The function and the parameters do not change; scales move from weights to data.
+Exporters write the same layer in many forms. This module converts them to one form, which the
+discovery of layers reads. The function and the parameters do not change. Scales move from weights
+to data.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -22,14 +23,15 @@ from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-# Rewrites a node whose operand at the index is a weight; adds no node if no rewrite is needed.
+# Function that rewrites a node whose operand at the index is a weight. It adds no node if the node
+# needs no rewrite.
 _Rewrite: TypeAlias = Callable[[LoweringBuilder, Node, int], None]
 
 _SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scale for each channel
 
 
 def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]) -> Graph:
-    """Convert the products with weights of a graph to one form.
+    """Return a graph in which products with weights have one form.
 
     Args:
         graph: Canonical graph.
@@ -37,7 +39,7 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
         parameters: Names of the weights.
 
     Returns:
-        A graph of the same function; ``graph`` itself if no product changes.
+        A graph of the same function, which is ``graph`` if no product changes.
     """
     graph = merge_rearrangements(graph, parameters)
     graph, facts = move_scales_to_data(graph, facts, parameters)
@@ -92,7 +94,7 @@ def _gemm(b: LoweringBuilder, node: Node, index: int) -> None:
 
 
 def _transposed_bias(b: LoweringBuilder, bias: str) -> str:
-    """Transpose a bias, for the sum with a transposed result."""
+    """Write the transpose of a bias, for the sum with a transposed result."""
     rank = len(b.facts[bias].shape)
     if rank == 1:
         return b.op("Unsqueeze", bias, b.constant([1]))
@@ -134,12 +136,12 @@ def _contract(
     letters: Letters,
     result: str,
 ) -> None:
-    """Write the product of data and a weight if it is one matrix product."""
+    """Write the product of data and a weight if a matrix product can express it."""
     data, weight = (
         dict(zip(spelled[-len(shape) :], shape, strict=True))
         for spelled, shape in zip((letters.data, letters.weight), shapes, strict=True)
     )
-    # Axes along which an operand is broadcast do not count as its axes.
+    # The axes of an operand exclude those along which it is broadcast.
     axes = [
         {e: size for e, size in sizes.items() if not (size == 1 and e in other and e in to_keep)}
         for sizes, other, to_keep in (
@@ -160,7 +162,7 @@ def _contract(
 def _squeezed(
     b: LoweringBuilder, value: str, sizes: Mapping[str, int], letters: Mapping[str, int]
 ) -> str:
-    """Remove the axes of a value whose letters are not in ``letters``."""
+    """Write a value without the axes whose letters are not in ``letters``."""
     axes = [axis for axis, letter in enumerate(sizes) if letter not in letters]
     return b.op("Squeeze", value, b.constant(axes)) if axes else value
 

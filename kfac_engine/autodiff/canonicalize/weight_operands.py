@@ -1,4 +1,4 @@
-"""Folds the operands that slice, reshape or scale a weight into constants."""
+"""Folds computed operands that slice, reshape or scale a weight to constants."""
 
 from collections.abc import Set
 from dataclasses import replace
@@ -13,14 +13,14 @@ from kfac_engine.sessions.session import Session
 
 
 def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
-    """Replace computed operands that slice, reshape or scale a weight by constants.
+    """Return a graph in which the operands that slice, reshape or scale a weight are constants.
 
     Args:
         graph: Canonical graph.
         parameters: Names of the weights.
 
     Returns:
-        The same function; the given graph where all such operands are constants.
+        A graph of the same function, which is ``graph`` if all such operands are constants.
     """
     weights = rearranged(graph, parameters)
     known = _computed_from_constants(graph, parameters)
@@ -39,7 +39,7 @@ def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
     model = compact_model(nodes, [], list(wanted), inputs, graph.opset)
     session = Session(model, threads=1, optimize=False, what="the operands of weights")
     values = session.run(list(wanted), {})
-    names = {name: f"{name}/settled" for name in wanted}
+    names = {name: f"{name}/folded" for name in wanted}
     constants = {names[name]: array for name, array in values.items()}
     return replace(
         graph,
@@ -52,7 +52,7 @@ def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
 
 
 def _computed_from_constants(graph: Graph, parameters: Set[str]) -> frozenset[str]:
-    """Values that standard operators compute from untrained constants, without randomness."""
+    """Return the values that deterministic standard operators compute from untrained constants."""
     known = graph.constants.keys() - parameters
     for node in graph.nodes:
         plain = not node.domain and not node.captures and not draws(graph, node)

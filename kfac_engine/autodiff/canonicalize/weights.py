@@ -8,7 +8,7 @@ from kfac_engine.graph.analysis.rearrangements import MOVES
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
 
-# Operators that are linear in two operands: the index of each to that of the other.
+# Operators that are linear in two operands: map from the index of each to that of the other.
 _PRODUCTS: Mapping[str, Mapping[int, int]] = {
     "Conv": {1: 0},
     "ConvTranspose": {1: 0},
@@ -21,7 +21,7 @@ SCALINGS = frozenset({"Mul", "Div"})
 
 
 def rearranged(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
-    """Return the parameters, and values with entries of a parameter in another order."""
+    """Return the parameters and the values that rearrange their entries."""
     values = set(parameters)
     for node in graph.nodes:
         if _rearranges(values, node):
@@ -30,7 +30,7 @@ def rearranged(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
 
 
 def _rearranges(weights: Set[str], node: Node) -> bool:
-    """Check whether a node rearranges the entries of weights."""
+    """Return whether a node rearranges the entries of weights."""
     if node.domain:
         return False
     if node.op == "Concat":
@@ -39,16 +39,16 @@ def _rearranges(weights: Set[str], node: Node) -> bool:
 
 
 def merge_rearrangements(graph: Graph, parameters: Iterable[str]) -> Graph:
-    """Merge nodes that rearrange the entries of a weight in the same way.
+    """Return a graph without repeated nodes that rearrange the entries of a weight.
 
-    The result of an ``Identity`` of a weight becomes the weight.
+    The weight replaces the result of an ``Identity`` of it.
 
     Args:
         graph: Canonical graph.
         parameters: Names of the weights.
 
     Returns:
-        The graph with the same values; ``graph`` itself if no two nodes are equal.
+        A graph with the same values, which is ``graph`` if no two nodes are equal.
     """
     weights = rearranged(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}
@@ -69,7 +69,7 @@ def merge_rearrangements(graph: Graph, parameters: Iterable[str]) -> Graph:
 
 
 def _content(node: Node, constants: Mapping[str, Array]) -> object:
-    """Return the content of a node without its names; constants are compared by value."""
+    """Return a value that is equal for nodes that differ in names only."""
     operands = tuple(
         (array.dtype.name, array.shape, array.tobytes())
         if (array := constants.get(name)) is not None
@@ -83,7 +83,7 @@ def _content(node: Node, constants: Mapping[str, Array]) -> object:
 def move_scales_to_data(
     graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
 ) -> tuple[Graph, Mapping[str, Fact]]:
-    """Multiply the data by the constants that multiply weights.
+    """Return a graph in which constants multiply the data instead of the weights.
 
     Args:
         graph: Canonical graph.
@@ -91,7 +91,7 @@ def move_scales_to_data(
         parameters: Names of the weights.
 
     Returns:
-        The graph with the same values, and its facts; the given ones if no weight is scaled.
+        A graph with the same values and its facts; the arguments if no weight is scaled.
     """
     weights, data = rearranged(graph, parameters), of_data(graph)
     names: dict[str, str] = {}  # scaled value to the value without its scale
@@ -118,7 +118,7 @@ def move_scales_to_data(
                 product, inputs=tuple(names.get(name, name) for name in product.inputs)
             )
         elif not node.domain and node.op in MOVES and node.inputs[0] in names:
-            # Other readers keep the scaled values; the products read the values without scale.
+            # Products read the values without scale, and other readers the scaled values.
             nodes.append(copy := _without_scale(node, names))
             pairs = zip(node.outputs, copy.outputs, strict=True)
             known |= {new: known[old] for old, new in pairs if old}
@@ -127,7 +127,7 @@ def move_scales_to_data(
 
 
 def _without_scale(node: Node, names: dict[str, str]) -> Node:
-    """Return the same rearrangement without the scale; add the new names to ``names``."""
+    """Return a rearrangement of the weight without its scale; add its names to ``names``."""
     outputs = tuple(f"{name}/unscaled" if name else "" for name in node.outputs)
     names |= zip(node.outputs, outputs, strict=True)
     inputs = names[node.inputs[0]], *node.inputs[1:]
@@ -164,13 +164,13 @@ class _Factor:
 def _factor(
     node: Node, constants: Mapping[str, Array], weights: Set[str], parameters: Set[str]
 ) -> _Factor | None:
-    """Return the number that a node multiplies or divides a weight by."""
+    """Return the number by which a node multiplies or divides a weight; None for other nodes."""
     if node.domain or node.op not in SCALINGS:
         return None
     number, weight = node.inputs[::-1] if node.inputs[0] in weights else node.inputs
     if weight not in weights or number not in constants or number in parameters:
         return None
-    # A larger constant could broadcast the data; c / W is not linear in W.
+    # A constant with several entries could broadcast the data, and c / W is not linear in W.
     array = constants[number]
     if array.size != 1 or array.ndim > 1 or (node.op == "Div" and weight != node.inputs[0]):
         return None
@@ -178,7 +178,10 @@ def _factor(
 
 
 def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, int]]:
-    """Return products of a weight and data, with the index of the data; empty for other uses."""
+    """Return the products of a value and data, with the index of the data.
+
+    The list is empty if the value has other uses.
+    """
     products: list[tuple[Node, int]] = []
     for node, index in graph.consumers.get(value, ()):
         moves = not node.domain and node.op in MOVES and index == 0

@@ -1,4 +1,4 @@
-"""Lowerings: functions that rewrite an operator in operators that have derivative rules.
+"""Lowerings: functions that rewrite an operator as operators with derivative rules.
 
 The table has one function for each operator and one file for each family of operators. A lowering
 receives a node and a ``LoweringBuilder``, which has the facts of a sample run. It adds standard
@@ -12,14 +12,14 @@ nodes that compute the results of the node::
 
 Conventions:
 
-- Each named result of the node keeps its name, by ``result=…``.
-- Parameters stay parameters: nodes such as ``Slice`` and ``Squeeze`` select a part of a parameter.
+- The nodes compute each named result of the node under its name, by ``result=…``.
+- Nodes such as ``Slice`` and ``Squeeze`` select a part of a parameter.
   A lowering never computes with the value of a parameter.
-- The batch size stays dynamic. The number of unrolled steps may come from the sample run.
+- The batch size remains dynamic. The number of unrolled steps may be that of the sample run.
 - ``raise b.refuse(node, why)`` refuses a node that has no lowering.
 
-Operators that ONNX defines by other operators need no row: without a rule, they are replaced by
-their definition.
+Operators that ONNX defines by other operators need no row. If they have no rule, their definition
+replaces them.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ LOWERINGS: Registry[Lowering] = Registry("lowering")
 
 
 def lowering(*ops: str) -> Callable[[Lowering], Lowering]:
-    """Enter a function into the table for each of ``ops`` (``"domain::Op"`` for other domains)."""
+    """Return a decorator that registers a lowering of ``ops``, such as ``"domain::Op"``."""
 
     def enter(function: Lowering) -> Lowering:
         for op in ops:
@@ -66,7 +66,7 @@ def find_lowering(node: Node, graph: Graph) -> Lowering | None:
 
 @cache
 def load_lowerings() -> Registry[Lowering]:
-    """Return the full table; imports every family once."""
+    """Return the table of lowerings, after an import of every family."""
     for family in _FAMILIES:
         import_module(f"{__name__}.{family}")
     return LOWERINGS

@@ -1,4 +1,4 @@
-"""Writes the bodies of If, Loop and Scan into the outer graph."""
+"""Writes the nodes of the bodies of If, Loop and Scan to the outer graph."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,20 +8,20 @@ from kfac_engine.graph.passes.bodies import Body, renamed
 
 
 def constants_of(b: LoweringBuilder, body: Body) -> dict[str, str]:
-    """Add the constants of a body to the graph; return their new names by their old ones."""
+    """Add the constants of a body to the graph; return a map from old to new names."""
     return {name: b.constant(array) for name, array in body.graph.constants.items()}
 
 
 def write_body(b: LoweringBuilder, body: Body, outer: Mapping[str, str]) -> tuple[str, ...]:
-    """Write the nodes of a body once.
+    """Write the nodes of one iteration of a body; return the names of its outputs.
 
     Args:
-        b: Writes them.
-        body: Read, not changed; what it captures keeps its name.
-        outer: Name of each input and constant of the body to the value that stands for it.
+        b: Receives the nodes.
+        body: The body. The names of captured values do not change.
+        outer: Map from each input and constant of the body to the value that replaces it.
 
     Returns:
-        The values that stand for its outputs.
+        The values that replace the outputs of the body.
     """
     names = dict(outer)
     for node in body.graph.nodes:

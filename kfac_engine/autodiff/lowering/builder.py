@@ -24,7 +24,7 @@ class LoweringBuilder(NodeBuilder):
         self.facts = facts
 
     def scalar(self, value: float, like: str) -> str:
-        """Add a 0-d constant with the element type of the value ``like`` of the graph."""
+        """Add a 0-d constant with the element type of the value ``like``; return its name."""
         return self.constant(np.asarray(value, dtype=self.facts[like].dtype))
 
     def refuse(self, node: Node, why: str) -> UnsupportedOpError:

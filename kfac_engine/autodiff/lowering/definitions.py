@@ -1,11 +1,11 @@
-"""Operators without a rule that ONNX defines by other ones: the definition takes their place."""
+"""Replaces operators without a rule by their ONNX definition in other operators."""
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.graph.functions import definition
 from kfac_engine.graph.structure import Node
 
-# Fixed values that a definition may branch on are sizes and axes, never tables.
+# Largest size of a constant on which a definition may branch, such as sizes and axes.
 _SMALL_BYTES = 4096
 
 
@@ -13,8 +13,8 @@ def write_definition(b: LoweringBuilder, node: Node) -> None:
     """Write the nodes of the ONNX definition of an operator.
 
     Args:
-        b: Writes them.
-        node: Its operator has a definition.
+        b: Receives the nodes.
+        node: Node whose operator has a definition.
 
     Raises:
         UnsupportedOpError: An operand is a sequence or an optional value.
@@ -31,5 +31,5 @@ def write_definition(b: LoweringBuilder, node: Node) -> None:
 
 
 def _decides(array: Array) -> bool:
-    # Numbers that may be parameters stay open.
+    # Floating-point numbers may be parameters, so they are not fixed.
     return array.dtype.kind in "iub" and array.nbytes <= _SMALL_BYTES

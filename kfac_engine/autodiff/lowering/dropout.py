@@ -10,7 +10,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("Dropout")
 def dropout(b: LoweringBuilder, node: Node) -> None:
-    """Write the same node, with the mask as second result if it can be in training mode."""
+    """Write a Dropout, with the mask as second result if it can be in training mode."""
     if drops(b.graph, node) and not any(node.outputs[1:]):
         node = replace(node, outputs=(node.outputs[0], f"{b.prefix}mask"))
     b.nodes.append(node)

@@ -1,7 +1,7 @@
-"""Reads pixels between pixels: shared by the operators that sample images at computed places.
+"""Interpolates images at computed positions, for the operators that sample images.
 
-Along each axis a place has a few taps, each with a weight that is a polynomial of how far the place
-is past the pixel below it. Over several axes, taps and weights multiply.
+Along each axis, a position has a few taps. The weight of a tap is a polynomial of the distance from
+the position to the pixel below it. For several axes, the weights are multiplied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Interpolation kernel along one axis.
+    """An interpolation kernel along one axis.
 
     Attributes:
-        offsets: Taps, counted from the pixel below.
-        powers: Coefficients of the taps' weights, by rising powers of the fraction.
+        offsets: Offsets of the taps from the pixel below the position.
+        powers: Coefficients of the weight of each tap, by ascending powers of the distance.
     """
 
     offsets: tuple[int, ...]
@@ -28,7 +28,7 @@ class Kernel:
 
 
 def _cubic(a: float) -> Kernel:
-    """Return the weights of cubic convolution (Keys 1981, equation 4, for any a)."""
+    """Return the kernel of cubic convolution (Keys 1981, equation 4, for any a)."""
     return Kernel(
         (-1, 0, 1, 2),
         (
@@ -49,11 +49,11 @@ KERNELS: Mapping[str, Kernel] = {
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Pixels and weights of all positions along one axis.
+    """The taps of all positions along one axis, with their weights.
 
     Attributes:
-        pixels: Numbers of pixels, int64, ``(*places, taps)``; all of them exist.
-        weights: Their weights, ``(*places, taps)``.
+        pixels: Indices of existing pixels, int64, ``(*places, taps)``.
+        weights: Weights of the pixels, ``(*places, taps)``.
         side: Number of pixels, a 0-d int64.
     """
 
@@ -63,16 +63,16 @@ class Taps:
 
 
 class Axis:
-    """Axis of an image.
+    """An axis of an image.
 
     Args:
         b: Writes the nodes.
         image: A value of the graph.
-        number: Which of its axes.
+        number: Index of the axis.
 
     Attributes:
         side: Number of pixels, 0-d int64.
-        length: The same in the image's type.
+        length: Number of pixels in the element type of the image.
     """
 
     def __init__(self, b: LoweringBuilder, image: str, number: int) -> None:
@@ -82,22 +82,22 @@ class Axis:
         self.length = b.cast(self.side, self._dtype.name)
 
     def number(self, value: float | Sequence[float] | Array) -> str:
-        """Add a constant in the element type of the image."""
+        """Add a constant in the element type of the image; return its name."""
         return self._builder.constant(np.asarray(value, self._dtype))
 
     def last(self) -> str:
-        """Return the position of the last pixel."""
+        """Write the position of the last pixel."""
         return self._builder.op("Sub", self.length, self.number(1))
 
     def clipped(self, places: str) -> str:
-        """Clip positions to the first and last pixel."""
+        """Write positions, clipped to the first and last pixel."""
         return self._builder.op("Clip", places, self.number(0), self.last())
 
     def reflected(self, places: str, *, corners: bool) -> str:
-        """Reflect positions at the centers of the outermost pixels, or at their edges."""
+        """Write positions, reflected at the centers of the outermost pixels or at their edges."""
         b = self._builder
         begin = self.number(0 if corners else -0.5)
-        # An image of one pixel, mirrored at its centre, has no extent; any other number will do.
+        # An image of one pixel has no extent between centers, so any positive number is correct.
         span = b.op("Max", self.last(), self.number(1)) if corners else self.length
         past = b.op("Abs", b.op("Sub", places, begin))
         turns = b.op("Floor", b.op("Div", past, span))
@@ -108,23 +108,23 @@ class Axis:
         return b.op("Add", there, begin)
 
     def inside(self, places: str, margin: float) -> str:
-        """Check whether positions are at most ``margin`` outside of the image."""
+        """Write whether positions are at most ``margin`` outside of the image."""
         b = self._builder
         after = b.op("GreaterOrEqual", places, self.number(-margin))
         limit = b.op("Add", self.last(), self.number(margin))
         return b.op("And", after, b.op("LessOrEqual", places, limit))
 
     def taps(self, places: str, kernel: Kernel, *, outside: str, corners: bool = False) -> Taps:
-        """Return the taps around positions, in the element type of the image.
+        """Write the taps around positions, in the element type of the image.
 
         Args:
-            places: Any shape.
-            kernel: How values are put together.
-            outside: What taps outside the image read: "zeros", "border" or "reflection".
-            corners: Whether reflection is at the centre of the outermost pixels.
+            places: Positions of any shape.
+            kernel: Interpolation kernel.
+            outside: Values of taps outside the image: "zeros", "border" or "reflection".
+            corners: Whether reflection is at the centers of the outermost pixels.
 
         Returns:
-            Pixels and weights, with one axis more than ``places``.
+            Pixels and weights, with an additional last axis.
         """
         b = self._builder
         below = b.op("Floor", places)
@@ -143,13 +143,14 @@ class Axis:
 
 
 def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps]) -> str:
-    """Multiply the pixels of all taps by their weights.
+    """Write the products of the pixels of all taps and their weights.
 
     Args:
         b: Writes the nodes.
         rows: The pixels of all images, ``(images · pixels, channels)``.
-        first: Row of the first pixel of the image of each place, int64; broadcasts to the places.
-        axes: Taps along each axis, in the order in which ``rows`` counts pixels; their places
+        first: Row of the first pixel of the image of each position, int64; broadcasts to the
+            positions.
+        axes: Taps along each axis, in the order of the pixels in ``rows``; their positions
             broadcast.
 
     Returns:
@@ -169,19 +170,19 @@ def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps
 
 
 def pixel_rows(b: LoweringBuilder, image: str) -> str:
-    """Reshape ``(n, channels, *pixels)`` to ``(n · pixels, channels)``."""
+    """Write an image ``(n, channels, *pixels)`` as rows ``(n · pixels, channels)``."""
     rank = len(b.facts[image].shape)
     last = b.op("Transpose", image, perm=(0, *range(2, rank), 1))
     return b.op("Flatten", last, axis=rank - 1)
 
 
 def pixel_count(b: LoweringBuilder, image: str) -> str:
-    """Return the number of pixels of an image, 0-d."""
+    """Write the number of pixels of an image, 0-d."""
     return b.op("ReduceProd", b.op("Shape", image, start=2), keepdims=0)
 
 
 def first_rows(b: LoweringBuilder, image: str, shape: Sequence[int]) -> str:
-    """Return the row of the first pixel of each image; an image has ``prod(shape)`` parts."""
+    """Write the row of the first pixel of each image, reshaped to ``shape``."""
     zero, one = b.constant(np.array(0)), b.constant(np.array(1))
     parts = b.constant(np.array(prod(shape)))
     count = b.op("Mul", b.op("Gather", b.op("Shape", image), zero), parts)

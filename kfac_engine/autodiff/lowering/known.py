@@ -1,7 +1,7 @@
-"""Computes values that constants and sizes determine: trip counts, conditions, positions.
+"""Computes values that only constants and sizes determine, such as trip counts and conditions.
 
 Sizes come from the sample run. Nodes that depend on them are correct only for batches with the same
-values: a check in nodes fails for all other batches.
+sizes. Checks in the graph fail for all other batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from kfac_engine.sessions.session import Session
 
 
 class KnownValues:
-    """Values that do not depend on data; each is computed once.
+    """Values of a graph that do not depend on data.
 
     Args:
-        b: Its graph and the facts of its sample run.
+        b: Builder with the graph and the facts of its sample run.
 
     Attributes:
         checks: Values that depend on sizes or weights, by name.
@@ -36,7 +36,7 @@ class KnownValues:
         self._zeros: dict[str, str] = {}
 
     def get(self, name: str) -> Array | None:
-        """Return a value of the graph; None if it depends on data or is random."""
+        """Return the array of a value of the graph; None if it depends on data or is random."""
         graph = self._builder.graph
         if name in graph.constants and graph.constants[name].dtype.kind != "f":
             return graph.constants[name]
@@ -49,7 +49,7 @@ class KnownValues:
         return value
 
     def zeros(self, node: Node) -> list[str]:
-        """Add 0-d integer zeros whose computation fails if a check fails.
+        """Add a 0-d integer zero for each check, whose computation fails if the check fails.
 
         Each zero is written once, at the first call. Call this before nodes that would fail on
         another batch with a less clear message.
@@ -58,7 +58,7 @@ class KnownValues:
             node: The rewritten node, for messages.
 
         Returns:
-            A name for each check.
+            The name of the zero of each check.
         """
         for name, array in self.checks.items():
             if name not in self._zeros:
@@ -67,7 +67,7 @@ class KnownValues:
 
 
 def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result: str = "") -> str:
-    """Pass a value on; fail if a checked value differs from the sample run.
+    """Write a copy of a value, whose computation fails if a check fails.
 
     Args:
         b: Receives the nodes.
@@ -75,10 +75,10 @@ def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result
         value: Name of a tensor, sequence or optional value.
         known: The checks; only tensors can be checked.
         result: Name of the result, a value of the graph with the type of ``value``; may be omitted
-            where ``value`` is in the graph.
+            if ``value`` is in the graph.
 
     Returns:
-        The new name.
+        The name of the copy.
     """
     fact = b.facts.get(result or value)
     if fact is not None:
@@ -97,8 +97,8 @@ def gated_reads(b: LoweringBuilder, node: Node, known: KnownValues) -> dict[str,
         known: The checks.
 
     Returns:
-        Name of each floating-point value that is not constant to its new name; nothing where all
-        results are tensors, or nothing is to be checked.
+        Map from each floating-point value that is not constant to its checked name. The map is
+        empty if all results are tensors or if there are no checks.
     """
     if not known.checks or all(result in b.facts for result in node.outputs if result):
         return {}
@@ -111,24 +111,24 @@ def gated_reads(b: LoweringBuilder, node: Node, known: KnownValues) -> dict[str,
 
 
 def _zero_if_same(b: LoweringBuilder, node: Node, name: str, array: Array) -> str:
-    """Add a 0-d integer zero whose computation fails unless the value ``name`` is ``array``."""
+    """Add a 0-d integer zero whose computation fails unless the value ``name`` equals ``array``."""
     same = b.cast(b.op("Equal", name, b.constant(array)), "int64")
     least = b.op("ReduceMin", b.op("Reshape", same, b.constant([-1])), keepdims=1)
-    # One element cannot be brought to the shape (0,), in any runtime.
+    # Every runtime refuses to reshape one element to the shape (0,).
     zero = b.op("Reshape", b.constant([0]), least, allowzero=1)
-    # No quotes: they end the name in ONNX Runtime's messages.
+    # The label has no quotes, because they end the name in messages of ONNX Runtime.
     shown = np.array2string(array, threshold=8, separator=", ").replace("\n", "")
     label_last(b, f"{node.op} was unrolled for {name} = {shown}, as in the sample inputs")
     return b.op("Squeeze", zero)
 
 
 class Origin:
-    """Inputs, constants and random values that a value depends on.
+    """The inputs, constants and random values that a value depends on.
 
     Args:
-        graph: Holds the value.
-        facts: Sizes of the sample run.
-        name: Of the value.
+        graph: Graph that contains the value.
+        facts: Element types and shapes of the sample run.
+        name: Name of the value.
 
     Attributes:
         undecided: Inputs and random results that the value depends on.
@@ -166,21 +166,21 @@ class Origin:
         self.varies = self.sized or fixed or weighed
 
     def value(self) -> Array:
-        """Compute the value; ``undecided`` must be empty."""
+        """Return the array of the value, for which ``undecided`` must be empty."""
         if not self._nodes:
             return self._inputs[self._name]
         nodes = sorted(self._nodes, key=lambda node: self._graph.positions[node.name])
         return _evaluated(self._graph, nodes, self._inputs, self._name)
 
     def why_undecided(self) -> str:
-        """Return the inputs that determine the value, and the remedy if there is one."""
+        """Return the reason why the value is unknown, and a remedy if there is one."""
         listed = ", ".join(f"'{value}'" for value in self.undecided)
         numbers = {entry.name for entry in self._graph.inputs if entry.is_setting}
         if not numbers.issuperset(self.undecided):
             return f"'{self._name}' depends on the data, through {listed}"
         return (
-            f"'{self._name}' depends on {listed}: give a batch with its value, by "
-            f"sample_inputs=… or --inputs, or make {listed} a constant of the file"
+            f"'{self._name}' depends on {listed}: pass a batch with its value, by sample_inputs=… "
+            f"or --inputs, or make {listed} a constant of the file"
         )
 
 
@@ -195,7 +195,7 @@ def _evaluated(
     graph: Graph, nodes: Sequence[Node], constants: Mapping[str, Array], name: str
 ) -> Array:
     read = {value for node in nodes for value in (*node.inputs, *node.captures)}
-    held = {value: array for value, array in constants.items() if value in read}
-    model = compact_model(nodes, [], [name], held, graph.opset, domains=graph.domains)
+    read_constants = {value: array for value, array in constants.items() if value in read}
+    model = compact_model(nodes, [], [name], read_constants, graph.opset, domains=graph.domains)
     session = Session(model, threads=1, optimize=False, what=f"the value of '{name}'")
     return session.run([name], {})[name]

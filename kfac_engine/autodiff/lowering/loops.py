@@ -1,7 +1,7 @@
 """Unrolls If, Loop and Scan: writes the nodes of a body once for each iteration.
 
 Constants and sizes must determine the number of iterations and the branch. The graph checks the
-sizes whenever it is executed.
+sizes in each run.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("If")
 def if_(b: LoweringBuilder, node: Node) -> None:
-    """Write one branch, if constants and sizes determine the condition; else refuse."""
+    """Write one branch of an If; constants and sizes must determine the condition."""
     known = KnownValues(b)
     condition = known.get(node.inputs[0])
     if condition is None:
@@ -37,7 +37,7 @@ def if_(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("Loop")
 def loop(b: LoweringBuilder, node: Node) -> None:
-    """Write the body for each iteration, if constants and sizes determine their number."""
+    """Write the body of a Loop for each iteration, whose number constants and sizes determine."""
     body = body_of(node, "body", b.graph.opset)
     known = KnownValues(b)
     count = trip_count(b, node, body, known)
@@ -57,7 +57,7 @@ def loop(b: LoweringBuilder, node: Node) -> None:
             gated(b, node, value, known, result)
     for index, result in enumerate(node.outputs[carried:]):
         if result and not rows:
-            raise b.refuse(node, f"it stacks '{result}' from no iteration")
+            raise b.refuse(node, f"it runs no iteration, so '{result}' has no element type")
         if result:
             joined = stacked(b, [row[index] for row in rows], axis=0)
             gated(b, node, joined, known, result)
@@ -65,7 +65,7 @@ def loop(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("Scan")
 def scan(b: LoweringBuilder, node: Node) -> None:
-    """Write the body for each slice of the sample run."""
+    """Write the body of a Scan for each slice of the sample run."""
     body = body_of(node, "body", b.graph.opset)
     count = integer(node, "num_scan_inputs", 0)
     states, sequences = list(node.inputs[:-count]), node.inputs[-count:]
@@ -78,8 +78,8 @@ def scan(b: LoweringBuilder, node: Node) -> None:
     ]
     outer = constants_of(b, body)
     rows: list[Sequence[str]] = []
-    for given in zip(*slices, strict=True):
-        outer |= zip(body.inputs, (*states, *given), strict=True)
+    for row in zip(*slices, strict=True):
+        outer |= zip(body.inputs, (*states, *row), strict=True)
         results = write_body(b, body, outer)
         states, scanned = list(results[:carried]), results[carried:]
         rows.append(scanned)
@@ -95,7 +95,7 @@ def scan(b: LoweringBuilder, node: Node) -> None:
 
 
 def _listed(node: Node, name: str, count: int) -> tuple[int, ...]:
-    """Return a number for each sequence; zeros if the attribute is not set."""
+    """Return the entry of an attribute for each sequence; zeros if the attribute is not set."""
     return integers(node, name, (0,) * count)
 
 

@@ -1,4 +1,4 @@
-"""Writes fused operators of the domain ``com.microsoft`` in standard operators.
+"""Writes fused operators of the domain ``com.microsoft`` as standard operators.
 
 Normalizations are in ``microsoft_norms``, attention in ``microsoft_attention``.
 """
@@ -51,7 +51,7 @@ def _sum(b: LoweringBuilder, node: Node) -> str:
 
 @lowering("com.microsoft::FusedMatMul", "com.microsoft::TransposeMatMul")
 def fused_matmul(b: LoweringBuilder, node: Node) -> None:
-    """Write ``α A B``; the attributes transpose the last axes, or move the first axis back."""
+    """Write ``α A B``, with the transpositions of the attributes."""
     x, y = node.inputs
     left, right = _transposed(b, node, x, "A"), _transposed(b, node, y, "B")
     _scaled(b, b.op("MatMul", left, right), number(node, "alpha", 1.0), x, node.outputs[0])
@@ -76,7 +76,7 @@ def _scaled(b: LoweringBuilder, value: str, factor: float, like: str, result: st
         b.op("Mul", value, b.scalar(factor, like), result=result)
 
 
-# Activations that may be fused, with their parameters.
+# Activations that may be fused, with the names of their parameters.
 _ACTIVATIONS = {
     "Elu": ("alpha",),
     "HardSigmoid": ("alpha", "beta"),
@@ -92,20 +92,20 @@ _ACTIVATIONS = {
 
 @lowering("com.microsoft::FusedGemm")
 def fused_gemm(b: LoweringBuilder, node: Node) -> None:
-    """Write Gemm, then an activation."""
+    """Write a Gemm followed by an activation."""
     copied = ("alpha", "beta", "transA", "transB")
     product = b.write("Gemm", node.inputs, ("",), _subset(node, copied))[0]
-    given = {
+    values = {
         name: number(node, f"activation_{name}", 0.0)
         for name in ("alpha", "beta", "gamma")
         if f"activation_{name}" in node.attributes
     }
-    _activate(b, node, product, given)
+    _activate(b, node, product, values)
 
 
 @lowering("com.microsoft::FusedConv")
 def fused_conv(b: LoweringBuilder, node: Node) -> None:
-    """Write Conv, plus a residual, then an activation."""
+    """Write a Conv plus a residual, followed by an activation."""
     x, weight, bias, residual = (*node.inputs, "", "")[:4]
     copied = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     operands = (x, weight, bias) if bias else (x, weight)
@@ -124,15 +124,15 @@ def _subset(node: Node, names: tuple[str, ...]) -> dict[str, AttributeValue]:
     return {name: node.attributes[name] for name in names if name in node.attributes}
 
 
-def _activate(b: LoweringBuilder, node: Node, value: str, given: dict[str, float]) -> None:
+def _activate(b: LoweringBuilder, node: Node, value: str, values: dict[str, float]) -> None:
     activation = text(node, "activation", "")
     if not activation:
         b.op("Identity", value, result=node.outputs[0])
         return
     if activation not in _ACTIVATIONS:
         raise b.refuse(node, f"the activation '{activation}' is not known")
-    taken = {name: given[name] for name in _ACTIVATIONS[activation] if name in given}
-    b.write(activation, (value,), node.outputs, taken)
+    known = {name: values[name] for name in _ACTIVATIONS[activation] if name in values}
+    b.write(activation, (value,), node.outputs, known)
 
 
 # -- other forms of standard operators ---------------------------------------------------------
@@ -154,7 +154,7 @@ def expand_dims(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::GridSample")
 def grid_sample(b: LoweringBuilder, node: Node) -> None:
-    """Write the standard operator, whose modes have other names."""
+    """Write the standard GridSample, whose modes have other names."""
     modes = {"bilinear": "linear", "bicubic": "cubic"} if b.graph.opset >= 20 else {}
     mode = text(node, "mode", "bilinear")
     attributes = {**node.attributes, "mode": modes.get(mode, mode)}

@@ -18,14 +18,14 @@ _TO_HEADS = (0, 2, 1, 3)
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Options of all attention operators.
+    """The options that all attention operators have.
 
     Attributes:
-        scale: Factor of the scores; zero stands for 1 / √size.
-        masked: Summand of the score of a padding key.
-        causal: Whether later keys are invisible to a query.
+        scale: Factor of the scores; zero for 1 / √size.
+        masked: Number that is added to the score of a padding key.
+        causal: Whether a query cannot see later keys.
         window: Number of visible keys before that of the query; negative for all.
-        softcap: Soft upper limit of the scores; zero for none.
+        softcap: Soft upper limit of the scores; zero for no limit.
     """
 
     scale: float
@@ -37,7 +37,7 @@ class _Form:
 
 @lowering("com.microsoft::Attention")
 def attention(b: LoweringBuilder, node: Node) -> None:
-    """Write projections to queries, keys and values by one matrix, then attention."""
+    """Write attention, after projections to queries, keys and values by one matrix."""
     x, weights, bias, mask, past, added, _ = (*node.inputs, *[""] * 7)[:7]
     y, present = (*node.outputs, "")[:2]
     if past or integer(node, "do_rotary", 0):
@@ -85,21 +85,21 @@ def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::GroupQueryAttention")
 def group_query_attention(b: LoweringBuilder, node: Node) -> None:
-    """Write causal attention from the first token on; groups of heads share keys and values.
+    """Write causal attention in which groups of heads share keys and values.
 
-    All examples of a batch have the same length: results after the end of a sequence are undefined.
+    All examples of a batch have the same length. Results after the end of a sequence are undefined.
     """
-    given = dict(zip(_GROUP_OPERANDS, node.inputs, strict=False))
+    operands = dict(zip(_GROUP_OPERANDS, node.inputs, strict=False))
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
-    beyond = [name for name in given if name not in _GROUP_COVERED and given[name]]
+    beyond = [name for name in operands if name not in _GROUP_COVERED and operands[name]]
     if beyond or scores or integer(node, "smooth_softmax", 0):
         raise b.refuse(node, f"{', '.join(beyond) or 'a result or option'} is not covered")
     heads, shared = integer(node, "num_heads", 1), integer(node, "kv_num_heads", 1)
-    q, k, v = _grouped(b, given, heads, shared)
+    q, k, v = _grouped(b, operands, heads, shared)
     if integer(node, "do_rotary", 0):
-        places = positions(b, given.get("position_ids", ""), q)
-        waves = angles(b, given["cos_cache"], given["sin_cache"], places)
-        width = 2 * b.facts[given["cos_cache"]].shape[-1]
+        places = positions(b, operands.get("position_ids", ""), q)
+        waves = angles(b, operands["cos_cache"], operands["sin_cache"], places)
+        width = 2 * b.facts[operands["cos_cache"]].shape[-1]
         interleaved = bool(integer(node, "rotary_interleaved", 0))
         q, k = (rotated(b, part, waves, width, interleaved) for part in (q, k))
     for part, present in ((k, present_k), (v, present_v)):
@@ -112,7 +112,7 @@ def group_query_attention(b: LoweringBuilder, node: Node) -> None:
         softcap=number(node, "softcap", 0.0),
     )
     k, v = (_repeated(b, part, heads // shared) for part in (k, v))
-    _attend(b, node, (q, k, v), form, [given.get("attention_bias", "")], y)
+    _attend(b, node, (q, k, v), form, [operands.get("attention_bias", "")], y)
 
 
 _GROUP_COVERED = (
@@ -132,7 +132,7 @@ _GROUP_OPERANDS = (
 def _projected(
     b: LoweringBuilder, node: Node, operands: tuple[str, ...], bias: str, heads: int
 ) -> tuple[str, str, str]:
-    """Return the heads of queries, keys and values; keys and values may be heads already."""
+    """Write the heads of queries, keys and values; keys and values may already be heads."""
     ranks = [len(b.facts[name].shape) if name else 0 for name in operands]
     if ranks not in ([3, 3, 3], [3, 4, 4]) or (bias and ranks[1] == 4):
         raise b.refuse(node, "packed operands are not covered")
@@ -149,10 +149,10 @@ def _projected(
 
 
 def _grouped(
-    b: LoweringBuilder, given: dict[str, str], heads: int, shared: int
+    b: LoweringBuilder, operands: dict[str, str], heads: int, shared: int
 ) -> tuple[str, str, str]:
-    """Return the heads of queries, keys and values; a single operand contains all three."""
-    query, key, value = given["query"], given.get("key", ""), given.get("value", "")
+    """Write the heads of queries, keys and values, which one operand may contain together."""
+    query, key, value = operands["query"], operands.get("key", ""), operands.get("value", "")
     if not key:
         size = b.facts[query].shape[-1] // (heads + 2 * shared)
         sizes = b.constant([heads * size, shared * size, shared * size])
@@ -161,7 +161,7 @@ def _grouped(
 
 
 def _heads(b: LoweringBuilder, x: str, heads: int) -> str:
-    """Reshape ``(n, length, heads · size)`` to heads."""
+    """Write ``(n, length, heads · size)`` as heads."""
     split = b.op("Reshape", x, b.constant([0, 0, heads, -1]))
     return b.op("Transpose", split, perm=_TO_HEADS)
 
@@ -173,7 +173,7 @@ def _merged(b: LoweringBuilder, x: str, result: str) -> None:
 
 
 def _repeated(b: LoweringBuilder, x: str, times: int) -> str:
-    """Repeat each head ``times`` times."""
+    """Write each head ``times`` times."""
     if times == 1:
         return x
     apart = b.op("Unsqueeze", x, b.constant([2]))
@@ -214,7 +214,7 @@ def _attend(
 
 
 def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
-    """Return a mask of visible keys (last axis): no later key, and none before the window."""
+    """Write a mask of visible keys (last axis), without later keys and keys before the window."""
     queries, keys = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (q, k))
     zero, one = b.constant(0), b.constant(1)
     last = b.op("Range", b.op("Sub", keys, queries), keys, one)
@@ -228,8 +228,8 @@ def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
 
 
 def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> str:
-    """Return the summand of the scores for padding keys; empty without a mask."""
-    # Masks are lengths (n), or zero for padding in (n, keys) or (n, queries, keys).
+    """Write the summand of the scores for padding keys; return ``""`` without a mask."""
+    # A mask contains lengths (n), or zeros for padding in (n, keys) or (n, queries, keys).
     if not mask:
         return ""
     shape, like = b.facts[mask].shape, node.inputs[0]

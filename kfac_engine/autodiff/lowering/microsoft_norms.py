@@ -1,4 +1,4 @@
-"""Writes the normalizations of ``com.microsoft``, with residual sums and embeddings."""
+"""Writes the normalizations of ``com.microsoft``, some with residual sums or embeddings."""
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
@@ -8,7 +8,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("com.microsoft::SkipLayerNormalization")
 def skip_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """Write LayerNormalization over the last axis of a sum; the sum may be a result."""
+    """Write LayerNormalization over the last axis of a sum, which may be a result, too."""
     x, skip, scale, shift, bias = (*node.inputs, "", "")[:5]
     *results, total = (*node.outputs, "", "", "")[:4]
     summed = _sum(b, (x, skip, bias), total)
@@ -36,7 +36,7 @@ def embed_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SimplifiedLayerNormalization")
 def simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """Write ``x / √(mean x² + ε) · scale``, with the mean over the axes from ``axis`` on."""
+    """Write ``x / √(mean x² + ε) · scale``, with the mean over the axes that start at ``axis``."""
     x, scale = node.inputs
     rank = len(b.facts[x].shape)
     axes = tuple(range(integer(node, "axis", -1) % rank, rank))
@@ -45,7 +45,7 @@ def simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::SkipSimplifiedLayerNormalization")
 def skip_simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """Write ``SimplifiedLayerNormalization`` over the last axis of a sum, a possible result."""
+    """Write ``SimplifiedLayerNormalization`` of a sum, which may be a result, too."""
     x, skip, scale, bias = (*node.inputs, "")[:4]
     y, mean, inverse, total = (*node.outputs, "", "", "")[:4]
     if mean:
@@ -55,7 +55,7 @@ def skip_simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 
 def _sum(b: LoweringBuilder, parts: tuple[str, ...], result: str) -> str:
-    """Write the sum of the parts with names, as ``result`` if that is not empty."""
+    """Write the sum of the non-empty parts, named ``result`` if that is not empty."""
     first, *others = (part for part in parts if part)
     *middle, last = others
     for part in middle:
@@ -66,11 +66,11 @@ def _sum(b: LoweringBuilder, parts: tuple[str, ...], result: str) -> str:
 def _layer_normalization(
     b: LoweringBuilder, operands: tuple[str, ...], epsilon: float, results: list[str]
 ) -> None:
-    """Write LayerNormalization over the last axis, with the named results."""
-    given = [name for name in operands if name]
+    """Write LayerNormalization over the last axis, with the results ``results``."""
+    present = [name for name in operands if name]
     while not results[-1]:
         results.pop()
-    b.multi("LayerNormalization", given, results, axis=-1, epsilon=epsilon)
+    b.multi("LayerNormalization", present, results, axis=-1, epsilon=epsilon)
 
 
 def _root_mean_square(

@@ -1,4 +1,4 @@
-"""Products with frozen weights of four or eight bits; their data has a derivative."""
+"""Writes products of data with frozen weights of four or eight bits."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kfac_engine.graph.structure import Node
 def matmul_n_bits(b: LoweringBuilder, node: Node) -> None:
     """Write ``A W + bias`` with ``Wᵀ = (q − zero) · scale`` for each block.
 
-    ``A`` enters as it is, whatever accuracy the kernel may use.
+    ``A`` is not rounded, for every accuracy level of the node.
     """
     a, packed, scales, zeros, order, bias = (*node.inputs, "", "", "")[:6]
     bits, rows = integer(node, "bits", 4), integer(node, "N", 1)
@@ -33,7 +33,7 @@ def matmul_n_bits(b: LoweringBuilder, node: Node) -> None:
 
 
 def _zero(b: LoweringBuilder, node: Node, zeros: str, each: str) -> str:
-    """Return the zero point of each block."""
+    """Write the zero point of each block."""
     a, bits = node.inputs[0], integer(node, "bits", 4)
     if not zeros:
         return b.scalar(2.0 ** (bits - 1), a)
@@ -42,13 +42,13 @@ def _zero(b: LoweringBuilder, node: Node, zeros: str, each: str) -> str:
     rows = b.op("Reshape", zeros, b.constant([integer(node, "N", 1), -1]))
     whole = _unpacked(b, rows, bits, b.constant([0, -1]))
     blocks = -(-integer(node, "K", 1) // integer(node, "block_size", 32))
-    # An odd number of blocks leaves half a byte over.
+    # With an odd number of blocks, half of the last byte is unused.
     used_blocks = b.op("Slice", whole, b.constant([0]), b.constant([blocks]), b.constant([1]))
     return b.op("Reshape", _floats(b, used_blocks, a), each)
 
 
 def _unpacked(b: LoweringBuilder, packed: str, bits: int, shape: str) -> str:
-    """Unpack integers from bytes, the lower half of a byte first, and reshape them."""
+    """Write the integers in packed bytes, the lower half of a byte first, in a new shape."""
     if bits == 8:
         return b.op("Reshape", packed, shape)
     lower = b.op("BitwiseAnd", packed, b.constant(15, "uint8"))

@@ -10,7 +10,7 @@ _TO_HEADS = (0, 2, 1, 3)
 
 @lowering("com.microsoft::RotaryEmbedding")
 def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
-    """Rotate pairs of features by an angle proportional to the position."""
+    """Write a rotation of pairs of features by an angle proportional to the position."""
     x, ids, cos, sin = node.inputs
     if integer(node, "is_packed_batching", 0):
         raise b.refuse(node, "packed batches are not covered")
@@ -31,11 +31,11 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
 
 
 def positions(b: LoweringBuilder, ids: str, x: str) -> str:
-    """Return positions ``(n or 1, length)``: the operand, or consecutive numbers.
+    """Write positions ``(n or 1, length)`` from ``ids``, or as consecutive numbers.
 
     Args:
         b: Writes the nodes.
-        ids: Empty, of one element, or ``(n, length)``.
+        ids: Name of the position ids, with one element or ``(n, length)``; ``""`` for none.
         x: Heads, ``(n, heads, length, size)``.
 
     Returns:
@@ -49,7 +49,7 @@ def positions(b: LoweringBuilder, ids: str, x: str) -> str:
 
 
 def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, str]:
-    """Return cosine and sine at each position, ``(n or 1, 1, length, size / 2)``."""
+    """Write cosine and sine at each position, ``(n or 1, 1, length, size / 2)``."""
     heads = b.constant([1])
     one, other = (b.op("Unsqueeze", b.op("Gather", t, places), heads) for t in (cos, sin))
     return one, other
@@ -58,14 +58,14 @@ def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, st
 def rotated(
     b: LoweringBuilder, x: str, waves: tuple[str, str], width: int, interleaved: bool
 ) -> str:
-    """Rotate the first ``width`` features of heads.
+    """Write heads with their first ``width`` features rotated.
 
     Args:
         b: Writes the nodes.
         x: ``(n, heads, length, size)``.
-        waves: Cosine and sine.
-        width: An even number.
-        interleaved: Whether pairs are neighbours, not halves.
+        waves: Names of cosine and sine.
+        width: Number of rotated features, even.
+        interleaved: Whether a pair is two adjacent features, instead of one from each half.
 
     Returns:
         The name of the result.

@@ -1,8 +1,8 @@
 """Unrolls LSTM, GRU and RNN over the sequence length of the sample run.
 
 Every gate matrix is sliced from its parameter once and used in every step, as the weight of a dense
-layer. The batch size stays dynamic. The length is fixed: for another length the node that splits
-the steps fails, and its name gives the reason.
+layer. The batch size remains dynamic, and the length is fixed. For another length, the node that
+splits the steps fails, and its name gives the reason.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kfac_engine.autodiff.lowering.steps import split_steps
 from kfac_engine.autodiff.rules.attributes import integer, text
 from kfac_engine.graph.structure import Node
 
-# The order in which each direction takes the steps.
+# The increments of the step index, for each direction.
 _DIRECTIONS = {"forward": (1,), "reverse": (-1,), "bidirectional": (1, -1)}
 _OPERANDS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 
@@ -29,7 +29,7 @@ def recurrent(b: LoweringBuilder, node: Node) -> None:
 
 
 class _Unrolled:
-    """Unrolled steps of a node.
+    """Writes the unrolled steps of a recurrent node.
 
     Args:
         b: Receives the nodes.
@@ -45,7 +45,7 @@ class _Unrolled:
         self._zero, self._one = b.constant([0]), b.constant([1])
 
     def write(self) -> None:
-        """Write all steps in all directions, then the results that have names."""
+        """Write all steps in all directions, and then the named results."""
         b, node = self._builder, self._node
         weights, states, kits = self._weights(), self._initial_states(), self._kits()
         inputs = split_steps(b, node, self._operands["X"], axis=0)
@@ -91,8 +91,8 @@ class _Unrolled:
             )
             zero = np.zeros(1, self._builder.facts[x].dtype)
             zeros = self._builder.op("ConstantOfShape", shape, value=zero)
-        given = (self._per_direction(role) for role in roles)
-        return [tuple(name or zeros for name in state) for state in zip(*given, strict=True)]
+        initial = (self._per_direction(role) for role in roles)
+        return [tuple(name or zeros for name in state) for state in zip(*initial, strict=True)]
 
     def _kits(self) -> list[Kit]:
         """Return the operands of the cell for each direction."""
@@ -101,7 +101,9 @@ class _Unrolled:
         assert isinstance(names, tuple)
         count = len(default)
         if len(names) != count * len(self._signs):
-            raise b.refuse(node, f"it lists {len(names)} activations, {count} a direction needed")
+            raise b.refuse(
+                node, f"it lists {len(names)} activations, but each direction needs {count}"
+            )
         functions = activations(b, node, tuple(map(str, names)))
         clip = clipping(b, node)
         return [
@@ -110,7 +112,7 @@ class _Unrolled:
         ]
 
     def _per_direction(self, role: str) -> tuple[str, ...]:
-        """Split an operand by directions; ``""`` for each if it is omitted."""
+        """Write the parts of an operand for all directions; return ``""`` for omitted operands."""
         name, count = self._operands.get(role, ""), len(self._signs)
         if not name:
             return ("",) * count
@@ -121,7 +123,7 @@ class _Unrolled:
         return tuple(self._builder.op("Squeeze", piece, self._zero) for piece in pieces)
 
     def _cut(self, value: str, *gates: int) -> tuple[str, ...]:
-        """Split rows into parts of the given numbers of gates; ``""`` for each without a value."""
+        """Write parts of the rows with ``gates`` gates each; return ``""`` for an omitted value."""
         if not value or len(gates) == 1:
             return (value,) * len(gates)
         sizes = self._builder.constant([count * self._hidden for count in gates])
@@ -130,7 +132,7 @@ class _Unrolled:
     # -- examples of several lengths ---------------------------------------------------------------
 
     def _masks(self, length: int) -> list[str]:
-        """Return for each step which examples have not ended, ``(n, 1)``; ``""`` if none has."""
+        """Write a mask ``(n, 1)`` of unfinished examples for each step; ``""`` without lengths."""
         lengths = self._operands.get("sequence_lens", "")
         known = self._builder.graph.constants.get(lengths)
         if not lengths or (known is not None and (known == length).all()):
@@ -143,14 +145,14 @@ class _Unrolled:
         ]
 
     def _chosen(self, mask: str, new: State, old: State) -> State:
-        """Select the new state for examples that have not ended, else the old state."""
+        """Write the new state of unfinished examples and the old state of finished examples."""
         if not mask:
             return new
         pairs = zip(new, old, strict=True)
         return tuple(self._builder.op("Where", mask, after, before) for after, before in pairs)
 
     def _valid(self, mask: str, h: str) -> str:
-        """Return the output of a step: zero for examples that have ended."""
+        """Write the output of a step, which is zero for finished examples."""
         if not mask:
             return h
         return self._builder.op("Where", mask, h, self._builder.scalar(0, self._operands["X"]))
@@ -158,7 +160,7 @@ class _Unrolled:
     # -- results -----------------------------------------------------------------------------------
 
     def _write_sequence(self, sequences: Sequence[Sequence[str]], result: str) -> None:
-        """Write all outputs, ``(steps, directions, n, h)``."""
+        """Write the outputs of all steps, ``(steps, directions, n, h)``."""
         b = self._builder
         shape = b.constant([len(sequences[0]), 1, -1, self._hidden])
         rows = [b.op("Reshape", b.op("Concat", *outputs, axis=0), shape) for outputs in sequences]

@@ -19,13 +19,13 @@ def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple
         b: Receives the nodes.
         node: Node with the parameters of activations in ``activation_alpha`` and
             ``activation_beta``.
-        names: Names of activations, of the node; case is ignored.
+        names: Names of activations in the node; case is ignored.
 
     Returns:
         One function for each name.
 
     Raises:
-        UnsupportedOpError: A name is unknown, or a number without default is missing.
+        UnsupportedOpError: A name is unknown, or a parameter without default is missing.
     """
     alphas, betas = (_listed(node, f"activation_{key}") for key in ("alpha", "beta"))
     functions: list[Activation] = []
@@ -38,13 +38,13 @@ def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple
             for listed, default in zip((alphas, betas), defaults, strict=False)
         ]
         if any(map(isnan, numbers)):
-            raise b.refuse(node, f"it does not list the numbers of its activation '{name}'")
+            raise b.refuse(node, f"it does not list the parameters of its activation '{name}'")
         functions.append(partial(write, b, node, *numbers))
     return tuple(functions)
 
 
 def clipping(b: LoweringBuilder, node: Node) -> Activation:
-    """Return a function that clips a value by the attribute ``clip``; identity without it."""
+    """Return a function that clips values by the attribute ``clip``; the identity without it."""
     bound = number(node, "clip", 0)
     if not bound:
         return lambda value: value
@@ -92,8 +92,8 @@ def _scaled_tanh(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: s
     return b.op("Mul", b.op("Tanh", b.op("Mul", x, inner)), outer)
 
 
-# Function, then the defaults of alpha and beta. NaN: ONNX Runtime and the specification share no
-# default. The default threshold of ThresholdedRelu is 0 in ONNX Runtime and 1 in ONNX.
+# A function and the defaults of alpha and beta. A default is NaN if ONNX Runtime and the
+# specification differ: the default threshold of ThresholdedRelu is 0 in ONNX Runtime and 1 in ONNX.
 _Row: TypeAlias = tuple[Callable[..., str], *tuple[float, ...]]
 _ACTIVATIONS: Mapping[str, _Row] = {
     "relu": (_plain("Relu"),),

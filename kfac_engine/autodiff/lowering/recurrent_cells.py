@@ -1,7 +1,7 @@
-"""Writes one step of LSTM, GRU and RNN in products and activations.
+"""Writes one step of LSTM, GRU and RNN as products and activations.
 
-The rows of the weights are the gates, in ONNX's order. Both products of a step have the bias in the
-file, so that each is a dense layer with one use in every step.
+The rows of the weights are the gates, in the order of ONNX. Both products of a step have a bias in
+the file, so each product is a dense layer with one use in every step.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ State: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Operands of one direction.
+    """The weights of one direction.
 
     Attributes:
         W: Weights of the input, ``(gates·h, d)``.
         R: Weights of the state, ``(gates·h, h)``. A GRU that resets the state before the product
             has two parts, for the gates and for the candidate.
-        bias_w: Bias of the product with ``W``; ``""`` for none.
+        bias_w: Bias of the product with ``W``; ``""`` without a bias.
         bias_r: Biases of the products with ``R``.
-        peepholes: Weights ``(h,)`` of an LSTM for input, output and forget gate; ``""`` for none.
+        peepholes: Weights ``(h,)`` of an LSTM for input, output and forget gate; ``""`` if omitted.
     """
 
     W: str
@@ -38,14 +38,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """Operands of a cell: builder, activations in ONNX's order (f, g, h), and bounds.
+    """The parts that a cell needs to write a step.
 
     Attributes:
         b: Receives the nodes.
         node: The recurrent node.
         hidden: Size of the state.
-        activations: Functions that write the activations.
-        clip: Function that clips the operands of f and g; identity without ``clip``.
+        activations: Functions that write the activations f, g and h.
+        clip: Function that clips the operands of f and g; the identity without ``clip``.
     """
 
     b: LoweringBuilder
@@ -58,11 +58,11 @@ class Kit:
         return self.b.op("Sub", self.b.scalar(1, self.node.inputs[0]), value)
 
     def bounded(self, index: int, value: str) -> str:
-        """Apply activation ``index`` to a clipped value."""
+        """Write activation ``index`` of a clipped value."""
         return self.activations[index](self.clip(value))
 
     def parts(self, value: str, *gates: int) -> tuple[str, ...]:
-        """Split the columns into parts of the given numbers of gates."""
+        """Write parts of the columns with ``gates`` gates each; return their names."""
         sizes = self.b.constant([gate * self.hidden for gate in gates])
         return self.b.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
 
@@ -127,7 +127,7 @@ def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Description of one of the three operators.
+    """The properties of one of the three operators.
 
     Attributes:
         cell: Function that writes a step.

@@ -1,4 +1,4 @@
-"""Operators that pool regions of images, whose corners may depend on parameters."""
+"""Writes operators that pool regions of images, whose corners may depend on parameters."""
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def roi_align(b: LoweringBuilder, node: Node) -> None:
         sums = b.op("ReduceSum", values, among, keepdims=0)
         bins = b.op("Div", sums, b.op("Max", count, b.scalar(1, image)))
     else:
-        # ONNX takes the maximum of the weighted pixels, not of the interpolated values.
+        # ONNX defines the result as the maximum of the weighted pixels, not of interpolated values.
         least = b.constant(np.finfo(b.facts[image].dtype).min)
         counted = b.op("And", high.counted, wide.counted)
         known = b.op("Unsqueeze", counted, b.constant([5, 6, 7]))
@@ -44,13 +44,14 @@ def roi_align(b: LoweringBuilder, node: Node) -> None:
 
 
 class _RoiAxis:
-    """Sampling positions of all regions along one axis.
+    """The sampling positions of all regions along one axis.
 
     Attributes:
-        taps: Of all places; those of height as ``(regions, bins, places, 1, 1)``, those of width as
-            ``(regions, 1, 1, bins, places)``.
-        count: Places in a bin of each region, ``(regions, 1, 1, 1)``, in the image's type.
-        counted: Which places a region has.
+        taps: Taps of all positions, ``(regions, bins, places, 1, 1)`` for the height and
+            ``(regions, 1, 1, bins, places)`` for the width.
+        count: Number of positions in a bin of each region, ``(regions, 1, 1, 1)``, in the type of
+            the image.
+        counted: Mask of the positions of each region.
     """
 
     def __init__(self, b: LoweringBuilder, node: Node, axis: int) -> None:
@@ -85,11 +86,11 @@ class _RoiAxis:
 
 
 def _places_in_bins(b: LoweringBuilder, line: Axis, step: str, ratio: int) -> tuple[str, str]:
-    """Return the number of positions in a bin, ``(regions or 1, 1, 1)``, and their indices."""
+    """Write the number of positions in a bin, ``(regions or 1, 1, 1)``, and their indices."""
     if ratio > 0:
         return line.number(np.full((1, 1, 1), ratio)), line.number(np.arange(ratio))
     count = b.op("Ceil", step)
-    # With a one among them: there may be no regions.
+    # A one is added, because the maximum of no regions is undefined.
     counts = b.op("Concat", b.op("Reshape", count, b.constant([-1])), line.number([1]), axis=0)
     most = b.op("ReduceMax", counts, keepdims=0)
     return count, b.op("Range", line.number(0), most, line.number(1))
@@ -100,9 +101,9 @@ def _places_in_bins(b: LoweringBuilder, line: Axis, step: str, ratio: int) -> tu
 
 @lowering("MaxRoiPool")
 def max_roi_pool(b: LoweringBuilder, node: Node) -> None:
-    """Write the maximum of all pixels of a bin, along rows and then along columns.
+    """Write the maximum of all pixels of each bin, along rows and then along columns.
 
-    Corners are rounded to pixels: they have no derivative.
+    Corners are rounded to pixels and have no derivative.
 
     Source: Girshick 2015, arXiv:1504.08083, section 2.1.
     """
@@ -122,7 +123,7 @@ def max_roi_pool(b: LoweringBuilder, node: Node) -> None:
 
 
 def _pixels_of_bins(b: LoweringBuilder, node: Node, axis: int) -> str:
-    """Return whether pixels of an axis belong to a bin: Booleans, ``(regions, bins, pixels)``."""
+    """Write whether a bin contains each pixel of an axis, Booleans ``(regions, bins, pixels)``."""
     image, regions = node.inputs
     bins = integers(node, "pooled_shape", ())[axis]
     line = Axis(b, image, 2 + axis)
@@ -131,7 +132,7 @@ def _pixels_of_bins(b: LoweringBuilder, node: Node, axis: int) -> str:
     for column in (2 - axis, 4 - axis):
         end = b.op("Gather", regions, b.constant([column]), axis=1)
         end = b.op("Mul", end, scale)
-        # Halves are rounded away from zero, unlike those of Round.
+        # Halves are rounded away from zero, and Round would round them to even.
         whole = b.op("Floor", b.op("Add", b.op("Abs", end), line.number(0.5)))
         whole = b.op("Mul", b.op("Sign", end), whole)
         ends += [b.op("Unsqueeze", whole, b.constant([2]))]

@@ -1,6 +1,6 @@
 """Writes operators that sample images at computed positions, as weighted sums of gathered pixels.
 
-Positions may depend on parameters: their derivative is that of the weights.
+Positions may depend on parameters. Their derivative is that of the weights.
 """
 
 from math import prod
@@ -22,25 +22,25 @@ from kfac_engine.graph.structure import Node
 
 # -- GridSample ------------------------------------------------------------------------------------
 
-# The names of operator set 16 beside those of 20.
+# Names of modes in operator set 16, mapped to the names in set 20.
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
 @lowering("GridSample")
 def grid_sample(b: LoweringBuilder, node: Node) -> None:
-    """Sample images of any rank at the positions of a grid, in coordinates from −1 to 1."""
+    """Write samples of images of any rank at the positions of a grid, from −1 to 1."""
     image = node.inputs[0]
     spatial = len(b.facts[image].shape) - 2
     taps = [_grid_taps(b, node, axis) for axis in range(spatial)]
     values = weighted_taps(b, pixel_rows(b, image), first_rows(b, image, (1,) * spatial), taps)
-    # (n, *places, taps, channels): sum over the taps, channels to the front.
+    # Sum (n, *places, taps, channels) over the taps, and move the channels to the front.
     sums = b.op("ReduceSum", values, b.constant(range(-1 - spatial, -1)), keepdims=0)
     back = (0, 1 + spatial, *range(1, 1 + spatial))
     b.op("Transpose", sums, perm=back, result=node.outputs[0])
 
 
 def _grid_taps(b: LoweringBuilder, node: Node, axis: int) -> Taps:
-    """Return the interpolation taps of one spatial axis; the grid lists the last axis first."""
+    """Write the interpolation taps of one spatial axis; a grid has the last axis first."""
     image, grid = node.inputs
     spatial = len(b.facts[image].shape) - 2
     mode = text(node, "mode", "bilinear")
@@ -53,7 +53,7 @@ def _grid_taps(b: LoweringBuilder, node: Node, axis: int) -> Taps:
         place = b.op("Mul", half, line.last())
     else:
         place = b.op("Sub", b.op("Mul", half, line.length), line.number(0.5))
-    # A cubic goes on past the border, up to where all its taps read the border's pixel.
+    # A cubic kernel reads beyond the border, until all its taps read the pixel at the border.
     if padding == "border" and mode != "cubic":
         place = line.clipped(place)
     if padding == "reflection":
@@ -68,7 +68,7 @@ def _grid_taps(b: LoweringBuilder, node: Node, axis: int) -> Taps:
 
 @lowering("AffineGrid")
 def affine_grid(b: LoweringBuilder, node: Node) -> None:
-    """Multiply homogeneous pixel positions by each matrix; its rows have the last axis first."""
+    """Write the product of homogeneous pixel positions and each matrix, the last axis first."""
     matrices, size = node.inputs
     spatial = b.facts[matrices].shape[1]
     spatial_shape = b.op("Slice", size, b.constant([2]), b.constant([2 + spatial]))
@@ -83,14 +83,14 @@ def affine_grid(b: LoweringBuilder, node: Node) -> None:
 
 
 def _even_places(b: LoweringBuilder, node: Node, axis: int, spatial_shape: str) -> str:
-    """Return the positions of all pixels along one axis, ``(*spatial_shape)``."""
+    """Write the positions of all pixels along one axis, ``(*spatial_shape)``."""
     matrices = node.inputs[0]
     one, two = (b.scalar(number, matrices) for number in (1, 2))
     size = b.op("Gather", spatial_shape, b.constant(np.array(axis)))
     count = b.cast(size, b.facts[matrices].dtype.name)
     numbers = b.op("Range", b.scalar(0, matrices), count, one)
     if integer(node, "align_corners", 0):
-        # Counted from the last corner, where ONNX Runtime puts a single pixel.
+        # Positions are computed from the last corner, where ONNX Runtime places a single pixel.
         steps = b.op("Sub", count, one)
         left = b.op("Mul", b.op("Sub", steps, numbers), two)
         places = b.op("Sub", one, b.op("Div", left, b.op("Max", steps, one)))
@@ -110,7 +110,7 @@ def _even_places(b: LoweringBuilder, node: Node, axis: int, spatial_shape: str) 
 
 @lowering("DeformConv")
 def deform_conv(b: LoweringBuilder, node: Node) -> None:
-    """Gather pixels at offset positions, then convolve pixelwise.
+    """Write a pointwise convolution of the pixels at offset positions.
 
     Source: Zhu, Hu, Lin & Dai 2019, arXiv:1811.11168, equations 1 and 2.
     """
@@ -120,7 +120,7 @@ def deform_conv(b: LoweringBuilder, node: Node) -> None:
         raise b.refuse(node, f"its kernel has shape {kernel}; only two spatial axes are covered")
     groups, taps = integer(node, "offset_group", 1), prod(kernel)
     places = _deformed(b, node, kernel)
-    # Groups of channels with common offsets count as separate images.
+    # Groups of channels with common offsets become separate images.
     apart = b.op("Concat", b.constant([0, groups, -1]), b.op("Shape", image, start=2), axis=0)
     last = b.op("Transpose", b.op("Reshape", image, apart), perm=(0, 1, 3, 4, 2))
     rows = b.op("Flatten", last, axis=4)
@@ -147,7 +147,7 @@ def deform_conv(b: LoweringBuilder, node: Node) -> None:
 
 
 def _deformed(b: LoweringBuilder, node: Node, kernel: list[int]) -> list[Taps]:
-    """Return the taps along both axes, at positions ``(n, groups, taps, y, x)``."""
+    """Write the taps along both axes, at positions ``(n, groups, taps, y, x)``."""
     image, offset = node.inputs[0], node.inputs[2]
     groups = integer(node, "offset_group", 1)
     places_shape = b.op("Shape", offset, start=2)

@@ -1,6 +1,6 @@
-"""Replaces reads of sequences and optional values by reads of their tensors.
+"""Replaces operators on sequences and optional values by operators on their tensors.
 
-Constants and sizes must determine the order of the tensors. The sequences then have no reader.
+Constants and sizes must determine the order of the tensors. No node then reads the sequences.
 """
 
 import numpy as np
@@ -21,16 +21,16 @@ def elements(b: LoweringBuilder, node: Node, sequence: str, known: KnownValues) 
     """Return the names of the tensors in a sequence.
 
     Args:
-        b: For the graph, and for errors.
-        node: Reader of the sequence.
-        sequence: Its name.
-        known: What constants and sizes decide; remembers what was asked for.
+        b: Builder with the graph.
+        node: Node that reads the sequence.
+        sequence: Name of the sequence.
+        known: Values that constants and sizes determine; it records the used values.
 
     Returns:
-        Their names, in order.
+        Names of the tensors, in order.
 
     Raises:
-        UnsupportedOpError: Something else than constants and sizes decides what lies in it.
+        UnsupportedOpError: The content depends on more than constants and sizes.
     """
     changes: list[Node] = []
     maker = _maker(b, node, sequence)
@@ -40,7 +40,8 @@ def elements(b: LoweringBuilder, node: Node, sequence: str, known: KnownValues) 
     if maker.op not in {"SequenceConstruct", "SequenceEmpty"}:
         raise b.refuse(
             node,
-            f"its sequence is made by {maker.op} node '{maker.name}', which cannot be followed",
+            f"its sequence is the result of {maker.op} node '{maker.name}', whose tensors are "
+            f"unknown",
         )
     tensors = list(maker.inputs)
     for change in reversed(changes):
@@ -48,12 +49,12 @@ def elements(b: LoweringBuilder, node: Node, sequence: str, known: KnownValues) 
     return tuple(tensors)
 
 
-# An optional value that holds a sequence is followed like the sequence.
+# Operators whose result has the tensors of their operand.
 _RELAYS = frozenset({"Identity", "Optional", "OptionalGetElement"})
 
 
 def _maker(b: LoweringBuilder, node: Node, value: str, relays: frozenset[str] = _RELAYS) -> Node:
-    """Return the node that computes a sequence or optional value; follow Identity nodes."""
+    """Return the node that computes a sequence or optional value, before Identity nodes."""
     while True:
         maker = b.graph.producers.get(value)
         if maker is None:
@@ -92,7 +93,7 @@ def _position(b: LoweringBuilder, node: Node, index: int, known: KnownValues, la
 
 @lowering("SequenceAt")
 def sequence_at(b: LoweringBuilder, node: Node) -> None:
-    """Write the tensor at the position, if constants and sizes determine it; else refuse."""
+    """Write the tensor at a position, which constants and sizes must determine."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     at = _position(b, node, 1, known, len(tensors) - 1)
@@ -101,7 +102,7 @@ def sequence_at(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("ConcatFromSequence")
 def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
-    """Write Concat, if constants and sizes determine the tensors of the sequence; else refuse."""
+    """Write a Concat of the tensors of the sequence, which constants and sizes must determine."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     result = node.outputs[0]
@@ -115,7 +116,7 @@ def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SequenceLength")
 def sequence_length(b: LoweringBuilder, node: Node) -> None:
-    """Write a constant, if constants and sizes determine the length; else refuse."""
+    """Write the length as a constant, which constants and sizes must determine."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     gated(b, node, b.constant(len(tensors)), known, node.outputs[0])
@@ -123,12 +124,12 @@ def sequence_length(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("OptionalGetElement")
 def optional_get_element(b: LoweringBuilder, node: Node) -> None:
-    """Write the content of the optional value."""
+    """Write the tensor in the optional value."""
     value = node.inputs[0]
     if value not in b.facts:
         maker = _maker(b, node, value, frozenset({"Identity"}))
         if maker.op != "Optional" or not maker.inputs:
-            raise b.refuse(node, f"its operand '{value}' cannot be followed")
+            raise b.refuse(node, f"the tensor in its operand '{value}' is unknown")
         value = maker.inputs[0]
     b.op("Identity", value, result=node.outputs[0])
 
@@ -138,7 +139,7 @@ def optional_get_element(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SplitToSequence")
 def split_to_sequence(b: LoweringBuilder, node: Node) -> None:
-    """Write Split, into as many parts as in the sample run."""
+    """Write a Split into as many parts as in the sample run."""
     x, split = (*node.inputs, "")[:2]
     axis = integer(node, "axis", 0)
     side = b.facts[x].shape[axis]
@@ -153,7 +154,7 @@ def split_to_sequence(b: LoweringBuilder, node: Node) -> None:
         sizes = [int(each)] * whole + [rest] * bool(rest)
     count = check_steps(b, node, len(sizes))
     parts = b.multi("Split", [x, b.constant(sizes)], ("",) * count, axis=axis)
-    label_last(b, f"{node.op} made {count} parts of {side}, as in the sample inputs")
+    label_last(b, f"{node.op} has {count} parts of {side}, as in the sample inputs")
     if not split and not integer(node, "keepdims", 1):
         at = b.constant([axis])
         parts = tuple(b.op("Squeeze", part, at) for part in parts)
@@ -162,10 +163,10 @@ def split_to_sequence(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SequenceMap")
 def sequence_map(b: LoweringBuilder, node: Node) -> None:
-    """Write the body for each element, if constants and sizes determine their number."""
+    """Write the body for each element; constants and sizes must determine their number."""
     known = KnownValues(b)
     body = body_of(node, "body", b.graph.opset)
-    # Those after the first may be tensors, which the body is given whole each time.
+    # Operands after the first may be tensors, which the body receives whole in each iteration.
     is_tensor = [name in b.facts for name in node.inputs]
     first = elements(b, node, node.inputs[0], known)
     columns = [

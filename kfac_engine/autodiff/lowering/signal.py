@@ -10,7 +10,7 @@ from kfac_engine.graph.structure import Node
 
 @lowering("STFT")
 def stft(b: LoweringBuilder, node: Node) -> None:
-    """Gather frames, multiply them by the window, and transform them."""
+    """Write the Fourier transforms of frames that are multiplied by the window."""
     signal, step, window, length = (*node.inputs, "", "")[:4]
     parts = b.facts[signal].shape[2:] or (1,)
     if len(b.facts[signal].shape) == 2:
@@ -20,7 +20,8 @@ def stft(b: LoweringBuilder, node: Node) -> None:
     if window:
         frames = b.op("Mul", frames, b.op("Unsqueeze", window, b.constant([1])))
     onesided = integer(node, "onesided", 1)
-    # Only reals have spectra of which half is enough; of others the second half is cut off.
+    # Half of the spectrum suffices for real signals only. For complex signals, the second half is
+    # removed after the transform.
     cut = onesided and parts != (1,)
     spectra = _transformed(b, frames, onesided and not cut, "" if cut else node.outputs[0])
     if cut:
@@ -31,7 +32,7 @@ def stft(b: LoweringBuilder, node: Node) -> None:
 
 
 def _frames(b: LoweringBuilder, signal: str, step: str, points: str) -> str:
-    """Return the indices of the points of each frame, ``(frames, points)``."""
+    """Write the indices of the points of each frame, ``(frames, points)``."""
     samples = b.op("Gather", b.op("Shape", signal), _one(b))
     steps = b.op("Div", b.op("Sub", samples, points), step)
     zero = b.constant(np.array(0))
@@ -41,7 +42,7 @@ def _frames(b: LoweringBuilder, signal: str, step: str, points: str) -> str:
 
 
 def _transformed(b: LoweringBuilder, frames: str, onesided: int, result: str) -> str:
-    """Transform ``(n, frames, points, parts)`` along the points."""
+    """Write the transform of ``(n, frames, points, parts)`` along the points."""
     if b.graph.opset < 20:
         return b.op("DFT", frames, axis=2, onesided=int(onesided), result=result)
     axis = b.constant(np.array(2))
@@ -53,5 +54,5 @@ def _one(b: LoweringBuilder) -> str:
 
 
 def _whole(b: LoweringBuilder, number: str) -> str:
-    """Convert a length to a 0-d int64."""
+    """Write a length as a 0-d int64."""
     return b.op("Reshape", b.cast(number, "int64"), b.constant([], "int64"))

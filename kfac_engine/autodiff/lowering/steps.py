@@ -1,4 +1,4 @@
-"""Splits values into steps along an axis, and stacks them again."""
+"""Splits values into steps along an axis, and stacks steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,15 +6,16 @@ from dataclasses import replace
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.graph.structure import Node
 
-# A step of an LSTM becomes fifteen nodes and, with its derivative, fifty. ONNX Runtime takes some
-# tenths of a millisecond for each when it builds a session, and longer the more there are.
+# Largest number of unrolled steps. A step of an LSTM becomes fifteen nodes, or fifty with its
+# derivative. ONNX Runtime takes a few tenths of a millisecond for each node when it builds a
+# session, and longer for larger graphs.
 MOST_STEPS = 1024
 
 
 def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[str, ...]:
-    """Split a value into the slices of the sample run along an axis.
+    """Write the slices of a value along an axis, as many as in the sample run.
 
-    On a batch with another number of slices the Split node fails; its name gives the reason.
+    For a batch with another number of slices, the Split node fails, and its name gives the reason.
 
     Args:
         b: Receives the nodes.
@@ -37,14 +38,14 @@ def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[
 
 
 def stacked(b: LoweringBuilder, values: Sequence[str], axis: int, result: str = "") -> str:
-    """Stack values along a new axis; return the name of the result."""
+    """Write values stacked along a new axis; return the name of the result."""
     at = b.constant([axis])
     rows = [b.op("Unsqueeze", value, at) for value in values]
     return b.op("Concat", *rows, result=result, axis=axis)
 
 
 def check_steps(b: LoweringBuilder, node: Node, length: int) -> int:
-    """Check that a number of steps can be unrolled, and return it.
+    """Return a number of steps if it can be unrolled.
 
     Args:
         b: Builder, for the error.
@@ -58,7 +59,9 @@ def check_steps(b: LoweringBuilder, node: Node, length: int) -> int:
         UnsupportedOpError: The number is zero or too large.
     """
     if not 0 < length <= MOST_STEPS:
-        raise b.refuse(node, f"it has {length} steps, and from 1 to {MOST_STEPS} can be unrolled")
+        raise b.refuse(
+            node, f"it has {length} steps, but only 1 to {MOST_STEPS} steps can be unrolled"
+        )
     return length
 
 

@@ -18,19 +18,19 @@ from kfac_engine.sessions.session import Session
 def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> int:
     """Return the number of iterations of a Loop.
 
-    Only the values that the condition depends on are computed in each iteration.
+    Each iteration computes only the values that the condition depends on.
 
     Args:
-        b: For errors.
+        b: Builder, for errors.
         node: The loop.
-        body: Its body.
-        known: What constants and sizes decide; remembers what was asked for.
+        body: Body of the loop.
+        known: Values that constants and sizes determine; it records the used values.
 
     Returns:
-        At most ``MOST_STEPS``.
+        The number of iterations, at most ``MOST_STEPS``.
 
     Raises:
-        UnsupportedOpError: Data decides the number, or it is too large to unroll.
+        UnsupportedOpError: The number depends on data, or is too large to unroll.
     """
     limit, going = (_operand(b, node, known, index) for index in (0, 1))
     most = MOST_STEPS + 1 if limit is None else int(limit.item())
@@ -41,7 +41,9 @@ def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -
         condition = _condition(b, node, body, known)
         trips = next(trip for trip, more in enumerate(condition, 1) if not more or trip >= most)
     if trips > MOST_STEPS:
-        raise b.refuse(node, f"it runs more than {MOST_STEPS} times, too often to unroll")
+        raise b.refuse(
+            node, f"it runs more than {MOST_STEPS} times, which is the limit for unrolling"
+        )
     return trips
 
 
@@ -62,30 +64,30 @@ def _known(b: LoweringBuilder, node: Node, known: KnownValues, name: str) -> Arr
 def _condition(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> Iterator[bool]:
     """Yield the condition of the loop after each iteration."""
     nodes, states = _deciding(body)
-    held = dict(body.graph.constants)
-    given = {body.inputs[0]: np.asarray(0), body.inputs[1]: np.asarray(True)}
-    given |= {body.inputs[i]: _known(b, node, known, node.inputs[i]) for i in states}
+    constants = dict(body.graph.constants)
+    feeds = {body.inputs[0]: np.asarray(0), body.inputs[1]: np.asarray(True)}
+    feeds |= {body.inputs[i]: _known(b, node, known, node.inputs[i]) for i in states}
     results = {body.inputs[i]: body.graph.outputs[i - 1] for i in (1, *states)}
     internal = {name for entry in nodes for name in entry.outputs}
     reads = {name for entry in nodes for name in (*entry.inputs, *entry.captures) if name}
-    outer = reads.union(results.values()) - internal - held.keys() - given.keys()
-    held |= {name: _known(b, node, known, name) for name in sorted(outer)}
+    outer = reads.union(results.values()) - internal - constants.keys() - feeds.keys()
+    constants |= {name: _known(b, node, known, name) for name in sorted(outer)}
     after = {name: f"{name} after" for name in results}
     copies = [Node("Identity", (results[name],), (new,), name=new) for name, new in after.items()]
     model = compact_model(
         [*nodes, *copies],
-        [Input(name, array.dtype, None) for name, array in given.items()],
+        [Input(name, array.dtype, None) for name, array in feeds.items()],
         list(after.values()),
-        held,
+        constants,
         body.graph.opset,
         domains=b.graph.domains,
     )
     session = Session(model, threads=1, what=f"the condition of '{node.name}'")
     for trip in count():
-        given[body.inputs[0]] = np.asarray(trip)
-        values = session.run(list(after.values()), given)
-        given |= {name: values[new] for name, new in after.items()}
-        yield bool(given[body.inputs[1]].all())
+        feeds[body.inputs[0]] = np.asarray(trip)
+        values = session.run(list(after.values()), feeds)
+        feeds |= {name: values[new] for name, new in after.items()}
+        yield bool(feeds[body.inputs[1]].all())
 
 
 def _deciding(body: Body) -> tuple[list[Node], list[int]]:

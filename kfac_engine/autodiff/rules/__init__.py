@@ -1,7 +1,7 @@
 """The table of derivative rules: a function for each operator, a file for each family.
 
-A rule receives a node, the cotangents of its outputs and the indices of operands that need one. It
-adds the cotangents of these operands to a ``VjpBuilder``::
+A rule receives a node, the cotangents of its outputs, and the indices of the operands that need a
+cotangent. It adds the cotangents of these operands to a ``VjpBuilder``::
 
     @vjp_rule("Tanh")
     def tanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
@@ -14,7 +14,7 @@ Conventions:
 - ``g[i]`` is the name of the cotangent of output ``i``; outputs without one are absent.
 - ``wanted`` has the indices of operands that need a cotangent; others may be absent.
 - If a wanted operand is absent from the result, its derivative is zero by definition.
-- Graphs are at opset 18 or newer: rules read the opset-18 form of every operator.
+- Graphs are at opset 18 or newer, so rules read the opset-18 form of every operator.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,8 +39,8 @@ _FAMILIES = (
 
 RULES: Registry[Rule] = Registry("derivative rule")
 
-# Piecewise constant operators: the derivative is zero wherever it exists, and the reverse sweep
-# stops.
+# Piecewise constant operators, at which the reverse sweep stops because the derivative is zero
+# wherever it exists.
 ZERO_DERIVATIVE: frozenset[str] = frozenset(
     """
     And ArgMax ArgMin Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Constant
@@ -53,7 +53,7 @@ ZERO_DERIVATIVE: frozenset[str] = frozenset(
 )
 
 # Operators that round real numbers to integers. Their derivative is zero, too, but users of
-# quantized models expect another one: they are refused by name.
+# quantized models expect another derivative, so these operators raise an error.
 QUANTIZERS: frozenset[str] = frozenset(
     {
         "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear",
@@ -64,7 +64,7 @@ QUANTIZERS: frozenset[str] = frozenset(
 
 
 def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Enter a function into the table for each of ``ops`` (``"domain::Op"`` for other domains)."""
+    """Return a decorator that registers the rule of ``ops``, such as ``"domain::Op"``."""
 
     def enter(rule: Rule) -> Rule:
         for op in ops:
@@ -76,7 +76,7 @@ def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
 
 @cache
 def load_rules() -> Registry[Rule]:
-    """Return the full table; imports every family once."""
+    """Return the table of rules, after an import of every family."""
     for family in _FAMILIES:
         import_module(f"{__name__}.{family}")
     return RULES

@@ -1,7 +1,8 @@
 """Activation functions and softmax.
 
-Where the derivative can be told from the result, the result is what gets saved: the next layer
-needs it anyway, and ONNX Runtime fuses activations into the operator before them.
+If the result determines the derivative, a rule reads the result and not the operand. The next layer
+saves the result in any case, and ONNX Runtime can then fuse the activation with the operator before
+it.
 """
 
 from collections.abc import Mapping
@@ -24,25 +25,25 @@ _RELAYS = frozenset({"Cast", "CastLike", "Identity"})
 
 @vjp_rule("Relu")
 def relu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent where y > 0."""
+    """Return the cotangent where y > 0, else zero."""
     y = node.outputs[0]
     return {0: b.op("Mul", g[0], b.cast_like(b.op("Greater", y, b.scalar(0, y)), y))}
 
 
 @vjp_rule("LeakyRelu")
 def leaky_relu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent, times the slope where x ≤ 0."""
+    """Return the cotangent, times the slope where x ≤ 0."""
     x, alpha = node.inputs[0], number(node, "alpha", 0.01)
     slope = b.scalar(alpha, x)
     if 0 <= alpha <= 1:
-        # Three times as fast as Where, which has one thread.
+        # A Clip is three times as fast as Where, which uses one thread.
         return {0: b.op("Mul", g[0], b.op("Clip", b.cast_like(_positive(b, x), x), slope))}
     return {0: b.op("Where", _positive(b, x), g[0], b.op("Mul", g[0], slope))}
 
 
 @vjp_rule("PRelu")
 def prelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Like LeakyRelu; the slope gets g x where x < 0."""
+    """Return the cotangent, times the slope where x < 0; the slope receives g x there."""
     x, slope = node.inputs
     gradients = {}
     if 0 in wanted:
@@ -55,9 +56,9 @@ def prelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Clip")
 def clip(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Add the cotangent to x inside the bounds, else to the bound."""
+    """Return the cotangent for x inside the bounds, and for the bound elsewhere."""
     x, low, high = (*node.inputs, "", "")[:3]
-    # y = min(max(x, low), high), in this order: an empty interval gives high.
+    # y = min(max(x, low), high), so an empty interval gives high.
     at_low = b.op("Less", x, low) if low else ""
     at_high = b.op("Greater", b.op("Max", x, low) if low else x, high) if high else ""
     cut = [mask for mask in (at_low, at_high) if mask]
@@ -77,7 +78,7 @@ def clip(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("HardSigmoid")
 def hard_sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The slope where 0 < y < 1."""
+    """Return the cotangent times the slope where 0 < y < 1, else zero."""
     y = node.outputs[0]
     inside = b.op("And", _positive(b, y), b.op("Less", y, b.scalar(1, y)))
     slope = b.scalar(number(node, "alpha", 0.2), y)
@@ -138,7 +139,7 @@ def selu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def _exponential_unit(
     b: VjpBuilder, node: Node, g: str, depth: float, slope: float
 ) -> Mapping[int, str]:
-    """For y = slope·x for x > 0, else depth·(exp(x) − 1), whose derivative there is y + depth."""
+    """Return the gradient of slope·x for x > 0, else depth·(exp(x) − 1)."""
     x, y = node.inputs[0], node.outputs[0]
     left = b.op("Add", y, b.scalar(depth, x))
     return {0: b.op("Mul", g, b.op("Where", _positive(b, x), b.scalar(slope, x), left))}
@@ -154,13 +155,13 @@ def celu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Gelu")
 def gelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Slopes of the exact form and of the one with tanh."""
+    """Return the cotangent times the slope of the exact form or of the form with tanh."""
     slope = {"none": _gelu_slope, "tanh": _gelu_tanh_slope}
     return {0: b.op("Mul", g[0], slope[text(node, "approximate", "none")](b, node))}
 
 
 def _gelu_slope(b: VjpBuilder, node: Node) -> str:
-    """Φ(x) + x φ(x), with the distribution function and density of the standard normal."""
+    """Write Φ(x) + x φ(x), with the distribution function and density of the standard normal."""
     x = node.inputs[0]
     erf = b.op("Erf", b.op("Mul", x, b.scalar(sqrt(0.5), x)))
     distribution = b.op("Mul", b.op("Add", erf, b.scalar(1, x)), b.scalar(0.5, x))
@@ -169,12 +170,12 @@ def _gelu_slope(b: VjpBuilder, node: Node) -> str:
 
 
 def _gelu_tanh_slope(b: VjpBuilder, node: Node) -> str:
-    """For y = x (1 + t)/2 with t = tanh(u), u = √(2/π)(x + 0.044715 x³): (1 + t)/2 + x t′/2."""
+    """Write (1 + t)/2 + x t′/2 with t = tanh(√(2/π)(x + 0.044715 x³))."""
     x, c = node.inputs[0], sqrt(2 / pi)
     t = b.op("Tanh", polynomial(b, x, (0, c, 0, 0.044715 * c)))
     sech2 = b.op("Sub", b.scalar(1, x), b.op("Mul", t, t))
     half = b.op("Mul", b.op("Add", t, b.scalar(1, x)), b.scalar(0.5, x))
-    # x u′/2, whole
+    # x u′/2 with the operand u of tanh
     ramp = polynomial(b, x, (0, c / 2, 0, 3 * 0.044715 * c / 2))
     return b.op("Add", half, b.op("Mul", sech2, ramp))
 
@@ -184,7 +185,7 @@ def _gelu_tanh_slope(b: VjpBuilder, node: Node) -> str:
 
 @vjp_rule("Softmax")
 def softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """With t = g y: t − y Σ t."""
+    """Return t − y Σ t with t = g y."""
     y = _defined(b, node.outputs[0])
     total = _sum_over_axis(b, node, b.op("Mul", g[0], y))
     return {0: b.op("Mul", y, b.op("Sub", g[0], total))}
@@ -192,14 +193,14 @@ def softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("LogSoftmax")
 def log_softmax(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent minus exp(y) Σ g."""
+    """Return the cotangent minus exp(y) Σ g."""
     probabilities = b.op("Exp", node.outputs[0])
     return {0: b.op("Sub", g[0], b.op("Mul", probabilities, _sum_over_axis(b, node, g[0])))}
 
 
 def _defined(b: VjpBuilder, y: str) -> str:
-    """Return the probabilities ``y``, with zero for NaN if the model replaces these entries."""
-    # Such rows are 0/0. Unselected entries have cotangent zero, but zero times NaN is NaN.
+    """Write the probabilities ``y``, with zero for NaN if the model replaces these entries."""
+    # A row of NaN is 0/0. The cotangent of a replaced entry is zero, but zero times NaN is NaN.
     return b.op("Where", b.op("IsNaN", y), b.scalar(0, y), y) if _is_selected(b, y) else y
 
 

@@ -1,7 +1,7 @@
 """Derivatives of convolutions over one, two or three spatial axes.
 
-The choice of forms and its measurements are in ``geometry``, for kernels in ``kernels``. Sizes of
-images stay dynamic. Shapes of kernels come from the sample run: a weight that is computed from
+``geometry`` and ``kernels`` describe the choice of forms and its measurements. Sizes of images are
+dynamic. Shapes of kernels come from the sample run, because a weight that is computed from
 parameters has the same shape in every batch.
 """
 
@@ -35,7 +35,7 @@ def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("ConvTranspose")
 def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Write the adjoint Conv; the image takes the place of the cotangent of Conv."""
+    """Write the adjoint Conv, in which the image replaces the cotangent of Conv."""
     x, weight = node.inputs[:2]
     window = sliding(node, b.sample_shape(weight)[2:])
     group = integer(node, "group", 1)
@@ -63,7 +63,7 @@ def _pads_itself(node: Node) -> bool:
 
 
 def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
-    """Pad the cotangent to all pixels of the taps, if cropping depends on the result size."""
+    """Write the cotangent, padded to all pixels of the taps if the crop depends on its size."""
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
     size = b.forward("Shape", y, start=2)[0]
@@ -80,7 +80,7 @@ def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
 
 
 def _image(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """Write the cotangent of the image: Conv with the reversed kernel, or ConvTranspose."""
+    """Write the cotangent of the image: a Conv with the reversed kernel, or a ConvTranspose."""
     x, weight = node.inputs[:2]
     begins = tuple(r - p for r, p in zip(window.reaches, window.begins, strict=True))
     ends = tuple(r - p for r, p in zip(window.reaches, window.ends, strict=True))
@@ -92,7 +92,7 @@ def _image(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int)
 
 
 def _transposed_kernel(b: VjpBuilder, weight: str, window: SlidingWindow, group: int) -> str:
-    """Exchange the channels of the kernel and reverse every spatial axis."""
+    """Write the kernel with exchanged channels and reversed spatial axes."""
     outs, ins = b.sample_shape(weight)[:2]
     spatial = window.axes
     kernel = weight

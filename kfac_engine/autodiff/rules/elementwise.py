@@ -14,33 +14,33 @@ _TWO_OVER_ROOT_PI = 1.1283791670955126
 
 @vjp_rule("Add", "Sum")
 def add(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Pass the cotangent of the sum to every operand."""
+    """Return the cotangent of the sum for every operand."""
     return _each(b, node, dict.fromkeys(wanted, g[0]))
 
 
 @vjp_rule("Mean")
 def mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Like a sum, over the number of operands."""
+    """Return the cotangent divided by the number of operands, for every operand."""
     share = b.op("Mul", g[0], b.scalar(1 / len(node.inputs), node.outputs[0]))
     return _each(b, node, dict.fromkeys(wanted, share))
 
 
 @vjp_rule("Sub")
 def sub(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """A cotangent and its negative."""
+    """Return the cotangent and its negative."""
     parts = _each(b, node, dict.fromkeys(wanted, g[0]))
     return {i: b.op("Neg", part) if i == 1 else part for i, part in parts.items()}
 
 
 @vjp_rule("Mul")
 def mul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times the other operand."""
+    """Return the cotangent times the other operand."""
     return _each(b, node, {i: b.op("Mul", g[0], node.inputs[1 - i]) for i in wanted})
 
 
 @vjp_rule("Div")
 def div(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangents q and −q y with q = g/x₁."""
+    """Return q and −q y with q = g/x₁."""
     quotient = b.op("Div", g[0], node.inputs[1])
     wide = {0: quotient}
     if 1 in wanted:
@@ -50,7 +50,7 @@ def div(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Pow")
 def power(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times p x^(p−1), and times y log x."""
+    """Return the cotangent times p x^(p−1), and times y log x for the exponent p."""
     x, p = node.inputs
     wide = {}
     if 0 in wanted:
@@ -61,7 +61,7 @@ def power(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
         slope = b.op("Mul", exponent, b.op("Pow", x, lowered))
         wide[0] = b.op("Mul", g[0], slope)
     if 1 in wanted:
-        # x^p does not change with p at x = 0; for x < 0 it is no function of a real p.
+        # At x = 0, x^p does not depend on p. For x < 0, it is not defined for all real p.
         positive = b.op("Greater", x, b.scalar(0, x))
         logarithm = b.op("Log", b.op("Where", positive, x, b.scalar(1, x)))
         wide[1] = b.op("Mul", g[0], b.op("Mul", node.outputs[0], logarithm))
@@ -80,11 +80,11 @@ def extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 @vjp_rule("Mod")
 def modulo(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """For y = x₀ − q x₁ with an integer q: the cotangent and −q times it."""
+    """Return the cotangent and −q times the cotangent, for y = x₀ − q x₁ with an integer q."""
     dividend, divisor = node.inputs
     wide = {0: g[0]}
     if 1 in wanted:
-        # q from the remainder is exact; x₀/x₁ may be rounded up to an integer.
+        # The remainder gives the exact q. The quotient x₀/x₁ may be rounded up to an integer.
         rest = b.op("Sub", dividend, node.outputs[0])
         quotient = b.op("Round", b.op("Div", rest, divisor))
         wide[1] = b.op("Neg", b.op("Mul", g[0], quotient))
@@ -101,7 +101,7 @@ def where(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 def _each(b: VjpBuilder, node: Node, wide: dict[int, str]) -> Gradients:
-    """Sum cotangents with the shape of the result to the shapes of the operands."""
+    """Return cotangents in the shapes of the operands: sums of cotangents in that of the result."""
     y = node.outputs[0]
     return {i: b.unbroadcast(name, y, node.inputs[i]) for i, name in wide.items()}
 
@@ -111,52 +111,52 @@ def _each(b: VjpBuilder, node: Node, wide: dict[int, str]) -> Gradients:
 
 @vjp_rule("Neg")
 def neg(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The negated cotangent."""
+    """Return the negated cotangent."""
     return {0: b.op("Neg", g[0])}
 
 
 @vjp_rule("Abs")
 def absolute(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times sign(x): zero at the kink."""
+    """Return the cotangent times sign(x), which is zero at the kink."""
     return {0: b.op("Mul", g[0], b.op("Sign", node.inputs[0]))}
 
 
 @vjp_rule("Exp")
 def exp(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times y."""
+    """Return the cotangent times y."""
     return {0: b.op("Mul", g[0], node.outputs[0])}
 
 
 @vjp_rule("Log")
 def log(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over x."""
+    """Return the cotangent divided by x."""
     return {0: b.op("Div", g[0], node.inputs[0])}
 
 
 @vjp_rule("Sqrt")
 def sqrt(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent divided by 2 y."""
+    """Return the cotangent divided by 2 y."""
     y = node.outputs[0]
     return {0: b.op("Div", b.op("Mul", g[0], b.scalar(0.5, y)), y)}
 
 
 @vjp_rule("Reciprocal")
 def reciprocal(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times −y²."""
+    """Return the cotangent times −y²."""
     y = node.outputs[0]
     return {0: b.op("Neg", b.op("Mul", g[0], b.op("Mul", y, y)))}
 
 
 @vjp_rule("Erf")
 def erf(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times 2/√π exp(−x²)."""
+    """Return the cotangent times 2/√π exp(−x²)."""
     x = node.inputs[0]
     bell = b.op("Exp", b.op("Neg", b.op("Mul", x, x)))
     return {0: b.op("Mul", g[0], b.op("Mul", bell, b.scalar(_TWO_OVER_ROOT_PI, x)))}
 
 
 def polynomial(b: VjpBuilder, x: str, coefficients: Sequence[float]) -> str:
-    """Evaluate a polynomial of ``x`` by Horner's rule; coefficients in rising order."""
+    """Write a polynomial of ``x`` by Horner's rule, with coefficients of ascending powers."""
     *lower, last = coefficients
     result = b.scalar(last, x)
     for coefficient in reversed(lower):

@@ -1,7 +1,7 @@
 """Derivative of the discrete Fourier transform.
 
-A complex number is the pair of its parts. The adjoint of a complex matrix is then its conjugate
-transpose: the adjoint of the transform is the inverse transform times the number of points. A
+A complex number is a pair of real numbers. The adjoint of a complex matrix is then its conjugate
+transpose, so the adjoint of the transform is the inverse transform times the number of points. A
 one-sided transform omits the half of a spectrum that follows from the other half.
 """
 
@@ -17,7 +17,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("DFT")
 def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Transform in the other direction; cut or pad the result to the signal length."""
+    """Write the transform in the other direction, cropped or padded to the signal length."""
     axis = _axis(b, node)
     onesided, inverse = (integer(node, name, 0) for name in ("onesided", "inverse"))
     if onesided and inverse:
@@ -38,7 +38,7 @@ def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
-    """Write the adjoint of half a spectrum to a real signal: inner entries count twice."""
+    """Write the adjoint of a transform from half a spectrum to a real signal."""
     x, y = node.inputs[0], node.outputs[0]
     inputs, outputs = (b.sample_shape(name)[axis] for name in (x, y))
     if inputs > outputs // 2 + 1:
@@ -61,7 +61,7 @@ def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
 
 
 def _axis(b: VjpBuilder, node: Node) -> int:
-    """Return the axis of the signal: an attribute, or an operand from operator set 20 on."""
+    """Return the axis of the signal, an attribute or, since operator set 20, an operand."""
     rank = b.rank(node.inputs[0])
     if b.graph.opset < 20:
         return integer(node, "axis", 1) % rank
@@ -75,7 +75,7 @@ def _axis(b: VjpBuilder, node: Node) -> int:
 
 
 def _transformed(b: VjpBuilder, node: Node, signal: str, axis: int, inverse: int) -> str:
-    """Transform ``signal``; one-sided if ``node`` converts a spectrum to real numbers."""
+    """Write the transform of ``signal``, one-sided if ``node`` converts a spectrum to reals."""
     half = integer(node, "onesided", 0) * integer(node, "inverse", 0)
     if b.graph.opset < 20:
         return b.op("DFT", signal, axis=axis, inverse=inverse, onesided=half)
@@ -92,7 +92,7 @@ def _float(b: VjpBuilder, value: str, like: str) -> str:
 
 
 def _fitted(b: VjpBuilder, value: str, old: str, new: str, place: tuple[int, int]) -> str:
-    """Cut or pad ``value`` from ``old`` to ``new`` entries along an axis."""
+    """Write ``value`` cropped or padded from ``old`` to ``new`` entries along an axis."""
     axis, rank = place
     more = b.forward("Sub", new, old)[0]
     pads = b.forward("Concat", b.constant([0]), more, axis=0)[0]

@@ -1,7 +1,7 @@
-"""Windows of Conv and pools, and their adjoint from windows to pixels.
+"""Windows of convolutions and pools, and the adjoint that adds windows to pixels.
 
-Several graphs compute the same cotangent. The table lists the chosen form; milliseconds of ONNX
-Runtime 1.31 on one thread, for 16 images of 28·28 pixels unless stated otherwise:
+Several graphs compute the same cotangent. The table lists the chosen forms, with milliseconds of
+ONNX Runtime 1.31 on one thread. If not stated otherwise, they are for 16 images of 28·28 pixels.
 
 | operator | form | ms | instead of | ms |
 |---|---|---|---|---|
@@ -17,8 +17,8 @@ Runtime 1.31 on one thread, for 16 images of 28·28 pixels unless stated otherwi
 | AveragePool 3×3, unit strides, 32 images of 64 | AveragePool | 1.7 | ConvTranspose | 4.3 |
 | AveragePool 3×3, stride 2, 32 images of 64 | ConvTranspose | 2.7 | a matrix for each axis | 1.1 |
 
-In the last row matrices are slower than ConvTranspose for large images: their time is cubic in the
-image size. The comparison of maxima was measured with 32 images of 32 channels.
+The matrices of the last row are slower than ConvTranspose for large images, because their time is
+cubic in the image size. The comparison of maxima was measured with 32 images of 32 channels.
 """
 
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
@@ -32,10 +32,10 @@ def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
 
     Args:
         node: A convolution or pool.
-        kernel: Taps along each axis.
+        kernel: Number of taps along each axis.
 
     Returns:
-        The window, with automatic padding resolved where it does not depend on the image.
+        The window, with explicit padding if it does not depend on the image.
     """
     ones = (1,) * len(kernel)
     strides = integers(node, "strides", ones)
@@ -55,7 +55,7 @@ def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
 
 
 def _resolved(window: SlidingWindow) -> SlidingWindow:
-    """Resolve SAME for unit strides: the total padding is then the reach of the window."""
+    """Return a window of unit strides with explicit padding for SAME: the reach of the window."""
     begins, ends = split_padding(window.reaches, window.same)
     return SlidingWindow(
         window.kernel, window.strides, window.dilations, begins, ends, "", window.ceil_mode
@@ -63,7 +63,7 @@ def _resolved(window: SlidingWindow) -> SlidingWindow:
 
 
 def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[str, str]:
-    """Add the run-time padding of SAME: the extent of the windows of ``y`` beyond the image ``x``.
+    """Write the run-time padding of SAME, by which the windows of ``y`` exceed the image ``x``.
 
     Args:
         b: The builder.
@@ -88,7 +88,7 @@ def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[
 def spread(
     b: VjpBuilder, window: SlidingWindow, g: str, weight: str, x: str, y: str, group: int = 1
 ) -> str:
-    """Write the adjoint of a convolution: each window adds its cotangent to its pixels.
+    """Write the adjoint of a convolution, which adds the cotangent of each window to its pixels.
 
     Args:
         b: The builder.
@@ -111,8 +111,8 @@ def spread(
     )  # fmt: skip
     if exact:
         return seen
-    # The windows may end before or after the last pixel, depending on the image size: crop to the
-    # image, then pad with zeros.
+    # The windows may end before or after the last pixel, so the result is cropped to the image and
+    # padded with zeros.
     pixels, axes = b.forward("Shape", x, start=2)[0], b.constant(window.axes)
     if window.same:
         begin = same_padding(b, window, x, y)[0]

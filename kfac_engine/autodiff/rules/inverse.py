@@ -1,4 +1,4 @@
-"""The inverse of a matrix, which ONNX Runtime has and the standard has not."""
+"""The inverse of a matrix, an operator of ONNX Runtime."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
@@ -7,7 +7,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("com.microsoft::Inverse")
 def inverse(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """−Yᵀ G Yᵀ, for each matrix of a batch."""
+    """Return −Yᵀ G Yᵀ for each matrix of a batch."""
     y = node.outputs[0]
     rank = b.rank(y)
     transposed = b.op("Transpose", y, perm=(*range(rank - 2), rank - 1, rank - 2))

@@ -1,10 +1,11 @@
-"""Cotangent of the kernel of a convolution: for each tap, cotangent times the pixels at the tap.
+"""Writes the cotangent of the kernel of a convolution as products of shifted operands.
 
-Copying a slice for each tap takes longer than the product. Instead, convolutions with kernels of
-ones and zeros shift the operands, in all threads: the image along its last axes, the cotangent in
-the opposite direction along the first axes. One product then has every pair of shifts, which is
-every tap. With strides, or if the operands are smaller, only the image is shifted. On a CPU most of
-these products are computed outside of the graph (``_is_faster_outside``).
+For each tap, the cotangent of the kernel is the product of the cotangent and the pixels under the
+tap. Copying a slice for each tap takes longer than the product. Instead, convolutions with kernels
+of ones and zeros shift the operands, in all threads: the image along its last axes, and the
+cotangent in the opposite direction along the first axes. One product then contains every pair of
+shifts, and so every tap. With strides, or if the operands are smaller, only the image is shifted.
+On a CPU most of these products are computed outside of the graph (``_is_faster_outside``).
 Milliseconds of ONNX Runtime 1.31 on two threads:
 
 | images, kernel | shifted | ms | slice and product for each tap | convolution with the cotangent |
@@ -30,12 +31,12 @@ from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
-# Kernels whose gradient ``backend.cpu.conv_weight_grad`` computes faster than ONNX Runtime: at
-# least two taps, and at least these channels per group and multiplications per example.
+# ``backend.cpu.conv_weight_grad`` is faster than ONNX Runtime for kernels with at least two taps
+# and at least these numbers of channels per group and of multiplications per example.
 _LEAST_CHANNELS = 4
 _LEAST_MULTIPLIED = 1e6
 
-# Shifted operands may be this many times as large as the operands, which bounds their memory.
+# Largest ratio of the sizes of shifted operands and operands, which bounds the memory.
 _MOST_SHIFTS = 9
 
 
@@ -44,7 +45,7 @@ def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, g
 
     Args:
         b: The builder.
-        node: A ``Conv`` with image, kernel and result; padding resolved in ``window``.
+        node: A ``Conv`` with image, kernel and result.
         g: Cotangent of the result.
         window: Window of the convolution.
         group: Number of groups of channels.
@@ -64,7 +65,7 @@ def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, g
 
 
 def _is_faster_outside(b: VjpBuilder, node: Node, window: SlidingWindow, group: int) -> bool:
-    """Check by the sizes of the sample run whether BLAS is faster than the nodes of the graph."""
+    """Return whether BLAS is faster than nodes of the graph for the sizes of the sample run."""
     weight = node.inputs[1]
     outs, ins = b.sample_shape(weight)[:2]
     multiplied = prod(b.sample_shape(weight)) * prod(b.sample_shape(node.outputs[0])[2:])
@@ -78,11 +79,11 @@ def _is_faster_outside(b: VjpBuilder, node: Node, window: SlidingWindow, group: 
 
 @dataclass(frozen=True, slots=True)
 class _Shifts:
-    """Division of the spatial axes between shifts of cotangent and image.
+    """The spatial axes along which the cotangent and the image are shifted.
 
     Attributes:
-        cut: Number of spatial axes, from the first, along which the cotangent is shifted.
-        written: Size of both shifted operands for each position of the result.
+        cut: Number of leading spatial axes along which the cotangent is shifted.
+        written: Number of entries of both shifted operands for each position of the result.
     """
 
     cut: int
@@ -107,7 +108,7 @@ def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:
 def _product_of_shifts(
     b: VjpBuilder, node: Node, g: str, window: SlidingWindow, shifts: _Shifts
 ) -> str:
-    """Multiply the shifted operands over examples and positions; result in kernel order."""
+    """Write the product of the shifted operands over examples and positions, in kernel order."""
     x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
     outs, ins, *kernel = b.sample_shape(weight)
     along_g, along_x = kernel[: shifts.cut], kernel[shifts.cut :]
@@ -115,7 +116,8 @@ def _product_of_shifts(
     image = _shifted(b, image, weight, ins, _only_last(window, shifts.cut))
     g = _shifted(b, g, weight, outs, _against(window, shifts.cut), backwards=True)
     if window.taps * outs * ins <= shifts.written * prod(b.sample_shape(y)[2:]):
-        # Products of single examples are smaller than their operands: no transposition is needed.
+        # The products of single examples are smaller than their operands, so a batch of products is
+        # summed without a transposition.
         rows = b.op("Reshape", g, b.constant([0, outs * prod(along_g), -1]))
         columns = b.op("Reshape", image, b.constant([0, ins * prod(along_x), -1]))
         each = b.op("MatMul", rows, b.op("Transpose", columns, perm=(0, 2, 1)))
@@ -148,12 +150,12 @@ def _against(window: SlidingWindow, cut: int) -> SlidingWindow:
     """Return the window of the cotangent, reversed, along the first ``cut`` axes of an image.
 
     Args:
-        window: Unit strides, and padding within the kernel's reach.
-        cut: May be zero.
+        window: Window with unit strides and a padding of at most the reach of the kernel.
+        cut: Number of leading axes; may be zero.
 
     Returns:
-        A window whose results are as long as the image there: it is padded by what the kernel
-        reaches beyond the padding of the image.
+        A window whose results are as long as the image along these axes. Its padding is the reach
+        of the kernel minus the padding of the image.
     """
     rest = len(window.kernel) - cut
     begins, ends = (
@@ -179,15 +181,15 @@ def _shifted(
     *,
     backwards: bool = False,
 ) -> str:
-    """Write the pixels at each tap of a window as channels.
+    """Write the pixels under each tap of a window as channels.
 
     Args:
         b: The builder.
         value: ``(n, channels, *spatial_shape)``.
-        like: A forward value of its element type.
+        like: Forward value with the element type of ``value``.
         channels: Number of channels of ``value``.
         window: Window with the taps.
-        backwards: Whether the last tap comes first.
+        backwards: Whether the taps are in reverse order.
 
     Returns:
         ``(n, channels · taps, *positions)``.
@@ -203,8 +205,8 @@ def _shifted(
 
 
 def _as_kernel(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """Write a convolution of the image whose kernel is the cotangent."""
-    # Examples take the place of input channels; strides and dilations change roles.
+    """Write a convolution of the image with the cotangent as kernel."""
+    # Examples become input channels, and strides and dilations are exchanged.
     x, weight = node.inputs[:2]
     spatial = window.axes
     image = _padded(b, x, node.outputs[0], window)
@@ -214,14 +216,14 @@ def _as_kernel(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: 
         "Conv", image, kernel, group=group, strides=window.dilations, dilations=window.strides
     )
     if any((s - 1) // d for s, d in zip(window.strides, window.dilations, strict=True)):
-        # Pixels that no window reached look like further taps.
+        # Pixels that no window reaches would give further taps, which are removed.
         none = b.constant([0] * len(spatial))
         taps = b.op("Slice", taps, none, b.constant(window.kernel), b.constant(spatial))
     return b.op("Transpose", taps, perm=(1, 0, *spatial))
 
 
 def _padded(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> str:
-    """Pad the image explicitly."""
+    """Write the image with explicit padding."""
     pads = b.constant(window.begins + window.ends)
     if window.same:
         pads = b.forward("Concat", *same_padding(b, window, x, y), axis=0)[0]
@@ -233,7 +235,7 @@ def _padded(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> str:
 def _examples_as_channels(
     b: VjpBuilder, image: str, ins: int, window: SlidingWindow, group: int
 ) -> str:
-    """Convert ``(n, group · ins, *pixels)`` to ``(ins, group · n, *pixels)``."""
+    """Write ``(n, group · ins, *pixels)`` as ``(ins, group · n, *pixels)``."""
     spatial = window.axes
     if group == 1:
         return b.op("Transpose", image, perm=(1, 0, *spatial))

@@ -1,6 +1,6 @@
 """Matrix products.
 
-Two-dimensional products are written as Gemm, which transposes operands for free.
+Two-dimensional products are written as Gemm, which transposes operands without a copy.
 """
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
@@ -11,10 +11,10 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("Gemm")
 def gemm(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply by the other operand, transposed by the attributes; sum for C."""
+    """Return products with the transposed other operand, and a sum over rows for C."""
     A, B = node.inputs[:2]
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
-    # Any number but zero transposes.
+    # A nonzero attribute transposes the operand.
     ta, tb = (int(integer(node, flag, 0) != 0) for flag in ("transA", "transB"))
     gradients = {}
     if 0 in wanted:
@@ -32,7 +32,7 @@ def gemm(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("MatMul")
 def matmul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply by the other operand, transposed."""
+    """Return products of the cotangent and the transposed other operand."""
     A, B = node.inputs
     left, right = _PRODUCTS[b.rank(A) == 1, b.rank(B) == 1]
     gradients = {}
@@ -44,19 +44,19 @@ def matmul(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 
 def _left_matrix(b: VjpBuilder, node: Node, g: str) -> str:
-    """Write G Bᵀ, summed over batch axes that A lacks."""
+    """Write G Bᵀ, summed over the batch axes that A does not have."""
     A, B = node.inputs
     if b.rank(A) == b.rank(B) == 2:
         return b.op("Gemm", g, B, transB=1)
     if b.rank(A) == 2:
-        # One large product instead of a batch of products that are summed afterwards.
+        # One large product replaces a batch of products and their sum.
         return b.op("Gemm", _columns(b, g, b.rank(B)), _columns(b, B, b.rank(B)), transB=1)
     product = b.op("MatMul", g, _swap_last(b, B, b.rank(B)))
     return b.unbroadcast(product, node.outputs[0], A)
 
 
 def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
-    """Write Aᵀ G, summed over batch axes that B lacks."""
+    """Write Aᵀ G, summed over the batch axes that B does not have."""
     A, B = node.inputs
     rank = b.rank(A)
     if b.rank(B) == 2:
@@ -66,25 +66,25 @@ def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _left_of_vector(b: VjpBuilder, node: Node, g: str) -> str:
-    """For y = A v, write the outer product of g and v, for each matrix of A."""
+    """Write the outer product of g and v for each matrix of A, where y = A v."""
     return b.op("Mul", b.op("Unsqueeze", g, b.constant([-1])), node.inputs[1])
 
 
 def _vector_on_right(b: VjpBuilder, node: Node, g: str) -> str:
-    """For y = A v, write Aᵀ g, summed over all rows of all matrices."""
+    """Write Aᵀ g, summed over all rows of all matrices, where y = A v."""
     A, v = node.inputs
     row = b.op("Reshape", g, b.constant([1, -1]))
     return b.reshape_like(b.op("MatMul", row, _rows(b, A, b.rank(A))), v)
 
 
 def _right_of_vector(b: VjpBuilder, node: Node, g: str) -> str:
-    """For y = v B, write the outer product of v and g, for each matrix of B."""
+    """Write the outer product of v and g for each matrix of B, where y = v B."""
     v = b.op("Unsqueeze", node.inputs[0], b.constant([1]))
     return b.op("Mul", v, b.op("Unsqueeze", g, b.constant([-2])))
 
 
 def _vector_on_left(b: VjpBuilder, node: Node, g: str) -> str:
-    """For y = v B, write B g, summed over all matrices."""
+    """Write B g, summed over all matrices, where y = v B."""
     v, B = node.inputs
     product = b.op("MatMul", B, b.op("Unsqueeze", g, b.constant([-1])))
     batch = b.constant(range(b.rank(B) - 2))
@@ -100,7 +100,7 @@ def _factor_on_left(b: VjpBuilder, node: Node, g: str) -> str:
     return b.op("Mul", g, node.inputs[1])
 
 
-# Whether the operands are vectors to the cotangents of left and right operand.
+# Map from whether each operand is a vector to functions for the cotangents of both operands.
 _PRODUCTS = {
     (False, False): (_left_matrix, _right_matrix),
     (False, True): (_left_of_vector, _vector_on_right),
@@ -110,12 +110,12 @@ _PRODUCTS = {
 
 
 def _rows(b: VjpBuilder, value: str, rank: int) -> str:
-    """Stack all matrices of a batch vertically: ``(rows, columns)``."""
+    """Write all matrices of a batch stacked vertically, ``(rows, columns)``."""
     return value if rank == 2 else b.op("Flatten", value, axis=-1)
 
 
 def _columns(b: VjpBuilder, value: str, rank: int) -> str:
-    """Stack all matrices of a batch horizontally: ``(rows, matrices · columns)``."""
+    """Write all matrices of a batch stacked horizontally, ``(rows, matrices · columns)``."""
     order = (rank - 2, *range(rank - 2), rank - 1)
     return b.op("Flatten", b.op("Transpose", value, perm=order), axis=1)
 

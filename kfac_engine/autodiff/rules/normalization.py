@@ -1,7 +1,8 @@
-"""Normalization: by the statistics of the batch, of an example, of a group or of given ones.
+"""Normalizations by statistics of the batch, of an example, of a group, or by running statistics.
 
-All but inference-mode BatchNormalization are one formula. With h = (x − m)/σ over some axes, where
-σ² = v + ε and m, v are mean and variance over these axes, and with gh the cotangent of h::
+One formula covers all normalizations except BatchNormalization in the form of inference. Let h = (x
+− m)/σ over some axes, where σ² = v + ε and m, v are mean and variance over these axes. With gh as
+the cotangent of h::
 
     gx = (gh − mean(gh) − h · mean(gh · h)) / σ
 """
@@ -21,7 +22,7 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class _Standardised:
-    """Standardized values: ``value`` is h, ``inverse`` is 1/σ, ``axes`` the name of the axes."""
+    """Names of standardized values: ``value`` of h, ``inverse`` of 1/σ, ``axes`` of the axes."""
 
     value: str
     inverse: str
@@ -37,7 +38,7 @@ def _standardise(b: VjpBuilder, x: str, axes: Sequence[int], epsilon: str) -> _S
 
 
 def _destandardise(b: VjpBuilder, h: _Standardised, gh: str, slope: str = "") -> str:
-    """Apply the formula of the module docstring; ``slope`` is mean(gh · h) if known."""
+    """Write gx by the formula of this module; ``slope`` is mean(gh · h) if known."""
     mean = b.op("ReduceMean", gh, h.axes, keepdims=1)
     slope = slope or b.op("ReduceMean", b.op("Mul", gh, h.value), h.axes, keepdims=1)
     rest = b.op("Sub", b.op("Sub", gh, mean), b.op("Mul", h.value, slope))
@@ -46,7 +47,7 @@ def _destandardise(b: VjpBuilder, h: _Standardised, gh: str, slope: str = "") ->
 
 @vjp_rule("LayerNormalization")
 def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Normalize over the last axes; Mean and InvStdDev are results, too."""
+    """Return the gradient of a normalization over the last axes, with Mean and InvStdDev."""
     x, scale = node.inputs[:2]
     first = integer(node, "axis", -1) % b.rank(x)
     axes = range(first, b.rank(x))
@@ -55,7 +56,7 @@ def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
     gradients = {}
     if 0 in wanted:
         parts = [_of_value(b, node, h, g[0], along)] if 0 in g else []
-        # The statistics may be float32 where x is float64.
+        # The statistics may be float32 although x is float64.
         statistics = {i: b.cast_like(g[i], x) for i in (1, 2) if i in g}
         parts += [_of_statistic(b, h, i, s, b.count(x, axes)) for i, s in statistics.items()]
         shaped = b.op("Sum", *parts) if len(parts) > 1 else parts[0]
@@ -68,7 +69,7 @@ def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 
 
 def _as_computed(b: VjpBuilder, node: Node, axes: Sequence[int]) -> _Standardised:
-    """Return h and 1/σ of the forward pass; for float64 compute them, since 1/σ is rounded."""
+    """Return h and 1/σ of the forward pass, recomputed for float64 because 1/σ is rounded."""
     x, scale, shift = (*node.inputs, "")[:3]
     if b.dtype(x) != np.float32:
         return _standardise(b, x, axes, _epsilon(b, node))
@@ -80,20 +81,20 @@ def _as_computed(b: VjpBuilder, node: Node, axes: Sequence[int]) -> _Standardise
 
 
 def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -> str:
-    """Differentiate the first output, with ``along`` = g h."""
+    """Write the gradient of the first output, with ``along`` = g h."""
     x, scale = node.inputs[:2]
     gh = b.op("Mul", g, scale)
     shape = b.sample_shape(scale)
     if integer(node, "axis", -1) % b.rank(x) != b.rank(x) - 1 or shape != b.sample_shape(x)[-1:]:
         return _destandardise(b, h, gh)
-    # The mean of gh h is the product of ``along`` and the scale.
+    # The mean of gh h is a product of ``along`` and the scale.
     share = b.op("Mul", scale, b.scalar(1 / shape[0], x))
     slope = b.op("MatMul", along, b.op("Unsqueeze", share, b.constant([1])))
     return _destandardise(b, h, gh, slope)
 
 
 def _of_statistic(b: VjpBuilder, h: _Standardised, output: int, g: str, count: str) -> str:
-    """Differentiate the outputs Mean (1) and InvStdDev (2); the latter has −h/(n σ²)."""
+    """Write the gradient of the output Mean (1), or of InvStdDev (2), which is −h/(n σ²)."""
     share = b.op("Div", g, count)
     if output == 1:
         return share
@@ -103,16 +104,16 @@ def _of_statistic(b: VjpBuilder, h: _Standardised, output: int, g: str, count: s
 
 @vjp_rule("InstanceNormalization")
 def instance_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Normalize over the pixels of each example and channel."""
+    """Return the gradient of a normalization over the pixels of each example and channel."""
     return _channelwise(b, node, g[0], range(2, b.rank(node.inputs[0])), wanted)
 
 
 @vjp_rule("GroupNormalization")
 def group_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Normalize over the channels and pixels of each group of channels."""
+    """Return the gradient of a normalization over each group of channels and its pixels."""
     x, scale = node.inputs[:2]
     groups = b.constant([0, integer(node, "num_groups", 1), -1])
-    # Before operator set 21 each group has one scale: groups take the place of channels.
+    # Before operator set 21 each group has one scale, so groups replace channels.
     per_group = b.graph.opset < _SCALE_PER_CHANNEL
     shape, rank = (groups, 3) if per_group else (b.shape(x), b.rank(x))
     h = _standardise(b, b.op("Reshape", x, groups), (2,), _epsilon(b, node))
@@ -134,7 +135,7 @@ _SCALE_PER_CHANNEL = 21
 
 @vjp_rule("LpNormalization")
 def lp_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """For y = x/s with a norm s: (g − s′ Σ g y)/s with s′ = y or sign(x); zero if s is zero."""
+    """Return (g − s′ Σ g y)/s for y = x/s with a norm s; zero if s is zero."""
     x, y = node.inputs[0], node.outputs[0]
     axis = b.constant([integer(node, "axis", -1)])
     reduction, slope = _NORMS[integer(node, "p", 2)]
@@ -146,7 +147,7 @@ def lp_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -
     return {0: b.op("Where", at_zero, b.scalar(0, x), b.op("Div", rest, finite))}
 
 
-# The norm's operator by its order, and its slope from operand and result.
+# The operator of the norm of each order, and the slope s′ = sign(x) or y from operand and result.
 _NORMS: Mapping[int, tuple[str, Callable[[VjpBuilder, str, str], str]]] = {
     1: ("ReduceL1", lambda b, x, y: b.op("Sign", x)),
     2: ("ReduceL2", lambda b, x, y: y),
@@ -157,10 +158,11 @@ _NORMS: Mapping[int, tuple[str, Callable[[VjpBuilder, str, str], str]]] = {
 def local_response_normalization(
     b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 ) -> Gradients:
-    """For y = x s^(−β), s = bias + α mean(x²) of channels: g s^(−β) − 2αβ x mean(g y/s)."""
+    """Return g s^(−β) − 2αβ x mean(g y/s) for y = x s^(−β), s = bias + α mean(x²)."""
     x, y = node.inputs[0], node.outputs[0]
     alpha, beta = number(node, "alpha", 1e-4), number(node, "beta", 0.75)
-    # Odd: ONNX Runtime refuses other sizes. So a window holds the channels whose windows hold it.
+    # ONNX Runtime accepts odd sizes only, so the window of a channel contains exactly the channels
+    # whose windows contain it.
     size = integer(node, "size", 1)
     mean = _mean_of_channels(b, b.op("Mul", x, x), x, size)
     s = b.op("Mul", mean, b.scalar(alpha, x))
@@ -173,7 +175,7 @@ def local_response_normalization(
 
 
 def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
-    """Average over windows of channels with zero padding, in the shape of ``x``."""
+    """Write the means over windows of channels with zero padding, in the shape of ``x``."""
     channels = b.forward("Gather", b.shape(x), b.constant([1]))[0]
     shape = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
     half = size // 2
@@ -186,13 +188,13 @@ def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
 
 @vjp_rule("BatchNormalization")
 def batch_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Normalize over examples and pixels of each channel, or by running statistics."""
+    """Return the gradient of a normalization of each channel, by batch or running statistics."""
     if not integer(node, "training_mode", 0):
-        return _given_statistics(b, node, g[0], wanted)
+        return _running_statistics(b, node, g[0], wanted)
     if set(g) != {0}:
         raise UnsupportedOpError(
             f"BatchNormalization in training mode at node '{node.name}' can be differentiated "
-            f"through its first output only; leave the running statistics out of the loss."
+            f"through its first output only; use a loss without the running statistics."
         )
     x = node.inputs[0]
     axes = [axis for axis in range(b.rank(x)) if axis != 1]
@@ -202,9 +204,9 @@ def batch_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 def _channelwise(
     b: VjpBuilder, node: Node, g: str, axes: Sequence[int], wanted: Wanted
 ) -> Gradients:
-    """Differentiate y = scale · h + shift with a scale and a shift for each channel."""
-    # A scale is the same all along the axes, so it stands before the means of the docstring above:
-    # gx = scale (g − mean(g) − h mean(g h)) / σ. Scale and shift get sums of the same means.
+    """Return the gradients of y = scale · h + shift with a scale and a shift for each channel."""
+    # A scale is constant along the axes, so the formula of this module becomes gx = scale (g −
+    # mean(g) − h mean(g h)) / σ. The gradients of scale and shift use the same means.
     x, scale = node.inputs[:2]
     rank, over = b.rank(x), b.constant(axes)
     h = _standardise(b, x, axes, _epsilon(b, node))
@@ -221,8 +223,8 @@ def _channelwise(
     return gradients
 
 
-def _given_statistics(b: VjpBuilder, node: Node, g: str, wanted: Wanted) -> Gradients:
-    """Differentiate the inference form: mean and variance are operands, maybe computed."""
+def _running_statistics(b: VjpBuilder, node: Node, g: str, wanted: Wanted) -> Gradients:
+    """Return the gradients of the inference form, also of computed means and variances."""
     x, scale, _, mean, variance = node.inputs
     inverse = b.op("Reciprocal", b.op("Sqrt", b.op("Add", variance, _epsilon(b, node))))
     slope = b.op("Mul", scale, inverse)
@@ -243,12 +245,12 @@ def _given_statistics(b: VjpBuilder, node: Node, g: str, wanted: Wanted) -> Grad
 
 
 def _per_channel(b: VjpBuilder, value: str, rank: int) -> str:
-    """Reshape a vector over channels, for products with images of ``rank`` axes."""
+    """Write a vector over channels in a shape that broadcasts to images of ``rank`` axes."""
     return value if rank == 2 else b.op("Unsqueeze", value, b.constant(range(1, rank - 1)))
 
 
 def _sum_channels(b: VjpBuilder, value: str, rank: int) -> str:
-    """Sum over all ``rank`` axes but that of the channels."""
+    """Write the sum over all axes except that of the channels."""
     axes = [axis for axis in range(rank) if axis != 1]
     return b.op("ReduceSum", value, b.constant(axes), keepdims=0)
 

@@ -15,7 +15,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("MaxPool")
 def max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Add each cotangent to the largest pixel; divide it among equal pixels of a tile."""
+    """Return the sum of cotangents at the largest pixels; equal pixels of a tile share them."""
     window = sliding(node, integers(node, "kernel_shape", ()))
     compares = _tiles(window)
     return {0: _compared(b, node, g[0], window) if compares else _by_index(b, node, g[0])}
@@ -23,7 +23,7 @@ def max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradie
 
 def _by_index(b: VjpBuilder, node: Node, g: str) -> str:
     x = node.inputs[0]
-    # Indices count pixels of the whole batch, row by row (in this storage order).
+    # In the default storage order, indices count the pixels of the whole batch, row by row.
     geometry = {k: v for k, v in node.attributes.items() if k != "storage_order"}
     winners = b.repeat(replace(node, attributes=geometry), x, outputs=2)[1]
     flat = [b.op("Reshape", value, b.constant([-1])) for value in (b.zeros(x), winners, g)]
@@ -31,10 +31,10 @@ def _by_index(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _compared(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
-    """Compare each pixel with the maximum of its tile."""
+    """Write the cotangent by a comparison of each pixel with the maximum of its tile."""
     _refuse_larger(b, node, window)
-    # MaxPool with indices is slower. Forward and backward pass of 2×2 tiles of 32 images of
-    # 32·28·28 pixels take 2.3 ms in this form, 4.6 ms with indices.
+    # For 2×2 tiles of 32 images of 32·28·28 pixels, forward and backward pass take 2.3 ms in this
+    # form, and 4.6 ms with indices.
     x, y = node.inputs[0], node.outputs[0]
     won = b.cast_like(b.op("Equal", x, _tiled(b, y, x, window)), x)
     mean = b.op("AveragePool", won, kernel_shape=window.kernel, strides=window.strides)
@@ -43,7 +43,7 @@ def _compared(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
 
 
 def _tiled(b: VjpBuilder, value: str, x: str, window: SlidingWindow) -> str:
-    """Repeat each entry over its tile; pixels outside of all tiles become zero."""
+    """Write each entry on all pixels of its tile, and zero on pixels outside of all tiles."""
     scales = b.constant(np.array([1, 1, *window.kernel], dtype="float32"))
     tiles = b.op(
         "Resize", value, "", scales, mode="nearest",
@@ -56,7 +56,7 @@ def _tiled(b: VjpBuilder, value: str, x: str, window: SlidingWindow) -> str:
 
 @vjp_rule("AveragePool")
 def average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Divide the cotangent of each window among its pixels."""
+    """Return the cotangent of each window, divided among its pixels."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
     _refuse_misplaced(node, window)
@@ -65,7 +65,7 @@ def average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 @vjp_rule("LpPool")
 def lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply the cotangents by the derivatives of the norms of windows."""
+    """Return the cotangents times the derivatives of the norms of windows."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
     _refuse_misplaced(node, window)
@@ -77,12 +77,12 @@ def lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("GlobalLpPool")
 def global_lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply the cotangent by the derivative of the norm."""
+    """Return the cotangent times the derivative of the norm."""
     return {0: b.op("Mul", _over_norm(b, node, g[0]), _signed_power(b, node))}
 
 
 def _over_norm(b: VjpBuilder, node: Node, g: str) -> str:
-    """Write ``g · y^(1−p)``; zero where all pixels are zero, the kink of the norm."""
+    """Write ``g · y^(1−p)``, with zero at the kink of the norm, where all pixels are zero."""
     y = node.outputs[0]
     nonzero = b.op("Greater", y, b.scalar(0, y))
     norm = b.op("Where", nonzero, y, b.scalar(1, y))
@@ -98,7 +98,7 @@ def _signed_power(b: VjpBuilder, node: Node) -> str:
 
 
 def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str:
-    """Add the cotangent of each window of ``y`` to all its pixels of ``x``."""
+    """Write the sum of the cotangents of all windows of ``y`` at their pixels of ``x``."""
     if _tiles(window):
         return _tiled(b, g, x, window)
     if window.unit_strides and max(window.dilations) == 1:
@@ -110,33 +110,34 @@ def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str
             "AveragePool", g, kernel_shape=window.kernel, pads=begins + ends, count_include_pad=1
         )
         return b.op("Mul", mean, b.scalar(window.taps, x))
-    # Channels become examples: one kernel of ones serves any number of them.
+    # Channels become examples, so that one kernel of ones is correct for any number of channels.
     positions = b.forward("Concat", b.constant([-1, 1]), b.forward("Shape", y, start=2)[0], axis=0)
     images = b.op("Reshape", g, positions[0])
     return b.reshape_like(spread(b, window, images, _kernel_of_ones(b, x, window), x, y), x)
 
 
 def _tiles(window: SlidingWindow) -> bool:
-    """Check whether windows are adjacent tiles."""
+    """Return whether the windows are adjacent tiles."""
     return window.kernel == window.strides and not window.padded and max(window.dilations) == 1
 
 
 def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
-    """Refuse windows that ONNX Runtime places otherwise than ONNX defines."""
-    # It ignores dilations in the padding and starts inside the image if strides skip pixels.
+    """Raise an error for windows whose padding in ONNX Runtime differs from that of ONNX."""
+    # ONNX Runtime ignores dilations in the padding, and starts inside the image if strides skip
+    # pixels.
     apart = any(s > k for s, k in zip(window.strides, window.kernel, strict=True))
     if text(node, "auto_pad", "").startswith("SAME") and (apart or max(window.dilations) > 1):
         raise UnsupportedOpError(
-            f"{node.op} at node '{node.name}' pads by auto_pad with dilations "
-            f"{window.dilations}, strides {window.strides} and kernel {window.kernel}, for which "
-            f"ONNX Runtime's padding is not the one ONNX defines; state the padding as pads."
+            f"{node.op} at node '{node.name}' pads by auto_pad with dilations {window.dilations}, "
+            f"strides {window.strides} and kernel {window.kernel}, for which the padding of ONNX "
+            f"Runtime differs from that of ONNX; state the padding as pads."
         )
 
 
 def _refuse_larger(b: VjpBuilder, node: Node, window: SlidingWindow) -> None:
-    """Refuse an unpadded window that is larger than the image of the sample run."""
-    # ONNX defines no output for it. With strides above one ONNX Runtime pools the available pixels
-    # with other weights; with unit strides it fails.
+    """Raise an error for an unpadded window that is larger than the image of the sample run."""
+    # ONNX defines no output for such a window. With strides above one, ONNX Runtime pools the
+    # available pixels with other weights. With unit strides it fails.
     spatial_shape = b.sample_shape(node.inputs[0])[2:]
     if any(size <= reach for size, reach in zip(spatial_shape, window.reaches, strict=True)):
         raise ModelError(
@@ -147,9 +148,9 @@ def _refuse_larger(b: VjpBuilder, node: Node, window: SlidingWindow) -> None:
 
 
 def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
-    """Return the weight of a pixel in each average: one over the number of counted pixels."""
+    """Write the weight of a pixel in each average: one divided by the number of counted pixels."""
     # At the border the weight depends on count_include_pad, ceil_mode and the operator version. The
-    # pool of an image of ones is pixels × weight.
+    # pool of an image of ones is the number of pixels times the weight.
     x, y = node.inputs[0], node.outputs[0]
     if not window.padded:
         _refuse_larger(b, node, window)
@@ -166,7 +167,7 @@ def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
 
 
 def _count_pixels(b: VjpBuilder, ones: str, kernel: str, window: SlidingWindow) -> str:
-    """Count the pixels of each window; with ceil_mode there may be too many windows."""
+    """Write the number of pixels of each window, without surplus windows of ceil_mode."""
     if window.same:
         return b.forward(
             "Conv", ones, kernel, auto_pad=window.same,
@@ -186,7 +187,7 @@ def _kernel_of_ones(b: VjpBuilder, x: str, window: SlidingWindow) -> str:
 
 @vjp_rule("GlobalAveragePool")
 def global_average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Divide the cotangent by the number of pixels."""
+    """Return the cotangent divided by the number of pixels."""
     x = node.inputs[0]
     share = b.op("Div", g[0], b.count(x, range(2, b.rank(x))))
     return {0: b.op("Expand", share, b.shape(x))}
@@ -194,7 +195,7 @@ def global_average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
 
 @vjp_rule("GlobalMaxPool")
 def global_max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Divide each cotangent among the largest pixels."""
+    """Return each cotangent, divided among the largest pixels."""
     x, y = node.inputs[0], node.outputs[0]
     winners = b.cast_like(b.op("Equal", x, y), x)
     spatial = b.constant(range(2, b.rank(x)))
@@ -207,7 +208,7 @@ def global_max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) ->
 
 @vjp_rule("MaxUnpool")
 def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Gather the cotangent of the pixel of each value; zero for overwritten values."""
+    """Return the cotangent of the pixel of each value; zero for overwritten values."""
     x, indices, y = *node.inputs[:2], node.outputs[0]
     everything = b.constant([-1])
     places = b.forward("Reshape", indices, everything)[0]
@@ -223,7 +224,7 @@ def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 @vjp_rule("Col2Im")
 def col2im(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Extract the patches of the cotangent by a convolution with one channel for each tap."""
+    """Return the patches of the cotangent, by a convolution with one channel for each tap."""
     x, _, block = node.inputs
     if block not in b.graph.constants:
         raise UnsupportedOpError(

@@ -1,4 +1,4 @@
-"""Numbers stored as integers: a real scale times a whole number."""
+"""Derivatives of dequantizations, which multiply stored integers by a real scale."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
@@ -8,9 +8,9 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("DequantizeLinear")
 def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Differentiate y = (x − zero point) · scale: sum over the entries of each scale."""
+    """Return the gradient of the scale in y = (x − zero point) · scale: a sum over entries."""
     x, scale, *zero_point = node.inputs
-    # With a scale of one the operator itself returns the integers.
+    # With a scale of one, the operator returns the integers.
     one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))[0]
     whole = b.repeat(node, x, one, *zero_point)[0]
     wide = b.cast_like(b.op("Mul", g[0], whole), scale)
@@ -24,7 +24,7 @@ def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 
 def _sum_of_blocks(b: VjpBuilder, wide: str, x: str, axis: int, block: int) -> str:
-    """Sum over blocks along an axis of ``x``; the last block may be shorter."""
+    """Write sums over blocks along an axis of ``x``; the last block may be shorter."""
     side = b.forward("Gather", b.shape(x), b.constant([axis]))[0]
     missing = b.forward("Mod", b.forward("Neg", side)[0], b.constant([block]))[0]
     pads = b.forward("Concat", b.constant([0]), missing, axis=0)[0]

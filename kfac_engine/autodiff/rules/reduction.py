@@ -11,13 +11,13 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Operands and cotangent of a reduction.
+    """The names of operands and cotangent of a reduction.
 
     Attributes:
-        x: What was reduced.
-        y: The result, with the reduced axes kept as ones.
-        g: Its cotangent, likewise.
-        axes: The reduced axes, int64.
+        x: Operand of the reduction.
+        y: Result, with the reduced axes as axes of size one.
+        g: Cotangent of the result, with the same axes.
+        axes: Reduced axes, int64.
     """
 
     x: str
@@ -28,14 +28,14 @@ class _Reduction:
 
 def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
     x, y = node.inputs[0], node.outputs[0]
-    given = node.inputs[1] if len(node.inputs) > 1 else ""
-    if given and b.sample_shape(given) != (0,):
-        axes = given
+    axes_operand = node.inputs[1] if len(node.inputs) > 1 else ""
+    if axes_operand and b.sample_shape(axes_operand) != (0,):
+        axes = axes_operand
     elif integer(node, "noop_with_empty_axes", 0) == 1:
         if node.op not in _IDENTITIES_OVER_NO_AXES:
             raise UnsupportedOpError(
                 f"node '{node.name}' reduces with {node.op} over no axes, which ONNX defines in "
-                f"two ways; write what it shall do element by element."
+                f"two ways; replace the node by elementwise operators."
             )
         axes = b.constant([], "int64")
     else:
@@ -46,20 +46,20 @@ def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
     return _Reduction(x, b.op("Unsqueeze", y, axes), b.op("Unsqueeze", g[0], axes), axes)
 
 
-# Over no axes these return their operand.
+# Operators that return their operand if they reduce over no axes.
 _IDENTITIES_OVER_NO_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 
 
 @vjp_rule("ReduceSum")
 def reduce_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent goes to every element."""
+    """Return the cotangent of the sum for every entry."""
     r = _reduction(b, node, g)
     return {0: b.op("Expand", r.g, b.shape(r.x))}
 
 
 @vjp_rule("ReduceMean")
 def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Divide the cotangent by the number of entries."""
+    """Return the cotangent divided by the number of entries."""
     r = _reduction(b, node, g)
     every = range(b.rank(r.x)), range(b.rank(node.outputs[0]))
     elements, results = b.count(r.x, every[0]), b.count(node.outputs[0], every[1])
@@ -69,7 +69,7 @@ def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
 
 @vjp_rule("ReduceMax", "ReduceMin")
 def reduce_extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Divide the cotangent among equal extrema."""
+    """Return the cotangent, divided among equal extrema."""
     r = _reduction(b, node, g)
     chosen = b.cast_like(b.op("Equal", r.x, r.y), r.x)
     ties = b.op("ReduceSum", chosen, r.axes, keepdims=1, noop_with_empty_axes=1)
@@ -78,7 +78,7 @@ def reduce_extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) ->
 
 @vjp_rule("ReduceProd")
 def reduce_prod(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply the cotangent by the product of the *other* entries; y/x fails for zeros."""
+    """Return the cotangent times the product of the *other* entries, which may contain zeros."""
     r = _reduction(b, node, g)
     zero, one = b.scalar(0, r.x), b.scalar(1, r.x)
     is_zero = b.op("Equal", r.x, zero)
@@ -86,21 +86,21 @@ def reduce_prod(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
     rest = b.op("ReduceProd", filled, r.axes, keepdims=1, noop_with_empty_axes=1)
     as_number = b.cast_like(is_zero, r.x)
     zeros = b.op("ReduceSum", as_number, r.axes, keepdims=1, noop_with_empty_axes=1)
-    # One zero: only its own derivative is left. Two: none.
+    # If one entry is zero, only its derivative is nonzero. If two entries are zero, all are zero.
     none_else = b.cast_like(b.op("Equal", zeros, as_number), r.x)
     return {0: b.op("Mul", r.g, b.op("Mul", none_else, b.op("Div", rest, filled)))}
 
 
 @vjp_rule("ReduceL1")
 def reduce_l1(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times sign(x)."""
+    """Return the cotangent times sign(x)."""
     r = _reduction(b, node, g)
     return {0: b.op("Mul", r.g, b.op("Sign", r.x))}
 
 
 @vjp_rule("ReduceL2")
 def reduce_l2(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply by x/|x|; where the norm is zero, by zero, which is a subgradient."""
+    """Return the cotangent times x/|x|, or the subgradient zero where the norm is zero."""
     r = _reduction(b, node, g)
     at_kink = b.op("Equal", r.y, b.scalar(0, r.x))
     norm = b.op("Where", at_kink, b.scalar(1, r.x), r.y)
@@ -109,14 +109,14 @@ def reduce_l2(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
 
 @vjp_rule("ReduceSumSquare")
 def reduce_sum_square(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times 2 x."""
+    """Return the cotangent times 2 x."""
     r = _reduction(b, node, g)
     return {0: b.op("Mul", b.op("Mul", r.g, b.scalar(2, r.x)), r.x)}
 
 
 @vjp_rule("ReduceLogSum")
 def reduce_log_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over the sum, which is exp(y)."""
+    """Return the cotangent divided by the sum, which is exp(y)."""
     r = _reduction(b, node, g)
     share = b.op("Mul", r.g, b.op("Exp", b.op("Neg", r.y)))
     return {0: b.op("Expand", share, b.shape(r.x))}
@@ -124,6 +124,6 @@ def reduce_log_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
 
 @vjp_rule("ReduceLogSumExp")
 def reduce_log_sum_exp(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times exp(x − y): softmax."""
+    """Return the cotangent times exp(x − y), which is the softmax of x."""
     r = _reduction(b, node, g)
     return {0: b.op("Mul", r.g, b.op("Exp", b.op("Sub", r.x, r.y)))}

@@ -1,4 +1,4 @@
-"""Standard operators that have no derivative here on purpose, and why."""
+"""Standard operators without a derivative, with the reason for the error message."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
 """Derivative of Resize.
 
-Resize is a product with a matrix along each axis. The result of Resize for an identity is that
-matrix, for every mode, coordinate system and size. The cotangent is multiplied by its transpose.
+Resize is a product with a matrix along each axis. The Resize of an identity matrix is this matrix,
+for every mode, coordinate system and size. The rule multiplies the cotangent by its transpose.
 Nearest neighbors with integer scales have shorter forms.
 """
 
@@ -16,7 +16,7 @@ from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import Node
 
-# Coordinates and rounding for which an integer scale repeats every pixel equally often.
+# Coordinates and rounding for which an integer scale repeats each pixel the same number of times.
 _REPEATS = {
     ("asymmetric", "floor"),
     ("half_pixel", "round_prefer_floor"),
@@ -28,7 +28,7 @@ _MOVING = {"tf_crop_and_resize", "tf_half_pixel_for_nn"}
 
 @vjp_rule("Resize")
 def resize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply by the transposed matrix of each axis, or sum the copies of each pixel."""
+    """Return the product with the transposed matrix of each axis, or the sum over copies."""
     if wanted != {0}:
         raise UnsupportedOpError(
             f"no derivative rule for Resize with respect to its region of interest or its scales "
@@ -52,7 +52,7 @@ def _coordinates(node: Node) -> str:
 
 
 def _tiling(b: VjpBuilder, node: Node) -> tuple[int, ...]:
-    """Return how often each pixel is repeated along each spatial axis; empty for other modes."""
+    """Return the number of copies of a pixel along each spatial axis; empty for other modes."""
     name = node.inputs[2] if len(node.inputs) > 2 else ""
     scales = b.graph.constants.get(name)
     rounding = text(node, "nearest_mode", "round_prefer_floor")
@@ -73,7 +73,7 @@ def _tiling(b: VjpBuilder, node: Node) -> tuple[int, ...]:
 
 
 def _by_matrices(b: VjpBuilder, node: Node, g: str) -> str:
-    """Multiply by the transposed matrices, last axis first."""
+    """Write the product with the transposed matrices, the last axis first."""
     x = node.inputs[0]
     last = b.rank(x) - 1
     for axis in sorted(_resized(b, node), reverse=True):
@@ -81,7 +81,7 @@ def _by_matrices(b: VjpBuilder, node: Node, g: str) -> str:
         if axis == last:
             g = b.op("MatMul", g, b.forward("Transpose", matrix, perm=(1, 0))[0])
         else:
-            # All later axes become one: their sizes do not matter, and products are large.
+            # All later axes are merged, so that their sizes do not matter and products are large.
             columns = b.op("Reshape", g, b.constant([0] * (axis + 1) + [-1]))
             g = b.op("MatMul", matrix, columns)
     return b.reshape_like(g, x)
@@ -94,7 +94,7 @@ def _named_axes(b: VjpBuilder, node: Node) -> tuple[int, ...]:
 
 
 def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
-    """Return the axes that may change; a superfluous axis costs a product with the identity."""
+    """Return the axes that may change; an unchanged axis only costs a product."""
     x, y = node.inputs[0], node.outputs[0]
     named = _named_axes(b, node)
     scales = b.graph.constants.get(node.inputs[2] if len(node.inputs) > 2 else "")
@@ -102,14 +102,14 @@ def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
         return tuple(axis for axis, scale in zip(named, scales, strict=True) if scale != 1)
     if "axes" in node.attributes:
         return named
-    # Batch and channels come first and stay, unless the sample run shows that they do not.
+    # Batch and channels come first and do not change, unless they change in the sample run.
     first = 2 if b.rank(x) > 2 else 0
     pairs = zip(b.sample_shape(x), b.sample_shape(y), strict=True)
     return tuple(axis for axis, (old, new) in enumerate(pairs) if axis >= first or old != new)
 
 
 def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
-    """Return the transposed matrix of one axis, ``(old size, new size)``."""
+    """Write the transposed matrix of one axis, ``(old size, new size)``."""
     x, y = node.inputs[0], node.outputs[0]
     at = b.constant([axis])
     old, new = (b.forward("Gather", b.shape(name), at)[0] for name in (x, y))
@@ -123,7 +123,7 @@ def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
 
 
 def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
-    """Resize the identity as channels of images that are one pixel wide."""
+    """Write the Resize of the identity as channels of images that are one pixel wide."""
     x, roi, scales, _ = (*node.inputs, "", "", "")[:4]
     place = b.constant([_named_axes(b, node).index(axis)])
     one, whole = b.constant([1]), b.constant([1], "float32")
@@ -142,7 +142,7 @@ def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
 
 
 def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
-    """Return the region of interest of one axis, with three complete axes."""
+    """Write the region of interest of one axis, with three complete axes."""
     ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))[0]
     begin, end = (b.forward("Gather", roi, at)[0] for at in (place, ends))
     zeros, ones = (b.constant([n, n], b.dtype(roi).name) for n in (0, 1))
@@ -154,12 +154,12 @@ def _of_images(node: Node) -> Node:
     """Return the same interpolation for images with all four axes."""
     whole = ("axes", "keep_aspect_ratio_policy")
     attributes = {name: value for name, value in node.attributes.items() if name not in whole}
-    # Pixels outside get a constant, whose derivative is zero.
+    # Pixels outside the image are a constant, whose derivative is zero.
     return replace(node, attributes=attributes | {"extrapolation_value": 0.0})
 
 
 def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
-    """Resize the identity as full-size images: the scale depends on all sizes."""
+    """Write the Resize of the identity as full-size images, for scales that depend on all sizes."""
     x, rank, named = node.inputs[0], b.rank(node.inputs[0]), _named_axes(b, node)
     if "axes" not in node.attributes or 0 in named:
         raise UnsupportedOpError(

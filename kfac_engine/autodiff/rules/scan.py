@@ -8,22 +8,24 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("CumSum")
 def cumulative_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Write the running sum of the cotangent, from the other end."""
+    """Return the running sum of the cotangent, from the other end."""
     return {0: _from_the_other_end(b, node, g[0])}
 
 
 @vjp_rule("CumProd")
 def cumulative_product(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Sum g times the other factors, over all results with the entry as factor."""
-    # Off zero the other factors are y/x. Of the zeros in a line only the first has a derivative:
-    # whatever has a later one for a factor has the first one too.
+    """Return the sum of g times the other factors, over all results with the entry as factor."""
+    # For a nonzero entry x, the other factors are y/x. Of the zeros in a line, only the first has a
+    # nonzero derivative, because every result with a later zero as factor has the first zero as
+    # factor, too.
     x, axis = node.inputs
     exclusive, reverse = integer(node, "exclusive", 0), integer(node, "reverse", 0)
     zero, one = b.scalar(0, x), b.scalar(1, x)
     is_zero = b.op("Equal", x, zero)
     as_number = b.cast_like(is_zero, x)
     filled = b.op("Where", is_zero, one, x)
-    # Zeros among the factors of a result; and zeros up to an element, itself included.
+    # The number of zeros among the factors of a result, and the number of zeros up to and including
+    # an entry.
     inside = b.op("CumSum", as_number, axis, exclusive=exclusive, reverse=reverse)
     seen = b.op("CumSum", as_number, axis, reverse=reverse)
     others = b.op("CumProd", filled, axis, exclusive=exclusive, reverse=reverse)

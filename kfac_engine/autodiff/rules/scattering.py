@@ -1,4 +1,4 @@
-"""Derivatives of operators that write entries by index: as replacement, sum, product or extremum.
+"""Derivatives of operators that replace, add, multiply or compare entries by index.
 
 The rules for products and extrema flatten every operand and compute the target index of each
 update. ScatterElements and ScatterND then have the same form.
@@ -50,7 +50,7 @@ def scatter_nd(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 @vjp_rule("TensorScatter")
 def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Gather the cotangent of the update from its target; replaced entries get zero."""
+    """Return the cotangent of the update at its target, and zero for replaced entries."""
     cache, update, *start = node.inputs
     gradients = {}
     if 0 in wanted:
@@ -59,7 +59,7 @@ def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
             axis=integer(node, "axis", -2), mode=text(node, "mode", "linear"),
         )  # fmt: skip
     if 1 in wanted:
-        # Index of each result in the update; −1 for results of the cache.
+        # The index of each result in the update, and −1 for results of the cache.
         nowhere = b.forward("Expand", b.constant(-1), b.shape(cache))[0]
         sources = b.repeat(node, nowhere, numbers(b, update), *start)[0]
         size = b.forward("ReduceProd", b.shape(update))[0]
@@ -90,11 +90,11 @@ class _Line:
     places: str
 
     def at_updates(self, b: VjpBuilder, value: str) -> str:
-        """Gather a value at the targets of the updates."""
+        """Write the entries of a value at the targets of the updates."""
         return b.op("GatherElements", value, self.places, axis=0)
 
     def scattered(self, b: VjpBuilder, value: str, updates: str, reduction: str) -> str:
-        """Apply the operation to other vectors."""
+        """Write the scatter operation on other vectors."""
         return b.op("ScatterElements", value, self.places, updates, axis=0, reduction=reduction)
 
 
@@ -107,7 +107,7 @@ def _reduced(b: VjpBuilder, node: Node, g: str, places: str) -> Gradients:
 
 
 def _of_product(b: VjpBuilder, line: _Line, like: str) -> tuple[str, str]:
-    """Multiply the *other* factors, without division by zero."""
+    """Write the products of the *other* factors, without division by zero."""
     zero, one = b.scalar(0, like), b.scalar(1, like)
     factors = (line.x, line.updates)
     is_zero = [b.op("Equal", factor, zero) for factor in factors]
@@ -131,7 +131,7 @@ def _of_factor(
 
 
 def _of_extremum(b: VjpBuilder, line: _Line, like: str) -> tuple[str, str]:
-    """Divide the cotangent among equal extrema."""
+    """Write the cotangent, divided among equal extrema."""
     won = b.cast_like(b.op("Equal", line.x, line.y), like)
     update_won = b.cast_like(b.op("Equal", line.updates, line.at_updates(b, line.y)), like)
     share = b.op("Div", line.g, line.scattered(b, won, update_won, "add"))

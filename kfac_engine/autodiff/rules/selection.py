@@ -1,4 +1,4 @@
-"""Derivatives of operators that select by condition, length or value, and of Range."""
+"""Derivatives of operators that select entries by condition, length or value, and of Range."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
@@ -9,13 +9,13 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("Compress")
 def compress(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Add the cotangents to the selected entries."""
+    """Return the cotangents at the selected entries, and zero elsewhere."""
     return {0: rearranged(b, node, g[0])}
 
 
 @vjp_rule("ReverseSequence")
 def reverse_sequence(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Reverse the cotangent again."""
+    """Return the reversed cotangent."""
     batch, time = integer(node, "batch_axis", 1), integer(node, "time_axis", 0)
     lengths = node.inputs[1]
     return {0: b.op("ReverseSequence", g[0], lengths, batch_axis=batch, time_axis=time)}
@@ -23,7 +23,7 @@ def reverse_sequence(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -
 
 @vjp_rule("Unique")
 def unique(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Add the cotangent of each value to its first occurrence."""
+    """Return the cotangent of each value at its first occurrence."""
     x = node.inputs[0]
     first = b.repeat(node, x, outputs=2)[1]
     if "axis" not in node.attributes:
@@ -37,7 +37,7 @@ def unique(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("OneHot")
 def one_hot(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Sum the cotangents over the entries with the off value and with the on value."""
+    """Return the sums of the cotangents over entries with the off value and with the on value."""
     indices, depth, values = node.inputs
     axis = integer(node, "axis", -1)
     bits = b.constant([0, 1], b.dtype(values).name)
@@ -50,13 +50,13 @@ def one_hot(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("Range")
 def range_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Differentiate y = start + i · delta; the limit changes only the length."""
+    """Return the gradients of start and delta in y = start + i · delta."""
     y, start = node.outputs[0], node.inputs[0]
     gradients = {}
     if 0 in wanted:
         gradients[0] = b.op("ReduceSum", g[0], keepdims=0)
     if 2 in wanted:
-        # Counted as numbers, not by dividing y: delta may be small.
+        # The numbers i are counted, because a division by a small delta would be inaccurate.
         count = b.forward("Squeeze", b.shape(y))[0]
         numbers = b.forward("Range", b.constant(0), count, b.constant(1))[0]
         steps = b.op("Mul", g[0], b.cast_like(numbers, start))

@@ -1,4 +1,4 @@
-"""Derivatives of operators that move, copy, slice or reshape entries without changes."""
+"""Derivatives of operators that move, copy, slice or reshape unchanged entries."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
@@ -12,19 +12,19 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("Identity")
 def identity(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent itself."""
+    """Return the cotangent."""
     return {0: g[0]}
 
 
 @vjp_rule("Cast", "CastLike")
 def cast(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Convert the cotangent to the type of the operand; the second operand has no derivative."""
+    """Return the cotangent in the type of the first operand."""
     return {0: b.cast_like(g[0], node.inputs[0])} if 0 in wanted else {}
 
 
 @vjp_rule("Dropout")
 def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Multiply by the mask of the forward pass, and scale."""
+    """Return the cotangent times the mask of the forward pass and the scale."""
     x, ratio, training = (*node.inputs, "", "")[:3]
     frozen = b.graph.constants.get(training) if training else None
     if not training or (frozen is not None and not frozen.any()):
@@ -32,8 +32,8 @@ def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
     mask = node.outputs[1] if len(node.outputs) > 1 else ""
     if not mask:
         raise UnsupportedOpError(
-            f"Dropout in training mode at node '{node.name}' hides its mask; give the node its "
-            f"second output, or export the model for inference."
+            f"Dropout in training mode at node '{node.name}' does not return its mask; add the "
+            f"second output of the node, or export the model for inference."
         )
     one = b.scalar(1, x)
     share = b.op("Sub", one, b.cast_like(ratio, x) if ratio else b.scalar(0.5, x))
@@ -43,13 +43,13 @@ def dropout(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
 
 @vjp_rule("Flatten", "Reshape", "Squeeze", "Unsqueeze")
 def reshape(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Reshape the cotangent to the shape of the operand."""
+    """Return the cotangent in the shape of the operand."""
     return {0: b.reshape_like(g[0], node.inputs[0])}
 
 
 @vjp_rule("Transpose")
 def transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Apply the inverse permutation."""
+    """Return the cotangent under the inverse permutation of axes."""
     axes = range(b.rank(node.inputs[0]))
     perm = integers(node, "perm", axes[::-1])
     return {0: b.op("Transpose", g[0], perm=tuple(perm.index(axis) for axis in axes))}
@@ -60,7 +60,7 @@ def transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradi
 
 @vjp_rule("Concat")
 def concat(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Split the cotangent along the axis."""
+    """Return the parts of the cotangent along the axis."""
     axis = integer(node, "axis", 0)
     at = b.constant([axis])
     sizes = [b.forward("Gather", b.shape(name), at)[0] for name in node.inputs]
@@ -71,7 +71,7 @@ def concat(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("Split")
 def split(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Concatenate the cotangents; zeros for results without one."""
+    """Return the concatenated cotangents, with zeros for results without a cotangent."""
     pieces = [g[i] if i in g else b.zeros(name) for i, name in enumerate(node.outputs)]
     return {0: b.op("Concat", *pieces, axis=integer(node, "axis", 0))}
 
@@ -89,7 +89,8 @@ def expand(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 def tile(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Sum over the copies."""
     x, repeats = node.inputs
-    # Each axis of g has copies as outer and entries as inner index: split it, sum over the copies.
+    # Each axis of g has copies as outer and entries as inner index, so split it and sum over the
+    # copies.
     one = b.constant([1])
     columns = [b.forward("Unsqueeze", name, one)[0] for name in (repeats, b.shape(x))]
     pairs = b.forward("Concat", *columns, axis=1)[0]
@@ -103,7 +104,7 @@ def tile(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Slice")
 def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Pad the cotangent with zeros."""
+    """Return the cotangent, padded with zeros."""
     x, starts, _, axes, steps = (*node.inputs, "", "")[:5]
     frozen = b.graph.constants.get(steps) if steps else None
     if steps and (frozen is None or (frozen != 1).any()):
@@ -123,13 +124,13 @@ def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 
 @vjp_rule("Pad")
 def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Remove the padding from the cotangent; sum the padding for the constant."""
+    """Return the cotangent without padding, and the sum over the padding for the constant."""
     x, pads, _, axes = (*node.inputs, "", "")[:4]
     if text(node, "mode", "constant") != "constant":
         return {0: rearranged(b, node, g[0])}
     y, zero = node.outputs[0], b.constant([0])
     at = _wide(b, axes) if axes else b.constant(range(b.rank(x)))
-    # Negative padding crops: pixels that were cut away get no cotangent.
+    # Negative padding removes pixels, whose cotangents are zero.
     added = b.forward("Max", pads, zero)[0]
     begin, end = b.forward("Split", added, outputs=2, axis=0, num_outputs=2)
     sizes = b.forward("Gather", b.shape(y), at)[0]
@@ -149,7 +150,7 @@ def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 
 def _wide(b: VjpBuilder, axes: str) -> str:
-    """Return axes as int64, as a constant if they are constant."""
+    """Write axes as int64, as a constant if they are constant."""
     frozen = b.graph.constants.get(axes)
     return b.forward("Cast", axes, to=_INT64)[0] if frozen is None else b.constant(frozen, "int64")
 
@@ -162,12 +163,12 @@ _INT64 = 7  # TensorProto.INT64
 
 @vjp_rule("DepthToSpace")
 def depth_to_space(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Apply SpaceToDepth."""
+    """Return the SpaceToDepth of the cotangent."""
     block = integer(node, "blocksize", 1)
     deep = b.op("SpaceToDepth", g[0], blocksize=block)
     if text(node, "mode", "DCR") == "DCR":
         return {0: deep}
-    # CRD numbers channels (channel, block) where SpaceToDepth has (block, channel).
+    # CRD numbers channels as (channel, block), and SpaceToDepth as (block, channel).
     pixels = b.op("Shape", deep, start=2)
     apart = b.op("Concat", b.constant([0, block * block, -1]), pixels, axis=0)
     swapped = b.op("Transpose", b.op("Reshape", deep, apart), perm=(0, 2, 1, 3, 4))
@@ -176,5 +177,5 @@ def depth_to_space(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
 
 @vjp_rule("SpaceToDepth")
 def space_to_depth(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Apply DepthToSpace."""
+    """Return the DepthToSpace of the cotangent."""
     return {0: b.op("DepthToSpace", g[0], blocksize=integer(node, "blocksize", 1), mode="DCR")}

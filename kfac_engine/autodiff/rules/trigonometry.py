@@ -10,37 +10,37 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("Sin")
 def sin(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times cos x."""
+    """Return the cotangent times cos x."""
     return {0: b.op("Mul", g[0], b.op("Cos", node.inputs[0]))}
 
 
 @vjp_rule("Cos")
 def cos(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times −sin x."""
+    """Return the cotangent times −sin x."""
     return {0: b.op("Neg", b.op("Mul", g[0], b.op("Sin", node.inputs[0])))}
 
 
 @vjp_rule("Tan")
 def tan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times 1 + y²."""
+    """Return the cotangent times 1 + y²."""
     return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, 1)))}
 
 
 @vjp_rule("Asin")
 def asin(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over √(1 − x²)."""
+    """Return the cotangent divided by √(1 − x²)."""
     return {0: b.op("Div", g[0], b.op("Sqrt", _one_minus_square(b, node.inputs[0])))}
 
 
 @vjp_rule("Acos")
 def acos(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over −√(1 − x²)."""
+    """Return the cotangent divided by −√(1 − x²)."""
     return {0: b.op("Neg", b.op("Div", g[0], b.op("Sqrt", _one_minus_square(b, node.inputs[0]))))}
 
 
 @vjp_rule("Atan")
 def atan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over 1 + x²."""
+    """Return the cotangent divided by 1 + x²."""
     return {0: b.op("Div", g[0], polynomial(b, node.inputs[0], (1, 0, 1)))}
 
 
@@ -49,25 +49,25 @@ def atan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Sinh")
 def sinh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times cosh x."""
+    """Return the cotangent times cosh x."""
     return {0: b.op("Mul", g[0], b.op("Cosh", node.inputs[0]))}
 
 
 @vjp_rule("Cosh")
 def cosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent times sinh x."""
+    """Return the cotangent times sinh x."""
     return {0: b.op("Mul", g[0], b.op("Sinh", node.inputs[0]))}
 
 
 @vjp_rule("Asinh")
 def asinh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over √(x² + 1)."""
+    """Return the cotangent divided by √(x² + 1)."""
     return {0: b.op("Div", g[0], b.op("Sqrt", polynomial(b, node.inputs[0], (1, 0, 1))))}
 
 
 @vjp_rule("Acosh")
 def acosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over √(x² − 1)."""
+    """Return the cotangent divided by √(x² − 1)."""
     x = node.inputs[0]
     less, more = (b.op(op, x, b.scalar(1, x)) for op in ("Sub", "Add"))
     return {0: b.op("Div", g[0], b.op("Sqrt", b.op("Mul", less, more)))}
@@ -75,11 +75,11 @@ def acosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Atanh")
 def atanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The cotangent over 1 − x²."""
+    """Return the cotangent divided by 1 − x²."""
     return {0: b.op("Div", g[0], _one_minus_square(b, node.inputs[0]))}
 
 
 def _one_minus_square(b: VjpBuilder, x: str) -> str:
-    """Write (1 − x)(1 + x), which is accurate for x near one."""
+    """Write (1 − x)(1 + x), which is accurate near one, unlike 1 − x²."""
     one = b.scalar(1, x)
     return b.op("Mul", b.op("Sub", one, x), b.op("Add", one, x))

@@ -1,5 +1,5 @@
 """Methods of TensorFlow's K-FAC library that the general classes inherit.
 
-Each mixin calls the class that it is mixed into and nothing above it, so that the general classes
-can inherit from it and be read without it.
+A mixin calls only methods of the class that inherits from it, so that the general classes can be
+read without the mixins.
 """

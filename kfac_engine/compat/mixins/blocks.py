@@ -1,4 +1,4 @@
-"""Methods of a block that TensorFlow's library names beside its general ones."""
+"""Methods of a block for the powers 1 and −1, as in TensorFlow's library."""
 
 from typing import Protocol
 
@@ -9,23 +9,23 @@ class Block(Protocol):
     """The part of ``FisherBlock`` that the mixin calls."""
 
     def register_matpower(self, exp: float) -> None:
-        """Have a power computed at each refresh."""
+        """Register a power, which each refresh then computes."""
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
-        """Multiply a power by a vector."""
+        """Return the product of a power of the block and a vector."""
 
 
 class InverseProducts:
-    """The powers 1 and −1 of a block under names of their own."""
+    """Methods for the powers 1 and −1 of a block."""
 
     def register_inverse(self: Block) -> None:
-        """Have the inverse computed at each refresh."""
+        """Register the inverse, which each refresh then computes."""
         self.register_matpower(-1)
 
     def multiply(self: Block, vector: Vector) -> Vector:
-        """Multiply the damped block, from the current averages, by a vector."""
+        """Return the product of the damped block, from the current averages, and a vector."""
         return self.multiply_matpower(vector, 1)
 
     def multiply_inverse(self: Block, vector: Vector) -> Vector:
-        """Multiply the inverse of the damped block, as of the last refresh, by a vector."""
+        """Return the product of the damped inverse of the last refresh and a vector."""
         return self.multiply_matpower(vector, -1)

@@ -1,4 +1,4 @@
-"""Methods of a collection: the default collection, and a default approximation for each kind."""
+"""Methods of a collection for the default collection and the default approximations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class Collection(Protocol):
 
 
 def _default(kind: str) -> property:
-    """Return a property: the default approximation of a kind of layer."""
+    """Return a property for the default approximation of a kind of layer."""
 
     def default(self: Collection) -> str:
         return self.default_approximation(kind)
@@ -34,14 +34,14 @@ def _setter(kind: str) -> Callable[[Collection, str], None]:
         self.set_default_approximation(kind, value)
 
     set_default.__doc__ = (
-        f"Set the default approximation of layers of the kind '{kind}'; an InputError if the kind "
-        f"does not accept it."
+        f"Set the default approximation of layers of the kind '{kind}'; raise an InputError for an "
+        f"approximation that the kind does not have."
     )
     return set_default
 
 
 class CollectionDefaults:
-    """The default collection, and the default approximations under a name for each kind."""
+    """Properties for the default collection and for the default approximation of each kind."""
 
     default_generic_approximation = _default("generic")
     default_fully_connected_approximation = _default("fully_connected")
@@ -71,7 +71,7 @@ class CollectionDefaults:
             set_default(None)
 
 
-# A context variable: threads and tasks do not see each other's default.
+# A context variable, so that threads and tasks have separate defaults.
 _default_collection: ContextVar[CollectionDefaults | None] = ContextVar(
     "default collection", default=None
 )

@@ -1,8 +1,8 @@
-"""Methods of a factor that create variables and operations, as TensorFlow's library names them.
+"""Methods of a factor that create variables and operations, as in TensorFlow's library.
 
-Life cycle: construct → ``register_*`` → ``instantiate_cov_variables`` →
-``make_covariance_update_op`` → ``instantiate_inv_variables`` → ``make_inverse_update_ops`` → read.
-The estimator calls ``update`` and ``refresh`` instead.
+The order of calls is: constructor, ``register_*``, ``instantiate_cov_variables``,
+``make_covariance_update_op``, ``instantiate_inv_variables``, ``make_inverse_update_ops``, and then
+reads. The estimator calls ``update`` and ``refresh`` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class Factor(Protocol):
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """The name for messages."""
 
     @property
     def cov(self) -> Array:
@@ -28,55 +28,59 @@ class Factor(Protocol):
 
     @property
     def has_inverses(self) -> bool:
-        """Whether ``refresh`` computes anything."""
+        """Whether an inverse or a power is registered."""
 
     def refresh(self) -> None:
-        """Recompute everything registered."""
+        """Recompute all registered inverses and powers."""
 
     def read(self, values: Values) -> dict[str, Array]:
-        """Check the values of a batch."""
+        """Return the values that the factor reads from a batch, after checks."""
 
     def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
         """Update the average by a batch."""
 
 
 class FactorOperations:
-    """Variables and operations of a factor."""
+    """Methods that create the variables and operations of a factor."""
 
     _averages_created = False
 
     def instantiate_cov_variables(self: Factor) -> None:
-        """Allow covariance updates; can be called once.
+        """Allow covariance updates.
 
         Raises:
-            InputError: It was called before.
+            InputError: This method was called before.
         """
         if self._averages_created:
-            raise InputError(f"the covariance variables of {self.name} exist already.")
+            raise InputError(
+                f"the covariance variables of {self.name} exist already; call this method once."
+            )
         self._averages_created = True
 
     def instantiate_inv_variables(self: Factor) -> None:
-        """Close the set of registered powers; can be called once.
+        """Prevent the registration of further powers.
 
         Raises:
-            InputError: It was called before.
+            InputError: This method was called before.
         """
         if self.registrations_closed:
-            raise InputError(f"the inverse variables of {self.name} exist already.")
+            raise InputError(
+                f"the inverse variables of {self.name} exist already; call this method once."
+            )
         self.registrations_closed = True
 
     def make_covariance_update_op(
         self: Factor, ema_decay: float, ema_weight: float = 1.0
     ) -> Thunk[Array]:
-        """Return a callable that updates the average by a batch and returns the new average.
+        """Return a function that updates the average by a batch and returns the new average.
 
         Args:
             ema_decay: Weight of the old average, in [0, 1].
             ema_weight: Weight of the new measurement.
 
         Returns:
-            A function of the batch's values by name. Values of factors of one collection must have
-            the same number of examples.
+            A function of the values of a batch by name. All factors of a collection must read the
+            same number of examples.
 
         Raises:
             NotReadyError: ``instantiate_cov_variables`` was not called.
@@ -91,9 +95,9 @@ class FactorOperations:
         return update
 
     def make_inverse_update_ops(self: Factor) -> Sequence[Callable[[], None]]:
-        """Return callables that recompute everything registered; empty if nothing is stored."""
+        """Return functions that recompute all registered inverses and powers."""
         return [self.refresh] if self.has_inverses else []
 
     def get_cov_var(self: Factor) -> Array:
-        """Return the average as it is stored; see ``get_cov`` for the dense matrix."""
+        """Return the average in its stored form; ``get_cov`` returns the dense matrix."""
         return self.cov

@@ -1,8 +1,8 @@
 """Methods of a loss that return functions of the values of a batch.
 
-A ``vector`` of the input space is an array of the input's shape, or a tuple with an array for each
-input. ``u`` is an array of the inner shape. Results have the same form, and the element type of the
-inputs.
+A ``vector`` of the input space is an array in the shape of the input, or a tuple with an array for
+each input. ``u`` is an array of the inner shape. Results have the same form, and the element type
+of the inputs.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from kfac_engine._types import Array, Thunk, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, ShapeError
 
-# A vector of the input space: an array, or one for each input.
+# A vector of the input space: an array, or an array for each input.
 Vector: TypeAlias = Array | tuple[Array, ...]
 
 
 class Loss(Protocol):
-    """The part of ``LossFunction`` that the mixin calls; see there."""
+    """The part of ``LossFunction`` that the mixin calls."""
 
     inputs: tuple[str, ...]
     seed: int | None
@@ -48,17 +48,17 @@ class Loss(Protocol):
 class LossOperations:
     """Evaluations of a loss, and products with its Fisher and Gauss–Newton matrices.
 
-    The matrices with a ``ggn`` in their name are defined for natural parameters, where they equal
-    the Fisher matrix; an UnsupportedError for other parameters.
+    Methods with ``ggn`` in their names multiply by the Gauss–Newton matrix. For natural parameters,
+    it equals the Fisher matrix. For other parameters, these methods raise an UnsupportedError.
     """
 
     def evaluate(self: Loss) -> Thunk[float]:
-        """Return a function: the loss of the data, summed over the batch, in nats."""
+        """Return a function that computes the loss on the data, summed over the batch, in nats."""
         self.require_target_name()
         return lambda values: self.value(self.read(values, targets=True))
 
     def evaluate_on_sample(self: Loss, seed: int | None = None) -> Thunk[float]:
-        """Return a function: the loss of sampled targets, the same sample for the same values."""
+        """Return a function that computes the loss on sampled targets, equal for equal values."""
         seed = next((s for s in (seed, self.seed) if s is not None), 0)
 
         def evaluate(values: Values) -> float:
@@ -68,7 +68,7 @@ class LossOperations:
         return evaluate
 
     def multiply_fisher(self: Loss, vector: Vector) -> Thunk[Vector]:
-        """Return a function: the Fisher matrix times a vector, ``F v``."""
+        """Return a function that computes ``F v``, the Fisher matrix times a vector."""
 
         def multiply(values: Values) -> Vector:
             values = self.read(values)
@@ -77,7 +77,7 @@ class LossOperations:
         return multiply
 
     def multiply_fisher_factor(self: Loss, u: Array) -> Thunk[Vector]:
-        """Return a function: the factor of the Fisher matrix times a vector, ``B u``."""
+        """Return a function that computes ``B u``, a factor of the Fisher matrix times a vector."""
 
         def multiply(values: Values) -> Vector:
             values = self.read(values)
@@ -87,7 +87,7 @@ class LossOperations:
         return multiply
 
     def multiply_fisher_factor_transpose(self: Loss, vector: Vector) -> Thunk[Array]:
-        """Return a function: the transpose of the factor times a vector, ``Bᵀ v``."""
+        """Return a function that computes ``Bᵀ v``, the transpose of the factor times a vector."""
 
         def multiply(values: Values) -> Array:
             values = self.read(values)
@@ -98,10 +98,10 @@ class LossOperations:
     def multiply_fisher_factor_replicated_one_hot(
         self: Loss, index: tuple[int, ...]
     ) -> Thunk[Vector]:
-        """Return a function: column ``B e_index`` for every example.
+        """Return a function that computes the column ``B e_index`` for every example.
 
         Args:
-            index: A number for each inner axis after the batch axis.
+            index: Index along each inner axis after the batch axis.
         """
 
         def multiply(values: Values) -> Vector:
@@ -116,33 +116,33 @@ class LossOperations:
         return self.inner_shape(self.read(values))
 
     def multiply_ggn(self: Loss, vector: Vector) -> Thunk[Vector]:
-        """Return ``multiply_fisher`` where the Gauss–Newton matrix is defined."""
+        """Return a function that computes the Gauss–Newton matrix times a vector."""
         self.require_ggn()
         return self.multiply_fisher(vector)
 
     def multiply_ggn_factor(self: Loss, u: Array) -> Thunk[Vector]:
-        """Return ``multiply_fisher_factor`` where the Gauss–Newton matrix is defined."""
+        """Return a function that computes the factor of the Gauss–Newton matrix times a vector."""
         self.require_ggn()
         return self.multiply_fisher_factor(u)
 
     def multiply_ggn_factor_transpose(self: Loss, vector: Vector) -> Thunk[Array]:
-        """Return ``multiply_fisher_factor_transpose`` where the matrix is defined."""
+        """Return a function that computes the transpose of this factor times a vector."""
         self.require_ggn()
         return self.multiply_fisher_factor_transpose(vector)
 
     def multiply_ggn_factor_replicated_one_hot(self: Loss, index: tuple[int, ...]) -> Thunk[Vector]:
-        """Return ``multiply_fisher_factor_replicated_one_hot`` where the matrix is defined."""
+        """Return a function that computes a column of this factor for every example."""
         self.require_ggn()
         return self.multiply_fisher_factor_replicated_one_hot(index)
 
     def ggn_factor_inner_shape(self: Loss, values: Values) -> tuple[int, ...]:
-        """Return ``fisher_factor_inner_shape`` where the Gauss–Newton matrix is defined."""
+        """Return the shape of the vectors that this factor multiplies, for a batch."""
         self.require_ggn()
         return self.fisher_factor_inner_shape(values)
 
 
 def _vectors(loss: Loss, values: Values, vector: Vector) -> dict[str, Array]:
-    """Return a vector by the names of the inputs, checked and converted."""
+    """Return the converted arrays of a vector by input, after checks."""
     parts = (vector,) if len(loss.inputs) == 1 else tuple(vector)
     if len(parts) != len(loss.inputs):
         raise ShapeError(
@@ -171,7 +171,7 @@ def _check_coordinate(loss: Loss, values: Values, index: tuple[int, ...]) -> Non
 
 
 def _converted(vector: Array, like: Array, shape: tuple[int, ...]) -> Array:
-    """Return ``vector`` in the library and element type of ``like``, checked for its shape."""
+    """Return ``vector`` in the library and element type of ``like``, after a check of its shape."""
     converted: Array = array_module(like).asarray(vector, dtype=like.dtype)
     if converted.shape != tuple(shape):
         raise ShapeError(

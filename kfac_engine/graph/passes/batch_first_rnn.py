@@ -26,12 +26,12 @@ def put_steps_first(graph: onnx.GraphProto) -> None:
         _rewrite(graph, taken_names(graph))
 
 
-def _rewrite(graph: onnx.GraphProto, taken: set[str]) -> None:
-    nodes = [new for node in graph.node for new in _rewritten(node, taken)]
+def _rewrite(graph: onnx.GraphProto, used: set[str]) -> None:
+    nodes = [new for node in graph.node for new in _rewritten(node, used)]
     for node in nodes:
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):
-                _rewrite(body, taken)
+                _rewrite(body, used)
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -41,7 +41,7 @@ def _is_batchwise(node: onnx.NodeProto) -> bool:
     return recurrent and any(entry.name == "layout" and entry.i == 1 for entry in node.attribute)
 
 
-def _rewritten(node: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto]:
+def _rewritten(node: onnx.NodeProto, used: set[str]) -> Iterator[onnx.NodeProto]:
     core = onnx.NodeProto()
     core.CopyFrom(node)
     after = []
@@ -52,12 +52,12 @@ def _rewritten(node: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto
         for index, perm in _OPERANDS.items():
             name = node.input[index] if len(node.input) > index else ""
             if name:
-                core.input[index] = claim(f"{name}, steps first", taken)
+                core.input[index] = claim(f"{name}, steps first", used)
                 yield helper.make_node("Transpose", [name], [core.input[index]], perm=perm)
         for index, perm in _RESULTS.items():
             name = node.output[index] if len(node.output) > index else ""
             if name:
-                core.output[index] = claim(f"{name}, steps first", taken)
+                core.output[index] = claim(f"{name}, steps first", used)
                 after.append(helper.make_node("Transpose", [core.output[index]], [name], perm=perm))
     yield core
     yield from after

@@ -32,7 +32,7 @@ def to_blocked_layout(
     results: Collection[str],
     constants: Mapping[str, Array],
 ) -> BlockedGraph:
-    """Convert convolutions of a forward or backward graph to the blocked layout.
+    """Return a graph whose convolutions use the blocked layout.
 
     Args:
         context: Graph of the model with the settings of its sessions.
@@ -41,7 +41,7 @@ def to_blocked_layout(
         constants: Constants of the graph, by name; may include parameters.
 
     Returns:
-        Nodes with the same results; unchanged on a GPU, and without the pass.
+        Nodes with the same results; the same nodes on a GPU or without the pass.
     """
     if context.memory_space is not HOST or BLOCKED_LAYOUT not in context.graph_passes:
         return BlockedGraph(tuple(nodes), {}, {})
@@ -60,11 +60,11 @@ def to_blocked_layout(
 
 @cache
 def channel_block() -> int:
-    """Return the number of channels in a block, from a trial; 0 if the trial fails."""
+    """Return the number of channels in a block of ONNX Runtime; 0 without a blocked layout."""
     x = np.arange(2 * _CHANNELS, dtype=_FLOAT).reshape(1, _CHANNELS, 1, 2)
     try:
         (reordered,) = _tried([Node("ReorderInput", ("x",), ("y",), {}, "reorder", DOMAIN)], x)
-        # The second pixel of the first channel, whose value is 1, follows the first block.
+        # The second pixel of the first channel, with the value 1, comes after the first block.
         block = int(np.argmax(reordered.ravel() == 1))
         if block < 2 or _CHANNELS % block:
             return 0
@@ -82,7 +82,7 @@ def channel_block() -> int:
 
 
 def _trial_kernel() -> Array:
-    """Return small integers, whose sums are exact in every order."""
+    """Return a kernel of small integers, for which sums are exact in every order."""
     return (np.arange(_CHANNELS**2 * 3) % 5).astype(_FLOAT).reshape(_CHANNELS, _CHANNELS, 3, 1)
 
 

@@ -1,11 +1,11 @@
-"""Convolutions in the blocked layout of ONNX Runtime, for which it has its fastest kernels.
+"""Converts convolutions to the blocked layout of ONNX Runtime, which has its fastest kernels.
 
-In the blocked layout, an image ``(n, c, *pixels)`` has shape ``(n, c / block, *pixels, block)``,
-so that a vector register contains channels of one pixel. ONNX Runtime converts convolutions with
+In the blocked layout, an image ``(n, c, *pixels)`` has shape ``(n, c / block, *pixels, block)``, so
+that a vector register contains channels of one pixel. ONNX Runtime converts convolutions with
 constant kernels to this layout. In training, kernels are inputs of the session, and ONNX Runtime
-does not convert them. The operators of this layout are not documented. A trial shows whether a
-build of ONNX Runtime has them. Times in ms, for version 1.31 on two threads of a processor with
-AVX-512, include the conversions of images and results:
+does not convert them. The operators of this layout are not documented. A trial determines whether a
+build of ONNX Runtime supports them. Times in ms, for version 1.31 on two threads of a processor
+with AVX-512, include the conversions of images and results:
 
 | images, kernel | plain | blocked |
 |---|---|---|
@@ -34,10 +34,11 @@ from kfac_engine.graph.structure import Node
 
 DOMAIN = "com.microsoft.nchwc"
 
-# Largest kernel that is converted: the conversion takes 1.3 ns a number, for any batch size.
+# Largest number of entries of a converted kernel. The conversion takes 1.3 ns for each entry, for
+# any batch size.
 _MOST_NUMBERS = 1 << 20
 
-# Most taps of a kernel that a product reverses: it takes as many multiplications for each number.
+# Largest number of taps that a product reverses, with as many multiplications for each entry.
 _MOST_TAPS = 64
 
 _LAST = -(2**62)  # a slice with step −1 and an end below this includes index zero
@@ -63,38 +64,38 @@ class LayoutContext:
     """Results, shapes and constants of a graph.
 
     Attributes:
-        handed: Names of the results of the graph.
+        results: Names of the results of the graph.
         kernels: Shapes of float32 inputs that are the same for every batch, such as parameters.
         shapes: Known shapes of other values in a sample run.
         constants: Constants by name.
     """
 
-    handed: Collection[str]
+    results: Collection[str]
     kernels: Mapping[str, tuple[int, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     constants: Mapping[str, Array]
 
 
-def convert_to_blocked(nodes: Sequence[Node], scene: LayoutContext, block: int) -> BlockedGraph:
+def convert_to_blocked(nodes: Sequence[Node], context: LayoutContext, block: int) -> BlockedGraph:
     """Return a graph whose convolutions use the blocked layout where it is faster.
 
     A convolution in this layout includes an ``Add`` and a ``Relu`` that follow it.
 
     Args:
         nodes: Nodes in topological order.
-        scene: Results, shapes and constants of the graph.
+        context: Results, shapes and constants of the graph.
         block: Number of channels of a block; 0 if ONNX Runtime has no blocked layout.
 
     Returns:
         A graph with the same results, which only ONNX Runtime can evaluate.
     """
-    kernels = _shapes_of_kernels(nodes, scene) if block else {}
+    kernels = _shapes_of_kernels(nodes, context) if block else {}
     if not any(node.op == "Conv" and node.inputs[1] in kernels for node in nodes):
         return BlockedGraph(tuple(nodes), {}, {})
-    builder = _LayoutBuilder(nodes, replace(scene, kernels=kernels), block)
+    builder = _LayoutBuilder(nodes, replace(context, kernels=kernels), block)
     for node in nodes:
         builder.visit(node)
-    used = needed(builder.nodes, scene.handed)
+    used = needed(builder.nodes, context.results)
     copies = {there: value for value, there in builder.blocks.items()}
     return BlockedGraph(used, builder.constants, copies)
 
@@ -102,12 +103,12 @@ def convert_to_blocked(nodes: Sequence[Node], scene: LayoutContext, block: int) 
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def _shapes_of_kernels(nodes: Sequence[Node], scene: LayoutContext) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of kernels and of views of kernels, which a backward graph reads."""
-    shapes = dict(scene.kernels)
+def _shapes_of_kernels(nodes: Sequence[Node], context: LayoutContext) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of kernels, and of views of kernels that a backward graph reads."""
+    shapes = dict(context.kernels)
     for node in nodes:
         if node.op in _SHAPE_AFTER and not node.domain and node.inputs[0] in shapes:
-            shape = _SHAPE_AFTER[node.op](node, shapes[node.inputs[0]], scene.constants)
+            shape = _SHAPE_AFTER[node.op](node, shapes[node.inputs[0]], context.constants)
             if shape:
                 shapes[node.outputs[0]] = shape
     return shapes
@@ -123,7 +124,7 @@ def _transposed(
 def _reversed(
     node: Node, shape: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...] | None:
-    """Return the shape of a kernel with all taps in reverse order; None for other slices."""
+    """Return the shape of a kernel after a Slice that reverses all taps; None for other slices."""
     arrays = [constants.get(name) for name in node.inputs[1:5]]
     if len(arrays) < 4 or any(array is None for array in arrays):
         return None
@@ -136,7 +137,7 @@ def _reversed(
 def _reshaped(
     node: Node, shape: tuple[int, ...], constants: Mapping[str, Array]
 ) -> tuple[int, ...] | None:
-    """Return the shape of a kernel after a Reshape; None if sizes are not constant."""
+    """Return the shape of a kernel after a Reshape; None if the shape is not constant."""
     sizes = constants.get(node.inputs[1])
     return tuple(int(n) for n in sizes) if sizes is not None and (sizes > 0).all() else None
 
@@ -148,7 +149,7 @@ _SHAPE_AFTER: Mapping[
 
 
 def _inner(node: Node, shape: Sequence[int], block: int) -> int:
-    """Return the block size of a kernel's input channels; 0 if the plain layout is faster."""
+    """Return the block size of the input channels of a kernel; 0 if the plain layout is faster."""
     outs, ins, *kernel = shape
     group = integer(node, "group", 1)
     small = prod(kernel) > 1 and prod(shape) <= _MOST_NUMBERS
@@ -188,10 +189,10 @@ class _LayoutBuilder(NodeBuilder):
         blocks: Name of a value in the plain layout to its name in the blocked layout.
     """
 
-    def __init__(self, nodes: Sequence[Node], scene: LayoutContext, block: int) -> None:
+    def __init__(self, nodes: Sequence[Node], context: LayoutContext, block: int) -> None:
         super().__init__(prefix="nchwc/")
         self.blocks: dict[str, str] = {}
-        self._scene, self._block = scene, block
+        self._context, self._block = context, block
         self._drafts: dict[str, _Draft] = {}
         self._kernels: dict[tuple[str, int], str] = {}
         self._splits: set[str] = set()
@@ -202,7 +203,7 @@ class _LayoutBuilder(NodeBuilder):
 
     def visit(self, node: Node) -> None:
         """Add a node, or fuse it with a convolution before it."""
-        shape = self._scene.kernels.get(node.inputs[1]) if node.op == "Conv" else None
+        shape = self._context.kernels.get(node.inputs[1]) if node.op == "Conv" else None
         inner = _inner(node, shape, self._block) if shape and not node.domain else 0
         if inner:
             self._write_or_wait(_Draft(node, inner, node.outputs[0]))
@@ -213,17 +214,17 @@ class _LayoutBuilder(NodeBuilder):
             self.nodes.append(node)
 
     def relu(self, node: Node) -> bool:
-        """Fuse a Relu with the convolution before it; return False without a convolution."""
+        """Return whether a Relu was fused with a convolution before it."""
         draft = self._drafts.pop(node.inputs[0], None)
         if draft:
             self._write(replace(draft, result=node.outputs[0], rectified=True))
         return draft is not None
 
     def add(self, node: Node) -> bool:
-        """Fuse an Add with the convolution of an operand if the other operand is blocked."""
+        """Return whether an Add was fused with the convolution of an operand."""
         for mine, other in (node.inputs, node.inputs[::-1]):
             draft = self._drafts.get(mine)
-            if draft and not draft.added and self._alike(mine, other):
+            if draft and not draft.added and self._is_blocked_like(mine, other):
                 del self._drafts[mine]
                 if other in self._drafts:
                     self._write(self._drafts.pop(other))
@@ -233,26 +234,26 @@ class _LayoutBuilder(NodeBuilder):
                 return True
         return False
 
-    def _alike(self, mine: str, other: str) -> bool:
-        """Return whether two values have one shape and the second is in the blocked layout."""
-        shapes = self._scene.shapes
+    def _is_blocked_like(self, mine: str, other: str) -> bool:
+        """Return whether two values have equal shapes and ``other`` is in the blocked layout."""
+        shapes = self._context.shapes
         same = mine in shapes and shapes[mine] == shapes.get(other)
         return same and (other in self.blocks or other in self._drafts)
 
     def _write_or_wait(self, draft: _Draft) -> None:
-        """Write a convolution, unless its only reader may be fused with it."""
+        """Write a convolution, or wait if its only reader may be fused with it."""
         readers = self._readers.get(draft.result, [])
-        alone = len(readers) == 1 and draft.result not in self._scene.handed
+        alone = len(readers) == 1 and draft.result not in self._context.results
         if alone and readers[0].op in _FUSED and not readers[0].domain:
             self._drafts[draft.result] = draft
         else:
             self._write(draft)
 
     def _write(self, draft: _Draft) -> None:
-        """Add the nodes of a fused convolution, with its result in both layouts."""
+        """Write the nodes of a fused convolution, with its result in both layouts."""
         x, weight, *bias = draft.node.inputs
-        outs, ins, *kernel = self._scene.kernels[weight]
-        # The convolution reads images of few channels in the plain layout.
+        outs, ins, *kernel = self._context.kernels[weight]
+        # Images of few channels remain in the plain layout, which the convolution reads.
         if ins >= self._block or integer(draft.node, "group", 1) > 1:
             x = self._image(x)
         operands = [x, self._kernel(weight, draft.inner), *(bias or [""]), draft.added]
@@ -267,22 +268,22 @@ class _LayoutBuilder(NodeBuilder):
         self.blocks[draft.result] = result
 
     def _image(self, x: str) -> str:
-        """Return the name of an image in the blocked layout."""
+        """Write an image in the blocked layout; return its name."""
         if x not in self.blocks:
             self.blocks[x] = f"{x} in blocks"
             self.op("ReorderInput", x, result=self.blocks[x], domain=DOMAIN)
         return self.blocks[x]
 
     def _kernel(self, weight: str, inner: int) -> str:
-        """Return a kernel with the output channels of a block last, after the input channels."""
+        """Write a kernel in the blocked layout, with the output channels of a block last."""
         if (weight, inner) not in self._kernels:
-            outs, ins, *kernel = shape = self._scene.kernels[weight]
+            outs, ins, *kernel = shape = self._context.kernels[weight]
             name, size, taps = f"{weight} in blocks of {inner}", self._block, prod(kernel)
             rows = self._split(weight, outs // size, size, ins * taps)
             # A product with the unit matrix and a Transpose of whole blocks take a third of the
-            # time of a Transpose of numbers.
+            # time of a Transpose of single entries.
             ones = self.constant(np.eye(size, dtype=np.float32), label=f"ones of {size}")
-            blocks = f"{name}, turned"
+            blocks = f"{name}, transposed"
             self.op("FusedMatMul", rows, ones, result=blocks, domain="com.microsoft", transA=1)
             if inner > 1:
                 parts = self._split(blocks, outs // size, ins // inner, inner, taps, size)
@@ -293,17 +294,17 @@ class _LayoutBuilder(NodeBuilder):
         return self._kernels[weight, inner]
 
     def flip(self, node: Node) -> bool:
-        """Reverse the taps of a kernel by a product, in a fifth of the time of a Slice.
+        """Write a kernel with reversed taps by a product, in a fifth of the time of a Slice.
 
         Args:
             node: The Slice.
 
         Returns:
-            Whether the kernel has few enough taps; False leaves the builder unchanged.
+            Whether nodes were added; False for a kernel with too many taps.
         """
-        shape = self._scene.kernels.get(node.inputs[0], ())
+        shape = self._context.kernels.get(node.inputs[0], ())
         taps = prod(shape[2:])
-        if node.outputs[0] not in self._scene.kernels or not 1 < taps <= _MOST_TAPS:
+        if node.outputs[0] not in self._context.kernels or not 1 < taps <= _MOST_TAPS:
             return False
         flip = self.constant(np.eye(taps, dtype=np.float32)[::-1], label=f"flip of {taps}")
         lines = self._split(node.inputs[0], -1, taps)
@@ -313,7 +314,7 @@ class _LayoutBuilder(NodeBuilder):
         return True
 
     def _split(self, value: str, *shape: int) -> str:
-        """Return the name of a value after a Reshape."""
+        """Write a value in another shape; return its name."""
         result = f"{value} as {'×'.join(map(str, shape))}"
         if result not in self._splits:
             self.op("Reshape", value, self._shape_constant(*shape), result=result)

@@ -1,7 +1,7 @@
-"""The table of graph passes, which change the time or the memory of a session but not its results.
+"""The table of graph passes, which reduce the time or the memory of a session.
 
-A model runs any subset of the passes. A pass that saves time must save
-5 % of a step; docs/performance.md lists the measured ratios.
+A model runs any subset of the passes, with the same results. A pass that saves time must save 5 %
+of a step; docs/performance.md lists the measured ratios.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ BLOCKED_LAYOUT: Final = "blocked_layout"
 FUSED_TRANSPOSES: Final = "fused_transposes"
 WEIGHT_GRADIENTS: Final = "weight_gradients"
 
-# Name to purpose.
+# Map from the name of a pass to its purpose.
 PASSES = Registry(
     "graph pass",
     {

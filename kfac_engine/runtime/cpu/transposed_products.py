@@ -1,8 +1,8 @@
 """Fuses transposes with the products that read them, in the order of the graph.
 
-ONNX Runtime fuses a Transpose with the MatMul that reads it, too. It then runs the fused node after
-all other nodes that are ready, which keeps hundreds of results in memory. With no Transpose left to
-fuse, it runs nodes in the order of the graph.
+ONNX Runtime also fuses a Transpose with the MatMul that reads it. It then runs the fused node after
+all other nodes that are ready, so that hundreds of results remain in memory. If no Transpose
+remains to be fused, it runs nodes in the order of the graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ _DOMAIN = "com.microsoft"
 
 
 def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]:
-    """Fuse transposes of a backward graph with the products that read them.
+    """Return the nodes of a backward graph, with transposes fused with the products that read them.
 
     Args:
         backward: A backward graph. With cotangents other than float32, which the fused operator
             does not support, products are not fused.
-        fuse: Whether products are fused. Transposes that undo each other are removed in any case,
+        fuse: Whether products are fused. Pairs of inverse transposes are removed in any case,
             because ONNX Runtime fails on some of them.
 
     Returns:
-        Nodes with the same results, for ONNX Runtime alone, in the same order.
+        Nodes with the same results in the same order, which only ONNX Runtime can run.
     """
     nodes = _without_round_trips(backward.nodes)
     if not fuse or set(backward.dtypes.values()) != {np.dtype(np.float32)}:
@@ -39,8 +39,8 @@ def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]
 
 
 def _without_round_trips(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Replace each Transpose that undoes another Transpose by an Identity."""
-    # ONNX Runtime removes both, and fails if the second computes a result of the graph.
+    """Return the nodes with an Identity in place of each Transpose that inverts another one."""
+    # ONNX Runtime removes both, and fails if the second transpose computes a result of the graph.
     transposes = {node.outputs[0]: node for node in nodes if node.op == "Transpose"}
 
     def simplified(node: Node) -> Node:

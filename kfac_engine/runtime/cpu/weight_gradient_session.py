@@ -1,11 +1,11 @@
-"""Weight gradients of convolutions, computed by BLAS outside ONNX Runtime.
+"""Computes weight gradients of convolutions by BLAS, outside ONNX Runtime.
 
 ONNX Runtime copies the patches of a whole batch through memory for the gradient of a kernel. This
 module copies the patches of a few images, which stay in the cache. A backward session on the CPU
 therefore returns the operands of these products, and threads compute the products.
 
-A gradient is computed here if it is a sum of transposed or reshaped kernel gradients (see
-``autodiff.weight_gradients``), and if no node reads the gradient or a term of the sum. The session
+BLAS computes a gradient that is a sum of transposed or reshaped kernel gradients (see
+``autodiff.weight_gradients``), if no node reads the gradient or a term of the sum. ONNX Runtime
 computes all other gradients.
 """
 
@@ -27,9 +27,10 @@ from kfac_engine.graph.structure import Node
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
 
-# An unrolled loop uses a weight many times; the operands of all uses would stay in memory.
+# Largest number of uses of a weight. An unrolled loop uses a weight many times, and the operands of
+# all uses would remain in memory.
 _MOST_USES = 8
-# No derivative rule writes a longer chain of sums and moves for so few uses.
+# Length of the longest chain of sums and moves that derivative rules write for so few uses.
 _LONGEST_CHAIN = 64
 
 
@@ -73,7 +74,7 @@ class SplitBackward:
     Attributes:
         session: The graph that ONNX Runtime computes. Its results are the other gradients and the
             operands of the terms, by name.
-        finished: Name of each weight gradient to its terms.
+        finished: Map from each weight gradient to its terms.
     """
 
     session: Backward
@@ -81,22 +82,24 @@ class SplitBackward:
 
 
 def split_backward(backward: Backward, *, apart: bool = True) -> SplitBackward:
-    """Split the weight gradients that BLAS computes off a backward graph.
+    """Return a backward graph without the weight gradients that BLAS computes, and their terms.
 
     Args:
         backward: The graph.
-        apart: Whether any gradient is split off; False leaves all gradients to the session.
+        apart: Whether BLAS computes any gradient.
 
     Returns:
         The graph of the session, and the terms of the weight gradients.
     """
     reader = _Reader(backward if apart else replace(backward, leaves={}))
-    handed = dict.fromkeys(backward.gradients.values())
-    finished = {name: terms for name in handed if (terms := reader.terms(name, handed=True))}
+    gradient_names = dict.fromkeys(backward.gradients.values())
+    finished = {
+        name: terms for name in gradient_names if (terms := reader.terms(name, is_gradient=True))
+    }
     computed = {name for node in backward.nodes for name in node.outputs}
     results = [
         name
-        for name in dict.fromkeys((*handed, *_operands(finished)))
+        for name in dict.fromkeys((*gradient_names, *_operands(finished)))
         if name in computed and name not in finished
     ]
     session = replace(
@@ -112,11 +115,11 @@ class WeightGradientSession:
     """A backward session on the CPU that computes weight gradients by BLAS.
 
     Args:
-        session: Computes ``terms.session``; None where that graph is empty.
+        session: Session of ``terms.session``; None if this graph is empty.
         terms: The graph of the session and the terms of the weight gradients.
         constants: Constants of the graph, which are not inputs of the session.
         workers: Threads for the products.
-        scratch_bytes: Bound of the working memory of the products.
+        scratch_bytes: Bound of the scratch memory of the products.
     """
 
     def __init__(
@@ -132,14 +135,14 @@ class WeightGradientSession:
         self._scratch_bytes = scratch_bytes
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Evaluate gradients.
+        """Return gradients for the inputs of the backward graph.
 
         Args:
             outputs: Names of gradients.
             feeds: One array for each input of the backward graph.
 
         Returns:
-            Name to array; some are read-only.
+            Map from a gradient to an array, which may be read-only.
 
         Raises:
             BackendError: An operator failed.
@@ -152,15 +155,15 @@ class WeightGradientSession:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Evaluate gradients into arrays of the caller.
+        """Write gradients to arrays of the caller.
 
         Args:
-            results: Name of a gradient to a contiguous array of its shape and element type.
+            results: Map from a gradient to a contiguous array of its shape and element type.
             feeds: One array for each input of the backward graph.
             others: Further gradients.
 
         Returns:
-            Name to array, for ``others``; some are read-only.
+            Map from each of ``others`` to an array, which may be read-only.
 
         Raises:
             BackendError: An operator failed, or a result has another shape than its array.
@@ -183,7 +186,7 @@ class WeightGradientSession:
     def _computed(
         self, into: Mapping[str, Array], requested: Sequence[str], feeds: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Run the session; return the requested values, without those written to ``into``."""
+        """Run the session; return the requested values that are not written to ``into``."""
         if self._session is None or not (into or requested):
             return {}
         if into:
@@ -196,7 +199,7 @@ class WeightGradientSession:
         results: Mapping[str, Array],
         known: Mapping[str, Array],
     ) -> dict[str, Array]:
-        """Compute the gradients outside the session, into arrays of the caller where they exist."""
+        """Return the gradients that BLAS computes, in arrays of the caller if they exist."""
         scratch, tasks = Scratch(self._scratch_bytes), list[Task]()
         gradients: dict[str, Array] = {}
         for name, terms in selected.items():
@@ -216,7 +219,7 @@ def _task(
     workers: Workers,
     scratch: Scratch,
 ) -> Task:
-    """Return the task that adds the terms of a gradient in their order."""
+    """Return a task that computes a gradient as the sum of its terms, in their order."""
 
     def write() -> None:
         out[...] = 0
@@ -234,7 +237,7 @@ def _task(
 
 
 def _work(gradient: KernelGradient, operands: Sequence[Array]) -> float:
-    """Return the cost of a product in multiplications, with the copies of its operands."""
+    """Return the cost of a product and of the copies of its operands, in multiplications."""
     x, g = operands
     return g.size * gradient.ins * gradient.window.taps + TO_READ * (x.size + g.size)
 
@@ -253,14 +256,14 @@ def _add(
 
 
 def _after(product: Array, moves: Sequence[Move]) -> Array:
-    """Apply moves to a product."""
+    """Return a product after its moves."""
     for move in moves:
         product = product.transpose(move.perm) if move.perm else product.reshape(move.shape)
     return product
 
 
 def _before(out: Array, shape: tuple[int, ...], moves: Sequence[Move]) -> Array | None:
-    """Return the view of ``out`` that becomes ``out`` by the moves; None if a copy is needed."""
+    """Return the view of ``out`` that the moves convert to ``out``; None if it needs a copy."""
     view = out
     shapes = [shape, *(move.shape for move in moves)]
     for move, before in zip(reversed(moves), reversed(shapes[:-1]), strict=True):
@@ -276,7 +279,7 @@ def _operands(gradients: Mapping[str, Terms]) -> list[str]:
 
 
 class _Reader:
-    """Finds the terms of a gradient by a backward search in the graph."""
+    """Searches the terms of a gradient backwards in the graph."""
 
     def __init__(self, backward: Backward) -> None:
         self._leaves, self._constants = backward.leaves, backward.constants
@@ -284,21 +287,25 @@ class _Reader:
         self._readers = Counter(
             name for node in backward.nodes for name in (*node.inputs, *node.captures)
         )
-        self._handed = frozenset(backward.gradients.values())
+        self._gradient_names = frozenset(backward.gradients.values())
 
-    def terms(self, name: str, *, handed: bool = False, depth: int = 0) -> Terms:
+    def terms(self, name: str, *, is_gradient: bool = False, depth: int = 0) -> Terms:
         """Return the kernel gradients whose sum is a value of the graph.
 
         Args:
             name: The value.
-            handed: Whether the value is a gradient; an intermediate value must have one reader.
+            is_gradient: Whether the value is a gradient; an intermediate value must have one
+                reader.
             depth: Number of sums and moves between the gradient and the value.
 
         Returns:
             The terms in the order of the sum; empty if the value is not such a sum, or if another
             node reads a term.
         """
-        alone = (self._readers[name], name in self._handed) == (int(not handed), handed)
+        alone = (self._readers[name], name in self._gradient_names) == (
+            int(not is_gradient),
+            is_gradient,
+        )
         if not alone or name not in self._makers or depth > _LONGEST_CHAIN:
             return ()
         if name in self._leaves:
@@ -311,7 +318,7 @@ class _Reader:
         return tuple(term for term in moved if term) if all(moved) else ()
 
     def _sum(self, node: Node, depth: int) -> Terms:
-        """Return the terms of a sum; empty if an operand has none, or if there are too many."""
+        """Return the terms of a sum; empty if an operand has no terms, or if there are too many."""
         terms: Terms = ()
         for name in node.inputs:
             term = self.terms(name, depth=depth + 1)
@@ -333,5 +340,5 @@ class _Reader:
         return ProductTerm(term.gradient, (*term.moves, move))
 
 
-_SUMS = frozenset({"Add", "Sum"})  # of equal shapes: those of one weight
+_SUMS = frozenset({"Add", "Sum"})  # their operands are gradients of one weight, in one shape
 _MOVES = frozenset({"Reshape", "Transpose"})

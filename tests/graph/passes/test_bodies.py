@@ -82,7 +82,7 @@ def test_two_weights_of_one_name_are_told_apart_and_not_written_back() -> None:
     loaded = load_model(parser.parse_model(TWICE))
     held = {name: array.tolist() for name, array in loaded.graph.constants.items()}
     assert held == {"k": [1, 1], "y.w": [1, 2], "y.w_": [3, 4]}
-    with pytest.raises(UnsupportedError, match=r"'y\.w' lies inside"):
+    with pytest.raises(UnsupportedError, match=r"'y\.w' is inside"):
         export_files(loaded, {"y.w": np.zeros(2)}, "weights")
 
 

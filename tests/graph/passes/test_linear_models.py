@@ -80,5 +80,5 @@ def test_another_output_function_is_refused_by_name():
 
 
 def test_coefficients_that_make_no_matrix_are_refused_by_name():
-    with pytest.raises(ke.ModelError, match=r"'model'.* 6 coefficients, which make no 4 rows"):
+    with pytest.raises(ke.ModelError, match=r"'model'.* 6 coefficients, which cannot be divided into 4 rows"):
         load_graph(classical("LinearRegressor", coefficients=WEIGHTS, targets=4))

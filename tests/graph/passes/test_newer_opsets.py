@@ -64,7 +64,7 @@ def test_a_newer_model_computes_what_the_reference_does(name):
 
 def test_an_operator_without_definition_is_refused(monkeypatch):
     monkeypatch.setattr("kfac_engine.graph.passes.newer_opsets.is_defined", lambda *_: False)
-    with pytest.raises(ModelError, match=r"SwiGLU that makes 'y' is of operator set 28"):
+    with pytest.raises(ModelError, match=r"SwiGLU that computes 'y' is of operator set 28"):
         load_graph(CASES["new_operator"])
 
 
