@@ -3,5 +3,5 @@
 from scripts.list_approximations import PAGE, page
 
 
-def test_the_page_is_what_the_table_says():
+def test_page_equals_table():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m scripts.list_approximations"

@@ -109,7 +109,7 @@ def test_a_name_in_a_table_of_files_is_a_file_or_a_folder(section):
         assert found or not re.fullmatch(r"[a-z_/]+", name), f"{section}: there is no '{name}'"
 
 
-def test_what_a_recipe_names_exists():
+def test_names_in_recipes_exist():
     text = "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
     for name in named_last("Where to add what"):
         if name.startswith("python -m "):
@@ -148,12 +148,12 @@ def test_every_package_has_a_rank():
             assert unit(dotted_name(path)) != "__init__", identify(path)
 
 
-def test_at_most_ten_modules_lie_beside_the_packages():
+def test_at_most_ten_modules_are_at_top_level():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=identify)
-def test_reserved_libraries_are_imported_in_their_place_only(path):
+def test_reserved_libraries_are_imported_in_listed_modules_only(path):
     if identify(path).startswith(("tests/", "scripts/")):
         return
     for name in imported_modules(ast.walk(parse(path))):
@@ -182,14 +182,14 @@ def own_imports(path: Path) -> Iterator[str]:
             yield module
 
 
-def test_kernels_know_only_our_errors():
+def test_kernels_import_only_errors():
     for path in (ROOT / "kernels").rglob("*.py"):
         for name in imported_modules(ast.walk(parse(path))):
             known = "kfac_engine.errors", "kfac_engine.kernels"
             assert not name.startswith("kfac_engine") or name.startswith(known)
 
 
-def test_the_oracle_imports_nothing_of_ours():
+def test_oracle_imports_no_project_module():
     names = list(imported_modules(ast.walk(parse(ROOT / "tests" / "oracle.py"))))
     assert names
     assert not [name for name in names if name.startswith(("kfac_engine", "tests"))]
@@ -205,7 +205,7 @@ def test_files_and_functions_are_short(path):
             assert lines <= MAX_BODY_LINES, f"{node.name} has {lines} lines"
 
 
-def test_every_package_is_listed_for_the_wheel():
+def test_all_packages_are_listed_for_wheel():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {dotted_name(path) for path in MODULES if path.name == "__init__.py"}
     assert set(listed) == found | {
@@ -260,6 +260,6 @@ def test_no_variable_has_a_vague_name(path):
     ["made = 1", "made: int = 1", "self.made = 1", "def f(made): pass", "lambda *made: 0",
      "for made in x: pass", "[made for made in x]", "with x as made: pass", "(made := 1)"],
 )  # fmt: skip
-def test_the_names_of_variables_are_seen_wherever_they_are_set(code):
+def test_names_of_variables_cover_all_assignments(code):
     assert "made" in set(names_of_variables(ast.parse(code)))
     assert "made" not in set(names_of_variables(ast.parse(code.replace("made", "maker"))))

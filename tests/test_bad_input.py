@@ -54,7 +54,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_bad_batch_is_refused_and_nothing_changes(engine, inputs, name):
+def test_invalid_batch_raises_error_and_changes_nothing(engine, inputs, name):
     change, targets, error, message = BATCHES[name]
     engine.step(inputs, TARGETS)
     before, parameters = snapshot(engine), engine.parameters
@@ -68,7 +68,7 @@ def test_bad_batch_is_refused_and_nothing_changes(engine, inputs, name):
         np.testing.assert_array_equal(value, parameters[name_])
 
 
-def test_batch_whose_forward_pass_overflows_never_enters_an_average():
+def test_overflowing_batch_does_not_change_averages():
     engine = ke.Engine.from_onnx(models.mlp(activation="Relu"), loss="categorical")
     inputs = models.random_inputs(models.mlp(), batch=4)
     engine.step(inputs, TARGETS)
@@ -80,7 +80,7 @@ def test_batch_whose_forward_pass_overflows_never_enters_an_average():
 
 
 @pytest.mark.parametrize("call", ["gradients", "step"])
-def test_an_infinite_gradient_of_a_finite_loss_is_refused(call):
+def test_infinite_gradient_of_finite_loss_raises_error(call):
     net = models.Net()
     net.op("Sqrt", net.op("Add", "input", net.weight("b", 3), to="s"), to="output")
     model = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
@@ -97,19 +97,19 @@ def test_an_infinite_gradient_of_a_finite_loss_is_refused(call):
     np.testing.assert_array_equal(snapshot(engine)[0][1], before[0][1])
 
 
-def test_empirical_mode_asks_for_targets(inputs):
+def test_empirical_mode_without_targets_raises_error(inputs):
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", estimation_mode="empirical")
     with pytest.raises(ke.InputError, match="targets"):
         engine.observe(inputs)
 
 
 @pytest.mark.parametrize("axis", [7, 0, -3])
-def test_class_axis_that_is_none_is_refused(axis):
+def test_invalid_class_axis_raises_error(axis):
     with pytest.raises(ke.ShapeError, match=f"class_axis={axis}"):
         ke.Engine.from_onnx(models.mlp(), loss="categorical", class_axis=axis)
 
 
-def test_constant_that_a_file_lists_among_its_inputs_cannot_be_fed(inputs):
+def test_feeding_constant_listed_as_input_raises_error(inputs):
     model = models.mlp()
     model.graph.input.append(onnx.helper.make_tensor_value_info("fc0.bias", 1, [5]))
     engine = ke.Engine.from_onnx(model, loss="categorical")
@@ -118,7 +118,7 @@ def test_constant_that_a_file_lists_among_its_inputs_cannot_be_fed(inputs):
         engine.gradients(fed, TARGETS)
 
 
-def test_gradients_without_targets_ask_for_them(engine, inputs):
+def test_gradients_without_targets_raise_error(engine, inputs):
     with pytest.raises(ke.InputError, match="targets"):
         engine.gradients(inputs, None)
 
@@ -142,28 +142,28 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_bad_option_is_named(name):
+def test_invalid_option_error_names_option(name):
     options, message = OPTIONS[name]
     with pytest.raises(ke.KfacError, match=message):
         ke.Engine.from_onnx(models.mlp(), **{"loss": "categorical", **options})
 
 
-def test_several_outputs_need_a_choice():
+def test_several_outputs_without_choice_raise_error():
     with pytest.raises(ke.InputError, match="logits, mean"):
         ke.Engine.from_onnx(models.two_outputs(), loss="categorical")
 
 
-def test_a_loss_by_no_known_name_is_said_before_any_output_is_asked_for():
+def test_unknown_loss_is_reported_before_missing_output():
     with pytest.raises(ke.UnknownNameError, match="hinge"):
         ke.Engine.from_onnx(models.two_outputs(), loss="hinge")
 
 
-def test_operator_without_rule_is_named_with_node_and_parameter():
+def test_missing_rule_error_names_node_and_parameter():
     with pytest.raises(ke.UnsupportedOpError, match=r"QuantizeLinear.*fc0\.weight"):
         ke.Engine.from_onnx(models.odd_ops(), loss="normal", trainable=["fc0.*"])
 
 
-def test_operator_without_rule_may_lie_before_the_trained_layers():
+def test_operator_without_rule_is_allowed_before_trained_layers():
     engine = ke.Engine.from_onnx(models.odd_ops(), loss="normal", trainable=["output.*"])
     assert sorted(engine.parameters) == ["output.bias", "output.weight"]
 
@@ -182,26 +182,26 @@ BAD_GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", BAD_GRADIENTS)
-def test_bad_gradient_is_refused(engine, inputs, name):
+def test_invalid_gradient_raises_error(engine, inputs, name):
     gradients, error, message = BAD_GRADIENTS[name]
     engine.step(inputs, TARGETS)
     with pytest.raises(error, match=message):
         engine.precondition(gradients)
 
 
-def test_preconditioning_before_any_batch_says_what_is_missing(engine):
+def test_preconditioning_before_first_batch_raises_error(engine):
     zeros = {name: np.zeros_like(value) for name, value in engine.parameters.items()}
     with pytest.raises(ke.NotReadyError, match="statistics"):
         engine.precondition(zeros)
 
 
-def test_power_that_was_not_asked_for_is_refused(engine, inputs):
+def test_unregistered_power_raises_error(engine, inputs):
     result = engine.step(inputs, TARGETS)
     with pytest.raises(ke.UnknownNameError, match=r"-0\.5"):
         engine.precondition(result.gradients, -0.5)
 
 
-def test_bad_parameter_values_are_refused_whole(engine):
+def test_invalid_parameter_values_change_nothing(engine):
     before = engine.parameters
     bad = {"fc0.bias": np.ones(5, np.float32), "fc1.bias": np.full(4, np.inf, np.float32)}
     with pytest.raises(ke.NonFiniteError, match=r"fc1\.bias"):
@@ -209,7 +209,7 @@ def test_bad_parameter_values_are_refused_whole(engine):
     np.testing.assert_array_equal(engine.parameters["fc0.bias"], before["fc0.bias"])
 
 
-def test_nan_weight_in_the_file_is_named():
+def test_nan_weight_error_names_weight():
     model = models.mlp()
     weight = next(t for t in model.graph.initializer if t.name == "fc1.weight")
     array = np.full(tuple(weight.dims), np.nan, np.float32)

@@ -113,7 +113,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), OPTIONS)
-def test_a_wrong_option_is_told_by_the_engine_and_by_precondition(name, value, message):
+def test_engine_and_precondition_report_invalid_option(name, value, message):
     with pytest.raises(ke.KfacError, match=message):
         engine_of(**{name: value})
     options = {"loss": "categorical", "threads": 1} | {name: value}
@@ -131,7 +131,7 @@ def test_a_wrong_option_is_told_by_the_engine_and_by_precondition(name, value, m
         ("qqq", "its options: loss, output, class_axis,"),
     ],
 )
-def test_an_unknown_option_is_told_with_the_nearest_known_one(name, hint):
+def test_unknown_option_error_suggests_nearest_name(name, hint):
     with pytest.raises(ke.UnknownNameError) as by_engine:
         ke.Engine.from_onnx(MODEL, loss="categorical", **{name: 1})
     assert str(by_engine.value).startswith(f"Engine.from_onnx has no option '{name}'; {hint}")
@@ -153,18 +153,18 @@ def test_an_unknown_option_is_told_with_the_nearest_known_one(name, hint):
     ],
     ids=["nothing", "no model", "model alone, named", "no loss", "option", "positions", "twice"],
 )
-def test_a_call_without_one_model_and_a_loss_by_keyword_is_told(args, options):
+def test_call_without_model_or_loss_raises_error(args, options):
     message = "Engine.from_onnx takes one model, and options by keyword; needed: loss"
     with pytest.raises(ke.InputError, match=message):
         ke.Engine.from_onnx(*args, **options)
 
 
-def test_the_model_may_be_named():
+def test_model_may_be_keyword_argument():
     engine = ke.Engine.from_onnx(loss="categorical", model=MODEL)
     assert list(engine.parameters) == list(engine_of().parameters)
 
 
-def test_every_option_is_known():
+def test_all_options_are_covered():
     with pytest.raises(ke.UnknownNameError) as refused:
         engine_of(qqq=1)
     told = str(refused.value).partition("its options: ")[2].rstrip(".").split(", ")
@@ -190,14 +190,14 @@ def test_every_option_is_known():
         ("path", 3),
     ],
 )
-def test_a_wrong_option_is_told_by_differentiate(name, value):
+def test_differentiate_reports_invalid_option(name, value):
     options = {"loss": "categorical"} | {name: value}
     with pytest.raises(ke.KfacError):
         ke.differentiate(MODEL, **options)
 
 
 @pytest.mark.parametrize("model", [None, 3, [], {}, b"", "", "nowhere.onnx", Path(), 1.5, THING])
-def test_what_is_no_model_is_told(model):
+def test_invalid_model_raises_error(model):
     for call in (
         lambda: ke.Engine.from_onnx(model, loss="categorical"),
         lambda: ke.differentiate(model, "categorical"),
@@ -218,7 +218,7 @@ MASKED = np.ma.masked_array(np.ones((8, 64), np.float32), mask=True)
      {"image": np.array(["a"] * 8)}, {"image": IMAGES[:0]}, {3: IMAGES[:8]}, {"image": 1.0}],
     ids=repr,
 )  # fmt: skip
-def test_wrong_inputs_are_told(engine, inputs):
+def test_invalid_inputs_raise_error(engine, inputs):
     for call in (engine.step, engine.gradients, engine.observe):
         with pytest.raises(ke.KfacError):
             call(inputs, Y)
@@ -233,13 +233,13 @@ WRONG_TARGETS = pytest.mark.parametrize(
 
 
 @WRONG_TARGETS
-def test_wrong_targets_are_told(engine, targets):
+def test_invalid_targets_raise_error(engine, targets):
     for call in (engine.step, engine.gradients):
         with pytest.raises(ke.KfacError):
             call(X, targets)
 
 
-def test_missing_targets_are_told(engine):
+def test_missing_targets_raise_error(engine):
     for call in (engine.step, engine.gradients):
         with pytest.raises(ke.KfacError):
             call(X, None)
@@ -247,7 +247,7 @@ def test_missing_targets_are_told(engine):
 
 @WRONG_TARGETS
 @pytest.mark.parametrize("mode", MODES)
-def test_observe_refuses_targets_as_step_does_and_changes_nothing(mode, targets):
+def test_observe_rejects_targets_like_step(mode, targets):
     engine = engine_of(estimation_mode=mode)
     with pytest.raises(ke.KfacError) as by_step:
         engine.step(X, targets)
@@ -259,7 +259,7 @@ def test_observe_refuses_targets_as_step_does_and_changes_nothing(mode, targets)
 
 
 @pytest.mark.parametrize("mode", sorted(MODES.keys() - {"empirical"}))
-def test_observe_of_other_modes_than_empirical_measures_the_same_with_targets_and_without(mode):
+def test_observe_ignores_targets_except_in_empirical_mode(mode):
     with_targets, without = (engine_of(estimation_mode=mode) for _ in range(2))
     with_targets.observe(X, Y)
     without.observe(X)
@@ -267,7 +267,7 @@ def test_observe_of_other_modes_than_empirical_measures_the_same_with_targets_an
         np.testing.assert_array_equal(one.cov, other.cov)
 
 
-def test_observe_refuses_targets_of_an_infinite_loss():
+def test_observe_rejects_targets_with_infinite_loss():
     engine = engine_of(loss="normal")
     targets = np.full((8, 10), 3e38, np.float32)
     for call in (engine.step, engine.observe):
@@ -275,7 +275,7 @@ def test_observe_refuses_targets_of_an_infinite_loss():
             call(X, targets)
 
 
-def test_observe_refuses_targets_of_a_loss_without_a_name_for_them():
+def test_observe_rejects_targets_of_loss_without_target_name():
     engine = engine_of(loss=LOSS("logits"))
     with pytest.raises(ke.InputError, match="has no targets to evaluate"):
         engine.observe(X, Y)
@@ -288,7 +288,7 @@ def test_observe_refuses_targets_of_a_loss_without_a_name_for_them():
      np.array([THING])],
     ids=repr,
 )  # fmt: skip
-def test_wrong_gradients_and_parameters_are_told(engine, gradients, change):
+def test_invalid_gradients_and_parameters_raise_error(engine, gradients, change):
     for call in (engine.precondition, engine.set_parameters):
         with pytest.raises(ke.KfacError):
             call(gradients | {"dense1.bias": change})
@@ -300,20 +300,20 @@ def test_wrong_gradients_and_parameters_are_told(engine, gradients, change):
 
 
 @pytest.mark.parametrize("exp", ["-1", None, [-1], 7, float("nan"), 1j])
-def test_a_wrong_power_is_told(engine, gradients, exp):
+def test_invalid_power_raises_error(engine, gradients, exp):
     with pytest.raises(ke.KfacError):
         engine.precondition(gradients, exp=exp)
 
 
 @pytest.mark.parametrize("path", [None, 3, "", "nowhere/s.safetensors", "a\0b"])
-def test_a_wrong_path_is_told(engine, path):
+def test_invalid_path_raises_error(engine, path):
     for call in (engine.save, engine.load, engine.export):
         with pytest.raises(ke.KfacError):
             call(path)
 
 
 @pytest.mark.parametrize("size", [0, -1, "8", None, 1.5])
-def test_a_wrong_batch_size_is_told(engine, size):
+def test_invalid_batch_size_raises_error(engine, size):
     with pytest.raises(ke.KfacError):
         engine.memory(size)
 
@@ -323,7 +323,7 @@ def test_a_wrong_batch_size_is_told(engine, size):
     [("covariance_every", 0), ("refresh_every", "1"), ("policy", None), ("policy", ["balanced"]),
      ("policy", "never"), ("overlap", "yes")],
 )  # fmt: skip
-def test_a_wrong_schedule_is_told(name, value):
+def test_invalid_schedule_raises_error(name, value):
     with pytest.raises(ke.InputError, match=name):
         ke.Schedule(**{name: value})
 
@@ -369,7 +369,7 @@ REGISTRATIONS = {
 
 
 @pytest.mark.parametrize("call", REGISTRATIONS)
-def test_a_careless_registration_is_told(call):
+def test_invalid_registration_raises_error(call):
     with pytest.raises(ke.KfacError):
         REGISTRATIONS[call](collection())
 
@@ -390,11 +390,11 @@ def estimator(**options):
      ("estimation_mode", ["exact"]), ("layer_collection", 3), ("batch_size", "8"), ("seed", -1),
      ("seed", "0")],
 )  # fmt: skip
-def test_a_careless_estimator_is_told(name, value):
+def test_invalid_estimator_call_raises_error(name, value):
     with pytest.raises(ke.KfacError):
         estimator(**{name: value})
 
 
-def test_an_estimator_takes_no_unknown_attribute():
+def test_unknown_estimator_attribute_raises_error():
     with pytest.raises(ke.UnknownAttributeError, match="did you mean 'damping'"):
         estimator().dampin = 3

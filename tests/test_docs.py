@@ -34,7 +34,7 @@ def blocks(page, *languages):
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_readme_run_in_order(tmp_path, capsys):
+def test_readme_examples_run_in_order(tmp_path, capsys):
     names = {}
     with contextlib.chdir(tmp_path):
         for language, code in blocks(ROOT / "README.md", "python", "console"):
@@ -48,7 +48,7 @@ def test_the_examples_of_the_readme_run_in_order(tmp_path, capsys):
     assert (tmp_path / "trained.onnx").exists()
 
 
-def test_the_examples_of_the_building_blocks_run_in_order():
+def test_building_block_examples_run_in_order():
     names = {}
     examples = blocks(ROOT / "docs" / "building_blocks.md", "python")
     assert len(examples) >= 3
@@ -79,9 +79,7 @@ def first_block(page, containing):
         ("docs/training.md", "clipped_rate"),
     ],
 )
-def test_a_training_example_halves_the_loss_for_each_seed(
-    page, containing, seed, tmp_path, monkeypatch
-):
+def test_training_example_halves_loss_for_each_seed(page, containing, seed, tmp_path, monkeypatch):
     # The seed shuffles the data and draws the sampled targets.
     make = ke.Engine.from_onnx
     monkeypatch.setattr(ke.Engine, "from_onnx", partial(make, seed=seed))
@@ -108,7 +106,7 @@ def test_the_readme_shows_the_losses_that_its_first_example_prints(tmp_path, cap
     np.testing.assert_allclose(*losses, atol=0.02)
 
 
-def test_the_readme_has_examples():
+def test_readme_has_examples():
     languages = [language for language, _ in blocks(ROOT / "README.md", "python", "console")]
     assert languages.count("console") >= 3
     assert languages.count("python") >= 4
@@ -131,7 +129,7 @@ def test_contributing_names_the_commands_of_the_gate():
     assert commands in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-def test_the_tables_of_options_are_those_of_the_commands():
+def test_option_tables_equal_commands():
     assert list_options.page(COMMAND_LINE) == COMMAND_LINE, "run python -m scripts.list_options"
 
 
@@ -140,7 +138,7 @@ def slug(heading):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page):
+def test_links_have_existing_targets(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if re.match(r"https?:", target):
             continue
@@ -153,7 +151,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_python_file_that_a_page_names_exists(page):
+def test_python_files_named_in_docs_exist(page):
     for name in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")):
         folders = [ROOT, ROOT / "kfac_engine", *(ROOT / "kfac_engine").glob("*/"), page.parent]
         assert any((folder / name).is_file() for folder in folders), name

@@ -60,7 +60,7 @@ def host(array: object) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_three_steps_are_those_of_the_cpu(gpu: str, name: str) -> None:
+def test_three_steps_equal_cpu(gpu: str, name: str) -> None:
     for found, wanted in zip(trained(name, "cupy"), trained(name, "numpy"), strict=True):
         assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
         for parameter, natural in wanted.natural_gradients.items():
@@ -116,7 +116,7 @@ def made(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_approximations_are_those_of_the_cpu(gpu: str, name: str) -> None:
+def test_other_approximations_equal_cpu(gpu: str, name: str) -> None:
     make, approximations = OTHERS[name]
     model = make()
     inputs = models.random_inputs(model, batch=6)
@@ -138,7 +138,7 @@ def test_other_approximations_are_those_of_the_cpu(gpu: str, name: str) -> None:
         )
 
 
-def test_what_an_engine_gives_is_of_its_library_and_it_takes_that_back(gpu: str) -> None:
+def test_engine_returns_and_accepts_device_arrays(gpu: str) -> None:
     model = models.mlp()
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
     inputs = models.random_inputs(model, batch=4)
@@ -156,7 +156,7 @@ def test_what_an_engine_gives_is_of_its_library_and_it_takes_that_back(gpu: str)
     engine.set_parameters({name: host(value) for name, value in moved.items()})
 
 
-def test_what_runs_where_is_said_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_choice_is_logged_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
     for cache in (select._gpu, placement._say):
         cache.cache_clear()
     with caplog.at_level("INFO", logger="kfac_engine"):
@@ -167,7 +167,7 @@ def test_what_runs_where_is_said_once(gpu: str, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_step_reads_the_gpu_four_times_however_many_layers_there_are(
+def test_step_reads_gpu_four_times_for_any_number_of_layers(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     """Whether batch and result are finite, the largest numbers, and norms of gradients."""
@@ -214,9 +214,7 @@ POWERS_AND_BLOCKS = {
 
 
 @pytest.mark.parametrize("case", POWERS_AND_BLOCKS)
-def test_powers_and_blocks_are_those_of_the_cpu(
-    gpu: str, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_powers_and_blocks_equal_cpu(gpu: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Roots of small matrices, too, take the way of large ones.
     monkeypatch.setattr(inverse_roots, "LEAST_SIZES", dict.fromkeys((80, 90, 100), 2))
     name, options = POWERS_AND_BLOCKS[case]
@@ -232,7 +230,7 @@ def test_powers_and_blocks_are_those_of_the_cpu(
             )
 
 
-def test_factors_and_scratch_are_announced_and_taken_of_the_gpu(gpu: str) -> None:
+def test_reserved_gpu_memory_equals_report(gpu: str) -> None:
     model = models.mlp()
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
     memory = engine.memory(4)

@@ -140,7 +140,7 @@ def network(build, sides):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_product_with_a_block_is_one_with_the_dense_fisher(name):
+def test_block_products_equal_dense_fisher_products(name):
     build, sides, blocks = CASES[name]
     model, inputs = network(build, sides)
     engine = ke.Engine.from_onnx(

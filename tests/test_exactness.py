@@ -55,7 +55,7 @@ def test_dense_blocks_equal_the_fisher_for_one_example(loss, dtype, tolerance):
 
 @pytest.mark.parametrize("spelling", models.SPELLINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", SINGLE), ("float64", DOUBLE)])
-def test_every_spelling_of_a_linear_gaussian_layer_gives_the_fisher(spelling, dtype, tolerance):
+def test_all_forms_of_linear_gaussian_layer_equal_fisher(spelling, dtype, tolerance):
     model = models.linear(spelling=spelling, dtype=dtype)
     inputs = models.random_inputs(model, batch=6)
     engine = observed(model, inputs, "normal")
@@ -67,7 +67,7 @@ def test_every_spelling_of_a_linear_gaussian_layer_gives_the_fisher(spelling, dt
     np.testing.assert_allclose(block.full_fisher_block(), expected, atol=tolerance)
 
 
-def test_a_loss_on_the_product_of_a_biased_layer_counts_in_its_block():
+def test_block_includes_loss_on_product_before_bias():
     """The product is a result of the model and goes on into the sum with the bias."""
     net = models.Net("float64")
     net.op("MatMul", "input", net.weight("w", 4, 3), to="product")

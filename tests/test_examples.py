@@ -11,7 +11,7 @@ EXACT = 1e-10  # float64 through one damped inverse of condition about a thousan
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_runs_and_says_something(path, capsys, monkeypatch):
+def test_example_runs_and_prints(path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path))
     assert capsys.readouterr().out
@@ -28,7 +28,7 @@ def test_on_digits_kfac_has_a_lower_held_out_loss_than_sgd_after_five_epochs(mon
 
 
 @pytest.mark.parametrize("result", ["gradients", "natural", "rooted", "sample"])
-def test_the_specifications_api_gives_the_same_with_and_without_onnx(result):
+def test_specification_api_examples_agree(result):
     plain = runpy.run_path(str(EXAMPLES / "specification_api.py"))
     through_onnx = runpy.run_path(str(EXAMPLES / "specification_api_onnx.py"))
     assert plain["loss"] == pytest.approx(through_onnx["loss"], rel=EXACT)

@@ -188,26 +188,26 @@ def first_cells(title):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_has_a_row_for_every_name_and_no_other(page):
+def test_page_has_exactly_one_row_per_name(page):
     listed = [in_code(cell)[0] for cell in first_cells(page) if not cell.startswith("argument")]
     listed = [name for name in listed if name not in ESTIMATION_MODES]
     assert sorted(listed) == sorted(entries(PAGES[page]))
 
 
-def test_every_argument_of_the_estimator_has_a_row():
+def test_estimator_arguments_have_rows():
     listed = [in_code(cell)[0] for cell in first_cells("FisherEstimator") if "argument" in cell]
     _, arguments = signature_of(entries(PAGES["FisherEstimator"])[0])
     assert listed == list(arguments)
 
 
-def test_the_modes_are_those_of_the_page_with_their_matrices():
+def test_estimation_modes_equal_page():
     listed = {in_code(row[0])[0]: row[1] for row in rows(section("FisherEstimator"))}
     modes = {name: matrix for name, matrix in listed.items() if name in ESTIMATION_MODES}
     assert modes == ESTIMATION_MODES
     assert {name: MODES[name].mat_type for name in ESTIMATION_MODES} == ESTIMATION_MODES
 
 
-def test_the_approximations_of_the_pages_are_accepted():
+def test_approximations_of_page_are_accepted():
     listed = {
         in_code(r[0])[0]: set(in_code(r[1])) for r in rows(section("Approximations of the pages"))
     }
@@ -242,7 +242,7 @@ def signature_of(entry):
 
 
 @every_entry
-def test_every_name_of_the_pages_is_here(page, entry):
+def test_names_of_page_exist(page, entry):
     if "(" not in entry:
         found = getattr(instances()[page], entry)
         assert not callable(found)
@@ -260,7 +260,7 @@ def test_every_name_of_the_pages_is_here(page, entry):
 
 
 @pytest.mark.parametrize(("name", "parent"), PARENTS.items())
-def test_classes_inherit_as_their_pages_say(name, parent):
+def test_base_classes_equal_page(name, parent):
     assert issubclass(getattr(ke, name), getattr(ke, parent))
 
 
@@ -273,7 +273,7 @@ def names_of_tests(path):
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_row_names_a_test():
+def test_rows_name_tests():
     titled = (*PAGES, "Approximations of the pages", "What differs, and why")
     described = [row for title in titled for row in rows(section(title))]
     assert len(described) > len(ENTRIES)
@@ -283,7 +283,7 @@ def test_every_row_names_a_test():
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"[\w/]+\.py::\w+", PAGE))))
-def test_a_test_that_the_page_names_is_there(name):
+def test_tests_named_by_page_exist(name):
     path, test = name.split("::")
     assert (ROOT / "tests" / path).is_file()
     assert test in names_of_tests(path)

@@ -85,7 +85,7 @@ def assert_close(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_have_the_digits_of_float32_whatever_the_file_has(name: str, dtype: str) -> None:
+def test_half_precision_gradients_have_float32_accuracy(name: str, dtype: str) -> None:
     model, loss = halved(models.MODELS[name](), dtype), LOSSES[name]
     inputs, targets = batch_for(model, loss)
     engine = ke.Engine.from_onnx(model, loss=loss, gradient_dtype="float32")
@@ -99,7 +99,7 @@ def test_gradients_have_the_digits_of_float32_whatever_the_file_has(name: str, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_and_parameters_come_in_the_types_of_the_file(dtype: str) -> None:
+def test_results_and_parameters_have_types_of_file(dtype: str) -> None:
     model = halved(models.cnn(), dtype)
     inputs, targets = batch_for(model, "categorical")
     engine = ke.Engine.from_onnx(model, loss="categorical", damping=1e-2)
@@ -113,7 +113,7 @@ def test_results_and_parameters_come_in_the_types_of_the_file(dtype: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_and_gradients_are_taken_in_either_type(dtype: str) -> None:
+def test_inputs_and_gradients_are_accepted_in_both_types(dtype: str) -> None:
     model = halved(models.mlp(), dtype)
     inputs, targets = batch_for(model, "categorical")
     narrow = {name: array.astype(DTYPES[dtype]) for name, array in inputs.items()}
@@ -129,7 +129,7 @@ def test_inputs_and_gradients_are_taken_in_either_type(dtype: str) -> None:
         np.testing.assert_array_equal(products[0][name], products[1][name])
 
 
-def test_input_of_another_type_is_refused_with_both_types_it_may_have() -> None:
+def test_input_of_other_type_error_names_both_types() -> None:
     engine = ke.Engine.from_onnx(halved(models.mlp(), "float16"), loss="categorical")
     with pytest.raises(InputError, match="float64, the model needs float16 or float32"):
         engine.observe({"input": np.zeros((2, 6))})
@@ -171,7 +171,7 @@ def island() -> onnx.ModelProto:
     return model
 
 
-def test_half_precision_layer_inside_a_float32_model_is_computed_in_float32() -> None:
+def test_half_precision_layer_of_float32_model_computes_in_float32() -> None:
     model = island()
     inputs, targets = batch_for(model, "categorical")
     engine = ke.Engine.from_onnx(model, loss="categorical", gradient_dtype="float32")
@@ -210,14 +210,14 @@ m (float16[batch,4] input, bool flag) => (float16[batch,4] output)
 
 
 @pytest.mark.parametrize(("flag", "factor"), [(True, 2), (False, -1)], ids=["then", "else"])
-def test_bodies_are_widened_with_the_graph_around_them(flag: bool, factor: float) -> None:
+def test_bodies_are_upcast_with_outer_graph(flag: bool, factor: float) -> None:
     feeds = {"input": np.ones((1, 4), np.float32) / 3, "flag": np.asarray(flag)}
     found = run_graph(load_graph(parser.parse_model(BRANCHES)), feeds)
     # A third in float16 would differ in the fourth digit.
     np.testing.assert_allclose(found["output"], factor * feeds["input"], rtol=1e-6)
 
 
-def test_float32_masters_of_the_parameters_keep_steps_too_small_for_the_file() -> None:
+def test_float32_parameters_accumulate_small_steps() -> None:
     model = halved(models.linear(), "float16")
     engine = ke.Engine.from_onnx(model, loss="normal", gradient_dtype="float32")
     before = engine.parameters["fc.weight"]
@@ -226,7 +226,7 @@ def test_float32_masters_of_the_parameters_keep_steps_too_small_for_the_file() -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_export_writes_the_types_of_the_file_and_keeps_what_was_not_changed(dtype, tmp_path):
+def test_export_writes_types_of_file_and_keeps_other_constants(dtype, tmp_path):
     model = halved(models.cnn(), dtype)
     engine = ke.Engine.from_onnx(model, loss="categorical")
     path = tmp_path / "out.onnx"
@@ -240,7 +240,7 @@ def test_export_writes_the_types_of_the_file_and_keeps_what_was_not_changed(dtyp
     assert found.dtype == DTYPES[dtype]
 
 
-def test_number_too_large_for_the_file_is_refused_not_made_infinite() -> None:
+def test_value_above_range_of_file_type_raises_error() -> None:
     model = halved(models.linear(), "float16")
     inputs, targets = batch_for(model, "normal")
     engine = ke.Engine.from_onnx(model, loss="normal", reduction="sum")
@@ -251,13 +251,13 @@ def test_number_too_large_for_the_file_is_refused_not_made_infinite() -> None:
         _ = engine.parameters
 
 
-def test_unknown_choice_of_types_is_refused() -> None:
+def test_unknown_gradient_dtype_raises_error() -> None:
     with pytest.raises(InputError, match="gradient_dtype is 'float16'; choose one of: file, float"):
         ke.Engine.from_onnx(models.mlp(), loss="categorical", gradient_dtype="float16")
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_reading_the_bits_of_half_precision_numbers_is_refused(kind: str) -> None:
+def test_reading_bits_of_half_precision_raises_error(kind: str) -> None:
     code = helper.np_dtype_to_tensor_dtype(DTYPES[kind])
     nodes = [helper.make_node("BitCast", ["x"], ["y"], "bits", to=code)]
     x = helper.make_tensor_value_info("x", TensorProto.INT16, ["n"])
@@ -272,7 +272,7 @@ def test_reading_the_bits_of_half_precision_numbers_is_refused(kind: str) -> Non
 
 
 @pytest.mark.parametrize("choice", ["file", "float32"])
-def test_gradient_model_takes_and_gives_the_types_of_the_file(choice: str) -> None:
+def test_gradient_model_has_types_of_file(choice: str) -> None:
     model = halved(models.mlp(), "float16")
     inputs, targets = batch_for(model, "categorical")
     inputs = {name: array.astype(np.float16) for name, array in inputs.items()}
@@ -297,7 +297,7 @@ def test_gradient_model_takes_and_gives_the_types_of_the_file(choice: str) -> No
     assert weights["fc0.weight"].data_type == TensorProto.FLOAT16
 
 
-def test_gradient_of_a_bfloat16_model_without_loss_takes_a_cotangent_of_its_type() -> None:
+def test_bfloat16_gradient_model_has_bfloat16_cotangent() -> None:
     model = halved(models.linear(), "bfloat16")
     gradient = ke.differentiate(model, wrt=["input", "fc.weight"])
     onnx.checker.check_model(gradient, full_check=True)
@@ -311,7 +311,7 @@ def test_gradient_of_a_bfloat16_model_without_loss_takes_a_cotangent_of_its_type
     np.testing.assert_array_equal(found[2].astype(float), np.full((4, 3), 2.0))
 
 
-def test_gradient_model_in_half_precision_can_be_differentiated_again() -> None:
+def test_half_precision_gradient_model_is_differentiable() -> None:
     model = halved(models.mlp((3, 2, 2)), "float16")
     first = ke.differentiate(model, wrt=["input"])
     second = ke.differentiate(first, output="gradient/input", wrt=["fc0.weight"])

@@ -95,7 +95,7 @@ def _gradient(folder: Path) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_weights_of_a_large_model_are_never_copied(folder: Path) -> None:
+def test_weights_of_large_model_are_not_copied(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, folder / "model.onnx", folder / "ids.npy"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
@@ -107,7 +107,7 @@ def test_weights_of_a_large_model_are_never_copied(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_large_model_is_preconditioned_from_the_command_line(folder: Path) -> None:
+def test_command_line_preconditions_large_model(folder: Path) -> None:
     from safetensors.numpy import load_file
 
     np.save(folder / "targets.npy", np.arange(FILLED) % CLASSES)

@@ -61,7 +61,7 @@ def same(found: object, wanted: np.ndarray, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_three_steps_are_those_of_the_cpu(gpu: str, name: str) -> None:
+def test_three_steps_equal_cpu(gpu: str, name: str) -> None:
     for found, wanted in zip(trained(name, "cupy"), trained(name, "numpy"), strict=True):
         assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
         for parameter, natural in wanted.natural_gradients.items():
@@ -87,7 +87,7 @@ def library(engine: ke.Engine) -> type:
 
 
 @pytest.mark.parametrize("layers", [3, 12])
-def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
+def test_step_transfers_only_batch_and_few_numbers(
     monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
     """Up: inputs, targets, uniforms, two tables of addresses. Down: checks, norms and the loss."""
@@ -109,7 +109,7 @@ def test_a_step_sends_up_the_batch_and_brings_down_a_few_numbers(
     forget()
 
 
-def test_whole_arrays_are_read_as_often_however_many_layers_there_are(
+def test_device_reads_are_independent_of_number_of_layers(
     gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
@@ -131,7 +131,7 @@ def test_whole_arrays_are_read_as_often_however_many_layers_there_are(
 # -- what users give and get ----------------------------------------------------------------------
 
 
-def test_a_batch_may_lie_on_the_gpu(gpu: str) -> None:
+def test_batch_may_be_on_gpu(gpu: str) -> None:
     engine, inputs, targets = begun(models.mlp())
     wanted = engine.gradients(inputs, targets)
     asarray = engine.collection.backend.asarray
@@ -143,7 +143,7 @@ def test_a_batch_may_lie_on_the_gpu(gpu: str) -> None:
         np.testing.assert_array_equal(host(found.gradients[name]), host(gradient))
 
 
-def test_one_call_takes_a_batch_on_the_gpu(gpu: str) -> None:
+def test_precondition_accepts_batch_on_gpu(gpu: str) -> None:
     model = models.mlp()
     inputs, targets = models.random_inputs(model, batch=6), np.arange(6) % 3
     asarray = select.select("cupy").asarray
@@ -155,7 +155,7 @@ def test_one_call_takes_a_batch_on_the_gpu(gpu: str) -> None:
     assert found.loss == wanted.loss
 
 
-def test_a_batch_on_the_gpu_that_is_not_finite_is_refused(gpu: str) -> None:
+def test_nonfinite_batch_on_gpu_raises_error(gpu: str) -> None:
     engine, inputs, targets = begun(models.mlp())
     (name,) = inputs
     bad = inputs[name].copy()
@@ -176,7 +176,7 @@ def test_parameters_stay_on_the_gpu(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_parameters_that_are_not_finite_are_refused(gpu: str, bad: float) -> None:
+def test_nonfinite_parameters_raise_error(gpu: str, bad: float) -> None:
     engine, _, _ = begun(models.mlp())
     before = {name: host(value) for name, value in engine.parameters.items()}
     moved = dict(engine.parameters)
@@ -188,7 +188,7 @@ def test_parameters_that_are_not_finite_are_refused(gpu: str, bad: float) -> Non
     engine.set_parameters({name: np.full(before[name].shape, 1e30, np.float32)})
 
 
-def test_an_engine_is_saved_loaded_and_exported(gpu: str, tmp_path: Path) -> None:
+def test_engine_on_gpu_is_saved_loaded_and_exported(gpu: str, tmp_path: Path) -> None:
     engine, inputs, targets = begun(models.mlp())
     engine.set_parameters({name: value * 0.5 for name, value in engine.parameters.items()})
     engine.save(tmp_path / "state")
@@ -205,7 +205,7 @@ def test_an_engine_is_saved_loaded_and_exported(gpu: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(exported.parameters[name], host(value))
 
 
-def test_running_statistics_move_on_the_gpu(gpu: str, tmp_path: Path) -> None:
+def test_running_statistics_are_updated_on_gpu(gpu: str, tmp_path: Path) -> None:
     model = normalised()
     engine, inputs, targets = begun(model)
     beside = ke.Engine.from_onnx(model, loss="categorical", backend="numpy", damping=1e-2)
@@ -227,7 +227,7 @@ def test_tied_weights_stay_equal_on_the_gpu(gpu: str) -> None:
     assert engine.ties == ke.Engine.from_onnx(model, loss="categorical", tie_weights=True).ties
 
 
-def test_recurrent_layers_are_those_of_the_cpu(gpu: str) -> None:
+def test_recurrent_layers_equal_cpu(gpu: str) -> None:
     """Their matrices are slices of an array, whose entries are told by number."""
     model, (x, t) = classifier("LSTM"), batch()
     found, wanted = (
@@ -238,7 +238,7 @@ def test_recurrent_layers_are_those_of_the_cpu(gpu: str) -> None:
         same(found.natural_gradients[name], natural, name)
 
 
-def test_wrong_targets_are_named(gpu: str) -> None:
+def test_invalid_target_error_names_output(gpu: str) -> None:
     engine, inputs, targets = begun(models.mlp())
     with pytest.raises(ke.InputError, match=r"target 9 of example 0 is not a class"):
         engine.step(inputs, np.full_like(targets, 9))
@@ -248,7 +248,7 @@ MODES = ("empirical", "curvature_prop", "exact")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_estimation_mode_is_that_of_the_cpu(gpu: str, mode: str) -> None:
+def test_estimation_modes_equal_cpu(gpu: str, mode: str) -> None:
     options = {"estimation_mode": mode}
     pairs = zip(trained("mlp", "cupy", **options), trained("mlp", "numpy", **options), strict=True)
     for found, wanted in pairs:
@@ -256,7 +256,7 @@ def test_every_estimation_mode_is_that_of_the_cpu(gpu: str, mode: str) -> None:
             same(found.natural_gradients[name], natural, name)
 
 
-def test_products_with_the_jacobian_are_those_of_the_cpu(gpu: str) -> None:
+def test_jacobian_products_equal_cpu(gpu: str) -> None:
     engine, inputs, targets = begun(models.mlp())
     beside = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="numpy")
     rng = np.random.default_rng(0)
@@ -272,13 +272,13 @@ def test_products_with_the_jacobian_are_those_of_the_cpu(gpu: str) -> None:
         same(found[name], change, name)
 
 
-def test_all_that_a_model_takes_is_announced_for_the_gpu(gpu: str) -> None:
+def test_memory_report_includes_model_on_gpu(gpu: str) -> None:
     engine, _, _ = begun(models.mlp())
     memory = engine.memory(4)
     assert memory.device == memory.total - memory.sessions > memory.factors + memory.scratch
 
 
-def test_where_the_model_runs_is_said_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_memory_space_is_logged_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
     forget()
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):
@@ -287,7 +287,7 @@ def test_where_the_model_runs_is_said_once(gpu: str, caplog: pytest.LogCaptureFi
     assert caplog.text.count(f"the model runs in ONNX Runtime on {name}") == 1
 
 
-def test_without_a_provider_a_gpu_takes_curvature_alone(
+def test_gpu_without_provider_computes_curvature_only(
     gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "has_provider", lambda kind: False)

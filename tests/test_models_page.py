@@ -21,14 +21,14 @@ pytestmark = [
 NETWORKS = sorted((list_models.DATA / "light").glob("*.onnx"))
 
 
-def test_the_small_models_do_what_the_page_says():
+def test_small_models_equal_page():
     small = list(list_models.small_models())
     written = list_models.page(list_models.networks_of_the_page(), small)
     assert written == PAGE, "run python -m scripts.list_models --small"
 
 
 @pytest.mark.parametrize("path", NETWORKS, ids=lambda path: path.stem)
-def test_a_network_has_the_layers_that_the_page_says(path):
+def test_network_layers_equal_page(path):
     (row,) = [row for row in list_models.networks_of_the_page() if row.name == path.stem]
     if row.result != "runs":
         with pytest.raises(ke.KfacError) as refused:

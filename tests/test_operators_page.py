@@ -23,7 +23,7 @@ LEAST_SHARE = 0.95
 
 
 @pytest.mark.slow
-def test_no_node_test_is_wrong_and_the_page_counts_them():
+def test_node_tests_pass_and_page_counts_them():
     outcomes = list(node_tests.outcomes(node_tests.cases()))
     wrong = [f"{o.name}: {o.why}" for o in outcomes if o.verdict == "wrong"]
     assert not wrong
@@ -36,26 +36,26 @@ def test_no_node_test_is_wrong_and_the_page_counts_them():
 
 
 @pytest.mark.parametrize("name", STANDARD)
-def test_every_standard_operator_has_a_row(name):
+def test_standard_operators_have_rows(name):
     how = list_operators.handling(name)
     assert how != "unknown"
     assert re.search(rf"^\| {name} \| [\d, ]+ \| {re.escape(how)} \|", PAGE, re.M)
 
 
-def test_an_operator_is_refused_or_handled_but_not_both():
+def test_operators_are_either_refused_or_supported():
     handled = {*load_rules(), *load_lowerings(), *ZERO_DERIVATIVE, *QUANTIZERS}
     assert not handled.intersection(REFUSED)
     assert set(REFUSED) <= set(STANDARD)
 
 
-def test_a_wrong_gradient_is_noticed(monkeypatch):
+def test_node_test_check_detects_wrong_gradient(monkeypatch):
     (case,) = [case for case in node_tests.cases() if case.name == "test_tanh"]
     monkeypatch.setitem(RULES._rows, "Tanh", load_rules()["Sigmoid"])
     (outcome,) = node_tests.outcomes([case])
     assert outcome.verdict == "wrong"
 
 
-def test_the_examples_of_the_page_differentiate_what_they_add(monkeypatch):
+def test_page_examples_add_working_rules(monkeypatch):
     for table in (load_rules(), load_lowerings()):
         monkeypatch.setattr(table, "_rows", dict(table._rows))
     names = {}

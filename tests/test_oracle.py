@@ -91,7 +91,7 @@ def test_derivative_at_a_kink_fails():
 
 
 @pytest.mark.parametrize("distance", [3e-1, 1e-2, 1e-4], ids=str)
-def test_derivative_near_a_kink_is_that_of_its_side(distance):
+def test_derivative_near_kink_is_one_sided(distance):
     found = oracle.derivative(lambda x: abs(x) + x**2, np.array([distance]), (0,))
     assert found[0] == pytest.approx(1 + 2 * distance, abs=SMOOTH)
 

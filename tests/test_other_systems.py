@@ -105,7 +105,7 @@ SYSTEMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_package_works_without_what_other_systems_lack(system, tmp_path):
+def test_package_works_without_posix_modules(system, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + IMPORT_ALL + RUN, *SYSTEMS[system], *NAMES],
         cwd=tmp_path,

@@ -23,17 +23,17 @@ CASES = {
 
 
 @pytest.mark.parametrize(("text", "shown"), CASES.values(), ids=CASES)
-def test_text_is_shown_as(text, shown):
+def test_printable_replaces_control_characters(text, shown):
     assert printable(text) == shown
 
 
-def test_a_message_is_one_line_that_is_not_endless():
+def test_message_is_one_bounded_line():
     assert one_line("a\nb\t c") == "a b c"
     assert len(one_line("word " * 100_000)) <= 4001
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_an_error_shows_its_message_and_keeps_it(kind):
+def test_error_shows_printable_message(kind):
     error = kind(f"no '\x1b[31m{'n' * 1_000_000}'\nhere.")
     if isinstance(error, ke.KfacError):
         assert str(error).startswith(r"no '\x1b[31mnnn")
@@ -45,5 +45,5 @@ def test_an_error_shows_its_message_and_keeps_it(kind):
         assert len(shown) < 600
 
 
-def test_an_error_without_a_message_shows_nothing():
+def test_error_without_message_is_empty():
     assert str(ke.UnknownNameError()) == str(ke.InputError()) == ""

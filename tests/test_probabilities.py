@@ -99,7 +99,7 @@ def cross_entropy(p, t):
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_loss_and_gradient_are_those_of_the_cross_entropy_of_the_probabilities(name):
+def test_probability_output_has_cross_entropy_loss_and_gradient(name):
     model, x, targets, function = made(name)
     weight = weight_of(model).astype(np.float64)
 
@@ -119,7 +119,7 @@ def test_loss_and_gradient_are_those_of_the_cross_entropy_of_the_probabilities(n
     assert engine.losses[0].reads == "logarithm of the odds of output"
 
 
-def test_natural_gradient_is_that_of_the_logits_where_the_mean_is_of_one_piece():
+def test_mean_of_one_probability_has_natural_gradient_of_logits():
     """A mean over one piece changes nothing: the plain logits are the truth."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((6, 1, FEATURES)).astype(np.float32)
@@ -136,7 +136,7 @@ def test_natural_gradient_is_that_of_the_logits_where_the_mean_is_of_one_piece()
     )
 
 
-def test_probabilities_of_exactly_zero_and_one_have_finite_losses_and_gradients():
+def test_probabilities_zero_and_one_have_finite_losses():
     model, _, _, _ = made("mean over pieces")
     both_one = np.linalg.pinv(weight_of(model)).sum(0)  # logits of one each
     signs = np.array([1, -1, 1, -1])[:, None, None]
@@ -168,7 +168,7 @@ def test_probabilities_of_exactly_zero_and_one_have_finite_losses_and_gradients(
     ],
     ids=lambda operators: "-".join(op for op, _, _ in operators),
 )
-def test_outputs_that_may_leave_zero_to_one_are_taken_for_logits(operators):
+def test_outputs_outside_unit_interval_are_logits(operators):
     model = network(operators, 3)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((6, PIECES, FEATURES)).astype(np.float32)
@@ -179,7 +179,7 @@ def test_outputs_that_may_leave_zero_to_one_are_taken_for_logits(operators):
     assert not any("logarithm" in note for note in found.notes)
 
 
-def test_logits_that_happen_to_lie_in_zero_to_one_stay_logits_and_a_note_says_so():
+def test_logits_in_unit_interval_remain_logits_with_note():
     model = network([("Mul", ["_", "0.2"], {}), ("Add", ["_", "0.5"], {})], 3)
     rng = np.random.default_rng(0)
     x = rng.uniform(-0.3, 0.3, (6, PIECES, FEATURES)).astype(np.float32)
@@ -196,7 +196,7 @@ def test_logits_that_happen_to_lie_in_zero_to_one_stay_logits_and_a_note_says_so
     assert engine.losses[0].doubts == (note,)
 
 
-def test_probabilities_are_taken_as_they_are_on_request():
+def test_find_logits_false_reads_probabilities():
     model, x, targets, function = made("mean over pieces")
     p = function(x @ weight_of(model).astype(np.float64))
     found = ke.precondition(
@@ -211,7 +211,7 @@ def test_probabilities_are_taken_as_they_are_on_request():
     assert found.notes == ()
 
 
-def test_gradient_models_read_the_same_logits():
+def test_gradient_model_reads_same_logits():
     model, x, targets, function = made("mean over pieces")
     gradient = ke.differentiate(model, "multi_bernoulli")
     feeds = {"input": x.astype(np.float32), "targets": targets.astype(np.float32)}

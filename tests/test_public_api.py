@@ -127,23 +127,23 @@ def test_all_lists_the_documented_names():
 
 
 @pytest.mark.parametrize("name", PUBLIC[1:])
-def test_a_public_name_is_found_and_explained(name):
+def test_public_names_exist_with_docstrings(name):
     assert getattr(ke, name).__doc__
     assert name in dir(ke)
 
 
 @pytest.mark.parametrize(("name", "parent"), PARENTS.items())
-def test_errors_are_also_the_builtin_ones(name, parent):
+def test_errors_inherit_from_builtin_errors(name, parent):
     assert issubclass(getattr(ke, name), (ke.KfacError, parent))
     assert issubclass(getattr(ke, name), parent)
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_public_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Kfac'"):
         ke.Kfac  # noqa: B018  # reading it is the test
 
 
-def test_import_is_quick_and_loads_nothing_heavy():
+def test_import_loads_no_heavy_library():
     code = f"import sys, kfac_engine; print(*({set(HEAVY)!r} & set(sys.modules)))"
     seconds = []
     for _ in range(3):  # the best of three: other work on the machine must not fail the test

@@ -131,7 +131,7 @@ def assert_alike(one, other):
 
 
 @pytest.mark.parametrize(("kind", "name"), ROWS)
-def test_an_added_approximation_gives_what_the_imitated_one_gives(kind, name, add, folder, capsys):
+def test_added_approximation_equals_copied_row(kind, name, add, folder, capsys):
     add(KINDS[kind].approximations, KINDS[kind].approximations[name])
     model = network()
     assert kind in {layer.kind for layer in ke.Engine.from_onnx(model, loss="categorical").layers}
@@ -147,7 +147,7 @@ def test_an_added_approximation_gives_what_the_imitated_one_gives(kind, name, ad
 
 
 @pytest.mark.parametrize("name", OF_EXAMPLES)
-def test_an_added_approximation_of_examples_is_refused_where_time_comes_first(name, add):
+def test_added_per_example_approximation_rejects_time_major(name, add):
     # Times and examples are as many: no other check tells them apart by their number.
     add(KINDS["fully_connected"].approximations, KINDS["fully_connected"].approximations[name])
     text = """<ir_version: 8, opset_import: ["": 18]>
@@ -174,7 +174,7 @@ def test_an_added_approximation_of_examples_is_refused_where_time_comes_first(na
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_an_added_estimation_mode_gives_what_the_imitated_one_gives(name, add, folder, capsys):
+def test_added_estimation_mode_equals_copied_row(name, add, folder, capsys):
     add(MODES, MODES[name])
     model = network()
     assert_alike(*(driven(model, estimation_mode=row) for row in ("mine", name)))
@@ -183,7 +183,7 @@ def test_an_added_estimation_mode_gives_what_the_imitated_one_gives(name, add, f
 
 
 @pytest.mark.parametrize("name", ["exact", "exact_GGN"])
-def test_an_added_mode_is_refused_where_the_imitated_one_is(name, add):
+def test_added_estimation_mode_has_restrictions_of_copied_row(name, add):
     add(MODES, MODES[name])
     text = """<ir_version: 8, opset_import: ["": 18]>
         net (float[5, batch, 4] input) => (float[5, batch, 3] output)
@@ -198,13 +198,13 @@ def test_an_added_mode_is_refused_where_the_imitated_one_is(name, add):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_added_refresh_policy_gives_what_the_imitated_one_gives(name, add, folder):
+def test_added_refresh_policy_equals_copied_row(name, add, folder):
     add(POLICIES, POLICIES[name])
     schedules = (ke.Schedule(refresh_every=3, policy=row) for row in ("mine", name))
     assert_alike(*(driven(network(), schedule=schedule) for schedule in schedules))
 
 
-def test_a_policy_without_a_row_is_refused_with_those_that_have_one():
+def test_unknown_policy_error_lists_known_names():
     with pytest.raises(ke.InputError, match="balanced, drift, budget; got 'never'"):
         ke.Schedule(policy="never")
 
@@ -223,9 +223,7 @@ def differentiated(model, *arguments):
 
 
 @pytest.mark.parametrize("own_class", [False, True])
-def test_an_added_loss_gives_what_the_imitated_one_gives(
-    own_class, add, folder, capsys, monkeypatch
-):
+def test_added_loss_equals_copied_row(own_class, add, folder, capsys, monkeypatch):
     cls = Mine if own_class else ke.CategoricalLogitsNegativeLogProbLoss
     add(LOSSES, cls)
     if own_class:
@@ -242,7 +240,7 @@ def test_an_added_loss_gives_what_the_imitated_one_gives(
     assert gradients[0] == gradients[1]
 
 
-def test_a_loss_that_cannot_be_written_as_a_graph_says_so(add):
+def test_loss_without_graph_raises_error(add):
     # Its class is a subclass of one that can: what it means may be another thing.
     add(LOSSES, Mine)
     with pytest.raises(ke.UnsupportedError, match="Mine cannot be written as ONNX operators"):
@@ -250,7 +248,7 @@ def test_a_loss_that_cannot_be_written_as_a_graph_says_so(add):
 
 
 @pytest.mark.parametrize("var", [0.5, 2.0])
-def test_a_loss_with_a_variance_is_written_with_it(var):
+def test_written_loss_includes_variance(var):
     model = models.linear()
     inputs = models.random_inputs(model, batch=N)
     targets = np.random.default_rng(2).normal(size=(N, 3)).astype(np.float32)
@@ -271,7 +269,7 @@ def register_mine(collection, params, inputs, outputs, approx=None, weight_forma
     collection._register("mine", key, form, (inputs, outputs), approx, "VARIABLE_SCOPE")
 
 
-def test_an_added_kind_of_layer_gives_what_the_imitated_one_gives(add, folder, capsys, monkeypatch):
+def test_added_layer_kind_equals_copied_row(add, folder, capsys, monkeypatch):
     model = network()
     imitated, plain = driven(model), commanded(model)
     report = inspected(capsys)
@@ -295,5 +293,5 @@ def test_an_added_kind_of_layer_gives_what_the_imitated_one_gives(add, folder, c
     driven(model, approximations={"mine": "diagonal"})
 
 
-def test_every_kind_that_layers_are_found_as_can_be_registered():
+def test_discovered_layer_kinds_are_registrable():
     assert set(REGISTRATIONS) == set(KINDS) - {"generic"}

@@ -56,7 +56,7 @@ IN_A_ROW = [*itertools.product(ROUNDINGS, repeat=2), ("static",) * 5]
 
 
 @pytest.mark.parametrize("kinds", [*ALONE, *IN_A_ROW], ids="-".join)
-def test_a_parameter_behind_rounding_is_refused_where_it_is_asked_for(kinds) -> None:
+def test_requested_parameter_before_quantizer_raises_error(kinds) -> None:
     for end in END:
         model = rounded(kinds, end)
         with pytest.raises(UnsupportedOpError, match=r"at node .* rounds .*'b' .*--freeze"):
@@ -66,7 +66,7 @@ def test_a_parameter_behind_rounding_is_refused_where_it_is_asked_for(kinds) -> 
 
 
 @pytest.mark.parametrize("end", END)
-def test_by_default_it_is_left_out_and_the_others_have_their_gradients(end: str) -> None:
+def test_parameter_before_quantizer_is_excluded_by_default(end: str) -> None:
     model = rounded(("static", "static"), end)
     inputs, targets = models.random_inputs(model), np.arange(3) % 3
     result = ke.precondition(model, inputs, targets, loss="categorical")
@@ -79,20 +79,20 @@ def test_by_default_it_is_left_out_and_the_others_have_their_gradients(end: str)
 
 
 @pytest.mark.parametrize("call", [ke.Engine.from_onnx, ke.differentiate])
-def test_where_nothing_else_trains_the_error_names_the_quantizer(call) -> None:
+def test_no_other_parameter_error_names_quantizer(call) -> None:
     with pytest.raises(
         ModelError, match=r"'b' is not trained: before a quantizer.*QuantizeLinear_3"
     ):
         call(rounded(("static", "static"), "product"), loss="categorical", freeze="c")
 
 
-def test_a_gradient_file_tells_which_parameters_it_leaves_out() -> None:
+def test_gradient_model_reports_excluded_parameters() -> None:
     gradient = ke.differentiate(rounded(("static", "dynamic"), "bias"), loss="categorical")
     assert [entry.name for entry in gradient.graph.output] == ["loss", "gradient/c"]
     assert "'b' is not trained: before a quantizer" in gradient.doc_string
 
 
-def test_rounding_that_the_loss_does_not_see_leaves_nothing_out() -> None:
+def test_quantizer_off_loss_path_excludes_nothing() -> None:
     text = f"{HEAD} {{ h = Add (input, b)  q = QuantizeLinear (h, s, z)  output = Mul (h, c) }}"
     engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
     assert list(engine.parameters) == ["b", "c"]
@@ -111,7 +111,7 @@ BODY = """<ir_version: 10, opset_import: ["": 21]>
     }"""
 
 
-def test_rounding_in_a_branch_that_data_takes_is_refused_too() -> None:
+def test_quantizer_in_branch_raises_error() -> None:
     model = parser.parse_model(BODY)
     assert list(ke.Engine.from_onnx(model, loss="categorical").parameters) == ["c"]
     with pytest.raises(UnsupportedOpError, match=r"If at node .* rounds .*'b'"):
@@ -131,7 +131,7 @@ JUMPS = {
 
 
 @pytest.mark.parametrize("op", JUMPS)
-def test_a_parameter_that_jumps_hide_is_left_out_with_a_note(op: str) -> None:
+def test_parameter_before_zero_derivative_is_excluded_with_note(op: str) -> None:
     text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
     model = parser.parse_model(text)
     inputs = models.random_inputs(model)
@@ -143,7 +143,7 @@ def test_a_parameter_that_jumps_hide_is_left_out_with_a_note(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", JUMPS)
-def test_a_zero_that_was_asked_for_is_explained(op: str) -> None:
+def test_requested_zero_gradient_has_note(op: str) -> None:
     text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
     model = parser.parse_model(text)
     engine = ke.Engine.from_onnx(model, loss="categorical", trainable="[bc]")
@@ -159,13 +159,13 @@ def test_a_zero_that_was_asked_for_is_explained(op: str) -> None:
         )
 
 
-def test_a_jump_beside_a_smooth_path_leaves_a_parameter_trainable() -> None:
+def test_parameter_with_smooth_path_remains_trainable() -> None:
     text = f"{HEAD} {{ h = Add (input, b)  k = Floor (h)  r = Sub (h, k)  output = Mul (r, c) }}"
     engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
     assert list(engine.parameters) == ["b", "c"]
 
 
-def test_a_parameter_that_is_not_read_by_the_loss_is_said_to_be_so() -> None:
+def test_parameter_not_read_by_loss_has_reason() -> None:
     engine = ke.Engine.from_onnx(models.two_outputs(), loss="normal", output="mean")
     reasons = {layer.parameters[0]: layer.reason for layer in engine.layers}
     assert reasons["logits.weight"] == "the loss does not depend on it"
@@ -209,7 +209,7 @@ def paths(graph: Graph, start: str, end: str) -> list[list[Node]]:
     ]
 
 
-def test_what_lies_behind_rounding_is_what_the_paths_of_the_graph_say() -> None:
+def test_behind_quantizers_equals_path_enumeration() -> None:
     rng = np.random.default_rng(0)
     seen = {"behind": 0, "free": 0, "zero": 0}
     for _ in range(300):

@@ -57,7 +57,7 @@ def assert_gradients(found, truth):
         np.testing.assert_allclose(found[name], gradient, atol=GRADIENT * scale, err_msg=name)
 
 
-def test_gradient_is_that_of_the_weighted_sum(model, inputs, targets, truth):
+def test_gradient_equals_weighted_sum_of_losses(model, inputs, targets, truth):
     engine = ke.Engine.from_onnx(
         model, loss=list(LOSSES.values()), loss_weights=list(WEIGHTS.values())
     )
@@ -67,7 +67,7 @@ def test_gradient_is_that_of_the_weighted_sum(model, inputs, targets, truth):
     assert result.natural_gradients.keys() == truth[1].keys()
 
 
-def test_statistics_of_a_head_are_those_of_its_own_loss(model, inputs, targets):
+def test_statistics_of_head_depend_on_its_loss_only(model, inputs, targets):
     """The exact Fisher of two losses is the sum of theirs: heads see their own alone."""
     options = {"estimation_mode": "exact", "damping": 0.1}
     engine = ke.Engine.from_onnx(model, loss=["categorical", "normal"], **options)
@@ -81,7 +81,7 @@ def test_statistics_of_a_head_are_those_of_its_own_loss(model, inputs, targets):
         )
 
 
-def test_outputs_may_be_named_in_any_order(model, inputs, targets):
+def test_outputs_may_have_any_order(model, inputs, targets):
     one = ke.Engine.from_onnx(model, loss=["categorical", "normal"])
     other = ke.Engine.from_onnx(model, loss=["normal", "categorical"], output=["mean", "logits"])
     assert one.gradients(inputs, targets).loss == pytest.approx(
@@ -89,7 +89,7 @@ def test_outputs_may_be_named_in_any_order(model, inputs, targets):
     )
 
 
-def test_gradient_model_of_the_weighted_sum(model, inputs, targets, truth):
+def test_gradient_model_computes_weighted_sum(model, inputs, targets, truth):
     gradient = ke.differentiate(model, list(LOSSES.values()), loss_weights=list(WEIGHTS.values()))
     onnx.checker.check_model(gradient, full_check=True)
     feeds = {**inputs, **{f"targets of {name}": array for name, array in targets.items()}}
@@ -118,13 +118,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("change", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_wrong_targets_are_refused_by_name(model, inputs, targets, change, said):
+def test_invalid_targets_error_names_output(model, inputs, targets, change, said):
     engine = ke.Engine.from_onnx(model, loss=["categorical", "normal"])
     with pytest.raises(ke.KfacError, match=said):
         engine.gradients(inputs, change(targets))
 
 
-def test_number_of_weights_must_be_that_of_losses(model):
+def test_wrong_number_of_loss_weights_raises_error(model):
     with pytest.raises(ke.InputError, match=r"3 loss weights for 2 loss\(es\)"):
         ke.Engine.from_onnx(model, loss=["categorical", "normal"], loss_weights=[1, 2, 3])
 
@@ -143,7 +143,7 @@ def files(tmp_path, model, inputs, targets):
     return tmp_path
 
 
-def test_precondition_takes_targets_by_output(files, truth):
+def test_precondition_accepts_targets_by_output(files, truth):
     out = files / "out.safetensors"
     data = ["--inputs", str(files / "x.npz"), "--targets", str(files / "y.npz")]
     assert main(["precondition", str(files / "model.onnx"), *data, *OPTIONS, "-o", str(out)]) == 0
@@ -159,7 +159,7 @@ def test_inspect_lists_both_losses(files, capsys):
     assert "mean" in capsys.readouterr().out
 
 
-def test_differentiate_writes_the_weighted_sum(files, inputs, targets, truth):
+def test_differentiate_command_writes_weighted_sum(files, inputs, targets, truth):
     out = files / "gradient.onnx"
     assert main(["differentiate", str(files / "model.onnx"), *OPTIONS, "-o", str(out)]) == 0
     feeds = {**inputs, **{f"targets of {name}": array for name, array in targets.items()}}

@@ -90,17 +90,17 @@ def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto
 
 
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
-def test_float_layer_behind_quantized_ones_trains_and_these_stay(activations: bool) -> None:
+def test_float_layer_after_quantized_layers_is_trained(activations: bool) -> None:
     model = quantized(activations=activations, before=False, head=True)
     assert_gradients(model, ["head.weight"], SINGLE)
 
 
-def test_float_layer_before_int8_weights_trains_through_them() -> None:
+def test_float_layer_before_int8_weights_is_trained() -> None:
     model = quantized(activations=False, before=True, head=True)
     assert_gradients(model, ["before.weight", "head.weight"], SINGLE)
 
 
-def test_a_parameter_before_a_quantizer_is_left_out_with_a_note() -> None:
+def test_parameter_before_quantizer_is_excluded_with_note() -> None:
     model = quantized(activations=True, before=True, head=True)
     assert_gradients(model, ["head.weight"], SINGLE)
     inputs = models.random_inputs(model, batch=4)
@@ -111,7 +111,7 @@ def test_a_parameter_before_a_quantizer_is_left_out_with_a_note() -> None:
 
 
 @pytest.mark.parametrize("asked", ["before.weight", "*.weight"])
-def test_a_parameter_before_a_quantizer_is_refused_where_it_is_asked_for(asked: str) -> None:
+def test_requested_parameter_before_quantizer_raises_error(asked: str) -> None:
     model = quantized(activations=True, before=True, head=True)
     words = r"QuantizeLinear at node 'node_whole' rounds .*'before.weight' .*--freeze"
     with pytest.raises(UnsupportedOpError, match=words):
@@ -125,13 +125,13 @@ def test_a_parameter_before_a_quantizer_is_refused_where_it_is_asked_for(asked: 
 
 
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
-def test_model_without_a_float_weight_is_refused_for_its_quantized_ones(activations: bool) -> None:
+def test_model_with_only_quantized_weights_raises_error(activations: bool) -> None:
     model = quantized(activations=activations, before=False, head=False)
     with pytest.raises(ModelError, match=r"its weights are quantized .'q.weight' is int8.*before"):
         ke.Engine.from_onnx(model, loss="categorical")
 
 
-def test_trees_have_nothing_to_train() -> None:
+def test_tree_models_have_no_parameters() -> None:
     node = helper.make_node(
         "TreeEnsembleRegressor", ["input"], ["output"], "trees", domain="ai.onnx.ml",
         n_targets=1, nodes_treeids=[0], nodes_nodeids=[0], nodes_featureids=[0],
@@ -150,7 +150,7 @@ def test_trees_have_nothing_to_train() -> None:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def test_text_beside_the_path_is_fed_and_left_alone() -> None:
+def test_text_input_off_gradient_path_is_accepted() -> None:
     model = models.mlp()
     text = helper.make_tensor_value_info("text", TensorProto.STRING, ["batch"])
     echo = helper.make_tensor_value_info("echo", TensorProto.STRING, ["batch"])

@@ -107,7 +107,7 @@ def empty(tmp_path):
     return folder
 
 
-def test_a_wheel_runs_from_an_empty_directory(checkout, empty, tmp_path):
+def test_wheel_runs_from_empty_directory(checkout, empty, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(build("wheel", checkout, tmp_path)) as wheel:
         names = set(wheel.namelist())
@@ -129,14 +129,14 @@ def test_a_wheel_runs_from_an_empty_directory(checkout, empty, tmp_path):
     assert "the installed package holds no peers" in refused
 
 
-def test_peers_are_found_in_a_checkout_and_recognized_by_their_imports(checkout, empty):
+def test_peers_are_recognized_by_imports(checkout, empty):
     code = "from kfac_engine.bench.contenders import PEERS as p; print(*p)"
     assert run_python("-c", code, folder=empty, path=checkout).startswith("torch ")
     folder = checkout / "bench" / "peers"
     assert sum(imports_a_peer(path) for path in folder.glob("*.py")) >= 6
 
 
-def test_a_wheel_built_from_the_sdist_has_the_same_files(checkout, tmp_path):
+def test_wheel_from_sdist_has_same_files(checkout, tmp_path):
     (tmp_path / "direct").mkdir()
     (tmp_path / "indirect").mkdir()
     direct = build("wheel", checkout, tmp_path / "direct")
@@ -146,7 +146,7 @@ def test_a_wheel_built_from_the_sdist_has_the_same_files(checkout, tmp_path):
         assert sorted(left.namelist()) == sorted(right.namelist())
 
 
-def test_an_editable_install_finds_the_mapped_folders(checkout, empty, tmp_path):
+def test_editable_install_finds_mapped_folders(checkout, empty, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(build("editable", checkout, tmp_path)) as wheel:
         wheel.extractall(site)
@@ -155,5 +155,5 @@ def test_an_editable_install_finds_the_mapped_folders(checkout, empty, tmp_path)
     assert run_python("-c", code, folder=empty, path=site).startswith(str(checkout))
 
 
-def test_a_checkout_that_was_never_installed_finds_them_too(checkout, empty):
+def test_checkout_finds_mapped_folders(checkout, empty):
     assert run_python("-c", IMPORT_ALL, folder=empty, path=checkout).startswith(str(checkout))

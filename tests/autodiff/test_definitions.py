@@ -57,7 +57,7 @@ def drawn(graph, batch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_definition_has_the_gradient_of_the_kernel_in_other_batches_too(name):
+def test_definition_has_gradient_of_kernel_for_other_batch_sizes(name):
     graph = load_graph(CASES[name])
     sample, larger = (drawn(graph, batch) for batch in BATCHES)
     check(graph, larger, sample=sample)
@@ -70,7 +70,7 @@ TARGETS = np.array([0, 1, 2, 1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [None, 1], ids=["all", "ignored"])
 @pytest.mark.parametrize("op", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
-def test_a_loss_has_the_gradient_of_its_formula(op, ignored, reduction):
+def test_loss_definition_has_gradient_of_formula(op, ignored, reduction):
     extra = {} if ignored is None else {"ignore_index": ignored}
     model = model_of(op, 18, [(3,)], [TARGETS], reduction=reduction, **extra)
     z = RNG.normal(size=(4, 3))
@@ -87,7 +87,7 @@ def test_a_loss_has_the_gradient_of_its_formula(op, ignored, reduction):
     np.testing.assert_allclose(found, weights[:, None] * slope, atol=1e-6)
 
 
-def test_a_definition_leaves_standard_operators_only():
+def test_definition_contains_only_operators_with_rules():
     graph = load_graph(CASES["Attention-heads"])
     rewritten, _ = lowered(graph, ["x0"])
     assert "Attention" not in {node.op for node in rewritten.nodes}

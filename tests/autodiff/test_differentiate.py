@@ -43,24 +43,24 @@ A, B, G = np.array([2.0, -3.0]), np.array([5.0, 7.0]), np.array([1.5, -0.5])
 # -- adding up -------------------------------------------------------------------------------------
 
 
-def test_a_value_read_by_two_nodes_gets_the_sum():
+def test_value_read_by_two_nodes_receives_sum_of_cotangents():
     nodes = [node("Mul", "a b", "y"), node("Add", "y a", "z")]
     made = build(nodes, {"a": A, "b": B}, ["z"], ["a"])
     np.testing.assert_allclose(gradients(made, z=G)["a"], G * (B + 1), rtol=ROUNDING)
 
 
-def test_a_value_read_twice_by_one_node_gets_the_sum():
+def test_value_read_twice_by_one_node_receives_sum_of_cotangents():
     made = build([node("Mul", "a a", "y")], {"a": A}, ["y"], ["a"])
     np.testing.assert_allclose(gradients(made, y=G)["a"], 2 * A * G, rtol=ROUNDING)
 
 
-def test_a_value_read_three_times_in_a_chain_gets_the_sum():
+def test_value_read_three_times_in_chain_receives_sum_of_cotangents():
     nodes = [node("Mul", "a a", "s"), node("Mul", "s a", "c"), node("Add", "c s", "y")]
     made = build(nodes, {"a": A}, ["y"], ["a"])
     np.testing.assert_allclose(gradients(made, y=G)["a"], G * (3 * A**2 + 2 * A), rtol=ROUNDING)
 
 
-def test_cotangents_of_several_outputs_add_up():
+def test_cotangents_of_several_outputs_are_added():
     nodes = [node("Mul", "a b", "y"), node("Neg", "a", "z")]
     made = build(nodes, {"a": A, "b": B}, ["y", "z"], ["a"])
     np.testing.assert_allclose(gradients(made, y=G, z=A)["a"], G * B - A, rtol=ROUNDING)
@@ -69,13 +69,13 @@ def test_cotangents_of_several_outputs_add_up():
 # -- intermediate values ---------------------------------------------------------------------------
 
 
-def test_gradient_of_an_intermediate_value_goes_through_all_that_reads_it():
+def test_gradient_of_intermediate_value_includes_all_readers():
     nodes = [node("Neg", "a", "h"), node("Mul", "h h", "s"), node("Add", "s h", "y")]
     made = build(nodes, {"a": A}, ["y"], ["h"])
     np.testing.assert_allclose(gradients(made, y=G)["h"], G * (2 * -A + 1), rtol=ROUNDING)
 
 
-def test_gradients_of_parameter_and_of_the_value_it_makes_come_together():
+def test_gradients_of_parameter_and_dependent_value_are_both_total():
     nodes = [node("Mul", "a b", "h"), node("Mul", "h h", "y")]
     made = build(nodes, {"a": A, "b": B}, ["y"], ["h", "b"])
     found = gradients(made, y=G)
@@ -83,13 +83,13 @@ def test_gradients_of_parameter_and_of_the_value_it_makes_come_together():
     np.testing.assert_allclose(found["b"], 2 * A * A * B * G, rtol=ROUNDING)
 
 
-def test_gradient_of_the_output_itself_is_its_cotangent():
+def test_gradient_of_output_is_its_cotangent():
     made = build([node("Neg", "a", "y")], {"a": A}, ["y"], ["y"])
     np.testing.assert_array_equal(gradients(made, y=G)["y"], G)
     assert made.backward.nodes == ()
 
 
-def test_gradient_of_an_output_that_others_depend_on_is_total():
+def test_gradient_of_output_read_by_other_output_is_total():
     nodes = [node("Neg", "a", "h"), node("Mul", "h h", "y")]
     made = build(nodes, {"a": A}, ["h", "y"], ["h"])
     np.testing.assert_allclose(gradients(made, h=B, y=G)["h"], B + 2 * -A * G, rtol=ROUNDING)
@@ -109,23 +109,23 @@ def test_gradient_of_an_output_that_others_depend_on_is_total():
     ],
     ids=lambda path: path[0].op,
 )
-def test_gradient_through_a_jump_is_absent(path):
+def test_gradient_through_zero_derivative_operator_is_absent(path):
     made = build([*path, node("Mul", "f b", "y")], {"a": A, "b": B}, ["y"], ["a", "b"])
     assert set(made.backward.gradients) == {"b"}
 
 
-def test_gradient_of_what_the_output_does_not_read_is_absent():
+def test_gradient_of_unread_value_is_absent():
     nodes = [node("Neg", "a", "y"), node("Neg", "b", "z")]
     assert set(build(nodes, {"a": A, "b": B}, ["y"], ["a", "b"]).backward.gradients) == {"a"}
 
 
-def test_only_values_that_the_gradient_reads_are_saved():
+def test_forward_pass_saves_only_values_read_by_gradient():
     nodes = [node("Add", "a b", "h"), node("Mul", "h b", "y"), node("Exp", "y", "unused")]
     assert build(nodes, {"a": A, "b": B}, ["y"], ["a"]).backward.saved == ("b",)
     assert build(nodes[:1], {"a": A, "b": B}, ["h"], ["a"]).backward.saved == ()
 
 
-def test_casts_to_a_wider_type_and_back_carry_gradients_in_each_type():
+def test_casts_convert_gradient_to_type_of_operand():
     nodes = [
         node("Cast", "a", "wide", to=TensorProto.DOUBLE),
         node("Mul", "wide b", "h"),
@@ -148,7 +148,7 @@ def refusal(nodes, outputs, wrt, **fed):
     return str(caught.value)
 
 
-def test_an_operator_without_rule_is_named_with_node_and_parameter():
+def test_missing_rule_error_names_operator_node_and_parameter():
     message = refusal(
         [node("MatMul", "w x", "h"), node("Unheard", "h", "y")], ["y"], ["x", "w"], w=A, x=B
     )
@@ -157,12 +157,12 @@ def test_an_operator_without_rule_is_named_with_node_and_parameter():
     assert "'x'" in message
 
 
-def test_an_operator_of_another_domain_is_named_with_it():
+def test_missing_rule_error_names_operator_domain():
     strange = Node("Relu", ("a",), ("y",), name="strange", domain="my.ops")
     assert "my.ops::Relu" in refusal([strange], ["y"], ["a"], a=A)
 
 
-def test_an_operator_without_rule_off_the_path_does_no_harm():
+def test_operator_without_rule_is_allowed_off_gradient_path():
     nodes = [node("Det", "c", "d"), node("Mul", "a d", "y"), node("Det", "a", "z")]
     made = build(nodes, {"a": np.eye(2), "c": 2 * np.eye(2)}, ["y"], ["a"])
     np.testing.assert_allclose(gradients(made, y=np.ones((2, 2)))["a"], 4, rtol=ROUNDING)
@@ -180,7 +180,7 @@ def body(captured):
     ("If", {"then_branch": body("w"), "else_branch": body("x")}),
     ("Loop", {"body": body("w")}),
 ])  # fmt: skip
-def test_a_body_that_captures_an_active_value_is_refused(op, attributes):
+def test_body_that_captures_active_value_raises_error(op, attributes):
     made_by = Node(op, ("c",), ("y",), attributes, name="branching")
     message = refusal([made_by], ["y"], ["w"], w=A, x=B, c=np.array(True))
     assert op in message
@@ -188,7 +188,7 @@ def test_a_body_that_captures_an_active_value_is_refused(op, attributes):
     assert "'w'" in message
 
 
-def test_a_body_that_captures_nothing_active_does_no_harm():
+def test_body_that_captures_inactive_values_is_allowed():
     branches = {"then_branch": body("b"), "else_branch": body("b")}
     nodes = [Node("If", ("c",), ("h",), branches, name="branching"), node("Mul", "a h", "y")]
     made = build(nodes, {"a": A, "b": B, "c": np.array(True)}, ["y"], ["a"])
@@ -196,7 +196,7 @@ def test_a_body_that_captures_nothing_active_does_no_harm():
 
 
 @pytest.mark.parametrize(("outputs", "wrt"), [(["y"], ["nobody"]), (["nobody"], ["a"])])
-def test_an_unknown_name_is_refused(outputs, wrt):
+def test_unknown_name_raises_error(outputs, wrt):
     graph = build([node("Neg", "a", "y")], {"a": A}, ["y"], ["a"]).graph
     with pytest.raises(UnknownNameError, match="'nobody' is not a value of model 'tiny'"):
         differentiate(graph, {}, outputs, wrt)
@@ -273,7 +273,7 @@ _WAYS_BACK = {
 
 @pytest.mark.parametrize("way", _WAYS_BACK)
 @pytest.mark.parametrize("quantizer", ["QuantizeLinear", "DynamicQuantizeLinear"])
-def test_rounding_to_whole_numbers_is_refused_where_a_derivative_would_pass(quantizer, way):
+def test_quantizer_on_gradient_path_raises_error(quantizer, way):
     results = {
         "QuantizeLinear": ("x scale zero", "q"),
         "DynamicQuantizeLinear": ("x", "q found zero_found"),
@@ -290,7 +290,7 @@ def test_rounding_to_whole_numbers_is_refused_where_a_derivative_would_pass(quan
 
 @pytest.mark.parametrize("facts", [{}, {"q": "float8_e4m3fn"}, {"q": "int4"}], ids=str)
 @pytest.mark.parametrize("rounding", ["Cast", "QuantizeLinear"])
-def test_rounding_to_types_that_numpy_lacks_is_refused(rounding, facts):
+def test_cast_to_type_missing_in_numpy_raises_error(rounding, facts):
     nodes = [node(rounding, "x", "q"), node("Cast", "q", "y", to=1)]
     known = {name: Fact(np.dtype(getattr(ml_dtypes, kind)), (2,)) for name, kind in facts.items()}
     known |= {name: Fact(np.dtype("float32"), (2,)) for name in "xy"}
@@ -299,7 +299,7 @@ def test_rounding_to_types_that_numpy_lacks_is_refused(rounding, facts):
         differentiate(graph, known, ["y"], ["x"])
 
 
-def test_the_runtimes_own_quantizer_is_refused():
+def test_quantizer_of_runtime_domain_raises_error():
     nodes = [
         node("QuantizeLinear", "x scale zero", "q"),
         node("DequantizeLinear", "q scale zero", "y"),
@@ -312,14 +312,14 @@ def test_the_runtimes_own_quantizer_is_refused():
         _ = made.backward
 
 
-def test_a_scale_found_by_rounding_is_refused_too():
+def test_scale_computed_by_quantizer_raises_error():
     nodes = [node("DynamicQuantizeLinear", "x", "q found zero"), node("Mul", "found a", "y")]
     made = build(nodes, {"x": _FLOATS}, ["y"], ["x"], "ort", a=_SCALE)
     with pytest.raises(UnsupportedOpError, match=r"DynamicQuantizeLinear at node 'make_q'"):
         _ = made.backward
 
 
-def test_frozen_whole_numbers_stop_nothing():
+def test_frozen_integers_do_not_block_gradient():
     nodes = [node("DequantizeLinear", "q scale", "w"), node("MatMul", "x w", "y")]
     whole = np.array([[1, -2], [3, 4]], "int8")
     made = build(nodes, {"x": _FLOATS}, ["y"], ["x"], "ort", q=whole, scale=_SCALE)
@@ -327,7 +327,7 @@ def test_frozen_whole_numbers_stop_nothing():
     np.testing.assert_allclose(found, [[-0.5, 3.5]] * 2, rtol=ROUNDING)
 
 
-def test_rounding_beside_the_path_stops_nothing():
+def test_quantizer_off_gradient_path_is_allowed():
     nodes = [
         node("QuantizeLinear", "a scale zero", "q"),
         node("DequantizeLinear", "q scale zero", "back"),
@@ -340,7 +340,7 @@ def test_rounding_beside_the_path_stops_nothing():
     np.testing.assert_array_equal(gradients(made, y=_FLOATS)["x"], _FLOATS)
 
 
-def test_what_a_body_reads_is_needed_with_the_node_that_has_the_body():
+def test_needed_nodes_include_values_captured_by_bodies():
     source, other = node("Neg", "x", "read"), node("Neg", "x", "unread")
     branch = Subgraph(b"", ("read",))
     chosen = node("If", "flag", "y", then_branch=branch, else_branch=branch)

@@ -50,7 +50,7 @@ def batch():
 
 
 @pytest.mark.parametrize("mode", ["constant", "fed", "fed_off"])
-def test_the_gradient_has_the_mask_of_its_own_forward_pass(mode, batch):
+def test_dropout_gradient_uses_mask_of_forward_pass(mode, batch):
     model = load_model(dropped(True if mode == "constant" else None))
     feeds = {"x": batch["x"]}
     if mode != "constant":
@@ -65,18 +65,18 @@ def test_the_gradient_has_the_mask_of_its_own_forward_pass(mode, batch):
     np.testing.assert_allclose(found["w"], batch["x"].T @ ds, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_a_model_for_inference_keeps_its_node():
+def test_dropout_in_inference_model_is_unchanged():
     model = load_model(dropped(False))
     assert [node.outputs for node in model.graph.nodes if node.op == "Dropout"] == [("kept",)]
 
 
-def test_layers_are_found_on_both_sides_of_dropout(batch):
+def test_layers_before_and_after_dropout_are_discovered(batch):
     engine = ke.Engine.from_onnx(dropped(True), loss="normal", output="y")
     result = engine.step({"x": batch["x"]}, np.zeros((5, 2), "float32"))
     assert sorted(result.natural_gradients) == ["v", "w"]
 
 
-def test_a_number_drawn_for_a_weight_is_drawn_anew_for_each_batch():
+def test_random_factor_of_weight_is_drawn_for_each_batch():
     net = models.Net()
     w = net.weight("w", 4, 3)
     net._nodes.append(helper.make_node("RandomUniform", [], ["r"], shape=[1], low=0.5, high=1.5))

@@ -39,7 +39,7 @@ def lookup(op, table):
 
 
 @pytest.mark.parametrize("op", PICKERS)
-def test_no_repeated_row_is_lost_between_threads(op):
+def test_gather_gradient_sums_repeated_rows_with_several_threads(op):
     rng = np.random.default_rng(0)
     model = load_model(lookup(op, np.ones((ROWS, WIDTH), "float32")), threads=THREADS)
     rows = rng.integers(-ROWS, ROWS, PICKS)

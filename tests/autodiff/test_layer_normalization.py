@@ -43,7 +43,7 @@ def derivatives(dtype, *case):
 
 
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
-def test_derivatives_in_float32_are_those_of_float64(case):
+def test_float32_derivatives_equal_float64_derivatives(case):
     for found, expected in zip(
         derivatives("float32", *case), derivatives("float64", *case), strict=True
     ):
@@ -51,7 +51,7 @@ def test_derivatives_in_float32_are_those_of_float64(case):
         np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-def test_a_scale_that_is_learnt_and_the_way_back_share_one_normalization():
+def test_scale_layer_and_gradient_share_one_normalization():
     engine = ke.Engine.from_onnx(normalising("float32", *SHAPES["last axis"]), loss="squared_error")
     x, targets = np.random.default_rng(0).standard_normal((2, 4, 3, 5), dtype=np.float32)
     engine.step({"input": x}, targets)

@@ -224,7 +224,7 @@ CASES: Mapping[str, tuple[str, Function, tuple[object, ...], Mapping[str, str]]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_formula(name: str) -> None:
+def test_values_and_gradients_equal_closed_formula(name: str) -> None:
     text, formula, sides, weights = CASES[name]
     source = parser.parse_model(text)
     sample = {"x": np.ones([2 if side == "n" else side for side in sides], np.float32)}
@@ -252,7 +252,7 @@ def test_values_and_gradients_are_those_of_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_files_are_valid_and_any_runtime_agrees(name: str) -> None:
+def test_gradient_models_are_valid_and_equal_in_reference_runtime(name: str) -> None:
     text, formula, sides, weights = CASES[name]
     weight = weights["w"]
     shape = [2 if side == "n" else side for side in sides]
@@ -273,7 +273,7 @@ OPEN = RECURRENCE.replace(", int64 m = {4}", ", int64 zero = {0}").replace(
 )
 
 
-def test_a_batch_of_another_size_is_refused_with_the_count_that_was_unrolled() -> None:
+def test_other_iteration_count_error_names_unrolled_count() -> None:
     x = np.ones((4, 2, 3), np.float32)
     model = ke.load_model(parser.parse_model(OPEN), sample_inputs={"x": x})
     assert model.run({"x": x})["y"].shape == (2, 3)
@@ -301,7 +301,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_data_decides_is_refused_by_name(name: str) -> None:
+def test_data_dependent_control_flow_error_names_value(name: str) -> None:
     text, words = REFUSED[name]
     sample = {"x": np.full((4, 2, 3) if name == "limit" else (2, 3), 0.2, np.float32)}
     if name == "limit":  # a sequence that is long enough to run
@@ -310,7 +310,7 @@ def test_what_data_decides_is_refused_by_name(name: str) -> None:
         ke.differentiate(parser.parse_model(text), output="y", wrt=["x"], sample_inputs=sample)
 
 
-def test_a_loop_that_nothing_is_differentiated_through_stays() -> None:
+def test_loop_off_gradient_path_is_not_unrolled() -> None:
     text = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, bool on = {{1}},
         int64 m = {{9000}}, float zero = {{0}}> {{
         k = Loop (m, on, zero) <body = step (int64 i, bool c, float a)
@@ -323,7 +323,7 @@ def test_a_loop_that_nothing_is_differentiated_through_stays() -> None:
     assert [node.op for node in graph.nodes] == ["Loop", "MatMul", "Add"]
 
 
-def test_a_loop_that_data_never_ends_is_stopped_after_the_time_limit(monkeypatch):
+def test_endless_loop_raises_error_after_time_limit(monkeypatch):
     monkeypatch.setattr(session, "MOST_SECONDS", 0.5)
     endless = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, bool on = {{1}}> {{
       y = Loop (, on, x) <body = step (int64 i, bool c, float[n,3] h)

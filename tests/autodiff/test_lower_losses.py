@@ -51,11 +51,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("tested", CASES, ids=str)
-def test_values_are_those_of_the_loss(tested):
+def test_lowered_loss_has_values_of_loss_operator(tested):
     for batch in BATCHES:
         check_values(tested, batch)
 
 
 @pytest.mark.parametrize("tested", CASES, ids=str)
-def test_gradients_equal_finite_differences_of_the_loss(tested):
+def test_lowered_loss_gradients_equal_finite_differences(tested):
     check_gradients(tested)

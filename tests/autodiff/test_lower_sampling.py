@@ -118,10 +118,10 @@ _FORMER = [
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("tested", [*CASES, *_FORMER, _ONE_PIXEL], ids=str)
-def test_values_are_those_of_the_operator(tested, batch):
+def test_lowered_operator_has_values_of_operator(tested, batch):
     check_values(tested, batch)
 
 
 @pytest.mark.parametrize("tested", CASES, ids=str)
-def test_gradients_equal_finite_differences_of_the_operator(tested):
+def test_lowered_operator_gradients_equal_finite_differences(tested):
     check_gradients(tested)

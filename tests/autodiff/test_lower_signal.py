@@ -23,10 +23,10 @@ _FLAT = [case("STFT", "flat", x(N, 7), k(2), p(4))]
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("tested", [*_FORMS, *_FLAT], ids=str)
-def test_values_are_those_of_the_transform(tested, batch):
+def test_lowered_transform_has_values_of_transform(tested, batch):
     check_values(tested, batch)
 
 
 @pytest.mark.parametrize("tested", _FORMS, ids=str)
-def test_gradients_equal_finite_differences_of_the_transform(tested):
+def test_lowered_transform_gradients_equal_finite_differences(tested):
     check_gradients(tested)

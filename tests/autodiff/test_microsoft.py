@@ -181,11 +181,11 @@ CASES = (
 
 
 @pytest.mark.parametrize("fused", CASES, ids=str)
-def test_a_fused_operator_has_the_results_and_the_gradient_of_its_kernel(fused):
+def test_fused_operator_has_results_and_gradient_of_kernel(fused):
     check(fused.graph, fused.feeds)
 
 
-def test_every_fused_operator_has_a_case():
+def test_all_fused_operators_have_cases():
     table = {*load_lowerings(), *load_rules()}
     covered = {f"{fused.domain}::{fused.op}" for fused in CASES}
     assert {op for op in table if op.startswith(f"{DOMAIN}::")} == covered - {
@@ -193,7 +193,7 @@ def test_every_fused_operator_has_a_case():
     }
 
 
-def test_an_operator_that_only_the_runtime_knows_is_read_from_a_file():
+def test_file_with_runtime_operator_is_loaded():
     (fused,) = [fused for fused in CASES if fused.op == "SimplifiedLayerNormalization"]
     graph = fused.graph
     model = build_model(
@@ -214,6 +214,6 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("fused", REFUSED, ids=str)
-def test_what_is_not_covered_is_refused_by_name(fused):
+def test_unsupported_option_error_names_node(fused):
     with pytest.raises(ke.UnsupportedOpError, match=f"{DOMAIN}::{fused.op}.*'n'"):
         check(fused.graph, fused.feeds)

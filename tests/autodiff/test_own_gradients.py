@@ -15,7 +15,7 @@ ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block", "layer_norm", "embedding", "tied"])
-def test_own_gradients_are_those_of_vjp_and_can_be_written(name):
+def test_writable_vjp_equals_vjp(name):
     proto = models.MODELS[name]()
     model = ke.load_model(proto)
     trace = model.run(models.random_inputs(proto, batch=3))
@@ -44,7 +44,7 @@ def sums():
     return net.model({"input": [2, 3]}, {"output": [2, 3]})
 
 
-def test_gradients_that_are_one_value_of_the_graph_share_no_memory():
+def test_writable_gradients_of_one_graph_value_share_no_memory():
     model = ke.load_model(sums())
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     cotangent = x + 1
@@ -67,7 +67,7 @@ def test_gradients_that_are_one_value_of_the_graph_share_no_memory():
         assert not np.shares_memory(one, other)
 
 
-def test_gradients_that_others_read_as_well_can_be_written():
+def test_gradients_read_by_other_nodes_are_writable():
     model = ke.load_model(sums())
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     trace = model.run({"input": x})
@@ -83,7 +83,7 @@ def test_gradients_that_others_read_as_well_can_be_written():
         np.testing.assert_allclose(others[name], array, rtol=1e-6)
 
 
-def test_failure_in_a_run_into_memory_of_ones_own_is_named():
+def test_error_in_run_into_names_node():
     model = ke.load_model(models.linear())
     trace = model.run(models.random_inputs(models.linear(), batch=3))
     backward = model.backward(("output",), ("fc.weight",))
@@ -95,7 +95,7 @@ def test_failure_in_a_run_into_memory_of_ones_own_is_named():
         session.run_into(results, feeds)
 
 
-def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
+def test_gradients_of_unoptimized_long_graphs_are_equal(monkeypatch):
     monkeypatch.setattr("kfac_engine.sessions.placement._MOST_OPTIMIZED", 0)
     proto = models.mlp()
     inputs = models.random_inputs(proto, batch=3)
@@ -110,9 +110,7 @@ def test_gradients_of_graphs_too_long_to_optimize_are_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "optimized"), [(3, True), (4, False)])
-def test_a_forward_graph_of_more_nodes_than_the_limit_is_not_optimized(
-    monkeypatch, count, optimized
-):
+def test_forward_graph_above_node_limit_is_not_optimized(monkeypatch, count, optimized):
     built = []
 
     def session(model, **options):

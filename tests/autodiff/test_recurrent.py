@@ -159,7 +159,7 @@ def slopes(op: str, feeds: Mapping[str, NDArray], options: Options, cotangents, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_formulas_are_those_of_the_runtime(form: str) -> None:
+def test_recurrence_formulas_equal_runtime(form: str) -> None:
     op, given, options = FORMS[form]
     options = {**options, "layout": 0}  # all that the runtime executes
     feeds = operands(op, given, options, 3)
@@ -170,7 +170,7 @@ def test_the_formulas_are_those_of_the_runtime(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_those_of_the_formulas(form: str) -> None:
+def test_recurrence_gradients_equal_formulas(form: str) -> None:
     op, given, options = FORMS[form]
     first = operands(op, given, options, 2)
     weights = {name: first[name] for name in WEIGHTS if name in first}
@@ -198,7 +198,7 @@ def test_gradients_are_those_of_the_formulas(form: str) -> None:
 
 @pytest.mark.parametrize("op", GATES)
 @pytest.mark.parametrize("result", RESULTS[:2])
-def test_a_result_alone_gives_a_valid_gradient_file(op: str, result: str) -> None:
+def test_each_single_result_has_valid_gradient_model(op: str, result: str) -> None:
     options = {"direction": "bidirectional"}
     feeds = operands(op, ("B",), options, 2)
     model = model_of(op, feeds, options)
@@ -223,7 +223,7 @@ def test_a_result_alone_gives_a_valid_gradient_file(op: str, result: str) -> Non
 
 
 @pytest.mark.parametrize("op", GATES)
-def test_gate_matrices_are_cut_out_once_and_used_at_every_step(op: str) -> None:
+def test_gate_matrices_are_sliced_once_for_all_steps(op: str) -> None:
     feeds = operands(op, ("B",), {}, 2)
     graph = ke.load_model(model_of(op, feeds, {}), trainable=["W", "R", "B"]).graph
     products = [node for node in graph.nodes if node.op == "Gemm"]
@@ -233,7 +233,7 @@ def test_gate_matrices_are_cut_out_once_and_used_at_every_step(op: str) -> None:
     assert len(graph.consumers["W"]) == len(graph.consumers["R"]) == 1
 
 
-def test_another_length_is_refused_with_the_length_that_was_unrolled() -> None:
+def test_other_sequence_length_error_names_unrolled_length() -> None:
     feeds = operands("LSTM", (), {}, 2)
     proto = model_of("LSTM", feeds, {})
     proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
@@ -255,7 +255,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_what_has_no_formula_is_refused_by_name(form: str) -> None:
+def test_unsupported_recurrence_error_names_node(form: str) -> None:
     options, words = REFUSED[form]
     feeds = operands("RNN", (), {}, 2)
     graph = load_graph(model_of("RNN", feeds, {}))

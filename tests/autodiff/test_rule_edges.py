@@ -63,16 +63,14 @@ _TIES = [
 @pytest.mark.parametrize(
     ("tested", "value", "cotangent", "expected"), _TIES, ids=[str(row[0]) for row in _TIES]
 )
-def test_gradient_at_a_kink_is_finite_and_counts_each_cotangent_once(
-    runtime, tested, value, cotangent, expected
-):
+def test_gradient_at_kink_is_finite_subgradient(runtime, tested, value, cotangent, expected):
     found = gradient(tested, runtime, {"operand_0": value}, cotangent)
     np.testing.assert_allclose(found, expected, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("base", [-2.0, 0.0])
-def test_exponent_gets_no_gradient_where_the_power_is_no_function_of_it(runtime, base):
+def test_exponent_gradient_is_zero_for_nonpositive_base(runtime, base):
     tested = case("Pow", "exponent", x(1), p(1))
     values = {"operand_0": [base], "operand_1": [2.0]}
     assert gradient(tested, runtime, values, [3.0], operand=1) == 0
@@ -85,7 +83,7 @@ def test_large_arguments_give_finite_gradients(op):
     assert np.isfinite(found).all()
 
 
-def test_unsorted_top_values_take_the_cotangent_of_their_place():
+def test_unsorted_top_k_gradient_follows_indices():
     # The order of the results is the runtime's own.
     tested = case("TopK", "unsorted", x(2, 7, draw=distinct), k([3]), outputs=2, sorted=0)
     made = bench(tested, "ort", batch=2)
@@ -98,7 +96,7 @@ def test_unsorted_top_values_take_the_cotangent_of_their_place():
 
 
 @pytest.mark.parametrize("sides", [(20, 20), (3, 17, 17)], ids=str)
-def test_gradient_of_a_large_determinant_is_the_determinant_times_the_inverse(sides):
+def test_gradient_of_large_determinant_is_determinant_times_inverse(sides):
     rng = np.random.default_rng(0)
     matrices = np.eye(sides[-1]) + rng.normal(scale=0.1, size=sides)
     g = rng.normal(size=sides[:-2])
@@ -113,7 +111,7 @@ def test_gradient_of_a_large_determinant_is_the_determinant_times_the_inverse(si
 # -- float64 ---------------------------------------------------------------------------------------
 
 
-def test_statistics_of_layer_normalization_may_be_narrower_than_its_operand(monkeypatch):
+def test_layer_normalization_statistics_may_have_lower_precision(monkeypatch):
     # ONNX Runtime gives Mean and InvStdDev in float32, whatever the type of the operand.
     monkeypatch.setitem(DTYPES, "ort", "float64")
     tested = case("LayerNormalization", "wide", x(1, 4), p(4), outputs=3, seen=(1, 2))
@@ -128,7 +126,7 @@ def test_statistics_of_layer_normalization_may_be_narrower_than_its_operand(monk
 # -- dropout in training ---------------------------------------------------------------------------
 
 
-def test_dropout_in_training_passes_what_its_mask_kept():
+def test_dropout_gradient_is_zero_for_dropped_elements():
     # Given a seed, the reference draws the same mask in every run.
     tested = case("Dropout", "training", x(4, 5), k(0.25, "float32"), k(True, "bool"),
                   outputs=2, seed=3)  # fmt: skip
@@ -141,7 +139,7 @@ def test_dropout_in_training_passes_what_its_mask_kept():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_dropout_scales_by_the_mode_it_was_fed(training):
+def test_dropout_gradient_follows_fed_training_mode(training):
     tested = case("Dropout", "fed", x(2, 3), k(0.5, "float32"), flags(), outputs=2, seed=3)
     made = bench(tested, "reference", batch=2)
     feeds = {**made.sample, "operand_2": np.array(training)}
@@ -165,6 +163,6 @@ _REFUSED = [
 
 
 @pytest.mark.parametrize("refused", _REFUSED, ids=str)
-def test_a_form_without_rule_is_refused_by_operator_and_node(refused):
+def test_unsupported_form_error_names_operator_and_node(refused):
     with pytest.raises(UnsupportedOpError, match=rf"{refused.op}.*'tested'|'tested'.*{refused.op}"):
         _ = bench(refused, "reference", batch=2).backward

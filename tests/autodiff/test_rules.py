@@ -53,11 +53,11 @@ def test_rule_equals_finite_differences(case, batch):
         check(case, runtime, opset, batch, cotangents, truth)
 
 
-def test_every_rule_of_a_standard_operator_has_a_case():
+def test_all_rules_of_standard_operators_have_cases():
     standard = {op for op in load_rules() if "::" not in op}
     assert not standard - {case.op for case in CASES}
 
 
-def test_cases_have_different_names():
+def test_case_names_are_unique():
     names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)

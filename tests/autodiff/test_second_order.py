@@ -90,7 +90,7 @@ class Twice:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_both_products_equal_finite_differences(case):
+def test_jacobian_and_hessian_products_equal_finite_differences(case):
     moved, bent = Twice(case, "reference").differences()
     truth = (moved,) if str(case) in _ONLY_FIRST else (moved, bent)
     for runtime, tolerance in TOLERANCES.items():

@@ -140,7 +140,7 @@ CASES: Mapping[str, tuple[str, Function]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_formula(name: str) -> None:
+def test_values_and_gradients_equal_closed_formula(name: str) -> None:
     text, formula = CASES[name]
     model = ke.load_model(parser.parse_model(text), trainable=["w", "b"])
     held = {"w": W.astype("f").astype(float), "b": B.astype("f").astype(float)}
@@ -166,13 +166,13 @@ def test_values_and_gradients_are_those_of_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_files_are_valid(name: str) -> None:
+def test_gradient_models_are_valid(name: str) -> None:
     checker.check_model(
         ke.differentiate(parser.parse_model(CASES[name][0]), wrt=["w"]), full_check=True
     )
 
 
-def test_a_list_of_another_length_is_refused() -> None:
+def test_sequence_of_other_length_raises_error() -> None:
     text = LISTED.replace("float[n,3] x", "float[n,3] x, float[k] like").replace(
         "Shape (x)", "Shape (like)").replace("int64 at = {1}", "int64 at = {0}")  # fmt: skip
     feeds = {"x": np.ones((2, 3), np.float32), "like": np.ones(3, np.float32)}
@@ -199,7 +199,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_data_decides_is_refused_by_name(name: str) -> None:
+def test_data_dependent_control_flow_error_names_value(name: str) -> None:
     text, words = REFUSED[name]
     with pytest.raises(UnsupportedOpError, match=words):
         ke.differentiate(parser.parse_model(text), wrt=["w"])

@@ -37,7 +37,7 @@ def squeezed():
 
 @pytest.mark.parametrize("sample", [None, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_batch_size_runs_where_squeeze_names_no_axes(sample, size):
+def test_squeeze_without_axes_runs_for_all_batch_sizes(sample, size):
     model = squeezed()
     inputs = None if sample is None else {"input": floats(sample, 3)}
     engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
@@ -50,7 +50,7 @@ def test_every_batch_size_runs_where_squeeze_names_no_axes(sample, size):
     np.testing.assert_allclose(found.gradients["w"][:, 0], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_squeeze_that_names_its_axes_is_left_alone():
+def test_squeeze_with_axes_is_unchanged():
     net = models.Net()
     y = net.op("MatMul", "input", net.weight("w", 3, 1), to="rows")
     net.op("Squeeze", y, net.constant("axes", np.array([1])), to="output")
@@ -72,7 +72,7 @@ def images(height, width):
 
 
 @pytest.mark.parametrize("word", ["?", "None", "unk__7", "-1"])
-def test_words_for_unknown_sizes_are_no_symbols(word):
+def test_names_of_unknown_sizes_are_not_symbols(word):
     x = floats(4, 1, 8, 12)
     found = ke.precondition(
         images(word, word), {"input": x}, np.zeros(4, int), "categorical", damping=0.1
@@ -84,7 +84,7 @@ def test_words_for_unknown_sizes_are_no_symbols(word):
     assert found.notes == expected.notes == ()
 
 
-def test_sizes_that_differ_under_one_symbol_are_told_of_and_run():
+def test_different_sizes_of_one_symbol_run_with_note():
     model, x = images("side", "side"), floats(4, 1, 8, 12)
     engine = ke.Engine.from_onnx(model, loss="categorical")
     found = engine.step({"input": x}, np.zeros(4, int))
@@ -104,7 +104,7 @@ def two_inputs():
     return net.model({"a": ["batch", 3], "b": ["batch", 2]}, {"output": ["batch", 2]})
 
 
-def test_inputs_that_do_not_fit_are_refused_by_their_sizes():
+def test_incompatible_inputs_error_lists_sizes():
     engine = ke.Engine.from_onnx(two_inputs(), loss="normal")
     with pytest.raises(ke.ShapeError, match=r"axis 'batch' .* 3 in 'a', 4 in 'b'"):
         engine.step({"a": floats(3, 3), "b": floats(4, 2)}, floats(4, 2))
@@ -144,7 +144,7 @@ def located(model, inputs=None, axes=None):
 
 
 @pytest.mark.parametrize("inputs", [None, {"input": floats(1, 5, 3)}])
-def test_an_axis_called_batch_that_runs_with_one_only_holds_one_example(inputs):
+def test_axis_named_batch_with_single_valid_size_has_one_example(inputs):
     batch = located(traced_with_one(("batch", "seq")), inputs)
     assert (batch.size, batch.inputs, batch.places["output"]) == (
         1,
@@ -154,7 +154,7 @@ def test_an_axis_called_batch_that_runs_with_one_only_holds_one_example(inputs):
     assert "fixes the batch size at 1" in batch.fixed
 
 
-def test_an_axis_of_another_name_that_grows_is_taken_with_a_doubt():
+def test_growing_axis_with_other_name_is_batch_with_note():
     batch = located(traced_with_one(("first", "second")))
     assert batch.inputs == {"input": 1}
     assert "the model runs with a single size of axis 0 of 'input'" in batch.note
@@ -195,14 +195,14 @@ def fixed_recurrence():
         (fixed_recurrence, ExampleAxis(1, 1), 2),
     ],
 )
-def test_a_named_axis_is_taken_where_the_file_fixes_all_sizes(make, place, size):
+def test_batch_axes_option_applies_to_fixed_sizes(make, place, size):
     batch = located(make(), axes={"input": 1})
     assert (batch.inputs, batch.places["output"], batch.size) == ({"input": 1}, place, size)
     assert located(make(), axes={"input": -2 if make is fixed_recurrence else -1}) == batch
     assert batch.note == ""
 
 
-def test_results_follow_the_named_axis():
+def test_loss_and_gradients_use_named_batch_axis():
     """Squared errors of four columns: their mean is over four examples, not three."""
     x, t = floats(3, 4), floats(4, 3)
     engine = ke.Engine.from_onnx(
@@ -218,14 +218,14 @@ def test_results_follow_the_named_axis():
     )
 
 
-def test_examples_that_mix_along_the_axis_taken_are_told_of_with_the_option():
+def test_coupled_examples_note_names_batch_axes_option():
     engine = ke.Engine.from_onnx(fixed_recurrence(), loss="normal")
     (report,) = engine.losses
     assert "depend on each other; if it is another axis" in report.doubts[0]
     assert "batch_axes" in report.doubts[0]
 
 
-def test_errors_that_find_no_axis_name_the_option():
+def test_unknown_batch_axis_error_names_option():
     net = models.Net()
     columns = net.op("MatMul", net.weight("w", 2, 3), "input", to="columns")
     net.op("Transpose", columns, to="output")
@@ -245,7 +245,7 @@ def test_errors_that_find_no_axis_name_the_option():
         ({"a": 0, "b": 1}, ke.ShapeError, "different sizes: 2 in 'a', 5 in 'b'"),
     ],
 )
-def test_named_axes_that_do_not_fit_the_inputs_are_refused(axes, error, said):
+def test_batch_axes_that_do_not_fit_inputs_raise_error(axes, error, said):
     net = models.Net()
     net.op("MatMul", "a", net.weight("w", 3, 5), to="rows")
     net.op("Add", "rows", "b", to="output")
@@ -254,7 +254,7 @@ def test_named_axes_that_do_not_fit_the_inputs_are_refused(axes, error, said):
         ke.Engine.from_onnx(model, loss="normal", batch_axes=axes)
 
 
-def test_a_named_open_axis_is_the_batch_whatever_its_symbol():
+def test_named_dynamic_axis_is_batch_for_any_symbol():
     net = models.Net()
     net.op("MatMul", "input", net.weight("w", 3, 2), to="output")
     model = net.model({"input": ["batch", "tokens", 3]}, {"output": ["batch", "tokens", 2]})
@@ -263,7 +263,7 @@ def test_a_named_open_axis_is_the_batch_whatever_its_symbol():
     assert located(model).inputs == {"input": 0}
 
 
-def test_gradient_models_take_the_named_axis():
+def test_gradient_model_uses_named_batch_axis():
     from onnx.reference import ReferenceEvaluator
 
     x, t = floats(3, 4), floats(4, 3)
@@ -275,7 +275,7 @@ def test_gradient_models_take_the_named_axis():
     np.testing.assert_allclose(gradient, 2 * (w @ x - t.T) @ x.T / 4, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sample_run_that_fails_on_made_up_inputs_asks_for_real_ones():
+def test_failed_sample_run_asks_for_sample_inputs():
     net = models.Net()
     x = net.op("Reshape", "input", net.constant("to", np.array([-1, 55])), to="rows_of")
     net.op("MatMul", x, net.weight("w", 55, 2), to="output")
@@ -288,7 +288,7 @@ def test_a_sample_run_that_fails_on_made_up_inputs_asks_for_real_ones():
     assert engine.step({"input": x}, floats(4, 2)).loss > 0
 
 
-def test_open_axes_without_names_that_are_equally_long_hold_the_batch():
+def test_unnamed_dynamic_axes_of_equal_length_are_batch():
     """A recurrence with its state: examples come first in the data and second in the state."""
     net = models.Net()
     h = net.op("MatMul", "input", net.weight("w", 3, 4), to="rows")
@@ -317,7 +317,7 @@ def pooled(side):
     return net.model({"input": ["batch", 1, side, side]}, {"output": ["batch", 2]})
 
 
-def test_made_up_images_are_as_large_as_pools_need():
+def test_generated_images_fit_pooling_windows():
     """ONNX Runtime pools images of one pixel by windows of two without a word."""
     loaded = load_model(pooled("side"))
     assert loaded.facts["input"].shape == (2, 1, 32, 32)
@@ -325,13 +325,13 @@ def test_made_up_images_are_as_large_as_pools_need():
     assert engine.step({"input": floats(3, 1, 24, 24)}, np.zeros(3, int)).loss > 0
 
 
-def test_images_smaller_than_a_window_are_refused_without_advice_on_parameters():
+def test_image_smaller_than_window_raises_error():
     with pytest.raises(ke.ModelError, match=r"window of \(2, 2\) pixels on an image") as caught:
         ke.Engine.from_onnx(pooled(8), loss="categorical")
     assert "freeze" not in str(caught.value)
 
 
-def test_a_sample_run_writes_into_no_array_of_the_user():
+def test_sample_run_does_not_change_user_arrays():
     """The training form of a normalization, whose running statistics are inputs."""
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18]>

@@ -34,7 +34,7 @@ _LINEAR = [
 
 
 @pytest.mark.parametrize("tested", _LINEAR, ids=str)
-def test_gradient_of_a_linear_map_is_its_transpose(tested):
+def test_gradient_of_linear_operator_is_transpose(tested):
     made = bench(tested, "ort", batch=2)
     evaluate = made.forward(made.sample, made.outputs)
     value = made.sample["operand_0"]
@@ -54,7 +54,7 @@ def test_gradient_of_a_linear_map_is_its_transpose(tested):
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("runtime", ["reference", "ort"])
-def test_a_norm_of_zeros_has_the_gradient_zero(runtime, p):
+def test_gradient_of_norm_of_zeros_is_zero(runtime, p):
     for op, geometry in (("LpPool", {"kernel_shape": (2,)}), ("GlobalLpPool", {})):
         made = bench(case(op, "zeros", x(1, 1, 3), p=p, newest=21, **geometry), runtime, batch=1)
         zeros = np.zeros_like(made.sample["operand_0"])
@@ -84,6 +84,6 @@ _REFUSED = [
 
 
 @pytest.mark.parametrize("refused", _REFUSED, ids=str)
-def test_a_form_without_rule_is_refused_by_operator_and_node(refused):
+def test_unsupported_form_error_names_operator_and_node(refused):
     with pytest.raises(UnsupportedOpError, match=rf"{refused.op}.*'tested'"):
         _ = bench(refused, "reference", batch=2).backward

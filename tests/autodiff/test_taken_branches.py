@@ -73,7 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("spelling", "decides", "fast"), CASES)
-def test_the_weight_of_the_branch_taken_is_trained_under_its_name_and_written_back(
+def test_weight_of_selected_branch_is_trained_and_exported(
     spelling: str, decides: str, fast: bool, tmp_path
 ) -> None:
     model = branches(spelling, decides)
@@ -99,7 +99,7 @@ def test_the_weight_of_the_branch_taken_is_trained_under_its_name_and_written_ba
         np.testing.assert_array_equal(run_model(written, {"x": x, **other})["y"], old)
 
 
-def test_another_setting_than_that_of_the_sample_is_refused_when_it_comes() -> None:
+def test_changed_setting_after_sample_run_raises_error() -> None:
     model = branches("node", "setting")
     x = np.ones((4, 3), np.float32)
     engine = ke.Engine.from_onnx(
@@ -111,7 +111,7 @@ def test_another_setting_than_that_of_the_sample_is_refused_when_it_comes() -> N
     assert engine.step({"x": x, "rate": np.array(16000)}, targets).loss > 0
 
 
-def test_a_gradient_file_is_that_of_the_setting_given() -> None:
+def test_gradient_model_uses_setting_of_sample_inputs() -> None:
     x = np.ones((4, 3), np.float32)
     sample = {"x": x, "rate": np.array(8000)}
     gradient = ke.differentiate(branches("node", "setting"), loss="normal", sample_inputs=sample)
@@ -121,13 +121,13 @@ def test_a_gradient_file_is_that_of_the_setting_given() -> None:
 
 
 @pytest.mark.parametrize("decides", ["setting", "truth"])
-def test_a_branch_on_a_setting_that_is_not_given_is_refused_with_the_ways_out(decides: str) -> None:
+def test_branch_on_missing_setting_error_names_remedies(decides: str) -> None:
     (name,) = setting(decides, True)
     with pytest.raises(UnsupportedOpError, match=f"'{name}': pass a batch .*sample_inputs.*const"):
         ke.Engine.from_onnx(branches("node", decides), loss="normal")
 
 
-def test_an_open_axis_of_numbers_is_data_and_decides_nothing() -> None:
+def test_dynamic_axis_of_integers_is_data() -> None:
     model = branches("node", "setting_of_one_axis")
     model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "n"
     inputs = {"x": np.ones((1, 3), np.float32), "rate": np.array([16000])}
@@ -135,7 +135,7 @@ def test_an_open_axis_of_numbers_is_data_and_decides_nothing() -> None:
         ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
 
 
-def test_a_loop_runs_as_often_as_a_setting_says() -> None:
+def test_setting_determines_loop_iterations() -> None:
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18]>
         m (float[n,2] x, int64 times) => (float[n,2] y) <float[2] w = {2, 3}, bool on = {1}> {

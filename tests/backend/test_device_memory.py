@@ -66,7 +66,7 @@ def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: N
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_moments_plan_for_the_memory_there_is(gpu: CupyBackend, name: str) -> None:
+def test_second_moments_adapt_to_available_memory(gpu: CupyBackend, name: str) -> None:
     def shorten() -> None:
         cupy_standin.memory.limit = ASKED // 3
 
@@ -77,9 +77,7 @@ def test_moments_plan_for_the_memory_there_is(gpu: CupyBackend, name: str) -> No
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_without_memory_for_the_smallest_piece_nothing_is_begun(
-    gpu: CupyBackend, name: str
-) -> None:
+def test_memory_error_leaves_result_unchanged(gpu: CupyBackend, name: str) -> None:
     def shorten() -> None:
         cupy_standin.memory.limit = 1000
 
@@ -95,7 +93,7 @@ def test_without_memory_for_the_smallest_piece_nothing_is_begun(
     np.testing.assert_array_equal(gpu.to_numpy(out), np.ones(shape))
 
 
-def test_memory_that_was_short_is_not_asked_for_again(gpu: CupyBackend) -> None:
+def test_reduced_scratch_size_is_remembered(gpu: CupyBackend) -> None:
     cupy_standin.memory.limit = ASKED // 3
     computed(gpu, "rows")
     refused = cupy_standin.memory.refused

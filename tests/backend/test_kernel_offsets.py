@@ -44,7 +44,7 @@ def counted(case, group, block):
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_terms_of_a_block_are_the_pixels_its_taps_see(case, joined):
+def test_terms_of_block_count_pixels_seen_by_taps(case, joined):
     groups = line_products(case.window, case.sides, joined=joined)
     taps = list(product(*map(range, case.window.kernel)))
     blocks = [(block.u, block.v) for group in groups for block in group.blocks]
@@ -55,7 +55,7 @@ def test_terms_of_a_block_are_the_pixels_its_taps_see(case, joined):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_strips_are_disjoint_and_hold_segments_with_their_partners(case):
+def test_border_strips_are_disjoint_and_contain_partners(case):
     groups = line_products(case.window, case.sides, joined=True)
     strips = border_strips(groups)
     assert all(a.stop <= b.start for a, b in pairwise(strips))

@@ -19,11 +19,11 @@ def foreign_type(module):
     [np.zeros(2), np.float32(1), np.zeros((2, 2)).T, np.zeros(3).view(np.recarray)],
     ids=["array", "scalar", "view", "subclass"],
 )
-def test_numpy_arrays_belong_to_numpy(array):
+def test_array_module_of_numpy_array_is_numpy(array):
     assert array_module(array) is np
 
 
-def test_cupy_arrays_belong_to_the_loaded_cupy(monkeypatch):
+def test_array_module_of_cupy_array_is_cupy(monkeypatch):
     cupy = ModuleType("cupy")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     array = foreign_type("cupy._core.core")()
@@ -34,17 +34,17 @@ def test_cupy_arrays_belong_to_the_loaded_cupy(monkeypatch):
 @pytest.mark.parametrize(
     "value", [[1.0], foreign_type("torch")(), None], ids=["list", "torch", "none"]
 )
-def test_other_objects_have_no_array_module(value):
+def test_array_module_of_other_object_raises_error(value):
     with pytest.raises(InputError, match=r"array of NumPy or CuPy, got (builtins|torch)\."):
         array_module(value)
 
 
-def test_numpy_arrays_stay_the_same_object():
+def test_as_array_returns_numpy_array_unchanged():
     array = np.zeros(3)
     assert as_array(array) is array
 
 
-def test_dlpack_arrays_are_shared_without_a_copy():
+def test_as_array_does_not_copy_dlpack_arrays():
     class Foreign:
         array = np.arange(3.0)
 

@@ -25,7 +25,7 @@ def rounding(side: int, decades: float) -> float:
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
 @pytest.mark.parametrize("seed", range(8))
-def test_roots_are_those_of_the_eigenvalues(decades: float, degree: int, seed: int) -> None:
+def test_newton_roots_equal_eigenvalue_roots(decades: float, degree: int, seed: int) -> None:
     A, Q = with_condition(decades, seed=seed)
     wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
     steps = newton.steps_for(float(bound(A)[0]) * 10**decades, degree)
@@ -40,9 +40,7 @@ def test_roots_are_those_of_the_eigenvalues(decades: float, degree: int, seed: i
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
-def test_the_residual_bounds_the_error_after_any_number_of_steps(
-    decades: float, degree: int
-) -> None:
+def test_residual_bounds_error_for_any_number_of_steps(decades: float, degree: int) -> None:
     for seed in range(8):
         A, Q = with_condition(decades, seed=seed)
         wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
@@ -53,13 +51,13 @@ def test_the_residual_bounds_the_error_after_any_number_of_steps(
             assert error < residual + rounding(len(A), decades)
 
 
-def test_steps_beyond_the_last_change_nothing() -> None:
+def test_additional_newton_steps_do_not_change_root() -> None:
     A, _ = with_condition(4)
     few, many = (newton.inverse_roots(A[None], 2, bound(A), n, np) for n in (25, 40))
     np.testing.assert_allclose(few, many, rtol=0, atol=1e-9 * abs(few).max())
 
 
-def test_too_few_steps_and_indefinite_matrices_show_in_the_residual() -> None:
+def test_residual_is_large_for_few_steps_and_indefinite_matrices() -> None:
     A, Q = with_condition(6)
     few = newton.inverse_roots(A[None], 2, bound(A), 12, np)
     assert newton.residuals(few, A[None], 2, np)[0] > 0.1
@@ -69,6 +67,6 @@ def test_too_few_steps_and_indefinite_matrices_show_in_the_residual() -> None:
         assert not newton.residuals(lost, indefinite[None], 2, np)[0] < 0.1
 
 
-def test_a_singular_matrix_would_take_forever() -> None:
+def test_steps_for_singular_matrix_is_infinite() -> None:
     assert newton.steps_for(np.inf, 2) == newton.steps_for(np.nan, 2) == np.inf
     assert newton.steps_for(1e3, 2) < newton.steps_for(1e6, 2) < 30

@@ -21,19 +21,19 @@ class Shared:
         return self.array.__dlpack_device__()
 
 
-def test_numbers_and_arrays_of_the_host_stay_as_they_are() -> None:
+def test_on_host_returns_host_values_unchanged() -> None:
     array = np.ones(3)
     found = on_host({"a": array, "b": [1, 2]}, NumpyBackend())
     assert found["a"] is array
     assert found["b"] == [1, 2]
 
 
-def test_arrays_of_other_libraries_are_shared() -> None:
+def test_on_host_shares_arrays_of_other_libraries() -> None:
     array = np.ones(3)
     found = on_host({"a": Shared(array)}, NumpyBackend())["a"]
     assert np.shares_memory(found, array)
 
 
-def test_arrays_without_names_are_refused() -> None:
+def test_on_host_rejects_arrays_without_names() -> None:
     with pytest.raises(InputError, match=r"\{name: array\}, not as list"):
         on_host([np.ones(3)], NumpyBackend())

@@ -21,7 +21,7 @@ def rows(case: Case, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", [*STRIDED[::2], *STRIDE_ONE[::3], *CORNERS], ids=str)
-def test_sums_of_patches_are_those_of_patches_written_out(case: Case) -> None:
+def test_patch_sums_equal_sums_of_patches(case: Case) -> None:
     x = case.images()
     z = rows(case, x)
     close = {"rtol": 0, "atol": EXACT * max(1.0, np.abs(z).sum())}
@@ -32,7 +32,7 @@ def test_sums_of_patches_are_those_of_patches_written_out(case: Case) -> None:
     np.testing.assert_allclose(squares, 0.5 * (z**2).sum(axis=(0, 1)) + 2, **close)
 
 
-def test_many_images_are_summed_some_at_a_time() -> None:
+def test_patch_sums_of_many_images_have_float64_accuracy() -> None:
     case = Case(CORNERS[1].window, 200, 2, (2, 1))
     x = case.images().astype(ml_dtypes.bfloat16)
     found = np.full(case.window.taps * 2, np.nan, np.float32)
@@ -41,7 +41,7 @@ def test_many_images_are_summed_some_at_a_time() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)  # float32 sums of 64 squares
 
 
-def test_rows_without_positions_are_themselves() -> None:
+def test_row_sums_of_single_positions_equal_rows() -> None:
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     found = row_sums(x, pointwise(0), DOUBLE, np)
     assert found.dtype == np.float64
@@ -49,7 +49,7 @@ def test_rows_without_positions_are_themselves() -> None:
 
 
 @pytest.mark.parametrize("squares", [False, True], ids=["sums", "squares"])
-def test_a_large_image_is_summed_in_bounded_memory(squares):
+def test_patch_sums_of_large_image_use_bounded_memory(squares):
     """Working memory is 24 MiB and the sums of a tap, for images of any size."""
     window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
     x = np.ones((1, 64, 400, 400), np.float32)

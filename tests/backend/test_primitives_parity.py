@@ -64,7 +64,9 @@ def images(dtype: type, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndar
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_moments_of_groups(backend: Backend, window: Window, dtype: type, beta: float) -> None:
+def test_group_moments_equal_definition(
+    backend: Backend, window: Window, dtype: type, beta: float
+) -> None:
     x, _, z = images(dtype, window)
     wanted = 0.3 * np.einsum("gnti,gntj->gij", z, z) + beta
     out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
@@ -79,7 +81,9 @@ def test_moments_of_groups(backend: Backend, window: Window, dtype: type, beta: 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_squares_of_examples(backend: Backend, window: Window, dtype: type, beta: float) -> None:
+def test_squared_gradients_equal_definition(
+    backend: Backend, window: Window, dtype: type, beta: float
+) -> None:
     x, ds, z = images(dtype, window)
     g = ds.astype(np.float64).reshape(5, GROUPS, OUTPUTS, -1)
     wanted = 0.3 * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1) + beta
@@ -94,7 +98,9 @@ def test_squares_of_examples(backend: Backend, window: Window, dtype: type, beta
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_squares_of_patches(backend: Backend, window: Window, dtype: type, beta: float) -> None:
+def test_patch_squares_equal_definition(
+    backend: Backend, window: Window, dtype: type, beta: float
+) -> None:
     x = (300 * np.random.default_rng(0).normal(size=(5, 4, 6, 5))).astype(dtype)
     w = window
     z = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
@@ -106,7 +112,9 @@ def test_squares_of_patches(backend: Backend, window: Window, dtype: type, beta:
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (3, 4, 2, 3, 2, 2)], ids=["a row each", "four axes"])
-def test_squares_of_rows_along_any_axes(backend: Backend, shape: tuple[int, ...]) -> None:
+def test_patch_squares_equal_definition_for_any_strides(
+    backend: Backend, shape: tuple[int, ...]
+) -> None:
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     out = backend.asarray(np.full(4, np.nan, np.float32))
     backend.patch_squares(backend.asarray(x), pointwise(len(shape) - 2), out)
@@ -114,7 +122,7 @@ def test_squares_of_rows_along_any_axes(backend: Backend, shape: tuple[int, ...]
     close(backend, out, sums, np.float32)
 
 
-def test_squares_of_other_sides_are_refused(backend: Backend) -> None:
+def test_patch_squares_of_wrong_shape_raise_error(backend: Backend) -> None:
     x = backend.asarray(np.ones((2, 4, 6, 5), np.float32))
     with pytest.raises(ShapeError, match="4 channels under 6 taps"):
         backend.patch_squares(x, WINDOW, backend.asarray(np.zeros(23, np.float32)))
@@ -125,7 +133,7 @@ def test_squares_of_other_sides_are_refused(backend: Backend) -> None:
 # Of a group: one channel with one output, with four, with five, and eight channels.
 @pytest.mark.parametrize(("channels", "outputs"), [(1, 1), (1, 4), (2, 5), (8, 2), (9, 1)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_squares_of_small_groups(
+def test_squared_gradients_of_small_groups_equal_definition(
     backend: Backend, channels: int, outputs: int, dtype: type
 ) -> None:
     rng, w = np.random.default_rng(0), WINDOW
@@ -148,7 +156,7 @@ def test_squares_of_small_groups(
     close(backend, out, wanted, kept)
 
 
-def test_squares_of_examples_of_a_single_row(backend: Backend) -> None:
+def test_squared_gradients_of_single_rows_equal_definition(backend: Backend) -> None:
     rng = np.random.default_rng(0)
     x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))
     out = backend.asarray(np.zeros((1, 5, 3), np.float32))
@@ -158,7 +166,7 @@ def test_squares_of_examples_of_a_single_row(backend: Backend) -> None:
     close(backend, out, (np.einsum("ni,no->nio", ones, ds) ** 2).sum(axis=0)[None], np.float32)
 
 
-def test_results_of_other_sides_are_refused(backend: Backend) -> None:
+def test_group_results_of_wrong_shape_raise_error(backend: Backend) -> None:
     x = backend.asarray(np.ones((2, 4, 5, 5), np.float32))
     out = backend.asarray(np.zeros((3, 6, 6), np.float32))
     with pytest.raises(ShapeError, match="3 groups of 4 channels under 6 taps"):
@@ -171,7 +179,7 @@ def test_results_of_other_sides_are_refused(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("axes", [(1,), (2, 3), (1, 3), (), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("short", [None, 1, 3])
-def test_sums_of_each_example(
+def test_example_sums_equal_definition(
     backend: Backend, axes: tuple[int, ...], short: int | None, dtype: type
 ) -> None:
     rng = np.random.default_rng(0)
@@ -186,7 +194,7 @@ def test_sums_of_each_example(
     close(backend, found, wanted, dtype)
 
 
-def test_numbers_in_range_are_counted(backend: Backend) -> None:
+def test_count_ids_counts_ids_in_range(backend: Backend) -> None:
     ids = np.random.default_rng(0).integers(-2, 9, (6, 5))
     found = backend.to_numpy(backend.count_ids(backend.asarray(ids), 7))
     np.testing.assert_array_equal(found, [(ids == i).sum() for i in range(7)])
@@ -194,9 +202,7 @@ def test_numbers_in_range_are_counted(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("axis", [1, -1])
-def test_a_class_is_where_the_running_sum_passes_the_uniform(
-    backend: Backend, axis: int, dtype: type
-) -> None:
+def test_draw_classes_inverts_cumulative_sum(backend: Backend, axis: int, dtype: type) -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(40, 6, 5)).astype(dtype)
     shape = np.delete(logits.shape, axis)
@@ -208,7 +214,7 @@ def test_a_class_is_where_the_running_sum_passes_the_uniform(
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_classes_are_drawn_by_sums_in_float64(backend: Backend) -> None:
+def test_draw_classes_uses_float64_sums(backend: Backend) -> None:
     """Of many equal weights that float32 rounds, a float32 sum would be off by some classes."""
     logits = np.full((5, 50_000), 0.1, np.float32)
     logits[:, -1] = 2.0
@@ -222,7 +228,7 @@ def test_classes_are_drawn_by_sums_in_float64(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int64])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_scaled_arrays_are_added(backend: Backend, beta: float, dtype: type) -> None:
+def test_add_scaled_equals_definition(backend: Backend, beta: float, dtype: type) -> None:
     """Of half precision, products would overflow: they are taken in the result's."""
     measured = (1e4 * np.random.default_rng(0).normal(size=(3, 5))).astype(dtype)
     kept = np.float64 if dtype == np.float64 else np.float32
@@ -231,7 +237,7 @@ def test_scaled_arrays_are_added(backend: Backend, beta: float, dtype: type) -> 
     close(backend, out, 30.0 * measured.astype(np.float64) + 2 * beta, kept)
 
 
-def test_numbers_that_are_not_finite_are_found_in_many_arrays(backend: Backend) -> None:
+def test_are_finite_detects_nonfinite_arrays(backend: Backend) -> None:
     wide = np.ones((40, 30), np.float32)
     bad = wide.copy()
     bad[39, 29] = -np.inf
@@ -243,7 +249,7 @@ def test_numbers_that_are_not_finite_are_found_in_many_arrays(backend: Backend) 
     assert backend.to_numpy(backend.are_finite([])).shape == (0,)
 
 
-def test_what_is_finite_is_read_for_all_at_once(backend: Backend) -> None:
+def test_are_finite_reads_device_once(backend: Backend) -> None:
     arrays = [np.ones(3, np.float32), np.array([1, np.nan]), np.arange(4), np.zeros((0, 2))]
     cupy_standin.COUNTS.clear()
     found = backend.squared_norms([backend.asarray(array) for array in arrays])

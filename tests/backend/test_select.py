@@ -40,7 +40,7 @@ def gpu(forget: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["numpy", "auto"])
-def test_without_a_gpu_numpy_is_taken_with_the_scratch_asked_for(no_gpu: None, name: str) -> None:
+def test_auto_selects_numpy_with_requested_scratch_without_gpu(no_gpu: None, name: str) -> None:
     backend = select.select(name, scratch_bytes=12345)
     assert isinstance(backend, NumpyBackend)
     assert backend.name == "numpy"
@@ -48,19 +48,19 @@ def test_without_a_gpu_numpy_is_taken_with_the_scratch_asked_for(no_gpu: None, n
 
 
 @pytest.mark.parametrize("name", ["cupy", "auto"])
-def test_a_gpu_that_works_is_taken(gpu: None, name: str) -> None:
+def test_auto_selects_working_gpu(gpu: None, name: str) -> None:
     backend = select.select(name, scratch_bytes=12345)
     assert isinstance(backend, CupyBackend)
     assert backend.scratch_bytes == 12345
     assert "cupy on stand-in, compute capability 9.0, 8 GiB" in choice_reason(name)
 
 
-def test_a_gpu_is_not_taken_where_numpy_was_asked_for(gpu: None) -> None:
+def test_numpy_request_ignores_gpu(gpu: None) -> None:
     assert isinstance(select.select("numpy"), NumpyBackend)
     assert choice_reason("numpy") == "numpy, as requested"
 
 
-def test_a_gpu_whose_kernels_do_not_run_is_none(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_with_failing_kernel_is_unusable(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(code: str, options: tuple[str, ...] = ()) -> None:
         raise RuntimeError("no compiler\nmore")
 
@@ -70,37 +70,33 @@ def test_a_gpu_whose_kernels_do_not_run_is_none(gpu: None, monkeypatch: pytest.M
         select.select("cupy")
 
 
-def test_an_old_gpu_is_refused_by_its_capability(
-    gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_gpu_error_names_compute_capability(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = sys.modules["cupy"].cuda.runtime
     old = runtime.getDeviceProperties(0) | {"major": 6, "minor": 1}
     monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: old)
     assert "compute capability 6.1 is below 7.0" in choice_reason("cupy")
 
 
-def test_cupy_is_refused_with_advice_instead_of_replaced(no_gpu: None) -> None:
+def test_missing_cupy_raises_error_with_advice(no_gpu: None) -> None:
     with pytest.raises(BackendError, match=r"install kfac-engine\[cuda13\].*'numpy' or 'auto'"):
         select.select("cupy")
 
 
 @pytest.mark.parametrize("call", [select.select, choice_reason])
-def test_unknown_names_list_the_known_ones(call: object) -> None:
+def test_unknown_backend_error_lists_known_names(call: object) -> None:
     with pytest.raises(
         UnknownNameError, match=r"unknown backend 'gpu'; choose one of: auto, numpy"
     ):
         call("gpu")
 
 
-def test_the_automatic_choice_is_logged_with_its_reason(
-    no_gpu: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_logs_choice_with_reason(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="kfac_engine"):
         select.select("auto")
     assert choice_reason("auto") in caplog.text
 
 
-def test_a_choice_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_selection_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="kfac_engine"):
         select.select("numpy")
     assert not caplog.records
@@ -109,5 +105,5 @@ def test_a_choice_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     ("name", "words"), [("auto", "numpy, chosen"), ("numpy", "as asked"), ("cupy", "none: ")]
 )
-def test_reasons_say_what_each_name_leads_to(no_gpu: None, name: str, words: str) -> None:
+def test_choice_reason_names_backend_of_each_name(no_gpu: None, name: str, words: str) -> None:
     assert words in choice_reason(name)

@@ -38,13 +38,13 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_every_task_is_done_once(weights, count):
+def test_all_tasks_run_once(weights, count):
     log = Log(Workers(count))
     run_parallel([log.task(i, weight) for i, weight in enumerate(weights)], log.workers)
     assert sorted(log.done) == list(range(len(weights)))
 
 
-def test_what_outweighs_the_rest_comes_first_and_has_all_threads():
+def test_dominant_task_runs_first_with_all_threads():
     log = Log(Workers(2))
     weights = {"small": EVEN, "large": LARGE, "other": EVEN}
     run_parallel([log.task(name, weight) for name, weight in weights.items()], log.workers)
@@ -52,20 +52,20 @@ def test_what_outweighs_the_rest_comes_first_and_has_all_threads():
     assert log.parts == {"large": 2, "small": 1, "other": 1}
 
 
-def test_equal_parts_are_done_side_by_side():
+def test_equal_tasks_run_in_parallel():
     log = Log(Workers(3))
     run_parallel([log.task(i, LARGE / 3) for i in range(3)], log.workers)
     assert set(log.parts.values()) == {1}
 
 
-def test_little_work_wakes_no_thread():
+def test_small_tasks_run_in_calling_thread():
     workers, seen = Workers(2), set()
     run_parallel([Task(1.0, lambda: seen.add(threading.get_ident()))] * 4, workers)
     assert seen == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("weight", [1.0, EVEN, LARGE])
-def test_what_a_task_raises_is_raised(weight):
+def test_exception_of_task_is_raised(weight):
     def fail():
         raise ValueError("no")
 

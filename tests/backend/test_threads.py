@@ -21,26 +21,26 @@ def blas_threads():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_every_task_is_done_once(threads):
+def test_all_tasks_run_once(threads):
     done = []
     Workers(threads).run([lambda i=i: done.append(i) for i in range(100)])
     assert sorted(done) == list(range(100))
 
 
-def test_tasks_run_at_the_same_time():
+def test_tasks_run_simultaneously():
     meeting = Barrier(3)
     Workers(3).run([lambda: meeting.wait(SECONDS)] * 3)
     assert not meeting.broken
 
 
-def test_one_thread_is_the_callers_own():
+def test_single_thread_is_calling_thread():
     seen = set()
     Workers(1).run([lambda: seen.add(get_ident())] * 4)
     assert seen == {get_ident()}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_failure_comes_back_and_nothing_more_is_begun(threads):
+def test_exception_is_raised_and_stops_queue(threads):
     begun = []
 
     def fail():
@@ -52,7 +52,7 @@ def test_a_failure_comes_back_and_nothing_more_is_begun(threads):
     assert len(begun) <= threads
 
 
-def test_a_failure_of_another_thread_comes_back():
+def test_exception_of_helper_thread_is_raised():
     meeting, caller = Barrier(2), get_ident()
 
     def fail_elsewhere():
@@ -64,7 +64,7 @@ def test_a_failure_of_another_thread_comes_back():
         Workers(2).run([fail_elsewhere] * 2)
 
 
-def test_calls_from_several_threads_do_not_meet():
+def test_concurrent_runs_are_independent():
     workers, done = Workers(3), []
 
     def call(name):
@@ -79,7 +79,7 @@ def test_calls_from_several_threads_do_not_meet():
     assert sorted(done) == sorted((n, i, j) for n in range(4) for i in range(200) for j in range(3))
 
 
-def test_threads_are_used_again_and_keep_nothing_of_what_they_did():
+def test_threads_are_reused_and_release_results():
     class Kept:
         pass
 
@@ -94,14 +94,14 @@ def test_threads_are_used_again_and_keep_nothing_of_what_they_did():
     assert active_count() <= before + 1
 
 
-def test_an_interpreter_with_idle_threads_ends():
+def test_interpreter_exits_with_idle_threads():
     code = "from kfac_engine.backend.threads import Workers; Workers(3).run([lambda: None] * 9)"
     assert (
         subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
     )
 
 
-def test_a_task_does_its_own_tasks_alone():
+def test_nested_run_uses_thread_of_its_task():
     seen = []
     workers = Workers(4)
 
@@ -115,7 +115,7 @@ def test_a_task_does_its_own_tasks_alone():
     assert seen == [True] * 4
 
 
-def test_settings_of_numpy_hold_in_every_thread():
+def test_numpy_error_settings_apply_in_all_threads():
     meeting = Barrier(2)
 
     def divide():
@@ -126,7 +126,7 @@ def test_settings_of_numpy_hold_in_every_thread():
         Workers(2).run([divide] * 2)
 
 
-def test_blas_has_one_thread_meanwhile_and_its_own_number_afterwards():
+def test_run_limits_blas_to_one_thread_and_restores_it():
     inside = []
     with threadpool_limits(2, user_api="blas"):
         with single_threaded_blas():
@@ -136,7 +136,7 @@ def test_blas_has_one_thread_meanwhile_and_its_own_number_afterwards():
     assert inside == [{1}] * 4
 
 
-def test_the_default_is_what_blas_was_given():
+def test_default_count_is_number_of_blas_threads():
     with threadpool_limits(1, user_api="blas"):
         assert default_count() == Workers().count == 1
     with threadpool_limits(64, user_api="blas"):
@@ -154,14 +154,14 @@ def test_the_default_is_what_blas_was_given():
         (0, 4, 1, [(0, 0)]),
     ],
 )
-def test_bands_follow_each_other_and_are_worth_a_thread(length, threads, least, expected):
+def test_row_blocks_are_adjacent_and_long_enough(length, threads, least, expected):
     found = Workers(threads).row_blocks(length, least=least)
     assert [(band.start, band.stop) for band in found] == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the very thing under test
-def test_a_forked_process_has_threads_of_its_own():
+def test_forked_process_creates_new_threads():
     Workers(2).run([lambda: None] * 4)
     child = os.fork()
     if not child:

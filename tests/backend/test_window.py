@@ -37,7 +37,7 @@ def sights(window, sides, taps_from=None):
 
 
 @pytest.mark.parametrize("case", [*CORNERS, *EVERY], ids=str)
-def test_output_sides_count_the_positions_where_the_kernel_fits(case):
+def test_output_shape_counts_positions_of_kernel(case):
     w, expected = case.window, []
     for axis, side in enumerate(case.sides):
         first, past = -w.begins[axis], side + w.ends[axis]
@@ -47,7 +47,7 @@ def test_output_sides_count_the_positions_where_the_kernel_fits(case):
 
 
 @pytest.mark.parametrize("case", [*CORNERS, *EVERY], ids=str)
-def test_each_tap_sees_the_pixels_that_counting_finds(case):
+def test_seen_pixels_equal_enumeration(case):
     w = case.window
     for axis, side in enumerate(case.sides):
         for tap in range(w.kernel[axis]):
@@ -63,7 +63,7 @@ def test_each_tap_sees_the_pixels_that_counting_finds(case):
 
 @pytest.mark.parametrize("positions", [1, 3, 10, 1000])
 @pytest.mark.parametrize("case", [*CORNERS, *EVERY[::7]], ids=str)
-def test_a_split_window_sees_everything_once_in_small_parts(case, positions):
+def test_split_windows_partition_outputs(case, positions):
     parts = list(case.window.split(case.sides, positions))
     assert all(np.prod(part.output_shape(case.sides)) <= positions for part in parts)
     found = [sight for part in parts for sight in sights(part, case.sides)]
@@ -73,7 +73,7 @@ def test_a_split_window_sees_everything_once_in_small_parts(case, positions):
 @pytest.mark.parametrize(
     "case", [c for c in [*CORNERS, *STRIDE_ONE] if set(c.window.strides) == {1}], ids=str
 )
-def test_the_frame_and_the_own_outputs_are_the_full_grid(case):
+def test_frame_and_outputs_partition_full_grid(case):
     window, sides = case.window, case.sides
     whole = window
     for axis, line in enumerate(full_grid(window, sides)):
@@ -89,7 +89,7 @@ def test_the_frame_and_the_own_outputs_are_the_full_grid(case):
 @pytest.mark.parametrize(
     "case", [c for c in [*CORNERS, *STRIDE_ONE] if set(c.window.strides) == {1}], ids=str
 )
-def test_every_tap_meets_every_pixel_once_on_the_full_grid(case):
+def test_full_grid_has_each_tap_pixel_pair_once(case):
     window, sides = case.window, case.sides
     for axis, line in enumerate(full_grid(window, sides)):
         window = window.restricted(axis, sides, line)
@@ -107,11 +107,11 @@ TOO_SMALL = {
 
 
 @pytest.mark.parametrize(("window", "sides"), TOO_SMALL.values(), ids=TOO_SMALL)
-def test_an_image_smaller_than_the_kernel_is_refused(window, sides):
+def test_image_smaller_than_kernel_raises_error(window, sides):
     with pytest.raises(ShapeError, match="smaller than the window"):
         window.output_shape(sides)
 
 
-def test_an_image_with_other_axes_is_refused():
+def test_image_with_other_number_of_axes_raises_error():
     with pytest.raises(ShapeError, match="has another number of axes"):
         Window((3,), (1,), (1,), (0,), (0,)).output_shape((5, 5))

@@ -50,13 +50,13 @@ def worst(device: Broken, *, squared: bool) -> float:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_kernel_for_groups_changes_its_result(mistake: str) -> None:
+def test_mutated_group_kernel_gives_wrong_result(mistake: str) -> None:
     squared, change = MISTAKES[mistake]
     errors = [worst(Broken("group_products", change, o), squared=squared) for o in ORDERS]
     assert max(errors) > 1e-3
 
 
 @pytest.mark.parametrize("squared", [False, True])
-def test_without_a_mistake_the_result_is_right(squared: bool) -> None:
+def test_unmutated_kernel_gives_correct_result(squared: bool) -> None:
     errors = [worst(Broken("group_products", str, o), squared=squared) for o in ORDERS]
     assert max(errors) < 2e-6  # float32 sums

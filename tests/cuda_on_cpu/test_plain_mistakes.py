@@ -180,10 +180,10 @@ def worst(name: str, change: Callable[[str], str], compute: Callable, order: str
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_small_kernel_changes_its_result(mistake: str) -> None:
+def test_mutated_small_kernel_gives_wrong_result(mistake: str) -> None:
     assert max(worst(*MISTAKES[mistake], order) for order in ORDERS) > 1e-3
 
 
 @pytest.mark.parametrize("compute", dict.fromkeys(row[2] for row in MISTAKES.values()))
-def test_without_a_mistake_the_result_is_right(compute: Callable) -> None:
+def test_unmutated_kernel_gives_correct_result(compute: Callable) -> None:
     assert max(worst("moment", str, compute, order) for order in ORDERS) < 2e-6

@@ -79,7 +79,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_kernel_changes_its_result(mistake: str) -> None:
+def test_mutated_kernel_gives_wrong_result(mistake: str) -> None:
     split, name, change = MISTAKES[mistake]
     case = UNTILED[0]
     # Behind the images lie others, so that reading too far shows.
@@ -104,7 +104,7 @@ FATAL = {
 
 
 @pytest.mark.parametrize("body", FATAL.values(), ids=FATAL)
-def test_barriers_that_not_all_threads_reach_end_the_program(body: str) -> None:
+def test_divergent_barrier_aborts_program(body: str) -> None:
     code = f'extern "C" __global__ void kernel(float* x) {{ {body}\n x[threadIdx.x] = 1; }}'
     program = (
         "import numpy as np\nfrom tests.cuda_on_cpu.module import Module\n"
@@ -115,7 +115,7 @@ def test_barriers_that_not_all_threads_reach_end_the_program(body: str) -> None:
     assert "cuda_on_cpu:" in done.stderr
 
 
-def test_shared_memory_holds_nothing_at_first() -> None:
+def test_shared_memory_is_uninitialized() -> None:
     code = """
     extern "C" __global__ void kernel(float* x) {
       __shared__ float fixed[4];
@@ -127,7 +127,7 @@ def test_shared_memory_holds_nothing_at_first() -> None:
     assert np.isnan(x).all()
 
 
-def test_sums_of_floats_by_atomics_do_not_compile() -> None:
+def test_float_atomics_do_not_compile() -> None:
     code = 'extern "C" __global__ void kernel(float* x) { atomicAdd(x, 1.0f); }'
     with pytest.raises(AssertionError, match="not deterministic"):
         Module(code)

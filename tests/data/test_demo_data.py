@@ -38,7 +38,7 @@ def test_digits_equal_those_of_scikit_learn():
     np.testing.assert_array_equal(labels, original.target)
 
 
-def test_the_digits_file_is_compressed_and_needs_no_pickle():
+def test_digits_file_is_compressed_without_pickle():
     path = Path(make_demo_models.TARGET) / "digits.npz"
     with ZipFile(path) as archive:
         assert all(entry.compress_size < entry.file_size / 2 for entry in archive.infolist()[:1])
@@ -47,7 +47,7 @@ def test_the_digits_file_is_compressed_and_needs_no_pickle():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_script_writes_the_shipped_model_again(name, tmp_path):
+def test_script_reproduces_shipped_models(name, tmp_path):
     make_demo_models.write(tmp_path)
     again, shipped = (
         onnx.load_from_string(data)
@@ -70,6 +70,6 @@ def test_demo_models_map_any_batch_of_images_to_ten_logits(name, batch):
     assert np.isfinite(logits).all()
 
 
-def test_an_unknown_demo_model_names_the_known_ones():
+def test_unknown_demo_model_error_lists_known_names():
     with pytest.raises(UnknownNameError, match=r"'resnet'.*mlp, cnn"):
         demo_model("resnet")

@@ -62,7 +62,7 @@ def test_loss_and_gradients_equal_finite_differences_at_any_batch_size(name):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
-def test_reductions_and_runtimes_agree_in_float64(reduction):
+def test_gradient_models_of_all_reductions_agree_in_both_runtimes(reduction):
     model = models.token_mlp(dtype="float64")
     inputs = models.random_inputs(model, batch=3)
     targets = targets_for(model, inputs, "categorical")
@@ -78,7 +78,7 @@ def test_reductions_and_runtimes_agree_in_float64(reduction):
         np.testing.assert_allclose(found["gradient/fc0.weight"], expected["fc0.weight"], atol=1e-8)
 
 
-def test_classes_may_lie_on_another_axis():
+def test_gradient_model_supports_other_class_axis():
     net = models.Net()
     net.op("Conv", "input", net.weight("w", 3, 2, 1, 1), to="output")
     model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
@@ -92,7 +92,7 @@ def test_classes_may_lie_on_another_axis():
     np.testing.assert_allclose(found["gradient/w"], expected.gradients["w"], atol=1e-6)
 
 
-def test_gradient_with_respect_to_the_input_takes_a_cotangent():
+def test_gradient_model_without_loss_has_cotangent_input():
     model = models.mlp(dtype="float64")
     inputs = models.random_inputs(model, batch=4)
     gradient = ke.differentiate(model, wrt=["input"])
@@ -110,7 +110,7 @@ def test_gradient_with_respect_to_the_input_takes_a_cotangent():
     np.testing.assert_allclose(found["gradient/input"], expected, atol=1e-9)
 
 
-def test_gradient_model_can_be_differentiated_again():
+def test_gradient_model_is_differentiable():
     """Force matching: the loss is on the gradient with respect to the input."""
     model = models.mlp(widths=(3, 4, 1), dtype="float64")
     inputs = models.random_inputs(model, batch=2)
@@ -138,7 +138,7 @@ def test_gradient_model_can_be_differentiated_again():
     np.testing.assert_allclose(found["gradient/fc0.weight"], expected, atol=1e-8)
 
 
-def test_parameters_without_influence_have_zero_gradients():
+def test_gradients_of_unused_parameters_are_zero():
     model = models.two_outputs()
     gradient = ke.differentiate(model, "categorical", "logits")
     inputs = models.random_inputs(model, batch=2)
@@ -163,13 +163,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_request_is_named(name):
+def test_invalid_request_error_names_argument(name):
     make, options, message = BAD[name]
     with pytest.raises(ke.KfacError, match=message):
         ke.differentiate(make(), **options)
 
 
-def test_second_derivatives_by_the_same_value_have_a_name_of_their_own():
+def test_second_derivatives_of_same_value_have_new_name():
     """The Hessian of an energy with respect to positions, times a vector."""
     model = models.mlp(widths=(3, 4, 1), dtype="float64")
     inputs = {**models.random_inputs(model, batch=2), "cotangent": np.ones((2, 1))}
@@ -186,7 +186,7 @@ def test_second_derivatives_by_the_same_value_have_a_name_of_their_own():
     np.testing.assert_allclose(found, (slope(1e-5) - slope(-1e-5)) / 2e-5, atol=1e-8)
 
 
-def test_targets_are_declared_in_the_shape_of_the_output():
+def test_targets_are_declared_with_shape_of_output():
     declared = {
         loss: ke.differentiate(models.token_mlp(), loss).graph.input[-1].type.tensor_type
         for loss in ("categorical", "normal")
@@ -198,7 +198,7 @@ def test_targets_are_declared_in_the_shape_of_the_output():
 
 
 @pytest.mark.parametrize("pattern", ["fc0.weight", "fc0.w*"])
-def test_one_pattern_needs_no_list(pattern):
+def test_single_pattern_may_be_string(pattern):
     gradient = ke.differentiate(models.mlp(), wrt=pattern)
     assert [entry.name for entry in gradient.graph.output] == ["output", "gradient/fc0.weight"]
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", trainable=pattern)
@@ -206,7 +206,7 @@ def test_one_pattern_needs_no_list(pattern):
 
 
 @pytest.mark.parametrize("label", [-1, -100, 3])
-def test_labels_that_are_no_class_are_refused_by_the_runtime(label):
+def test_runtime_rejects_invalid_class_ids(label):
     model = models.mlp(widths=(2, 4, 3))
     session = onnxruntime.InferenceSession(
         ke.differentiate(model, "categorical").SerializeToString(),

@@ -59,7 +59,7 @@ def _expected(module: nn.Sequential, x: Tensor, targets: Tensor) -> np.ndarray:
 @pytest.mark.quick
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_block_is_that_of_the_rows_torch_saw(case: Case, exporter: str, tmp_path: Path) -> None:
+def test_block_equals_factors_of_torch_hooks(case: Case, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = case.module()
     distinct_parameters(module)

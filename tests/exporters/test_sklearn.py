@@ -96,7 +96,7 @@ def _output_gradient(out: Array, targets: Array, loss: str) -> Array:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_are_those_of_the_network_written_out(
+def test_gradients_of_networks_equal_closed_form(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
     model, classes, loss = TRAINED[name]
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_the_network_written_out(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", LINEAR)
-def test_gradients_of_linear_models_are_those_written_out(
+def test_gradients_of_linear_models_equal_closed_form(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
     model, classes, loss = LINEAR[name]
@@ -154,7 +154,7 @@ def test_gradients_of_linear_models_are_those_written_out(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
-def test_models_without_weights_of_layers_are_refused(
+def test_models_without_layer_weights_raise_error(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
     exported, _, _ = fitted(*WITHOUT_WEIGHTS[name])

@@ -27,7 +27,7 @@ EXPORTED = [
 
 
 @pytest.mark.parametrize(("family", "case", "exporter"), EXPORTED)
-def test_gradients_are_those_of_autograd_and_every_parameter_has_a_block(
+def test_gradients_equal_autograd_and_parameters_have_blocks(
     family: str,
     case: Case,
     exporter: str,

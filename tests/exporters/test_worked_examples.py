@@ -38,7 +38,7 @@ def _blocks(title: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.quick
-def test_the_example_of_pytorch_trains_the_module_itself(tmp_path: Path) -> None:
+def test_pytorch_example_trains_module(tmp_path: Path) -> None:
     names = run("PyTorch", tmp_path)
     losses, module, batch = names["losses"], names["module"], names["batch"]
     assert len(names["matches"]) == len(list(module.parameters())) == 4
@@ -50,7 +50,7 @@ def test_the_example_of_pytorch_trains_the_module_itself(tmp_path: Path) -> None
 
 
 @pytest.mark.quick
-def test_the_command_line_gives_what_the_library_gives_for_the_exported_module(
+def test_command_line_equals_library_for_exported_module(
     tmp_path: Path,
 ) -> None:
     batch = run("PyTorch", tmp_path)["batch"]
@@ -62,7 +62,7 @@ def test_the_command_line_gives_what_the_library_gives_for_the_exported_module(
 
 
 @pytest.mark.quick
-def test_the_example_of_scikit_learn_trains_the_estimator_itself(tmp_path: Path) -> None:
+def test_scikit_learn_example_trains_estimator(tmp_path: Path) -> None:
     names = run("scikit-learn", tmp_path)
     losses, model, batch = names["losses"], names["model"], names["batch"]
     assert len(names["matches"]) == 4

@@ -14,7 +14,7 @@ SEED, EACH = 7, 60
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the memory of a process")
-def test_attacks_end_in_a_result_or_in_one_error():
+def test_attacks_end_in_result_or_kfac_error():
     outcomes: Counter[tuple[str, str]] = Counter()
     for kind, seed, found in campaign(SEED, seconds=600):
         assert found in FINE, f"{kind}, seed {seed}: {found}"
@@ -35,14 +35,14 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(("wanted", "code"), ENDINGS.items(), ids=ENDINGS)
-def test_a_crash_a_hang_and_an_exception_are_told(wanted, code, monkeypatch):
+def test_campaign_reports_crash_hang_and_exception(wanted, code, monkeypatch):
     monkeypatch.setattr(module, "MOST_SECONDS", 5)
     attacks = campaign(0, 60, ["-c", code])
     assert next(attacks) == ("model", 5, wanted)
     attacks.close()
 
 
-def test_attacks_follow_from_their_seed():
+def test_attacks_are_reproducible_from_seed():
     for kind, (make, _) in ATTACKS.items():
         assert make(3) == make(3), kind
         assert len({make(seed) for seed in range(20)}) > 15, kind

@@ -14,7 +14,7 @@ SEEDS = range(0, 1500, EACH)
 @pytest.mark.filterwarnings("ignore")  # a random graph may divide by zero
 @pytest.mark.parametrize("first", SEEDS)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_random_graph_is_differentiated_right_or_refused(kind: str, first: int) -> None:
+def test_random_graph_has_correct_gradient_or_raises_error(kind: str, first: int) -> None:
     outcomes: Counter[str] = Counter()
     for seed in range(first, first + EACH):
         try:

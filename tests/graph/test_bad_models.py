@@ -79,14 +79,16 @@ NO_MODELS: dict[str, tuple[Make, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), NO_MODELS.values(), ids=NO_MODELS)
-def test_what_is_no_model_is_named(make: Make, words: Sequence[str], tmp_path: Path) -> None:
+def test_invalid_model_error_names_problem(
+    make: Make, words: Sequence[str], tmp_path: Path
+) -> None:
     source = make(tmp_path)
     if isinstance(source, onnx.ModelProto):
         source = source.SerializeToString()
     check(source, ModelError, words)
 
 
-def test_source_of_another_type_is_refused() -> None:
+def test_model_source_of_other_type_raises_error() -> None:
     check(3.5, InputError, ("path, bytes or an onnx.ModelProto", "float"))
 
 
@@ -194,7 +196,7 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize(("change", "words"), BROKEN.values(), ids=BROKEN)
-def test_broken_graph_is_refused_by_name(change, words: Sequence[str]) -> None:
+def test_invalid_graph_error_names_node(change, words: Sequence[str]) -> None:
     check(changed(change), ModelError, words)
 
 
@@ -205,11 +207,11 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize(("model", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_what_is_no_dense_tensor_is_refused_by_name(model, words: Sequence[str]) -> None:
+def test_non_tensor_error_names_value(model, words: Sequence[str]) -> None:
     check(model, UnsupportedError, words)
 
 
-def test_absurd_fill_is_refused_by_name() -> None:
+def test_huge_fill_error_names_node() -> None:
     model = graph_of(
         "(float[2] x) => (float[] y) <int64[2] s = {3000000000, 30000000000}>"
         "{ w = ConstantOfShape (s)  y = Add (x, w) }"
@@ -217,14 +219,14 @@ def test_absurd_fill_is_refused_by_name() -> None:
     check(model, ModelError, ("'w'", "3000000000"))
 
 
-def test_negative_fill_is_refused_by_name() -> None:
+def test_negative_fill_error_names_node() -> None:
     model = graph_of(
         "(float[2] x) => (float[] y) <int64[1] s = {-2}>{ w = ConstantOfShape (s)  y = Add (x, w) }"
     )
     check(model, ModelError, ("'w'", "-2"))
 
 
-def test_function_that_calls_itself_is_refused() -> None:
+def test_recursive_function_raises_error() -> None:
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18, "own": 1]>
         m (float[2] x) => (float[2] y) { y = own.loop (x) }
@@ -234,7 +236,7 @@ def test_function_that_calls_itself_is_refused() -> None:
     check(model, ModelError, ("function",))
 
 
-def test_functions_that_call_each_other_are_refused() -> None:
+def test_mutually_recursive_functions_raise_error() -> None:
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18, "own": 1]>
         m (float[2] x) => (float[2] y) { y = own.first (x) }
@@ -298,16 +300,16 @@ BAD_PLACES: dict[str, tuple[Make, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), BAD_PLACES.values(), ids=BAD_PLACES)
-def test_external_data_stays_inside_folder_and_file(make, words, tmp_path: Path) -> None:
+def test_external_data_outside_folder_or_file_raises_error(make, words, tmp_path: Path) -> None:
     check(make(tmp_path), ModelError, ("'fc0.weight'", *words))
 
 
-def test_external_data_that_fits_is_read(tmp_path: Path) -> None:
+def test_valid_external_data_is_loaded(tmp_path: Path) -> None:
     path = external("weights.bin", offset=0, length=NEEDED)(tmp_path)
     assert not load_graph(path).constants["fc0.weight"].any()
 
 
-def test_external_data_of_bytes_asks_for_the_path(tmp_path: Path) -> None:
+def test_external_data_of_bytes_error_asks_for_path(tmp_path: Path) -> None:
     check(external("weights.bin")(tmp_path).read_bytes(), ModelError, ("'fc0.weight'", "path"))
 
 
@@ -341,7 +343,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     )
 
 
-def test_damaged_models_load_or_raise_one_of_our_errors() -> None:
+def test_damaged_model_loads_or_raises_kfac_error() -> None:
     rng = random.Random(0)
     outcomes = {"graph": 0, "error": 0}
     for _ in range(1000):
@@ -359,7 +361,7 @@ def test_damaged_models_load_or_raise_one_of_our_errors() -> None:
 
 
 @pytest.mark.parametrize(("op", "operands"), [("Max", ["x", ""]), ("Concat", ["", "x"])])
-def test_operands_that_cannot_be_left_out_are_missed(op: str, operands: list[str]) -> None:
+def test_missing_required_operand_raises_error(op: str, operands: list[str]) -> None:
     """ONNX Runtime 1.31 ends the process on such a Max."""
     attributes = {"axis": 0} if op == "Concat" else {}
     node = helper.make_node(op, operands, ["y"], name="short", **attributes)

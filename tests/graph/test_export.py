@@ -27,12 +27,12 @@ def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_without_new_values_the_model_comes_back(name: str) -> None:
+def test_export_without_new_values_equals_input(name: str) -> None:
     model = models.MODELS[name]()
     assert exported_model(load_model(model), {}) == model
 
 
-def test_new_values_replace_only_their_own() -> None:
+def test_export_changes_only_named_constants() -> None:
     model = models.mlp()
     value = np.full((5, 6), 7.0, np.float32)
     exported = exported_model(load_model(model), {"fc0.weight": value})
@@ -42,7 +42,7 @@ def test_new_values_replace_only_their_own() -> None:
     assert list(exported.graph.node) == list(model.graph.node)
 
 
-def test_old_operator_set_and_format_are_kept() -> None:
+def test_export_keeps_operator_set_and_format() -> None:
     model = models.mlp()
     model.opset_import[0].version, model.ir_version = 9, 3
     declared = [
@@ -57,7 +57,7 @@ def test_old_operator_set_and_format_are_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
-def test_new_values_take_the_element_type_of_the_file(kind: str) -> None:
+def test_exported_values_have_element_type_of_file(kind: str) -> None:
     code = TensorProto.DataType.Value(kind)
     x, y = (helper.make_tensor_value_info(name, code, [2, 2]) for name in "xy")
     weight = helper.make_tensor("w", code, [2, 2], [1.0, 2.0, 3.0, 4.0])
@@ -78,7 +78,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_weight_written_as_a_node_gets_its_new_value(spelling: str) -> None:
+def test_exported_constant_node_has_new_value(spelling: str) -> None:
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> m (float[N,3] x) => (float[N,3] y)'
         f"{{ {spelling}  y = Mul (x, w) }}"
@@ -91,7 +91,7 @@ def test_weight_written_as_a_node_gets_its_new_value(spelling: str) -> None:
     np.testing.assert_array_equal(load_graph(exported).constants["w"], value)
 
 
-def test_network_of_filled_weights_takes_new_ones() -> None:
+def test_exported_filled_weights_have_new_values() -> None:
     model = load_model(CARRIED / "light" / "light_squeezenet.onnx")
     rng = np.random.default_rng(0)
     names = trainable_parameters(model.graph)
@@ -107,7 +107,7 @@ def test_network_of_filled_weights_takes_new_ones() -> None:
         np.testing.assert_array_equal(again.constants[name], value)
 
 
-def test_external_weights_are_brought_in(tmp_path: Path) -> None:
+def test_exported_model_contains_external_weights(tmp_path: Path) -> None:
     path, model = tmp_path / "model.onnx", models.mlp()
     onnx.save(models.mlp(), path, save_as_external_data=True, location="w.bin", size_threshold=0)
     exported = exported_model(load_model(path), {"fc0.bias": np.zeros(5, np.float32)})
@@ -117,17 +117,17 @@ def test_external_weights_are_brought_in(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, expected[name])
 
 
-def test_unknown_name_is_refused() -> None:
+def test_unknown_constant_raises_error() -> None:
     with pytest.raises(UnknownNameError, match="'ghost'"):
         exported_model(load_model(models.mlp()), {"ghost": np.zeros(1)})
 
 
-def test_other_shape_is_refused_with_both_shapes() -> None:
+def test_wrong_shape_error_names_both_shapes() -> None:
     with pytest.raises(ShapeError, match=r"'fc0.bias' has shape \(4,\).*\(5,\)"):
         exported_model(load_model(models.mlp()), {"fc0.bias": np.zeros(4)})
 
 
-def test_constant_inside_a_function_is_refused() -> None:
+def test_export_of_constant_in_function_raises_error() -> None:
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17, "own": 1]>
         m (float[3] x) => (float[3] y) { y = own.scale (x) }

@@ -39,7 +39,7 @@ def test_external_weights_are_views_of_one_mapped_file(tmp_path: Path) -> None:
     assert_same(graph.constants, load_graph(model).constants, 0)
 
 
-def test_external_weight_at_an_odd_place_is_aligned(tmp_path: Path) -> None:
+def test_unaligned_external_weight_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model = models.linear(4, 3, bias=False)
     weight = model.graph.initializer[0]
@@ -56,7 +56,7 @@ def test_external_weight_at_an_odd_place_is_aligned(tmp_path: Path) -> None:
     assert not found.flags.writeable
 
 
-def test_external_weights_of_a_linked_model_are_found_beside_its_target(tmp_path: Path) -> None:
+def test_external_weights_are_found_next_to_link_target(tmp_path: Path) -> None:
     target = save_external(models.mlp(), tmp_path / "store")
     link = tmp_path / "snapshot" / "model.onnx"
     link.parent.mkdir()
@@ -65,7 +65,7 @@ def test_external_weights_of_a_linked_model_are_found_beside_its_target(tmp_path
     assert_same(load_graph(link).constants, load_graph(models.mlp()).constants, 0)
 
 
-def test_external_tensors_in_attributes_are_read(tmp_path: Path) -> None:
+def test_external_tensors_in_attributes_are_loaded(tmp_path: Path) -> None:
     value = numpy_helper.from_array(np.arange(2000, dtype=np.float32))
     nodes = [
         helper.make_node("Constant", [], ["c"], value=value),

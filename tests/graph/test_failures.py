@@ -50,18 +50,18 @@ g (float[n,4] x) => (float[n,4] y) <float[4] W = {{1,2,3,4}}, int64 n = {{3}}, b
 """
 
 
-def test_a_false_shape_in_an_old_model_is_told():
+def test_wrong_shape_in_old_model_raises_model_error():
     with pytest.raises(ke.ModelError, match=r"operator set 9 cannot be brought to 18: .*rank"):
         ke.load_model(onnx.parser.parse_model(FALSE_SHAPE))
 
 
 @pytest.mark.parametrize(("node", "message"), BODIES.values(), ids=BODIES)
-def test_a_body_that_does_not_fit_its_node_is_refused(node, message):
+def test_body_with_wrong_operands_raises_error(node, message):
     with pytest.raises(ke.ModelError, match=message):
         ke.load_model(onnx.parser.parse_model(GRAPH.format(node)))
 
 
-def test_bodies_that_fit_are_taken():
+def test_bodies_with_optional_operands_are_loaded():
     """A loop without initial values, and one whose scanned results nobody reads."""
     plain = """
       z = Loop <body = b (int64 i, bool go_on) => (bool on, int64 k) {
@@ -92,7 +92,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize("kind", RAISED, ids=lambda kind: kind.__name__)
-def test_each_exception_of_onnx_becomes_a_model_error(kind):
+def test_onnx_exceptions_become_model_errors(kind):
     with (
         pytest.raises(ke.ModelError, match=r"^it failed: why; do that\.$"),
         model_errors("it failed", "do that"),
@@ -100,12 +100,12 @@ def test_each_exception_of_onnx_becomes_a_model_error(kind):
         raise kind("why\nand where")
 
 
-def test_an_error_of_ours_keeps_its_type():
+def test_kfac_errors_keep_their_type():
     with pytest.raises(ke.UnsupportedError, match="mine"), model_errors("it failed"):
         raise ke.UnsupportedError("mine")
 
 
-def test_each_exception_of_onnxruntime_is_caught():
+def test_onnxruntime_exceptions_are_converted():
     own = {kind for kind in vars(ort_errors).values() if str(kind).startswith("<class")}
     raised = {kind for kind in own if issubclass(kind, Exception)}
     assert len(raised) > 10
@@ -130,7 +130,7 @@ def resized(scales):
 
 
 @pytest.mark.parametrize("scales", [[1, 1, 2, 2], [[1, 1, 2, 2]]], ids=["vector", "matrix"])
-def test_scales_in_a_matrix_are_scales_all_the_same(scales):
+def test_resize_scales_may_be_matrix(scales):
     """ONNX Runtime takes them; each pixel is read by four."""
     model = ke.load_model(resized(scales))
     trace = model.run({"x": np.zeros((2, 1, 4, 4), np.float32)})
@@ -138,7 +138,7 @@ def test_scales_in_a_matrix_are_scales_all_the_same(scales):
     np.testing.assert_array_equal(found, np.full((2, 1, 4, 4), 4, np.float32))
 
 
-def test_text_beside_the_data_does_not_keep_a_model_from_being_inspected():
+def test_model_with_text_input_can_be_inspected():
     model = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18]>
         g (float[n,4] x, string[n] s) => (float[n,3] y, string[n] t)
@@ -150,13 +150,13 @@ def test_text_beside_the_data_does_not_keep_a_model_from_being_inspected():
     assert (report.output, report.batch_axis, report.coupling) == ("y", 0, "")
 
 
-def test_a_negative_seed_is_refused():
+def test_negative_seed_raises_error():
     with pytest.raises(ke.InputError, match=r"seed must be .*at least 0, got -1"):
         ke.Engine.from_onnx(resized([1, 1, 2, 2]), loss="normal", seed=-1)
 
 
 @pytest.mark.parametrize("transposed", ["transA", "transB"])
-def test_any_number_but_zero_transposes(transposed):
+def test_gemm_transposes_for_any_nonzero_flag(transposed):
     """As ONNX says; the gradient is that of the flag 1."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((3, 3)).astype(np.float32)
@@ -182,7 +182,7 @@ def test_any_number_but_zero_transposes(transposed):
             np.testing.assert_allclose(gradients[name], truth, rtol=1e-5, atol=1e-5)
 
 
-def test_a_damaged_name_of_a_domain_is_told():
+def test_damaged_domain_name_raises_error():
     data = onnx.parser.parse_model(FALSE_SHAPE.replace('["": 9]', '["": 18, "domain": 1]'))
     damaged = data.SerializeToString().replace(b"domain", b"\xef\xffmain")
     with pytest.raises(ke.ModelError, match="not UTF-8"):

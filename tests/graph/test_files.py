@@ -22,7 +22,7 @@ def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_large_model_is_exported_into_two_files_that_onnx_reads(tmp_path: Path) -> None:
+def test_large_model_is_exported_as_two_files(tmp_path: Path) -> None:
     model = models.cnn()
     engine = ke.Engine.from_onnx(model, loss="categorical")
     weight = np.full_like(engine.parameters["conv0.weight"], 0.25)
@@ -39,7 +39,7 @@ def test_large_model_is_exported_into_two_files_that_onnx_reads(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_exported_weights_are_mapped_where_they_lie(tmp_path: Path) -> None:
+def test_exported_weights_are_aligned_and_mapped(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     ke.Engine.from_onnx(models.cnn(), loss="categorical").export(path)
     weight = load_graph(path).constants["conv0.weight"]
@@ -48,7 +48,7 @@ def test_exported_weights_are_mapped_where_they_lie(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_model_can_be_exported_over_the_files_it_was_read_from(tmp_path: Path) -> None:
+def test_export_may_overwrite_files_of_model(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     ke.Engine.from_onnx(models.cnn(), loss="categorical").export(path)
     engine = ke.Engine.from_onnx(path, loss="categorical")
@@ -64,7 +64,7 @@ def test_model_can_be_exported_over_the_files_it_was_read_from(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_failed_export_leaves_no_file_behind(tmp_path: Path) -> None:
+def test_failed_export_leaves_no_file(tmp_path: Path) -> None:
     engine = ke.Engine.from_onnx(models.cnn(), loss="categorical")
     (tmp_path / "model.onnx").mkdir()
     with pytest.raises(InputError, match="cannot write"):
@@ -73,7 +73,7 @@ def test_failed_export_leaves_no_file_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_gradient_of_a_large_model_is_written_into_two_files(tmp_path: Path) -> None:
+def test_large_gradient_model_is_written_as_two_files(tmp_path: Path) -> None:
     model = models.mlp((40, 30, 3))
     path = tmp_path / "gradient.onnx"
     whole = ke.differentiate(model, "categorical", path=path)
@@ -91,6 +91,6 @@ def test_gradient_of_a_large_model_is_written_into_two_files(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_large_gradient_without_a_path_is_refused() -> None:
+def test_large_gradient_model_without_path_raises_error() -> None:
     with pytest.raises(ModelError, match=r"GB of weights.*pass a path"):
         ke.differentiate(models.mlp((40, 30, 3)), "categorical")

@@ -13,7 +13,7 @@ from tests.graph.running import CLOSE, assert_same, relabelled, run_graph, run_m
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_canonical_graph_computes_what_the_model_computes(name: str) -> None:
+def test_canonical_graph_equals_model(name: str) -> None:
     model = models.MODELS[name]()
     feeds = models.random_inputs(model)
     expected = run_model(model.SerializeToString(), feeds)
@@ -34,7 +34,7 @@ def test_path_bytes_and_model_give_the_same_graph(tmp_path: Path) -> None:
     assert [graph.name for graph in graphs] == ["mlp.onnx", "mlp.onnx", "test_model", "test_model"]
 
 
-def test_given_model_is_left_as_it_is() -> None:
+def test_loading_does_not_change_message() -> None:
     model = relabelled(models.cnn(), 11)
     before = model.SerializeToString()
     load_graph(model)
@@ -62,7 +62,7 @@ def test_constant_node_becomes_a_constant(attributes, expected) -> None:
     np.testing.assert_array_equal(graph.constants["c"], expected)
 
 
-def test_filled_weight_becomes_a_constant_without_memory_of_its_own() -> None:
+def test_filled_weight_is_broadcast_view() -> None:
     value = numpy_helper.from_array(np.asarray([0.02], np.float32))
     nodes = [
         helper.make_node("ConstantOfShape", ["shape"], ["w"], value=value),
@@ -76,7 +76,7 @@ def test_filled_weight_becomes_a_constant_without_memory_of_its_own() -> None:
     assert graph.constants["w"].min() == graph.constants["w"].max() == np.float32(0.02)
 
 
-def test_fill_of_a_shape_that_data_decides_stays_a_node() -> None:
+def test_fill_of_dynamic_shape_remains_node() -> None:
     nodes = [
         helper.make_node("Shape", ["x"], ["s"]),
         helper.make_node("ConstantOfShape", ["s"], ["y"]),
@@ -87,7 +87,7 @@ def test_fill_of_a_shape_that_data_decides_stays_a_node() -> None:
     ]
 
 
-def test_initializers_that_old_files_list_as_inputs_are_no_inputs() -> None:
+def test_initializers_listed_as_inputs_are_constants() -> None:
     model = models.mlp()
     declared = [
         helper.make_tensor_value_info(entry.name, entry.data_type, entry.dims)
@@ -97,7 +97,7 @@ def test_initializers_that_old_files_list_as_inputs_are_no_inputs() -> None:
     assert [entry.name for entry in load_graph(model).inputs] == ["input"]
 
 
-def test_nodes_get_names_of_their_own() -> None:
+def test_nodes_have_unique_names() -> None:
     model = models.mlp()
     for node, name in zip(model.graph.node, ["same", "same", "", "", "Gemm_4"], strict=True):
         node.name = name
@@ -117,12 +117,12 @@ def test_arrays_are_read_only() -> None:
     [((4, 2), (4, 2)), (("n", 2), ("n", 2)), ((None, -1), (None, None)), (None, None), ((), ())],
     ids=["sizes", "symbol", "open", "no-rank", "scalar"],
 )
-def test_shape_of_an_input_is_what_the_file_states(declared, expected) -> None:
+def test_input_shape_is_declared_shape(declared, expected) -> None:
     model = simple_model([helper.make_node("Identity", ["x"], ["y"])], shape=declared)
     assert load_graph(model).inputs[0].shape == expected
 
 
-def test_unsorted_nodes_come_out_in_topological_order() -> None:
+def test_unsorted_nodes_are_sorted_topologically() -> None:
     model = models.cnn()
     feeds = models.random_inputs(model)
     expected = run_model(model.SerializeToString(), feeds)
@@ -132,7 +132,7 @@ def test_unsorted_nodes_come_out_in_topological_order() -> None:
     assert_same(run_graph(load_graph(shuffled), feeds), expected, CLOSE)
 
 
-def test_operators_of_other_domains_pass_with_their_version() -> None:
+def test_operators_of_other_domains_keep_version() -> None:
     nodes = [helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")]
     model = simple_model(nodes)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
@@ -141,7 +141,7 @@ def test_operators_of_other_domains_pass_with_their_version() -> None:
     assert graph.domains == {"com.microsoft": 1}
 
 
-def test_long_name_of_the_standard_domain_is_understood() -> None:
+def test_long_name_of_standard_domain_is_accepted() -> None:
     model = models.mlp()
     model.opset_import[0].domain = "ai.onnx"
     for node in model.graph.node:
@@ -152,6 +152,6 @@ def test_long_name_of_the_standard_domain_is_understood() -> None:
     assert not graph.domains
 
 
-def test_template_holds_no_weights() -> None:
+def test_template_contains_no_weights() -> None:
     model = models.mlp((500, 500, 10))
     assert load_model(model).template.ByteSize() < 2000 < model.ByteSize()

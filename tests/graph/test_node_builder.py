@@ -13,7 +13,7 @@ from kfac_engine.graph.structure import Node
     [NodeBuilder("n/"), DecompositionBuilder(Node("Gelu", ("x",), ("n.y",), name="n"))],
     ids=["plain", "decomposition"],
 )
-def test_new_names_are_distinct_and_begin_with_the_prefix(builder):
+def test_new_names_are_unique_with_prefix(builder):
     values = [builder.op("Neg", "x"), builder.op("Neg", "x"), builder.cast("x", "int64")]
     constants = [builder.constant(1), builder.constant([1, 2]), builder.constant(1, label="one")]
     nodes = [node.name for node in builder.nodes]
@@ -23,7 +23,7 @@ def test_new_names_are_distinct_and_begin_with_the_prefix(builder):
     assert constants[-1].endswith("one")
 
 
-def test_a_given_result_keeps_its_name_and_an_empty_one_gets_a_name():
+def test_empty_result_names_are_generated():
     builder = NodeBuilder("p/")
     first, second = builder.multi("Split", ["x"], ("y", ""), axis=1, num_outputs=2)
     assert (first, builder.nodes[0].outputs) == ("y", ("y", second))

@@ -102,7 +102,7 @@ SPELLINGS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_weight_has_its_name_and_its_gradient(spelling: str) -> None:
+def test_weight_in_any_form_has_name_and_gradient(spelling: str) -> None:
     model = ke.load_model(SPELLINGS[spelling]())
     assert list(model.parameters) == ["w"]
     trace = model.run({"x": X})
@@ -111,7 +111,7 @@ def test_weight_has_its_name_and_its_gradient(spelling: str) -> None:
     np.testing.assert_allclose(found, (X.T @ COTANGENT).reshape(found.shape), rtol=1e-6)
 
 
-def test_weight_inside_a_branch_that_is_always_taken_is_a_parameter() -> None:
+def test_weight_in_constant_branch_is_parameter() -> None:
     model = text(
         f"yes = Constant <value = bool {{1}}> () "
         f"y = If (yes) <then_branch = t () => (float[N,2] z) "

@@ -21,7 +21,7 @@ def written_attribute(node: Node, name: str, domains: dict[str, int] | None = No
 
 
 @pytest.mark.parametrize("opset", range(OLDEST_OPSET, NEWEST_OPSET + 1))
-def test_runtime_executes_every_operator_set_we_write(opset: int) -> None:
+def test_runtime_executes_all_written_operator_sets(opset: int) -> None:
     model = build_model([Node("Neg", ("x",), ("y",))], [X], [Y], {}, opset)
     x = np.asarray([[1.0, -2.0]], FLOAT)
     np.testing.assert_array_equal(run_model(serialize(model), {"x": x})["y"], -x)
@@ -36,7 +36,7 @@ def test_runtime_executes_every_operator_set_we_write(opset: int) -> None:
     ],
     ids=["size-symbol-open", "scalar", "no-rank"],
 )
-def test_shape_is_declared_as_far_as_it_is_known(shape, sides) -> None:
+def test_written_shape_has_known_sizes(shape, sides) -> None:
     entry = build_model([], [Input("x", FLOAT, shape)], [], {}, 18).graph.input[0]
     form = entry.type.tensor_type
     assert form.elem_type == onnx.TensorProto.FLOAT
@@ -60,7 +60,7 @@ def test_shape_is_declared_as_far_as_it_is_known(shape, sides) -> None:
         ("Constant", "value", np.eye(2, dtype=FLOAT), AttributeProto.TENSOR),
     ],
 )
-def test_attribute_gets_the_type_its_operator_declares(
+def test_attribute_has_type_of_operator_schema(
     op: str, name: str, value: AttributeValue, expected: int
 ) -> None:
     entry = written_attribute(Node(op, ("x",), ("y",), {name: value}), name)
@@ -74,12 +74,12 @@ def test_attribute_gets_the_type_its_operator_declares(
         assert (read.decode() if isinstance(read, bytes) else read) == value
 
 
-def test_attribute_of_an_unknown_operator_gets_the_type_of_its_value() -> None:
+def test_attribute_of_unknown_operator_has_type_of_value() -> None:
     node = Node("Odd", ("x",), ("y",), {"gain": 2.0}, domain="my.ops")
     assert written_attribute(node, "gain", {"my.ops": 1}).type == AttributeProto.FLOAT
 
 
-def test_subgraph_is_written_as_it_was_read() -> None:
+def test_subgraph_is_written_unchanged() -> None:
     body = helper.make_graph(
         [helper.make_node("Neg", ["x"], ["z"])],
         "body",
@@ -95,7 +95,7 @@ def test_subgraph_is_written_as_it_was_read() -> None:
     np.testing.assert_array_equal(found["y"], -x)
 
 
-def test_optional_operands_and_results_may_be_left_out() -> None:
+def test_optional_operands_and_results_may_be_omitted() -> None:
     nodes = [Node("Clip", ("x", "", "top"), ("y",), name="clip")]
     model = build_model(nodes, [X], [Y], {"top": np.asarray(0.5, FLOAT)}, 18)
     found = run_model(serialize(model), {"x": np.asarray([[-9.0, 9.0]], FLOAT)})
@@ -113,7 +113,7 @@ def test_constant_keeps_type_and_values(kind: str) -> None:
     np.testing.assert_array_equal(found, values)
 
 
-def test_constants_beyond_two_gigabytes_are_refused_before_they_are_copied() -> None:
+def test_constants_above_two_gigabytes_raise_error_before_copy() -> None:
     huge = np.broadcast_to(np.float32(0), (1 << 30,))
     with pytest.raises(ModelError, match=r"'big' has 4\.3 GB of constants"):
         build_model([], [], [], {"w": huge}, 18, name="big")

@@ -27,7 +27,7 @@ def has_kernels(options: tuple[str, ...], architecture: str) -> bool:
 
 
 @each_source
-def test_the_table_is_of_the_present_source(name: str) -> None:
+def test_compiled_table_matches_sources(name: str) -> None:
     known = compile_kernels.fingerprints().get(name)
     assert known == compile_kernels.fingerprint(name), (
         f"{name}.cu or what it is compiled with has changed: run "
@@ -36,7 +36,7 @@ def test_the_table_is_of_the_present_source(name: str) -> None:
 
 
 @each_source
-def test_no_variant_spills_on_any_architecture(name: str) -> None:
+def test_no_kernel_variant_spills_registers(name: str) -> None:
     table = compile_kernels.compiled(name)
     for architecture in nvrtc.ARCHITECTURES:
         for options in variants(name):
@@ -50,7 +50,7 @@ def test_no_variant_spills_on_any_architecture(name: str) -> None:
 
 
 @each_source
-def test_the_compiler_still_says_what_the_table_holds(name: str) -> None:
+def test_compiler_reproduces_table_entry(name: str) -> None:
     """Of one variant, chosen by the source itself: another change, another variant."""
     asked = [(o, a) for a in nvrtc.ARCHITECTURES for o in variants(name) if has_kernels(o, a)]
     options, architecture = asked[int(compile_kernels.fingerprint(name), 16) % len(asked)]
@@ -60,7 +60,7 @@ def test_the_compiler_still_says_what_the_table_holds(name: str) -> None:
     assert nvrtc.resources(name, options, architecture) == told
 
 
-def test_a_broken_source_is_reported() -> None:
+def test_broken_source_raises_compile_error() -> None:
     if not nvrtc.installed("sm_90"):
         pytest.skip("no NVRTC; install the extra 'nvrtc'")
     with pytest.raises(nvrtc.CompileError, match="undefined"):
@@ -68,6 +68,6 @@ def test_a_broken_source_is_reported() -> None:
 
 
 @each_source
-def test_a_source_includes_nothing(name: str) -> None:
+def test_sources_include_no_headers(name: str) -> None:
     """The compiler at run time finds no headers."""
     assert "#include" not in source(name).replace("No #include", "")

@@ -115,7 +115,7 @@ def check_squares(
 
 @each_order
 @pytest.mark.parametrize(("case", "groups"), [*WIDE, (STRIDED[0], 3)], ids=str)
-def test_sums_of_groups_do_not_depend_on_the_order_of_threads(
+def test_group_products_are_independent_of_thread_order(
     case: Case, groups: int, order: str
 ) -> None:
     check_moment(case, groups, order=order)
@@ -124,33 +124,33 @@ def test_sums_of_groups_do_not_depend_on_the_order_of_threads(
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("case", GEOMETRIES, ids=str)
-def test_sums_of_groups_are_right_for_any_geometry(case: Case, groups: int) -> None:
+def test_group_products_equal_definition_for_any_geometry(case: Case, groups: int) -> None:
     check_moment(case, groups)
     check_squares(case, groups)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_is_read_as_it_is_and_summed_in_float32(dtype: type) -> None:
+def test_half_precision_groups_are_summed_in_float32(dtype: type) -> None:
     check_moment(*WIDE[0], dtype=dtype)
     check_squares(*WIDE[0], dtype=dtype)
 
 
-def test_without_the_one_rows_have_features_only() -> None:
+def test_group_products_without_homogeneous_coordinate_equal_definition() -> None:
     check_moment(*WIDE[0], ones=False)
     check_squares(*WIDE[0], ones=False)
 
 
-def test_a_beta_of_zero_overwrites_what_was_not_a_number() -> None:
+def test_zero_beta_overwrites_nan() -> None:
     check_moment(*WIDE[0], beta=0)
     check_squares(*WIDE[0], beta=0)
 
 
-def test_images_may_lie_anyhow_in_memory() -> None:
+def test_images_may_have_any_strides() -> None:
     check_moment(*WIDE[0], channels_last=True)
 
 
 @pytest.mark.parametrize("scratch", [1, SCRATCH])
-def test_many_positions_are_cut_in_pieces_that_fit_the_scratch_memory(scratch: int) -> None:
+def test_pieces_fit_scratch_memory(scratch: int) -> None:
     case = Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 5, 1, (20, 20))
     check_moment(case, 2, scratch=scratch, processors=3)
     check_squares(case, 2, scratch=scratch, processors=3)
@@ -166,7 +166,7 @@ FEW = [
 
 @each_order
 @pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
-def test_rows_in_registers_do_not_depend_on_the_order_of_threads(
+def test_register_products_are_independent_of_thread_order(
     case: Case, groups: int, order: str
 ) -> None:
     assert "few_products" in check_moment(case, groups, order=order).launched
@@ -177,7 +177,7 @@ def test_rows_in_registers_do_not_depend_on_the_order_of_threads(
 @pytest.mark.parametrize("ones", [True, False])
 @pytest.mark.parametrize("beta", [0, BETA])
 @pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
-def test_rows_in_registers_are_of_any_type(
+def test_register_products_support_all_types(
     case: Case, groups: int, beta: float, ones: bool, dtype: type
 ) -> None:
     given = {"beta": beta, "ones": ones, "dtype": dtype, "processors": 5}
@@ -185,7 +185,7 @@ def test_rows_in_registers_are_of_any_type(
     check_squares(case, groups, 1, **given)
 
 
-def test_columns_beyond_a_tile_are_computed() -> None:
+def test_columns_above_tile_size_are_computed() -> None:
     check_squares(*WIDE[0], columns=70)
 
 
@@ -201,7 +201,7 @@ LAYOUTS = {
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_example_is_summed(layout: str, dtype: type, order: str) -> None:
+def test_sum_examples_equals_definition(layout: str, dtype: type, order: str) -> None:
     sides, memory = LAYOUTS[layout]
     rng = np.random.default_rng(0)
     stored = [rng.normal(size=(3, *(sides[axis] for axis in memory))) for _ in range(2)]
@@ -214,7 +214,7 @@ def test_each_example_is_summed(layout: str, dtype: type, order: str) -> None:
     np.testing.assert_allclose(sums, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_numbers_that_are_broadcast_are_read_where_they_lie() -> None:
+def test_broadcast_operands_are_not_copied() -> None:
     rng = np.random.default_rng(0)
     x, ds = rng.normal(size=(3, 1, 4)), rng.normal(size=(3, 6, 4))
     x, ds = np.broadcast_to(x.astype(np.float32), ds.shape), ds.astype(np.float32)
@@ -227,7 +227,7 @@ def test_numbers_that_are_broadcast_are_read_where_they_lie() -> None:
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 3, 1), (9, 100, 1), (3, 31, 2), (2, 7, 300)], ids=str)
-def test_a_class_is_drawn_where_the_cumulative_weight_passes_the_uniform(
+def test_draw_classes_inverts_cumulative_weights(
     shape: tuple[int, int, int], dtype: type, order: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -243,7 +243,7 @@ def test_a_class_is_drawn_where_the_cumulative_weight_passes_the_uniform(
 
 
 @pytest.mark.parametrize("inner", [1, 300], ids=["a warp a row", "a thread a row"])
-def test_classes_without_weight_are_never_drawn(inner: int) -> None:
+def test_draw_classes_never_draws_zero_probability(inner: int) -> None:
     logits = np.full((64, 40, inner), -1000.0, np.float32)
     logits[:, 3], logits[:, 35] = 2.0, 1.0
     uniforms = np.repeat(np.linspace(0, 1, 64, endpoint=False)[:, None], inner, axis=1)

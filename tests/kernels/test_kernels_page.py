@@ -25,12 +25,12 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_source_is_described() -> None:
+def test_page_describes_every_source() -> None:
     described = set(re.findall(r"`(\w+)\.cu`", PAGE))
     assert described == set(MACROS)
 
 
-def test_what_blocks_take_is_told_of_every_kernel_and_architecture() -> None:
+def test_page_lists_resources_of_all_kernels() -> None:
     (_, *architectures), *found = rows(TAKEN)
     assert architectures == list(nvrtc.ARCHITECTURES)
     kernels = [kernel for name in MACROS for kernel in KERNEL.findall(source(name))]
@@ -39,11 +39,11 @@ def test_what_blocks_take_is_told_of_every_kernel_and_architecture() -> None:
     assert all(re.fullmatch(r"\d+ \(\d+\.\d\)|–", cell) for row in found for cell in row[1:])
 
 
-def test_what_blocks_take_is_what_the_compiler_said() -> None:
+def test_page_resources_equal_compiled_table() -> None:
     assert "\n".join(kernel_report.resources()) in PAGE
 
 
-def test_errors_are_told_of_every_case() -> None:
+def test_page_lists_errors_of_all_cases() -> None:
     (_, _, *orders), *found = rows(EXACT)
     assert orders == list(ORDERS)
     assert [row[:2] for row in found] == [
@@ -52,12 +52,12 @@ def test_errors_are_told_of_every_case() -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
-def test_the_errors_of_a_cheap_case_are_those_of_today() -> None:
+def test_page_errors_equal_computed_errors() -> None:
     told = {tuple(row[:2]): row[2:] for row in rows(EXACT)}
     for kernel, case, error in kernel_report.cases():
         if kernel.startswith("`example_sums`"):
             assert told[kernel, case] == [f"{error(order):.1e}" for order in ORDERS]
 
 
-def test_predictions_are_those_of_the_sizes() -> None:
+def test_page_predictions_follow_from_sizes() -> None:
     assert "\n".join(predictions()) in PAGE

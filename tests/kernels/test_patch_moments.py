@@ -83,15 +83,13 @@ def check(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("split", TOLERANCES)
 @pytest.mark.parametrize("case", [*UNTILED, *TILED[:1]], ids=str)
-def test_a_moment_does_not_depend_on_the_order_of_threads(
-    case: Case, split: int, order: str
-) -> None:
+def test_patch_moment_is_independent_of_thread_order(case: Case, split: int, order: str) -> None:
     check(case, split=split, order=order)
 
 
 @pytest.mark.parametrize("case", [*TILED, *RANDOM], ids=str)
 @pytest.mark.parametrize("split", [0, 3])
-def test_a_moment_of_any_geometry_is_right(case: Case, split: int) -> None:
+def test_patch_moment_equals_definition_for_any_geometry(case: Case, split: int) -> None:
     check(case, split=split)
 
 
@@ -103,25 +101,25 @@ def test_half_precision_is_accumulated_in_float32(case: Case, dtype: type, split
 
 
 @pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
-def test_images_may_lie_anyhow_in_memory(case: Case) -> None:
+def test_images_may_have_any_strides(case: Case) -> None:
     check(case, strides="channels last", split=3)
 
 
-def test_a_beta_of_zero_overwrites_what_was_not_a_number() -> None:
+def test_zero_beta_overwrites_nan() -> None:
     check(UNTILED[0], beta=0)
 
 
-def test_a_moment_without_the_one_needs_no_border() -> None:
+def test_patch_moment_without_homogeneous_coordinate_has_no_border() -> None:
     assert check(UNTILED[0], homogeneous=False).launched == ["patch_products", "assemble_moment"]
 
 
 @pytest.mark.parametrize("scratch", [1, 4 * 64 * 64 * 4])
-def test_little_scratch_memory_means_several_passes(scratch: int) -> None:
+def test_small_scratch_memory_gives_several_passes(scratch: int) -> None:
     device = check(square(4, 3, 1, 20), scratch=scratch, homogeneous=False)
     assert len(device.launched) > 2
 
 
-def test_many_positions_are_cut_in_pieces_for_many_processors() -> None:
+def test_positions_are_split_for_many_processors() -> None:
     case = square(40, 1, 0, 8, n=2)
     pieces = passes(case, processors=2)[0].jobs["end"].tolist()
     assert pieces == [512, 1024, 1536, 2048, 2560, 3072, 3200]
@@ -132,14 +130,14 @@ def passes(case: Case, processors: int = 100, scratch: int = SCRATCH) -> tuple:
     return plan(case.window, case.n, case.channels, case.sides, processors, scratch)
 
 
-def test_a_filter_of_three_by_three_needs_thirteen_products_of_its_full_grid() -> None:
+def test_3x3_plan_has_13_full_grid_products() -> None:
     (found,) = passes(square(56, 3, 1, 64))
     products = {(row, column) for grid, row, column, *_ in found.jobs.tolist() if grid == 0}
     assert len(products) == 13
     assert len(found.sums) == 45
 
 
-def test_strides_above_one_and_channels_beside_the_tile_go_the_direct_way() -> None:
+def test_strided_or_unaligned_plan_is_direct() -> None:
     for case in (
         Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 1, 64, (56, 56)),
         square(56, 3, 1, 60),
@@ -147,14 +145,14 @@ def test_strides_above_one_and_channels_beside_the_tile_go_the_direct_way() -> N
         assert {len(found.grids) for found in passes(case)} == {1}
 
 
-def test_no_pass_takes_more_than_the_scratch_memory_where_a_tile_fits_it() -> None:
+def test_passes_fit_scratch_memory() -> None:
     scratch = 60 * 64 * 64 * 4
     for case in (square(14, 3, 1, 64), square(14, 3, 1, 60)):
         for found in passes(case, scratch=scratch):
             assert len(found.jobs) * TILE**2 * 4 <= scratch
 
 
-def test_a_matrix_of_another_shape_is_refused() -> None:
+def test_matrix_of_wrong_shape_raises_error() -> None:
     case = UNTILED[0]
     moments = PatchMoments(ShimDevice(), SCRATCH, 0)
     with pytest.raises(ShapeError, match="80 features and a one"):

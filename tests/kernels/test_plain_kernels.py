@@ -27,7 +27,9 @@ each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.
 @each_type
 @pytest.mark.parametrize("beta", [0.9, 0.0])
 @pytest.mark.parametrize("numbers", [1, 255, 20_011])
-def test_an_average_is_blended(order: str, beta: float, numbers: int, dtype: type) -> None:
+def test_update_average_equals_definition(
+    order: str, beta: float, numbers: int, dtype: type
+) -> None:
     rng = np.random.default_rng(0)
     average, measured = rng.normal(size=(2, numbers)).astype(np.float32)
     measured = measured.astype(dtype)
@@ -41,7 +43,7 @@ def test_an_average_is_blended(order: str, beta: float, numbers: int, dtype: typ
 @each_order
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_arrays_that_are_not_finite_are_found(dtype: type, bad: float, order: str) -> None:
+def test_find_infinite_flags_nonfinite_arrays(dtype: type, bad: float, order: str) -> None:
     largest = np.finfo(dtype).max
     arrays = [np.full(size, largest, dtype) for size in (1, 600, 0, 2000)]
     arrays[3][1999] = bad
@@ -51,7 +53,7 @@ def test_arrays_that_are_not_finite_are_found(dtype: type, bad: float, order: st
 
 
 @each_order
-def test_ids_are_counted_and_those_outside_the_table_ignored(order: str) -> None:
+def test_count_ids_ignores_ids_outside_table(order: str) -> None:
     ids = np.random.default_rng(0).integers(-3, 50, (40, 30))
     counts = np.zeros(45, np.int32)
     count_ids(ShimDevice(order), ids, counts)
@@ -61,7 +63,7 @@ def test_ids_are_counted_and_those_outside_the_table_ignored(order: str) -> None
 
 @each_order
 @pytest.mark.parametrize("side", [1, 31, 32, 33, 100])
-def test_the_lower_triangle_is_mirrored(order: str, side: int) -> None:
+def test_mirror_copies_lower_triangle(order: str, side: int) -> None:
     lower = np.tril(np.random.default_rng(0).normal(size=(side, side))).astype(np.float32)
     out = np.where(np.tri(side, dtype=bool), lower, np.float32(np.nan))
     mirror(ShimDevice(order), out)
@@ -104,28 +106,28 @@ def check_squares(
 @each_order
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", [MANY, WIDE], ids=str)
-def test_squares_of_patches_do_not_depend_on_the_order_of_threads(
+def test_patch_squares_are_independent_of_thread_order(
     case: Case, channels_last: bool, order: str
 ) -> None:
     check_squares(case, order=order, channels_last=channels_last)
 
 
 @pytest.mark.parametrize("case", [*STRIDED[::6], *CORNERS], ids=str)
-def test_squares_of_patches_of_any_geometry_are_right(case: Case) -> None:
+def test_patch_squares_equal_definition_for_any_geometry(case: Case) -> None:
     check_squares(case)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_squares_of_half_precision_are_summed_in_float32(dtype: type) -> None:
+def test_half_precision_squares_are_summed_in_float32(dtype: type) -> None:
     check_squares(MANY, dtype=dtype)
 
 
 @pytest.mark.parametrize("processors", [1, 1000])
-def test_images_are_summed_in_as_many_pieces_as_there_is_room_for(processors: int) -> None:
+def test_image_sums_are_split_by_processors(processors: int) -> None:
     check_squares(MANY, beta=0, processors=processors)
 
 
-def test_sums_of_many_images_lose_no_digits() -> None:
+def test_sums_of_many_images_have_float32_accuracy() -> None:
     """A plain float32 sum of 8192 equal numbers is off by 1e-5."""
     x = np.full((8192, 1, 1), 0.1, np.float32)
     out = np.full(1, np.nan, np.float32)
@@ -136,7 +138,7 @@ def test_sums_of_many_images_lose_no_digits() -> None:
     np.testing.assert_allclose(out, wanted, rtol=5e-7)
 
 
-def test_what_a_tap_beside_the_image_sees_counts_as_zero() -> None:
+def test_taps_outside_image_contribute_zero() -> None:
     case = Case(Window((1,), (1,), (1,), (3,), (-3,)), 2, 1, (4,))
     out = np.full(1, np.nan, np.float32)
     x = np.ones((2, 1, 4), np.float32)
@@ -146,7 +148,7 @@ def test_what_a_tap_beside_the_image_sees_counts_as_zero() -> None:
 
 @each_type
 @pytest.mark.parametrize("case", [*STRIDED[::15], *CORNERS], ids=str)
-def test_patches_are_copied(case: Case, dtype: type) -> None:
+def test_write_patches_equals_definition(case: Case, dtype: type) -> None:
     x, w = case.images().astype(dtype), case.window
     wanted = truths.patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
     found = np.full(wanted.shape, 7, dtype)

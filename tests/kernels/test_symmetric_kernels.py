@@ -34,7 +34,7 @@ def damping_floor(matrix: np.ndarray, dtype: type) -> float:
 @each_order
 @each_type
 @pytest.mark.parametrize("side", [1, 31, 33, 100])
-def test_matrices_are_damped_and_described(side: int, dtype: type, order: str) -> None:
+def test_widen_damps_matrices_and_returns_facts(side: int, dtype: type, order: str) -> None:
     stack, asked = lower(side, dtype), np.array([0.5, 0.0, 1e-300])
     limits = np.finfo(dtype)
     floor = Floor(float(limits.eps), float(limits.tiny))
@@ -55,7 +55,7 @@ SCALES = [(np.float64, 1e200), (np.float64, 1e-200), (np.float32, 1e37), (np.flo
 
 
 @pytest.mark.parametrize(("dtype", "scale"), SCALES)
-def test_the_least_damping_is_relative_to_entries_of_any_size(dtype: type, scale: float) -> None:
+def test_damping_floor_is_relative_for_any_scale(dtype: type, scale: float) -> None:
     stack = lower(70, dtype, 1, scale)
     limits = np.finfo(dtype)
     floor = Floor(float(limits.eps), float(limits.tiny))
@@ -67,7 +67,7 @@ def test_the_least_damping_is_relative_to_entries_of_any_size(dtype: type, scale
 @each_order
 @each_type
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_told_and_replaced(bad: float, dtype: type, order: str) -> None:
+def test_widen_flags_and_replaces_nonfinite_entries(bad: float, dtype: type, order: str) -> None:
     stack = lower(40, dtype)
     stack[1, 35, 2] = bad
     wide, facts = widen(ShimDevice(order), stack, np.ones(3), NO_FLOOR)
@@ -75,7 +75,7 @@ def test_what_is_not_finite_is_told_and_replaced(bad: float, dtype: type, order:
     np.testing.assert_array_equal(wide, symmetric(stack) + np.eye(40))
 
 
-def test_a_matrix_of_zeros_is_told() -> None:
+def test_widen_flags_zero_matrices() -> None:
     stack = np.zeros((2, 33, 33), np.float32)
     stack[1, 32, 0] = -1e-30
     _, facts = widen(ShimDevice(), stack, np.zeros(2), Floor(1e-7, 1e-38))
@@ -86,7 +86,7 @@ def test_a_matrix_of_zeros_is_told() -> None:
 @each_order
 @each_type
 @pytest.mark.parametrize("side", [1, 32, 45])
-def test_lower_triangles_come_back_whole(side: int, dtype: type, order: str) -> None:
+def test_narrow_returns_symmetric_matrices(side: int, dtype: type, order: str) -> None:
     wide = lower(side, np.float64)
     found = narrow(ShimDevice(order), wide, dtype)
     assert found.dtype == dtype

@@ -102,20 +102,20 @@ def launch_plain(device: Recorder) -> None:
         narrow(device, np.zeros((1, 3, 3)), dtype)
 
 
-def test_launches_choose_each_variant_of_the_table_and_no_other() -> None:
+def test_launches_use_exactly_listed_variants() -> None:
     device = Recorder()
     for launch in (launch_patches, launch_groups, launch_plain):
         launch(device)
     assert device.asked == {(source(name), found) for name in MACROS for found in variants(name)}
 
 
-def test_a_variant_that_the_table_lacks_is_not_launched() -> None:
+def test_unlisted_variant_is_not_launched() -> None:
     with pytest.raises(AssertionError, match="ROWS"):
         options("few_products", ROWS=12, INPUT=0)
     with pytest.raises(AssertionError, match="few_products"):
         options("few_products", ROWS=10)
 
 
-def test_every_source_file_has_its_row() -> None:
+def test_all_sources_have_macro_rows() -> None:
     found = {path.name for path in files("kfac_engine.kernels").iterdir()}
     assert {name.removesuffix(".cu") for name in found if name.endswith(".cu")} == set(MACROS)

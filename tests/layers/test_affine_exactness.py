@@ -224,7 +224,7 @@ def built(name):
 
 @pytest.mark.parametrize("approximation", ["full", "diagonal"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_block_is_the_dense_fisher_matrix(name, approximation):
+def test_block_equals_dense_fisher_matrix(name, approximation):
     proto, key = built(name)
     names = (key,) if isinstance(key, str) else key
     constants = {entry.name for entry in proto.graph.initializer}

@@ -17,7 +17,7 @@ rng = np.random.default_rng(0)
 WEIGHT, BIAS = rng.standard_normal((SLOTS, D, K)), rng.standard_normal((SLOTS, 1, K))
 
 
-def test_rows_hold_the_features_of_all_slots_side_by_side():
+def test_stacked_rows_concatenate_features():
     x = rng.standard_normal((5, 2, SLOTS, D))
     view = StackedDenseView()
     rows = view.rows(x, NumpyBackend())
@@ -25,7 +25,7 @@ def test_rows_hold_the_features_of_all_slots_side_by_side():
     np.testing.assert_array_equal(rows[3, 1, D : 2 * D], x[3, 1, 1])
 
 
-def test_each_slot_is_packed_as_its_own_matrix_with_its_bias_last():
+def test_stacked_weights_are_packed_as_separate_matrices():
     packed = StackedDensePacking("IO", has_bias=True).pack((WEIGHT, BIAS), "w", np)
     for slot in range(SLOTS):
         np.testing.assert_array_equal(packed[slot], np.vstack([WEIGHT[slot], BIAS[slot]]))
@@ -51,12 +51,12 @@ def test_unpacking_is_the_inverse_of_packing(vector):
     ],
     ids=["no bias", "no stack", "bias of fewer slots", "rows"],
 )
-def test_what_does_not_fit_is_refused(vector, error, text):
+def test_wrong_shapes_raise_error(vector, error, text):
     with pytest.raises(error, match=text):
         StackedDensePacking("IO", has_bias=True).pack(vector, "w", np)
 
 
-def test_tensors_and_weights_without_slots_are_refused():
+def test_unstacked_tensors_and_weights_raise_error():
     with pytest.raises(ShapeError, match=r"shape \(5, 4\)"):
         StackedDenseView().width((5, 4))
     with pytest.raises(ShapeError, match=r"\(stack, d_in, d_out\) is needed"):

@@ -28,7 +28,7 @@ def net(*steps, inputs=("batch", 4), outputs=("batch", 3)):
     return made.model({"input": list(inputs)}, {"output": list(outputs)})
 
 
-def test_networks_are_taken_apart_in_order():
+def test_layers_are_discovered_in_order_of_use():
     assert [summary(layer) for layer in layers_of(models.cnn(), "categorical")] == [
         ("conv2d", ("conv0.weight", "conv0.bias"), "input", "conv0"),
         ("conv2d", ("conv1.weight", "conv1.bias"), "pool0", "conv1"),
@@ -42,7 +42,7 @@ def test_networks_are_taken_apart_in_order():
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3)])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_bias_may_be_added_after_matmul_from_either_side(shape, swapped):
+def test_bias_is_either_operand_of_add(shape, swapped):
     def build(n):
         x = n.op("MatMul", "input", n.weight("w", 4, 3), to="product")
         operands = (x, n.weight("b", *shape))
@@ -68,7 +68,7 @@ def turned_matmul(n):
 
 
 @pytest.mark.parametrize("build", [turned_gemm, turned_twice, turned_matmul])
-def test_weight_may_be_transposed_by_an_operator_of_its_own(build):
+def test_transposed_weight_operand_is_discovered(build):
     model = net(build)
     engine = ke.Engine.from_onnx(model, loss="normal", estimation_mode="exact")
     (layer,) = engine.layers
@@ -83,7 +83,7 @@ def test_weight_may_be_transposed_by_an_operator_of_its_own(build):
     assert result.natural_gradients["w"].shape == engine.parameters["w"].shape
 
 
-def test_bias_of_a_convolution_may_be_added_after_it():
+def test_bias_added_after_convolution_is_discovered():
     def build(n):
         x = n.op("Conv", "input", n.weight("w", 3, 2, 1, 1), to="conv")
         n.op("Add", x, n.weight("b", 3, 1, 1), to="output")
@@ -93,7 +93,7 @@ def test_bias_of_a_convolution_may_be_added_after_it():
     assert summary(layer) == ("conv2d", ("w", "b"), "input", "output")
 
 
-def test_product_that_is_used_elsewhere_keeps_its_bias_apart():
+def test_bias_of_reused_product_is_separate():
     def build(n):
         x = n.op("MatMul", "input", n.weight("w", 4, 3), to="product")
         y = n.op("Add", x, n.weight("b", 3), to="biased")
@@ -105,7 +105,7 @@ def test_product_that_is_used_elsewhere_keeps_its_bias_apart():
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_weight_on_the_left_has_its_features_on_the_axis_before_last(batch):
+def test_left_weight_has_block_of_transposed_form(batch):
     """``s = W·x`` with x ``(n, d_in, t)``: the block must equal that of the transposed spelling."""
 
     def left(n):
@@ -131,7 +131,7 @@ def test_weight_on_the_left_has_its_features_on_the_axis_before_last(batch):
     np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
 
 
-def test_positions_merged_into_the_batch_axis_are_counted():
+def test_positions_in_batch_axis_are_counted():
     """Reshape to ``(n·t, d)``, MatMul, Reshape back: the same Fisher block as without."""
 
     def flat(n):
@@ -153,7 +153,7 @@ def test_positions_merged_into_the_batch_axis_are_counted():
     np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
 
 
-def test_reasons_name_what_a_generic_parameter_is():
+def test_generic_parameters_have_reasons():
     def build(n):
         x = n.op("Max", "input", n.weight("least", 4), to="act")
         x = n.op("Div", x, n.positive("divisor", 4), to="moved")
@@ -163,14 +163,14 @@ def test_reasons_name_what_a_generic_parameter_is():
     assert reason_of(net(build), "divisor") == "operand 1 of Div"
 
 
-def test_a_product_that_a_gemm_leaves_out_is_generic_with_a_reason():
+def test_weight_of_gemm_with_zero_alpha_is_generic():
     def scaled(n):
         n.op("Gemm", "input", n.weight("w", 4, 3), n.weight("b", 3), to="output", alpha=0.0)
 
     assert reason_of(net(scaled), "w") == "Gemm with alpha 0"
 
 
-def test_parameter_the_loss_does_not_depend_on_is_said_so():
+def test_parameter_without_influence_has_reason():
     engine = ke.Engine.from_onnx(models.two_outputs(), loss="categorical", output="logits")
     reasons = {layer.parameters: layer.reason for layer in engine.layers}
     assert reasons["mean.weight",] == "the loss does not depend on it"

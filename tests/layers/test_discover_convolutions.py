@@ -32,7 +32,7 @@ def convolution(sides, kernel, attributes):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_convolution_is_registered_with_its_geometry(name):
+def test_convolution_is_registered_with_geometry(name):
     sides, kernel, attributes, kind = CASES[name]
     proto = convolution(sides, kernel, attributes)
     feeds = models.random_inputs(proto, BATCH)
@@ -68,7 +68,7 @@ GROUPED = {"groups": (4, 6, 2, True), "depthwise": (3, 3, 3, True), "multiplied"
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_a_convolution_in_groups_has_a_pair_of_factors_for_each(name):
+def test_grouped_convolution_has_factor_pair_per_group(name):
     ins, outs, groups, has_bias = GROUPED[name]
     net = models.Net()
     parameters = [net.weight("w", outs, ins // groups, 3, 2)]
@@ -103,7 +103,7 @@ def test_a_convolution_in_groups_has_a_pair_of_factors_for_each(name):
     assert not block.any()
 
 
-def test_a_transposed_convolution_in_groups_is_generic_with_a_reason():
+def test_grouped_transposed_convolution_is_generic():
     net = models.Net()
     net.op("ConvTranspose", "input", net.weight("w", 4, 3, 2, 2), to="output", group=2)
     proto = net.model({"input": ["batch", 4, 3, 3]}, {"output": ["batch", 6, 4, 4]})

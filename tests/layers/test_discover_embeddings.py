@@ -47,7 +47,7 @@ def finished(build, sides):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_block_is_the_share_of_each_id_times_the_moment_of_gradients(name):
+def test_embedding_block_is_id_frequency_times_gradient_moment(name):
     build, sides, kind = CASES[name]
     proto, values = finished(build, sides)
     feeds = models.random_inputs(proto, BATCH)
@@ -68,7 +68,7 @@ def test_block_is_the_share_of_each_id_times_the_moment_of_gradients(name):
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_examples_on_a_later_axis_or_folded_with_positions_give_the_same_block():
+def test_embedding_block_is_independent_of_batch_axis():
     def net_of(moves):
         net = models.Net()
         x = net.op("Gather", net.weight("table", VOCABULARY, WIDTH), moves(net, "input"), to="y")
@@ -104,7 +104,7 @@ def test_examples_on_a_later_axis_or_folded_with_positions_give_the_same_block()
         np.testing.assert_allclose(block, blocks[0], atol=SINGLE * np.abs(blocks[0]).max())
 
 
-def test_a_step_preconditions_a_table():
+def test_step_preconditions_embedding():
     proto = models.embedding()
     engine = ke.Engine.from_onnx(proto, loss="categorical")
     result = engine.step(models.random_inputs(proto, BATCH), np.array([0, 1, 2, 0, 1]))
@@ -125,7 +125,7 @@ def reason(build):
     return layer.reason
 
 
-def test_positions_counted_by_the_shape_of_the_data_are_no_identifiers():
+def test_positions_from_data_shape_are_not_token_ids():
     def build(net):
         length = net.op("Shape", "input", to="length", start=1, end=2)
         length = net.op("Squeeze", length, to="number")
@@ -137,7 +137,7 @@ def test_positions_counted_by_the_shape_of_the_data_are_no_identifiers():
     assert reason(build) == "table of Gather whose indices do not depend on the data"
 
 
-def test_columns_picked_from_a_parameter_are_no_embedding():
+def test_columns_gathered_from_parameter_are_not_embedding():
     def build(net):
         at = net.constant("at", np.array([2, 0, 0]))
         w = net.op("Gather", net.weight("table", 4, WIDTH), at, to="turned", axis=1)

@@ -122,7 +122,7 @@ def proto_names(proto):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_block_is_the_mean_outer_product_of_gradients(name):
+def test_scale_block_is_mean_outer_product_of_gradients(name):
     build, parameters, over_scale, over_shift = CASES[name]
     proto, scaled = finished(build)
     feeds = models.random_inputs(proto, BATCH)
@@ -150,7 +150,7 @@ def test_block_is_the_mean_outer_product_of_gradients(name):
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_normalization_by_the_statistics_of_the_batch_is_a_layer():
+def test_batch_normalization_in_training_form_is_layer():
     net = models.Net()
     operands = net.positive("scale", 3), net.weight("shift", 3)
     running = net.weight("running_mean", 3), net.positive("running_var", 3)
@@ -175,7 +175,7 @@ def _in_training(scale, shift, mean, variance):
     )  # fmt: skip
 
 
-def test_a_step_preconditions_scales_and_shifts():
+def test_step_preconditions_scales_and_shifts():
     proto = models.layer_norm()
     engine = ke.Engine.from_onnx(proto, loss="categorical")
     result = engine.step(models.random_inputs(proto, BATCH), np.array([0, 1, 2, 0, 1]))
@@ -199,7 +199,7 @@ def reason(build, sides):
     return layer.reason
 
 
-def test_a_scale_of_parameters_alone_is_no_layer():
+def test_scale_of_parameters_is_not_layer():
     def build(net):
         w = net.op("Mul", net.weight("w", 3, 3), net.positive("scale", 3), to="scaled")
         net.op("MatMul", "input", w, to="output")
@@ -208,14 +208,14 @@ def test_a_scale_of_parameters_alone_is_no_layer():
     assert found == "operand 1 of Mul, which does not depend on the data"
 
 
-def test_a_scale_of_its_own_for_each_example_is_no_layer():
+def test_scale_per_example_is_not_layer():
     def build(net):
         net.op("Mul", "input", net.positive("scale", 2, 3), to="output")
 
     assert reason(build, [2, 3]) == "different for each example, on axis 0 of 'output'"
 
 
-def test_a_scale_of_examples_merged_with_positions_is_no_layer():
+def test_scale_of_merged_examples_and_positions_is_not_layer():
     def build(net):
         rows = net.op("Reshape", "input", net.constant("rows", np.array([-1, 3])), to="merged")
         scaled = net.op("Mul", rows, net.positive("scale", 3), to="scaled")
@@ -226,7 +226,7 @@ def test_a_scale_of_examples_merged_with_positions_is_no_layer():
 
 
 @pytest.mark.parametrize(("opset", "kind"), [(20, "generic"), (21, "scale_and_shift")])
-def test_scales_of_a_group_normalization_are_a_layer_where_there_is_one_a_channel(opset, kind):
+def test_group_normalization_scale_per_channel_is_layer(opset, kind):
     entries = 2 if opset < 21 else 4
     node = Node("GroupNormalization", ("x", "scale", "shift"), ("y",), {"num_groups": 2}, "made")
     constants = {name: np.ones(entries, np.float32) for name in ("scale", "shift")}
@@ -242,7 +242,7 @@ def test_scales_of_a_group_normalization_are_a_layer_where_there_is_one_a_channe
         assert not rest
 
 
-def test_scales_of_groups_are_those_of_channels_that_share_them():
+def test_group_scales_equal_shared_channel_scales():
     """GroupNormalization of set 18: ``y = scale · x̂ + shift`` with one number a group."""
     text = (
         '<ir_version: 8, opset_import: ["": 18]> m (float[N,4,3] input) => (float[N,4,3] output) '
@@ -273,7 +273,7 @@ def test_scales_of_groups_are_those_of_channels_that_share_them():
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_a_scale_used_along_two_axes_is_no_layer():
+def test_scale_along_two_axes_is_not_layer():
     def build(net):
         scale = net.positive("scale", 3)
         x = net.op("Mul", "input", scale, to="along the last")
@@ -284,7 +284,7 @@ def test_a_scale_used_along_two_axes_is_no_layer():
     assert reason(build, ["batch", 3, 3]) == "used 2 times, by Mul"
 
 
-def test_a_scale_of_fewer_axes_than_the_data_that_it_gives_more_axes_is_no_layer():
+def test_scale_that_adds_axes_is_not_layer():
     def build(net):
         net.op("ReduceSum", net.op("Mul", net.positive("scale", 4, 1, 3), "input", to="scaled"),
                net.constant("axis", np.array([0])), to="output", keepdims=0)  # fmt: skip
@@ -292,7 +292,7 @@ def test_a_scale_of_fewer_axes_than_the_data_that_it_gives_more_axes_is_no_layer
     assert reason(build, ["batch", 3]) == "shape (4, 1, 3) with data of shape (2, 3)"
 
 
-def test_a_weight_times_a_weight_is_no_layer():
+def test_product_of_weights_is_not_layer():
     net = models.Net()
     w = net.op("MatMul", net.weight("a", 3, 2), net.weight("b", 2, 3), to="product")
     net.op("MatMul", "input", w, to="output")

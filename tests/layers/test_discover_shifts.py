@@ -28,7 +28,7 @@ FOLDED = ["batch", 4, 3]
 AS_FOLDED = "no axis of 'y' contains the examples alone"
 
 
-def test_a_table_of_positions_is_a_shift_of_the_rows_that_are_read():
+def test_position_table_is_shift_of_read_rows():
     net = models.Net()
     at = net.constant("at", np.arange(4))
     table = net.op("Gather", net.weight("table", 6, 3), at, to="positions")
@@ -40,7 +40,7 @@ def test_a_table_of_positions_is_a_shift_of_the_rows_that_are_read():
 
 
 @pytest.mark.parametrize("op", ["Add", "Sub", "PRelu"])
-def test_no_layer_where_positions_are_folded_into_the_axis_of_the_examples(op):
+def test_shift_with_positions_in_batch_axis_is_not_layer(op):
     def build(net):
         back(net, net.op(op, rows(net, "input"), net.weight("b", 3), to="y"))
 
@@ -49,7 +49,7 @@ def test_no_layer_where_positions_are_folded_into_the_axis_of_the_examples(op):
 
 
 @pytest.mark.parametrize("op", ["Add", "Mul", "PRelu"])
-def test_no_layer_where_each_example_has_an_entry_of_its_own(op):
+def test_shift_per_example_is_not_layer(op):
     def build(net):
         net.op(op, "input", net.weight("b", 2, 3), to="output")
 
@@ -58,7 +58,7 @@ def test_no_layer_where_each_example_has_an_entry_of_its_own(op):
     assert found.endswith("different for each example, on axis 0 of 'output'")
 
 
-def test_no_layer_where_a_parameter_is_repeated_along_an_axis_of_its_own():
+def test_repeated_shift_is_not_layer():
     def build(net):
         batch = net.op("Shape", "input", to="batch size", end=1)
         two = net.constant("two", np.array([2, 1]))
@@ -70,7 +70,7 @@ def test_no_layer_where_a_parameter_is_repeated_along_an_axis_of_its_own():
     assert found == {("b",): "operand 0 of Tile, shape (1, 2, 3) with data of shape (2, 4, 3)"}
 
 
-def test_no_layer_where_the_result_has_no_examples():
+def test_shift_of_result_without_examples_is_not_layer():
     def build(net):
         axis = net.constant("axis", np.array([0]))
         mean = net.op("ReduceMean", "input", axis, to="mean", keepdims=1)
@@ -79,7 +79,7 @@ def test_no_layer_where_the_result_has_no_examples():
     assert layers(build, ["batch", 3]) == {("b",): f"operand 1 of Add, {AS_FOLDED}"}
 
 
-def test_no_layer_where_a_parameter_is_added_to_a_parameter():
+def test_shift_of_parameter_is_not_layer():
     def build(net):
         b = net.op("Add", net.weight("b0", 3), net.weight("b1", 3), to="y")
         net.op("Mul", "input", b, to="output")
@@ -88,7 +88,7 @@ def test_no_layer_where_a_parameter_is_added_to_a_parameter():
     assert found == {(f"b{i}",): f"operand {i} of Add, {AS_FOLDED}" for i in range(2)}
 
 
-def test_no_layer_where_a_parameter_is_subtracted_and_added():
+def test_shift_with_both_signs_is_not_layer():
     def build(net):
         b = net.weight("b", 3)
         net.op("Sub", net.op("Sin", net.op("Add", "input", b, to="y"), to="x"), b, to="output")
@@ -96,7 +96,7 @@ def test_no_layer_where_a_parameter_is_subtracted_and_added():
     assert layers(build, ["batch", 3]) == {("b",): "used 2 times, by Add, Sub"}
 
 
-def test_no_layer_where_a_slope_is_a_shift_as_well():
+def test_slope_used_as_shift_is_not_layer():
     def build(net):
         b = net.weight("b", 3)
         net.op("PRelu", net.op("Add", "input", b, to="y"), b, to="output")
@@ -104,7 +104,7 @@ def test_no_layer_where_a_slope_is_a_shift_as_well():
     assert layers(build, ["batch", 3]) == {("b",): "used 2 times, by Add, PRelu"}
 
 
-def test_no_layer_where_a_shift_is_used_along_two_axes():
+def test_shift_along_two_axes_is_not_layer():
     def build(net):
         b = net.weight("b", 3, 1)
         x = net.op("Add", "input", b, to="y")
@@ -114,7 +114,7 @@ def test_no_layer_where_a_shift_is_used_along_two_axes():
     assert layers(build, ["batch", 3, 3]) == {("b",): "used 2 times, by Add, in several layouts"}
 
 
-def test_a_bias_of_a_trained_layer_is_no_shift():
+def test_bias_of_trained_layer_is_not_shift():
     def build(net):
         x = net.op("MatMul", "input", net.weight("w", 3, 3), to="product")
         net.op("Add", x, net.weight("b", 3), to="output")
@@ -123,7 +123,7 @@ def test_a_bias_of_a_trained_layer_is_no_shift():
     assert layers(build, ["batch", 3], trainable=["b"]) == {("b",): "shift"}
 
 
-def test_a_shift_that_stretches_what_is_scaled_is_a_layer_of_its_own():
+def test_broadcasting_shift_is_separate_layer():
     def build(net):
         x = net.op("Mul", "input", net.positive("scale", 3), to="scaled")
         x = net.op("Add", x, net.weight("b", 4, 3), to="y")
@@ -133,7 +133,7 @@ def test_a_shift_that_stretches_what_is_scaled_is_a_layer_of_its_own():
     assert found == {("scale",): "scale_and_shift", ("b",): "shift"}
 
 
-def test_a_shift_along_another_axis_than_its_scale_is_a_layer_of_its_own():
+def test_shift_on_other_axis_than_scale_is_separate_layer():
     def build(net):
         axis = net.constant("axis", np.array([1]))
         scale = net.op("Unsqueeze", net.positive("scale", 3), axis, to="wide")
@@ -155,7 +155,7 @@ def normalised(net, z="input", shift="b"):
     net.op("Add", "product", net.weight(shift, 1, 3) if shift == "b" else shift, to="y")
 
 
-def test_a_scale_on_its_way_over_deviations_has_its_shift():
+def test_scale_multiplied_by_deviations_has_shift():
     def build(net):
         normalised(net)
         net.op("Tanh", "y", to="output")
@@ -163,7 +163,7 @@ def test_a_scale_on_its_way_over_deviations_has_its_shift():
     assert layers(build, ["batch", 3]) == {("scale", "b"): "scale_and_shift"}
 
 
-def test_a_scale_that_is_read_twice_behind_deviations_is_a_layer_of_its_own():
+def test_scale_read_twice_after_deviations_is_separate_layer():
     def build(net):
         normalised(net)
         net.op("Mul", "y", "scaled", to="output")
@@ -171,7 +171,7 @@ def test_a_scale_that_is_read_twice_behind_deviations_is_a_layer_of_its_own():
     assert layers(build, ["batch", 3]) == {("scale",): "scale_and_shift", ("b",): "shift"}
 
 
-def test_two_scales_of_one_product_do_not_share_its_shift():
+def test_two_scales_of_one_product_have_no_common_shift():
     def build(net):
         normalised(net)
         net.op("Mul", "r", net.positive("other", 1, 3), to="scaled as well")
@@ -184,7 +184,7 @@ def test_two_scales_of_one_product_do_not_share_its_shift():
     assert sorted(map(len, found)) == [1, 2]
 
 
-def test_a_product_that_is_an_output_keeps_scale_and_shift_apart():
+def test_output_product_has_separate_scale_and_shift():
     net = models.Net()
     normalised(net)
     sides = ["batch", 3]
@@ -194,7 +194,7 @@ def test_a_product_that_is_an_output_keeps_scale_and_shift_apart():
     assert kinds == {("scale",): "scale_and_shift", ("b",): "shift"}
 
 
-def test_a_scale_that_stretches_all_that_multiplies_it_keeps_its_shift_apart():
+def test_broadcasting_scale_has_separate_shift():
     def build(net):
         axis = net.constant("axis", np.array([1]))
         r = net.op("ReduceMax", "input", axis, to="r")
@@ -207,7 +207,7 @@ def test_a_scale_that_stretches_all_that_multiplies_it_keeps_its_shift_apart():
     assert found == {("scale",): "scale_and_shift", ("b",): "shift"}
 
 
-def test_a_shift_of_each_example_does_not_belong_to_a_scale():
+def test_shift_per_example_is_not_part_of_scale():
     def build(net):
         x = net.op("Mul", "input", net.positive("scale", 3), to="scaled")
         net.op("Add", x, net.weight("b", 2, 3), to="output")
@@ -240,24 +240,24 @@ def convolved(*bounds, channels=2):
 
 
 @pytest.mark.parametrize("bounds", [(0, 2**62, 1, 3), (1, 5, 2, 3), (0, 2, 1, 1)])
-def test_a_bias_behind_a_slice_that_keeps_all_channels_belongs_to_the_layer(bounds):
+def test_bias_after_slice_of_all_channels_belongs_to_layer(bounds):
     places = len(range(5)[bounds[0] : bounds[1] : bounds[2]]) if bounds[3] == 3 else 5
     found = layers(convolved(*bounds), ["batch", 1, 1, 5], ["batch", 2, places])
     assert found == {("w", "b"): "conv2d"}
 
 
-def test_a_bias_behind_a_slice_that_turns_the_channels_round_is_a_shift():
+def test_bias_after_channel_reversal_is_shift():
     found = layers(convolved(1, -(2**62), -1, 1), ["batch", 1, 1, 5], ["batch", 2, 5])
     assert found == {("w",): "conv2d", ("b",): "shift"}
 
 
-def test_a_bias_behind_a_slice_of_the_channels_is_a_shift():
+def test_bias_after_slice_of_channels_is_shift():
     build = convolved(0, 1, 1, 1, channels=1)
     found = layers(build, ["batch", 1, 1, 5], ["batch", 1, 5], trainable=["w", "b"])
     assert found == {("w",): "conv2d", ("b",): "shift"}
 
 
-def test_a_bias_behind_a_slice_of_unknown_length_is_a_shift():
+def test_bias_after_slice_of_unknown_length_is_shift():
     def build(net):
         x = net.op("Conv", "input", net.weight("w", 2, 1, 1), to="s")
         start, axis = net.constant("start", np.array([0])), net.constant("axis", np.array([2]))
@@ -280,7 +280,7 @@ def _behind_a_transpose(net):
     [(["w", "b"], {("w", "b"): "conv1d"}), (["w"], {("w",): "conv1d"})],
     ids=["trained", "frozen"],
 )
-def test_a_bias_behind_a_transpose_is_one_if_it_is_trained(trainable, found):
+def test_trained_bias_after_transpose_belongs_to_layer(trainable, found):
     def build(net):
         net.op("Tanh", _behind_a_transpose(net), to="output")
 
@@ -288,7 +288,7 @@ def test_a_bias_behind_a_transpose_is_one_if_it_is_trained(trainable, found):
     assert layers(build, *shape, trainable=trainable) == found
 
 
-def test_a_bias_behind_a_transpose_that_is_used_more_often_than_its_weight_is_none():
+def test_reused_bias_after_transpose_is_not_bias():
     def build(net):
         net.op("Mul", net.op("Sin", _behind_a_transpose(net), to="bent"), "b", to="output")
 
@@ -299,7 +299,7 @@ def test_a_bias_behind_a_transpose_that_is_used_more_often_than_its_weight_is_no
 # -- scales and shifts in one array ----------------------------------------------------------------
 
 
-def test_a_scale_and_a_shift_that_are_joined_and_cut_again_may_be_used_twice():
+def test_concatenated_scale_and_shift_may_be_used_twice():
     def build(net):
         names = net.positive("scale", 3), net.weight("b", 3)
         joined = net.op("Concat", *names, to="joined", axis=0)

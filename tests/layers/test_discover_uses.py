@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_weight_used_twice_is_one_layer_of_two_uses(name):
+def test_weight_used_twice_is_layer_with_two_uses(name):
     build, inputs, outputs, kind, parameters, values = CASES[name]
     layer, *rest = layers_of(made(build, inputs, outputs))
     assert (layer.kind, layer.parameters, layer.outputs) == (kind, parameters, values)
@@ -88,7 +88,7 @@ def patches(x):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_block_is_uses_and_positions_times_the_means_over_all_rows(name):
+def test_multi_use_block_is_count_times_mean_moments(name):
     build, inputs, outputs, _, parameters, values = CASES[name]
     proto = made(build, inputs, outputs)
     feeds = models.random_inputs(proto, 4)
@@ -112,7 +112,7 @@ def test_its_block_is_uses_and_positions_times_the_means_over_all_rows(name):
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_a_step_preconditions_a_weight_used_twice():
+def test_step_preconditions_weight_used_twice():
     proto = models.tied()
     engine = ke.Engine.from_onnx(proto, loss="normal")
     result = engine.step(models.random_inputs(proto, 5), np.zeros((5, 4), np.float32))
@@ -120,7 +120,7 @@ def test_a_step_preconditions_a_weight_used_twice():
     engine.collection.check_registration(["shared.weight"])
 
 
-def test_uses_that_the_loss_does_not_depend_on_do_not_count():
+def test_uses_without_influence_on_loss_are_ignored():
     net = models.Net()
     w = net.weight("w", 3, 3)
     net.op("MatMul", "input", w, to="output")
@@ -153,7 +153,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_uses_that_make_no_layer_are_generic_with_the_reason(name):
+def test_incompatible_uses_are_generic_with_reason(name):
     build, inputs, outputs, reason = REASONS[name]
     (layer,) = layers_of(made(build, inputs, outputs))
     assert (layer.kind, layer.reason) == ("generic", reason)
@@ -210,7 +210,7 @@ def used_twice(name, shared):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_factors_of_two_uses_are_the_means_of_those_of_each(name):
+def test_factors_of_two_uses_are_means_of_single_uses(name):
     *_, single, several = KINDS[name]
     factors = []
     for shared in (True, False):

@@ -23,7 +23,7 @@ def entry(weight_format, weight, where):
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["weight", "weight and bias"])
-def test_rows_are_taps_then_inputs_then_the_bias_and_columns_are_outputs(weight_format, has_bias):
+def test_packed_rows_are_taps_inputs_and_bias(weight_format, has_bias):
     packing = Packing(weight_format, has_bias)
     weight, bias = weight_of(weight_format), -1.0 - np.arange(4.0)
     matrix = packing.pack((weight, bias) if has_bias else weight, "w", np)
@@ -42,7 +42,7 @@ def test_rows_are_taps_then_inputs_then_the_bias_and_columns_are_outputs(weight_
 
 @pytest.mark.parametrize("weight_format", [*FORMATS, "WOI", "IOW", "HWOI", "IOHW", "IODHW"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["weight", "weight and bias"])
-def test_parts_are_rows_of_the_packed_matrix_and_rooms_for_them_join_again(weight_format, has_bias):
+def test_joined_is_inverse_of_parts(weight_format, has_bias):
     packing = Packing(weight_format, has_bias)
     weight, bias = weight_of(weight_format), -1.0 - np.arange(packing_outputs(weight_format))
     vector = (weight, bias) if has_bias else weight
@@ -76,7 +76,7 @@ def test_parts_of_a_weight_without_taps_are_views(weight_format):
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("form", ["array", "tuple of one", "list of one", "tuple", "list"])
-def test_unpacking_gives_back_what_was_packed_in_its_form(weight_format, form):
+def test_unpack_is_inverse_of_pack(weight_format, form):
     weight, bias = weight_of(weight_format), -1.0 - np.arange(4.0)
     vector = {
         "array": weight,
@@ -97,7 +97,7 @@ def test_unpacking_gives_back_what_was_packed_in_its_form(weight_format, form):
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1, 1), (1, 4)])
-def test_a_bias_keeps_its_axes_of_one(shape):
+def test_unpacked_bias_keeps_axes_of_size_one(shape):
     packing, vector = Packing("OIHW", True), (weight_of("OIHW"), np.arange(4.0).reshape(shape))
     back = packing.unpack(packing.pack(vector, "w", np), vector)
     assert back[1].shape == shape
@@ -106,7 +106,7 @@ def test_a_bias_keeps_its_axes_of_one(shape):
 
 @pytest.mark.parametrize("weight_format", ["IO", "OI"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_packing_and_unpacking_copy(weight_format, has_bias):
+def test_pack_and_unpack_return_copies(weight_format, has_bias):
     packing = Packing(weight_format, has_bias)
     weight, bias = weight_of(weight_format), np.ones(4)
     vector = (weight, bias) if has_bias else (weight,)
@@ -120,7 +120,7 @@ def test_packing_and_unpacking_copy(weight_format, has_bias):
     np.testing.assert_array_equal(weight, kept[0])
 
 
-def test_unpacked_arrays_have_the_types_of_what_was_given():
+def test_unpacked_arrays_have_types_of_like():
     packing = Packing("IO", True)
     vector = weight_of("IO", np.float32), np.ones(4)
     matrix = packing.pack(vector, "w", np)
@@ -128,7 +128,7 @@ def test_unpacked_arrays_have_the_types_of_what_was_given():
     assert [array.dtype for array in packing.unpack(matrix, vector)] == [np.float32, np.float64]
 
 
-def test_the_packed_matrix_of_a_pair_flattens_to_weight_then_bias():
+def test_packed_matrix_flattens_to_weight_then_bias():
     vector = weight_of("HWIO"), np.full(4, -7.0)
     flat = Packing("HWIO", True).pack(vector, "w", np).ravel()
     np.testing.assert_array_equal(flat, np.concatenate([part.ravel() for part in vector]))
@@ -144,11 +144,11 @@ def test_the_packed_matrix_of_a_pair_flattens_to_weight_then_bias():
     ],
     ids=["no bias", "a bias too many", "rank", "bias"],
 )
-def test_arrays_of_another_layer_are_refused(weight_format, has_bias, vector, error, says):
+def test_pack_rejects_arrays_of_wrong_shape(weight_format, has_bias, vector, error, says):
     with pytest.raises(error, match=says):
         Packing(weight_format, has_bias).pack(vector, "w", np)
 
 
-def test_an_unknown_format_lists_the_known_ones():
+def test_unknown_format_error_lists_known_formats():
     with pytest.raises(ke.InputError, match="unknown weight_format 'OHWI'; choose one of: IO, OI"):
         Packing("OHWI", False)

@@ -124,7 +124,7 @@ def step(model, **options):
 
 
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
-def test_natural_gradients_are_those_of_the_model_with_plain_weights(build):
+def test_sliced_weights_have_natural_gradients_of_separate_weights(build):
     net = PartsNet()
     build(net)
     model = finished(net)
@@ -147,7 +147,7 @@ def test_natural_gradients_are_those_of_the_model_with_plain_weights(build):
         )
 
 
-def test_reports_say_what_a_layer_takes_of_a_parameter():
+def test_report_lists_slices_of_parameters():
     net = PartsNet()
     by_slices(net)
     engine = ke.Engine.from_onnx(finished(net), loss="normal")
@@ -157,7 +157,7 @@ def test_reports_say_what_a_layer_takes_of_a_parameter():
     ]
 
 
-def test_entries_that_nothing_reads_are_divided_by_the_damping():
+def test_unread_entries_are_divided_by_damping():
     net = models.Net()
     cut(net, net.weight("w", WIDTH, WIDTH + 2), 1, 0, WIDTH, "cut")
     net.op("MatMul", "input", "cut", to="output")
@@ -167,7 +167,7 @@ def test_entries_that_nothing_reads_are_divided_by_the_damping():
     np.testing.assert_array_equal(engine.precondition({"w": ones})["w"][:, WIDTH:], 2)
 
 
-def test_a_parameter_read_in_parts_that_overlap_is_generic():
+def test_parameter_with_overlapping_slices_is_generic():
     net = models.Net()
     w = net.weight("w", WIDTH, WIDTH + 1)
     for i in range(2):
@@ -178,7 +178,7 @@ def test_a_parameter_read_in_parts_that_overlap_is_generic():
     assert (layer.kind, layer.reason) == ("generic", "read in parts that overlap")
 
 
-def test_a_part_without_a_layer_is_a_generic_part():
+def test_slice_without_layer_is_generic():
     net = models.Net()
     w = net.weight("w", 2, WIDTH, WIDTH)
     first, second = (
@@ -196,7 +196,7 @@ def test_a_part_without_a_layer_is_a_generic_part():
     assert 0 < found[0, 0] / g[0, 0] < 2
 
 
-def test_one_weight_cut_out_of_a_stack_at_each_step_is_a_layer_of_several_uses():
+def test_weight_sliced_at_each_step_is_layer_with_several_uses():
     """As an unrolled recurrence reads it: ``Gemm(x, Squeeze(W))`` again and again."""
     net = models.Net()
     axis = net.constant("axis", np.array([0]))
@@ -229,12 +229,12 @@ def test_one_weight_cut_out_of_a_stack_at_each_step_is_a_layer_of_several_uses()
         (np.s_[:, [0, 1, 4]], "[12 of 20 entries]"),
     ],
 )
-def test_parts_are_described_as_slices_where_they_are_boxes(part, text):
+def test_boxes_are_described_as_slices(part, text):
     index = np.arange(20).reshape(4, 5)[part]
     assert describe(index, (4, 5)) == text
 
 
-def test_joining_puts_every_entry_back():
+def test_join_is_inverse_of_split():
     array = np.arange(12.0).reshape(3, 4)
     numbers = np.arange(12).reshape(3, 4)
     parts = [ParameterSlice("left", numbers[:, :2].T), ParameterSlice("right", numbers[:, 3:])]
@@ -245,7 +245,7 @@ def test_joining_puts_every_entry_back():
     np.testing.assert_array_equal(join(parts, arrays, array, rest=7), expected)
 
 
-def test_a_slice_copies_its_index_to_a_device_once(monkeypatch):
+def test_slice_copies_index_to_device_once(monkeypatch):
     uploads = []
 
     class Module:
@@ -267,7 +267,7 @@ def test_a_slice_copies_its_index_to_a_device_once(monkeypatch):
     assert len(uploads) == 1
 
 
-def test_all_of_a_weight_cut_out_at_once_keeps_its_name_in_several_uses():
+def test_whole_slice_used_several_times_keeps_name():
     net = models.Net()
     w = cut(net, net.weight("w", WIDTH, WIDTH), 0, 0, 2**40, "all")
     x = net.op("Tanh", net.op("MatMul", "input", w, to="s"), to="t")
@@ -300,7 +300,7 @@ RECURRENCES = {
 
 @pytest.mark.parametrize("approximation", ["kron_indep", "kron_series_1"])
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_all_weights_of_a_recurrence_are_layers_of_as_many_uses_as_steps(name, approximation):
+def test_recurrence_weights_have_one_use_per_step(name, approximation):
     op, gates, attributes = RECURRENCES[name]
     model = recurrence(op, gates, **attributes)
     engine = ke.Engine.from_onnx(
@@ -359,7 +359,7 @@ _STEPS = {"RNN": _plain_step, "LSTM": _gated_step}
 
 
 @pytest.mark.parametrize("op", _STEPS)
-def test_natural_gradients_of_a_recurrence_are_those_of_dense_layers_step_by_step(op):
+def test_recurrence_has_natural_gradients_of_unrolled_dense_layers(op):
     options = {"approximations": {"fully_connected_multi": "kron_indep"}}
     targets = np.random.default_rng(1).standard_normal((BATCH, 2)).astype(np.float32)
     found, plain = (

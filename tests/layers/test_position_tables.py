@@ -58,7 +58,7 @@ def feeds_of(batch, time):
 @pytest.mark.parametrize(
     "build", [added, added_with_an_axis, of_narrow_identifiers, of_each_example]
 )
-def test_the_block_is_the_dense_fisher_matrix_where_positions_are_independent(build):
+def test_position_table_block_equals_dense_fisher_matrix(build):
     proto, feeds = model_of(build), feeds_of(BATCH, TIME)
     engine = ke.Engine.from_onnx(
         proto, loss="normal", estimation_mode="exact", reduction="batch_mean"
@@ -71,7 +71,7 @@ def test_the_block_is_the_dense_fisher_matrix_where_positions_are_independent(bu
     np.testing.assert_allclose(found, expected, atol=SINGLE)
 
 
-def test_sequences_of_another_length_count_their_own_positions():
+def test_other_sequence_lengths_count_their_positions():
     engine = ke.Engine.from_onnx(
         model_of(added), loss="normal", estimation_mode="exact", ema_decay=0.0
     )
@@ -96,14 +96,14 @@ def reason(build, sides=TOKENS):
 UNKNOWN = "table of Gather whose indices do not depend on the data"
 
 
-def test_rows_that_multiply_the_data_are_no_layer():
+def test_position_rows_that_multiply_data_are_not_layer():
     def build(net):
         net.op("Mul", "input", rows_of(net, counted(net)), to="output")
 
     assert reason(build) == UNKNOWN
 
 
-def test_rows_that_are_read_twice_are_no_layer():
+def test_position_rows_read_twice_are_not_layer():
     def build(net):
         x = net.op("Add", "input", rows_of(net, counted(net)), to="sum")
         net.op("Mul", x, "rows", to="output")
@@ -111,7 +111,7 @@ def test_rows_that_are_read_twice_are_no_layer():
     assert reason(build) == UNKNOWN
 
 
-def test_rows_that_lie_along_another_axis_than_their_identifiers_are_no_layer():
+def test_position_rows_on_other_axis_are_not_layer():
     def build(net):
         one = net.constant("one", np.array([1]))
         rows = net.op("Unsqueeze", rows_of(net, counted(net)), one, to="wide")
@@ -121,7 +121,7 @@ def test_rows_that_lie_along_another_axis_than_their_identifiers_are_no_layer():
     assert reason(build) == UNKNOWN
 
 
-def test_rows_that_meet_examples_folded_with_positions_are_no_layer():
+def test_position_rows_with_folded_examples_are_not_layer():
     def build(net):
         sides = net.constant("sides", np.array([-1, 4, WIDTH]))
         rows = net.op("Reshape", "input", sides, to="flat")
@@ -132,11 +132,11 @@ def test_rows_that_meet_examples_folded_with_positions_are_no_layer():
     assert reason(build, sides) == UNKNOWN
 
 
-def test_the_row_of_a_single_position_does_not_tell_its_axis():
+def test_single_position_row_is_not_layer():
     assert reason(added, ("batch", 1, WIDTH)) == UNKNOWN
 
 
-def test_rows_that_are_narrower_than_the_data_are_no_layer():
+def test_position_rows_narrower_than_data_are_not_layer():
     def build(net):
         rows = net.op("Gather", net.weight("table", ROWS, 1), counted(net), to="rows")
         net.op("Add", "input", rows, to="output")

@@ -83,7 +83,7 @@ def step(model):
     ("op", "reorder"),
     [("LSTM", by_slices), ("LSTM", by_gather), ("GRU", by_slices), ("GRU", by_split)],
 )
-def test_gates_in_another_order_have_the_natural_gradients_of_gates_in_order(op, reorder):
+def test_reordered_gates_have_natural_gradients_of_ordered_gates(op, reorder):
     engine, found = step(recurrence(op, reorder))
     _, expected = step(recurrence(op))
     (w, *_), (r, *_) = (
@@ -103,7 +103,7 @@ def test_gates_in_another_order_have_the_natural_gradients_of_gates_in_order(op,
         )
 
 
-def test_a_layer_with_its_rows_put_in_another_order_has_the_exact_block_of_one_example():
+def test_reordered_rows_have_exact_block_for_one_example():
     net = Net("float64")
     w, b = net.weight("w", 2 * STATE, WIDTH), net.weight("b", 2 * STATE)
     order = by_slices(net, w, (1, 0), "w turned"), by_gather(net, b, (1, 0), "b turned")
@@ -135,7 +135,7 @@ def reasons(build, columns):
     return {name: layer.reason for layer in layers for name in layer.parameters}
 
 
-def test_a_weight_that_holds_entries_twice_is_no_layer():
+def test_weight_with_repeated_entries_is_not_layer():
     def build(net):
         w = net.weight("w", WIDTH, 1)
         net.op("MatMul", "input", net.op("Concat", w, w, to="both", axis=1), to="output")
@@ -143,7 +143,7 @@ def test_a_weight_that_holds_entries_twice_is_no_layer():
     assert reasons(build, 2) == {"w": "used 2 times, by Concat"}
 
 
-def test_a_weight_with_columns_that_are_no_parameters_is_no_layer():
+def test_weight_with_constant_columns_is_not_layer():
     def build(net):
         counts = net.constant("counts", np.arange(WIDTH).reshape(WIDTH, 1))
         other = net.op("CastLike", counts, "input", to="other")
@@ -153,7 +153,7 @@ def test_a_weight_with_columns_that_are_no_parameters_is_no_layer():
     assert reasons(build, 2) == {"w": "operand 0 of Concat"}
 
 
-def test_parameters_joined_into_the_weight_of_one_layer_are_generic():
+def test_concatenated_parameters_of_one_weight_are_generic():
     def build(net):
         w = net.weight("w0", WIDTH, 1), net.weight("w1", WIDTH, 2)
         net.op("MatMul", "input", net.op("Concat", *w, to="wide", axis=1), to="output")
@@ -168,7 +168,7 @@ def cut(net, joined, *sizes):
     net.op("Mul", x, y, to="output")
 
 
-def test_parameters_joined_and_cut_where_they_meet_are_layers_of_their_own():
+def test_concatenated_parameters_split_at_border_are_layers():
     def build(net):
         w = net.weight("w0", WIDTH, 2), net.weight("w1", WIDTH, 1)
         cut(net, net.op("Concat", *w, to="joined", axis=1), 2, 1)
@@ -176,7 +176,7 @@ def test_parameters_joined_and_cut_where_they_meet_are_layers_of_their_own():
     assert reasons(build, 2) == {"w0": "", "w1": ""}
 
 
-def test_parameters_joined_and_cut_elsewhere_are_generic():
+def test_concatenated_parameters_split_elsewhere_are_generic():
     """One piece holds entries of both."""
 
     def build(net):
@@ -188,7 +188,7 @@ def test_parameters_joined_and_cut_elsewhere_are_generic():
     assert all(found.values())
 
 
-def test_parameters_joined_and_read_whole_as_well_are_generic():
+def test_concatenated_parameters_also_read_whole_are_generic():
     def build(net):
         w = net.weight("w0", WIDTH, 2), net.weight("w1", WIDTH, 1)
         joined = net.op("Concat", *w, to="joined", axis=1)

@@ -223,7 +223,7 @@ def step(model):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_natural_gradients_are_those_of_the_plain_spelling(name):
+def test_layer_forms_have_natural_gradients_of_plain_form(name):
     spelled, write_plain, sides, matrix = CASES[name]
     net = models.Net()
     spelled(net)
@@ -281,7 +281,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_each_expert_has_a_kronecker_pair_of_its_own(name):
+def test_each_expert_has_kronecker_factor_pair(name):
     spelled, positions, stack = EXPERTS[name]
     net = models.Net()
     spelled(net)
@@ -314,7 +314,7 @@ def test_each_expert_has_a_kronecker_pair_of_its_own(name):
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_a_product_with_one_hot_rows_is_an_embedding():
+def test_product_with_one_hot_rows_is_embedding():
     def rows(net, table):
         values = net.constant("values", np.array([0, 1], np.float32))
         hot = net.op("OneHot", "input", numbers(net, "depth", models.VOCABULARY), values, to="hot")
@@ -333,7 +333,7 @@ def test_a_product_with_one_hot_rows_is_an_embedding():
     np.testing.assert_allclose(*blocks, rtol=SINGLE, atol=1e-6)
 
 
-def test_values_of_the_file_keep_their_names_and_numbers():
+def test_rewritten_graph_keeps_values_of_file():
     """Whatever is written anew: a trace still shows what the file computes."""
     net = models.Net()
     scaled_weight(net)
@@ -347,7 +347,7 @@ def test_values_of_the_file_keep_their_names_and_numbers():
         np.testing.assert_allclose(trace[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_bias_of_more_axes_than_the_result_is_none():
+def test_bias_that_adds_axes_is_not_bias():
     """It gives the result a new first axis, along which there are no examples."""
     net = models.Net()
     product = net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
@@ -358,7 +358,7 @@ def test_a_bias_of_more_axes_than_the_result_is_none():
     assert ("w",) in [layer.parameters for layer in layers]
 
 
-def test_one_number_for_all_features_is_no_bias():
+def test_scalar_is_not_bias():
     net = models.Net()
     product = net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
     net.op("Add", product, net.weight("b", 1), to="output")

@@ -30,7 +30,7 @@ def natural_gradient(**geometry):
     [("SAME_UPPER", [0, 0, 1, 1]), ("SAME_LOWER", [1, 1, 0, 0])],
     ids=["upper", "lower"],
 )
-def test_automatic_padding_is_the_padding_it_stands_for(automatic, pads):
+def test_automatic_padding_equals_explicit_padding(automatic, pads):
     found = natural_gradient(auto_pad=automatic)
     np.testing.assert_array_equal(found, natural_gradient(pads=pads))
 
@@ -44,7 +44,7 @@ def test_automatic_padding_is_the_padding_it_stands_for(automatic, pads):
     ],
     ids=["given_size", "given_size_same", "same_and_output_padding"],
 )
-def test_padding_that_changes_with_the_image_makes_no_layer(geometry):
+def test_size_dependent_padding_is_not_layer(geometry):
     (entry,) = ke.Engine.from_onnx(model(**geometry), loss="normal").layers
     assert entry.kind == "generic"
     assert "size of its result" in entry.reason

@@ -35,7 +35,7 @@ def moment(view, x, homogeneous=False):
     ("shape", "axis"),
     [((5, 3), -1), ((4, 2, 3), -1), ((4, 3, 2), 1), ((4, 3, 2), -2), ((2, 3, 2, 2), 1)],
 )
-def test_every_axis_but_the_features_counts_rows(shape, axis):
+def test_row_count_is_product_of_other_axes(shape, axis):
     view, x = RowView(axis), draw(*shape)
     assert view.width(shape) == shape[axis]
     assert view.count(shape) == prod(shape) // shape[axis]
@@ -59,7 +59,7 @@ def test_every_axis_but_the_features_counts_rows(shape, axis):
         (RowView(2), (3, 4), "feature axis 2 does not exist"),
     ],
 )
-def test_a_tensor_without_batch_and_features_is_refused(view, shape, says):
+def test_tensor_without_batch_and_features_raises_error(view, shape, says):
     for read in (
         lambda: view.width(shape),
         lambda: view.count(shape),
@@ -99,7 +99,7 @@ def layout(x, first):
 
 @every_case
 @either_layout
-def test_patches_see_the_pixels_that_the_padding_says(case, first):
+def test_patch_view_follows_padding(case, first):
     kernel, strides, dilations, padding, sides, begins, ends = case
     x = draw(2, 3, *sides)
     view = patch_view(kernel, strides, dilations, padding, channels_first=first)
@@ -119,18 +119,18 @@ def test_patches_see_the_pixels_that_the_padding_says(case, first):
 
 @pytest.mark.parametrize("side", range(1, 9))
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_same_gives_an_output_for_every_stride_begun(side, stride):
+def test_same_padding_has_output_per_started_stride(side, stride):
     view = patch_view((3,), (stride,), (1,), "SAME", channels_first=True)
     assert view.count((1, 1, side)) == -(-side // stride)
 
 
-def test_patches_of_views_with_any_strides_are_those_of_a_copy():
+def test_patches_are_independent_of_strides():
     view = patch_view((2, 2), (1, 1), (1, 1), "SAME", channels_first=False)
     x = draw(3, 8, 10, 4)[:, ::2, ::-2, 1:3]
     np.testing.assert_array_equal(view.rows(x, BACKEND), view.rows(x.copy(), BACKEND))
 
 
-def test_equal_geometries_are_one():
+def test_equal_patch_views_are_equal_and_hashable():
     def view(**changes):
         options = {"strides": (1, 1), "dilations": (1, 1), "padding": ((1, 1), (0, 0))}
         return patch_view((2, 2), **(options | changes), channels_first=True)
@@ -151,7 +151,7 @@ def test_equal_geometries_are_one():
     ],
     ids=["strides", "dilations", "pads", "name"],
 )
-def test_a_geometry_that_contradicts_itself_is_refused(options):
+def test_inconsistent_geometry_raises_error(options):
     good = {"strides": (1, 1), "dilations": (1, 1), "padding": "SAME"}
     with pytest.raises(ke.InputError, match="padding"):
         patch_view((2, 2), **(good | options), channels_first=True)
@@ -161,7 +161,7 @@ def test_a_geometry_that_contradicts_itself_is_refused(options):
     ("shape", "says"),
     [((2, 3, 5), "2 spatial axes"), ((2, 3, 1, 5), "smaller than the window")],
 )
-def test_images_that_do_not_fit_the_filter_are_refused(shape, says):
+def test_images_that_do_not_fit_filter_raise_error(shape, says):
     view = patch_view((2, 2), (1, 1), (1, 1), "VALID", channels_first=True)
     with pytest.raises(ke.ShapeError, match=says):
         view.count(shape)
@@ -169,7 +169,7 @@ def test_images_that_do_not_fit_the_filter_are_refused(shape, says):
         view.rows(np.ones(shape), BACKEND)
 
 
-def test_identifiers_of_an_example_are_one_row_by_default():
+def test_token_ids_of_example_are_one_row_by_default():
     assert embedding_form(5).input_view.count((3, 4)) == 3
     assert embedding_form(5, positions=True).input_view.count((3, 4)) == 12
 
@@ -178,7 +178,7 @@ def test_identifiers_of_an_example_are_one_row_by_default():
     ("rank", "shape", "needed"),
     [(2, (3,), r"\(n, ids\)"), (2, (3, 4, 2), r"\(n, ids\)"), (1, (3, 4), r"\(n,\)")],
 )
-def test_identifiers_of_another_rank_are_refused_by_default(rank, shape, needed):
+def test_token_ids_of_other_rank_raise_error(rank, shape, needed):
     with pytest.raises(ke.ShapeError, match=f"need shape {needed}"):
         embedding_form(5, rank=rank).input_view.width(shape)
     assert embedding_form(5, rank=rank, positions=True).input_view.width(shape) == 5

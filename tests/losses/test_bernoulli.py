@@ -57,7 +57,7 @@ TAIL = pytest.approx(np.exp(-30.0), rel=1e-5, abs=0)  # float32, with |z| roundi
 
 
 @pytest.mark.parametrize("z", [30.0, -30.0], ids=str)
-def test_tails_keep_their_digits_in_single_precision(z):
+def test_tail_gradients_have_float32_accuracy(z):
     """Both p − t and p (1 − p) are about e⁻³⁰, far below one rounding of p."""
     values = {"z": np.array([[z]], np.float32), "t": np.array([[z > 0]], np.float32)}
     ones = {"z": np.ones((1, 1), np.float32)}
@@ -67,12 +67,12 @@ def test_tails_keep_their_digits_in_single_precision(z):
 
 
 @pytest.mark.parametrize("kind", ["bool", "uint8", "int64", "float32"])
-def test_answers_come_in_any_real_type(kind):
+def test_targets_may_have_any_real_type(kind):
     values = BERNOULLI[0].values()
     assert LOSS.value({**values, "t": values["t"].astype(kind)}) == LOSS.value(values)
 
 
-def test_probabilities_as_answers_give_the_cross_entropy():
+def test_probability_targets_give_cross_entropy():
     z, t = np.array([[0.3, -2.0]]), np.array([[0.25, 0.9]])
     p = special.expit(z)
     expected = -(t * np.log(p) + (1 - t) * np.log(1 - p)).sum()

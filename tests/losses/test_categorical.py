@@ -45,7 +45,7 @@ def test_fisher_of_positions_is_block_diagonal():
         np.testing.assert_allclose(found[example], expected, rtol=0, atol=EXACT)
 
 
-def test_class_axis_only_moves_the_layout():
+def test_class_axis_only_permutes_axes():
     first = CASES[2]
     values = first.values()
     moved = {"z": np.moveaxis(values["z"], 1, -1), "t": values["t"]}
@@ -112,7 +112,7 @@ def test_classes_of_probability_zero_are_never_drawn(number, dtype):
 
 
 @pytest.mark.parametrize("number", [0.1, 0.5, 0.9], ids=str)
-def test_partial_sums_of_many_classes_do_not_drift(number):
+def test_cumulative_sums_of_many_classes_are_accurate(number):
     """Sums in float32 would be off by a hundred classes of 100,000."""
     sample = LOSS.sample({"z": np.zeros((1, 100_000), np.float32)}, Fixed(number))
     assert abs(sample[0] - 100_000 * number) <= 1
@@ -155,14 +155,14 @@ def test_one_hot_rows_and_class_ids_are_the_same_loss():
 
 
 @pytest.mark.parametrize("kind", ["int64", "bool", "float32"])
-def test_one_hot_rows_come_in_any_real_type(kind):
+def test_one_hot_targets_may_have_any_real_type(kind):
     values = CASES[0].values()
     rows = np.eye(4)[values["t"]]
     expected = ONE_HOT.value({**values, "t": rows})
     assert ONE_HOT.value({**values, "t": rows.astype(kind)}) == expected
 
 
-def test_smoothed_labels_give_the_cross_entropy():
+def test_smoothed_labels_give_cross_entropy():
     z = CASES[0].values()["z"]
     smooth = np.full((3, 4), 0.05) + 0.8 * np.eye(4)[:3]
     expected = -(smooth * special.log_softmax(z, axis=-1)).sum()
@@ -170,6 +170,6 @@ def test_smoothed_labels_give_the_cross_entropy():
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "uint64"])
-def test_class_ids_come_in_any_integer_type(kind):
+def test_class_ids_may_have_any_integer_type(kind):
     values = CASES[0].values()
     assert LOSS.value({**values, "t": values["t"].astype(kind)}) == LOSS.value(values)

@@ -21,7 +21,7 @@ def with_loss(loss, **options):
 
 @pytest.mark.parametrize("kind", FIRST)
 @pytest.mark.parametrize("reuse", [True, "VARIABLE_SCOPE"])
-def test_a_tower_of_the_same_distribution_may_have_other_names(kind, reuse):
+def test_tower_of_same_distribution_may_have_other_names(kind, reuse):
     collection = with_loss(FIRST[kind]())
     tower = FIRST[kind](targets="t")
     collection.register_loss_function(tower, "z", "base", name="loss", reuse=reuse)
@@ -32,7 +32,7 @@ def test_a_tower_of_the_same_distribution_may_have_other_names(kind, reuse):
     ("kind", "other"), [(a, b) for a in FIRST for b in FIRST if a != b], ids=lambda kind: kind
 )
 @pytest.mark.parametrize("reuse", [True, "VARIABLE_SCOPE"])
-def test_a_tower_of_another_distribution_is_refused(kind, other, reuse):
+def test_tower_of_other_distribution_raises_error(kind, other, reuse):
     collection = with_loss(FIRST[kind]())
     with pytest.raises(ValueError, match="must be of the same distribution"):
         collection.register_loss_function(FIRST[other](), "z", "base", name="loss", reuse=reuse)
@@ -40,7 +40,7 @@ def test_a_tower_of_another_distribution_is_refused(kind, other, reuse):
 
 
 @pytest.mark.parametrize("reuse", ["True", "AUTO_REUSE", None, 1])
-def test_reuse_is_one_of_three_values(reuse):
+def test_reuse_has_three_valid_values(reuse):
     collection = with_loss(FIRST["normal"]())
     with pytest.raises(ValueError, match="reuse is True, False or 'VARIABLE_SCOPE'"):
         collection.register_normal_predictive_distribution("z", reuse=reuse)
@@ -51,7 +51,7 @@ def test_reuse_is_one_of_three_values(reuse):
 
 
 @pytest.mark.parametrize("coeff", [-1.0, float("nan"), float("inf")])
-def test_a_coefficient_that_is_none_is_refused_and_takes_no_name(coeff):
+def test_invalid_coefficient_raises_error_and_registers_nothing(coeff):
     collection = ke.LayerCollection()
     with pytest.raises(ValueError, match="must be finite and not negative"):
         collection.register_normal_predictive_distribution("z", coeff=coeff)
@@ -61,7 +61,7 @@ def test_a_coefficient_that_is_none_is_refused_and_takes_no_name(coeff):
     )
 
 
-def test_the_batch_is_counted_in_the_first_input_of_the_first_loss():
+def test_batch_value_is_first_input_of_first_loss():
     collection = ke.LayerCollection()
     assert collection.batch_value is None
     collection.register_loss_function(

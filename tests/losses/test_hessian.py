@@ -10,7 +10,7 @@ STEP, DIFFERENCES = 2.0**-14, 1e-6
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
-def test_hessian_is_the_change_of_the_gradient(case):
+def test_hessian_equals_finite_differences_of_gradient(case):
     values = case.values()
     rng = np.random.default_rng(3)
     v = {name: rng.standard_normal(case.shape) for name in case.loss.inputs}

@@ -68,7 +68,7 @@ def written_out(cls, values, output="z"):
 
 
 @every_function
-def test_each_function_registers_its_loss_under_its_own_name(function):
+def test_register_functions_use_own_loss_names(function):
     cls, name, more = FUNCTIONS[function]
     lc = ke.LayerCollection()
     assert register(lc, function, "z") == name
@@ -82,7 +82,7 @@ def test_each_function_registers_its_loss_under_its_own_name(function):
 
 
 @every_function
-def test_the_total_loss_is_the_sum_over_the_batch(function):
+def test_total_loss_is_sum_over_batch(function):
     cls, _, _ = FUNCTIONS[function]
     lc = ke.LayerCollection()
     register(lc, function, "z", targets=TARGETS[cls])
@@ -91,7 +91,7 @@ def test_the_total_loss_is_the_sum_over_the_batch(function):
 
 
 @every_function
-def test_arguments_may_be_given_in_the_order_of_the_specification(function):
+def test_register_functions_accept_positional_arguments(function):
     cls, _, _ = FUNCTIONS[function]
     lc = ke.LayerCollection()
     more = [0.5] if function == "normal_predictive_distribution" else []
@@ -100,7 +100,7 @@ def test_arguments_may_be_given_in_the_order_of_the_specification(function):
     assert (loss.seed, loss.targets) == (7, TARGETS[cls])
 
 
-def test_the_variance_of_a_normal_distribution_is_an_argument():
+def test_register_normal_accepts_variance():
     lc = ke.LayerCollection()
     lc.register_normal_predictive_distribution("z", var=2.0, targets="numbers")
     values = batch()
@@ -114,7 +114,7 @@ def test_the_variance_of_a_normal_distribution_is_an_argument():
 
 @pytest.mark.parametrize("reuse", [True, "VARIABLE_SCOPE"])
 @every_function
-def test_a_tower_joins_the_loss_of_its_name(function, reuse):
+def test_reuse_adds_tower_to_named_loss(function, reuse):
     lc = ke.LayerCollection()
     register(lc, function, "z", name="loss")
     register(lc, function, "z2", name="loss", reuse=reuse)
@@ -122,7 +122,7 @@ def test_a_tower_joins_the_loss_of_its_name(function, reuse):
     assert lc.losses == lc.towers_by_loss[0]
 
 
-def test_losses_lie_one_after_the_other_with_their_towers():
+def test_losses_are_listed_with_their_towers():
     lc = ke.LayerCollection()
     lc.register_squared_error_loss("a", name="first")
     lc.register_squared_error_loss("b", name="second")
@@ -144,7 +144,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @every_function
-def test_what_is_no_tower_is_refused(function, case):
+def test_invalid_tower_raises_error(function, case):
     error, options = REFUSED[case]
     lc = ke.LayerCollection()
     register(lc, function, "z", name="loss")
@@ -156,7 +156,7 @@ def test_what_is_no_tower_is_refused(function, case):
 # -- register_loss_function ------------------------------------------------------------------------
 
 
-def test_any_loss_object_is_registered_beside_a_value():
+def test_loss_object_is_registered_with_colocation_op():
     lc = ke.LayerCollection()
     onehot = ke.OnehotCategoricalLogitsNegativeLogProbLoss("z")
     both = ke.NormalMeanVarianceNegativeLogProbLoss("mean", "variance")
@@ -166,7 +166,7 @@ def test_any_loss_object_is_registered_beside_a_value():
     assert lc.loss_colocation_ops == {onehot: "z", both: "mean"}
 
 
-def test_losses_are_registered_beside_their_inputs():
+def test_losses_are_colocated_with_inputs():
     lc = ke.LayerCollection()
     for function in FUNCTIONS:
         register(lc, function, f"input of {function}")
@@ -187,7 +187,7 @@ def weighted():
 @pytest.mark.parametrize(
     ("coeff_mode", "weights"), [("regular", (4, 9)), ("sqrt", (2, 3)), ("off", (1, 1))]
 )
-def test_coefficients_enter_as_the_mode_says(coeff_mode, weights):
+def test_coefficient_mode_determines_weights(coeff_mode, weights):
     values = batch()
     terms = (
         written_out(ke.CategoricalLogitsNegativeLogProbLoss, values),
@@ -200,7 +200,7 @@ def test_coefficients_enter_as_the_mode_says(coeff_mode, weights):
     np.testing.assert_allclose(lc.total_loss(coeff_mode)(values), sum(expected), rtol=EXACT)
 
 
-def test_sampled_losses_average_to_the_entropy():
+def test_mean_sampled_loss_is_entropy():
     p = np.array([0.5, 0.3, 0.2])
     n = 20_000
     lc = ke.LayerCollection()
@@ -216,7 +216,7 @@ def test_sampled_losses_average_to_the_entropy():
     assert same(values) == sampled(values)
 
 
-def test_towers_draw_their_samples_independently():
+def test_towers_draw_independent_samples():
     lc = ke.LayerCollection()
     for reuse in (False, True):
         lc.register_squared_error_loss("z", name="loss", reuse=reuse)
@@ -229,7 +229,7 @@ def test_the_same_values_give_the_same_sample():
     assert lc.total_sampled_loss()(batch()) == lc.total_sampled_loss()(batch())
 
 
-def test_a_loss_without_targets_is_evaluated_on_samples_only():
+def test_loss_without_targets_evaluates_only_on_samples():
     lc = ke.LayerCollection()
     lc.register_softmax_cross_entropy_loss("z")
     assert np.isfinite(lc.total_sampled_loss()(batch()))
@@ -240,12 +240,12 @@ def test_a_loss_without_targets_is_evaluated_on_samples_only():
 @pytest.mark.parametrize(
     "options", [{"target_mode": "nonsense"}, {"coeff_mode": "nonsense"}], ids=str
 )
-def test_unknown_modes_are_refused(options):
+def test_unknown_mode_raises_error(options):
     with pytest.raises(InputError, match="nonsense"):
         weighted().eval_losses(**options)
 
 
 @pytest.mark.parametrize("method", ["total_loss", "total_sampled_loss"])
-def test_there_is_no_total_of_no_losses(method):
+def test_total_loss_without_losses_raises_error(method):
     with pytest.raises(InputError, match="Must have at least one registered loss"):
         getattr(ke.LayerCollection(), method)()

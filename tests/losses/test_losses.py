@@ -134,7 +134,7 @@ def test_gauss_newton_of_a_predicted_variance_is_refused(use):
 
 @every_loss
 @pytest.mark.parametrize("dtype", PRECISION)
-def test_results_keep_the_element_type_and_lose_rounding_only(case, dtype):
+def test_results_have_element_type_of_inputs(case, dtype):
     narrow, wide = case.values(dtype), case.values()
     index = (0,) * (len(case.shape) - 1)
     for name, array in narrow.items():  # the same numbers, or the comparison is of roundings
@@ -157,7 +157,7 @@ def test_results_keep_the_element_type_and_lose_rounding_only(case, dtype):
         np.testing.assert_allclose(found, expected, rtol=0, atol=scale * PRECISION[dtype])
 
 
-def test_losses_of_many_examples_are_added_up_in_float64():
+def test_losses_are_summed_in_float64():
     """A float32 sum of a million terms is off by 4e-8, what is left here is the terms' own."""
     values = {"z": np.full((1_000_000, 2), 0.1, np.float32), "t": np.zeros(1_000_000, np.int64)}
     (one,) = set(CATEGORICAL("z", "t").negative_log_probs(values, values["t"]).ravel().tolist())
@@ -165,7 +165,7 @@ def test_losses_of_many_examples_are_added_up_in_float64():
 
 
 @every_loss
-def test_samples_are_legal_targets_and_repeat_with_their_seed(case):
+def test_samples_are_valid_and_reproducible(case):
     values = case.values()
     first, again, other = (
         case.loss.sample(values, np.random.default_rng(seed)) for seed in (1, 1, 2)
@@ -176,7 +176,7 @@ def test_samples_are_legal_targets_and_repeat_with_their_seed(case):
 
 
 @every_loss
-def test_loss_of_a_sample_is_the_loss_of_that_sample_as_data(case):
+def test_sampled_loss_equals_loss_on_same_targets(case):
     values = case.values()
     sample = case.loss.sample(values, np.random.default_rng(5))
     expected = case.loss.evaluate()({**values, "t": sample})
@@ -184,7 +184,7 @@ def test_loss_of_a_sample_is_the_loss_of_that_sample_as_data(case):
     assert case.loss.evaluate_on_sample(6)(values) != expected
 
 
-def test_seed_of_the_constructor_is_used_where_none_is_given():
+def test_default_seed_is_that_of_constructor():
     values = {"z": np.linspace(-1, 1, 12).reshape(3, 4)}
     seeded, unseeded = NORMAL("z", seed=4), NORMAL("z")
     assert seeded.evaluate_on_sample()(values) == unseeded.evaluate_on_sample(4)(values)
@@ -193,19 +193,19 @@ def test_seed_of_the_constructor_is_used_where_none_is_given():
 
 
 @every_loss
-def test_positions_count_independent_predictions(case):
+def test_positions_counts_predictions_per_example(case):
     assert case.loss.positions(case.values()) == case.positions
 
 
 @every_loss
-def test_inner_shape_needs_shapes_only(case):
+def test_static_inner_shape_needs_only_shapes(case):
     values = case.values()
     shapes = {name: values[name].shape for name in case.loss.inputs}
     assert case.loss.static_inner_shape(shapes) == case.loss.fisher_factor_inner_shape(values)
 
 
 @every_loss
-def test_values_from_another_array_library_are_read_through_dlpack(case):
+def test_dlpack_values_are_accepted(case):
     class Foreign:
         def __init__(self, array):
             self.array = array
@@ -235,18 +235,18 @@ def test_values_from_another_array_library_are_read_through_dlpack(case):
         "sigmoid_cross_entropy": BERNOULLI,
     }.items(),
 )
-def test_table_makes_losses_by_name(name, kind):
+def test_losses_table_creates_losses_by_name(name, kind):
     loss = LOSSES[name]("z", targets="t", seed=3, class_axis=1)
     assert type(loss) is kind
     assert (loss.inputs, loss.targets, loss.seed, loss.class_axis) == (("z",), "t", 3, 1)
 
 
-def test_unknown_loss_lists_the_known_ones():
+def test_unknown_loss_error_lists_known_names():
     with pytest.raises(UnknownNameError, match=r"hinge.*categorical"):
         LOSSES["hinge"]
 
 
-def test_every_public_loss_has_a_case():
+def test_all_public_losses_have_cases():
     public = {name for name in losses.__all__ if name.endswith("NegativeLogProbLoss")}
     assert public == {type(case.loss).__name__ for case in CASES}
 
@@ -283,7 +283,7 @@ def with_entry(value):
         (BOTH("z", "s"), {"z": Z}, UnknownNameError, "'s'"),
     ],
 )
-def test_wrong_inputs_are_refused_before_sampling(loss, values, error, message):
+def test_invalid_inputs_raise_error_before_sampling(loss, values, error, message):
     with pytest.raises(error, match=message):
         loss.evaluate_on_sample()(values)
 
@@ -311,19 +311,19 @@ TARGETS_OF_REALS = [
         (losses.OnehotCategoricalLogitsNegativeLogProbLoss("z", "t"), Z, InputError, "sum 1"),
     ],
 )
-def test_wrong_targets_are_refused(loss, targets, error, message):
+def test_invalid_targets_raise_error(loss, targets, error, message):
     with pytest.raises(error, match=message):
         loss.evaluate()({"z": Z, "t": targets})
 
 
-def test_wrong_class_of_a_position_is_named():
+def test_invalid_class_error_names_position():
     targets = np.zeros((2, 2, 2), int)
     targets[1, 0, 1] = 9
     with pytest.raises(InputError, match=r"target 9 of example 1, position \(0, 1\)"):
         CATEGORICAL("z", "t", class_axis=1).value({"z": np.zeros((2, 3, 2, 2)), "t": targets})
 
 
-def test_loss_without_targets_cannot_be_evaluated():
+def test_evaluating_loss_without_targets_raises_error():
     with pytest.raises(InputError, match="no targets"):
         CATEGORICAL("z").evaluate()
     with pytest.raises(InputError, match=r"targets 't'.*missing"):
@@ -336,7 +336,7 @@ def test_variance_must_be_a_positive_number(var):
         NORMAL("z", var)
 
 
-def test_one_value_cannot_be_mean_and_variance():
+def test_same_name_for_mean_and_variance_raises_error():
     with pytest.raises(RegistrationError, match="'z'"):
         BOTH("z", "z")
 
@@ -353,7 +353,7 @@ def test_one_value_cannot_be_mean_and_variance():
     ],
     ids=["vector", "inner", "one-hot", "negative one-hot", "long one-hot", "pair"],
 )
-def test_wrong_vectors_are_refused(use, message):
+def test_invalid_vectors_raise_error(use, message):
     with pytest.raises(InputError, match=message):
         use()
 

@@ -51,7 +51,7 @@ def test_squared_error_has_the_fisher_two_and_the_gradient_of_the_square():
 
 
 @pytest.mark.parametrize("var", [2, np.float32(2), np.int64(2), np.float64(2)], ids=repr)
-def test_variance_of_any_numeric_type_leaves_the_element_type_alone(var):
+def test_variance_type_does_not_change_element_type(var):
     loss = NormalMeanNegativeLogProbLoss("z", var, "t")
     values = {name: np.ones((2, 3), np.float32) for name in "zt"}
     assert loss.gradient(values)["z"].dtype == np.float32
@@ -59,7 +59,7 @@ def test_variance_of_any_numeric_type_leaves_the_element_type_alone(var):
     assert loss.sample(values, np.random.default_rng(0)).dtype == np.float32
 
 
-def test_variance_is_not_rounded_to_single_precision():
+def test_variance_is_not_rounded_to_float32():
     z = np.ones((1, 1))
     found = NormalMeanNegativeLogProbLoss("z", 0.1).fisher({"z": z}, {"z": z})["z"]
     assert found[0, 0] == pytest.approx(10, rel=1e-15)
@@ -89,7 +89,7 @@ def test_fisher_of_mean_and_variance_is_the_expected_outer_product_of_scores():
     np.testing.assert_allclose(found, expected, rtol=0, atol=NUMERICAL)
 
 
-def test_inner_vectors_hold_the_means_before_the_variances():
+def test_inner_vectors_have_means_before_variances():
     m, s = np.zeros((1, 2)), np.full((1, 2), 4.0)
     u = np.array([[1.0, 2.0, 3.0, 4.0]])
     to_mean, to_variance = BOTH.multiply_fisher_factor(u)({"m": m, "s": s})
@@ -110,7 +110,7 @@ def test_samples_follow_the_distribution(predicted):
     assert stats.pearsonr(*sample.T).pvalue > SIGNIFICANCE
 
 
-def test_large_errors_give_finite_single_precision_results():
+def test_large_errors_give_finite_float32_results():
     loss = NormalMeanNegativeLogProbLoss("z", targets="t")
     values = {"z": np.array([[1e4]], np.float32), "t": np.array([[-1e4]], np.float32)}
     assert loss.value(values) == pytest.approx(4e8, rel=1e-6)

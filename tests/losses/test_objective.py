@@ -33,7 +33,7 @@ def shards(values):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_losses_and_gradients_of_shards_add_up_to_those_of_the_batch(values, reduction):
+def test_shard_losses_and_gradients_sum_to_batch(values, reduction):
     told, residuals = objective(reduction), values["z"] - values["y"]
     nats = residuals**2 / (2 * VARIANCE) + np.log(2 * np.pi * VARIANCE) / 2
     loss = COEFFICIENT * nats.sum() / DIVISORS[reduction]
@@ -48,7 +48,7 @@ def test_losses_and_gradients_of_shards_add_up_to_those_of_the_batch(values, red
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_fisher_scales_of_a_shard_are_those_of_the_batch(values, reduction):
+def test_fisher_scales_of_shard_equal_batch(values, reduction):
     told = objective(reduction)
     for shard in shards(values):
         scales = told.fisher_scales(shard, examples=N)
@@ -58,7 +58,7 @@ def test_fisher_scales_of_a_shard_are_those_of_the_batch(values, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_number_of_examples_is_by_default_that_of_the_batch(values, reduction):
+def test_default_number_of_examples_is_batch_size(values, reduction):
     told = objective(reduction)
     assert told.value(values) == told.value(values, examples=N)
     assert told.fisher_scales(values) == told.fisher_scales(values, examples=N)

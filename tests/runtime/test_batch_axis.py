@@ -97,26 +97,26 @@ CASES = {
 
 
 @pytest.mark.parametrize(("make", "axis", "place"), CASES.values(), ids=CASES)
-def test_batch_axis_of_input_and_output_is_found(make, axis, place):
+def test_batch_axes_of_inputs_and_outputs_are_found(make, axis, place):
     batch, coupling = found(make())
     assert batch.inputs == {"input": axis}
     assert batch.places["output"] == place
     assert (batch.fixed, coupling) == ("", "")
 
 
-def test_values_without_the_batch_have_no_place():
+def test_values_without_batch_have_no_batch_axis():
     batch, _ = found(attention())
     assert "w" not in batch.places
     assert batch.places["scores"] == ExampleAxis(0, 1)
 
 
-def test_real_batches_are_probed_too():
+def test_user_batch_is_used_for_search():
     inputs = {"input": np.random.default_rng(0).standard_normal((3, 7, 3)).astype(np.float32)}
     batch, _ = found(time_major(), inputs)
     assert (batch.size, batch.places["output"]) == (7, ExampleAxis(1, 1))
 
 
-def test_batch_inside_a_reshape_is_said_to_be_fixed():
+def test_batch_size_in_reshape_is_reported_as_fixed():
     inputs = {"input": np.zeros((4, 4, 3), np.float32)}
     batch, _ = found(baked(4), inputs)
     assert batch.size == 4
@@ -124,24 +124,24 @@ def test_batch_inside_a_reshape_is_said_to_be_fixed():
     assert batch.places["output"] == ExampleAxis(0, 1)
 
 
-def test_batch_of_one_inside_a_reshape_is_found_without_a_real_batch():
+def test_batch_of_one_in_reshape_is_found_from_generated_inputs():
     batch, _ = found(baked(1))
     assert batch.size == 1
     assert "fixes the batch size at 1" in batch.fixed
 
 
-def test_declared_batch_is_said_to_be_fixed_though_the_operators_are_not():
+def test_declared_batch_size_is_reported_as_fixed():
     batch, _ = found(declared())
     assert (batch.size, batch.places["output"]) == (5, ExampleAxis(0, 1))
     assert "declares 5 examples in 'input'" in batch.fixed
 
 
-def test_examples_that_depend_on_each_other_are_traced_to_the_node():
+def test_coupled_examples_are_traced_to_node():
     _, coupling = found(centred())
     assert coupling == "ReduceMean node 'node_mean'"
 
 
-def test_inputs_whose_batches_have_different_symbols_grow_together():
+def test_batch_axes_with_different_symbols_grow_together():
     """One of them alone may grow as well here: a batch of one is stretched to the other."""
     net = models.Net()
     net.op("MatMul", "input", net.weight("w", 3, 4), to="scores")

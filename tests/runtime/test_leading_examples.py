@@ -43,7 +43,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("declared", "given", "expected"), CASES.values(), ids=CASES)
-def test_few_examples_are_taken_only_where_the_declaration_tells_them(declared, given, expected):
+def test_first_examples_need_declared_batch_axes(declared, given, expected):
     inputs = [Input(name, F32, shape) for name, shape in declared.items()]
     arrays = {name: np.zeros(shape, F32) for name, shape in given.items()}
     found = first_examples(inputs, arrays)
@@ -51,13 +51,13 @@ def test_few_examples_are_taken_only_where_the_declaration_tells_them(declared, 
     assert all(np.shares_memory(found[name], arrays[name]) for name in found)
 
 
-def test_values_of_a_large_sample_are_those_of_a_few_examples():
+def test_facts_of_large_sample_equal_facts_of_few_examples():
     proto = models.cnn()
     model = ke.load_model(proto, sample_inputs=models.random_inputs(proto, 512))
     assert max(fact.shape[0] for fact in model.facts.values() if len(fact.shape) == 4) < 10
 
 
-def test_batch_that_a_model_fixes_inside_goes_through_whole():
+def test_model_with_fixed_batch_runs_on_whole_sample():
     net = models.Net()
     rows = net.op("Reshape", "input", net.constant("shape", np.array([12, 3])), to="rows")
     net.op("MatMul", rows, net.weight("weight", 3, 2), to="output")

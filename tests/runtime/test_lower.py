@@ -31,7 +31,7 @@ def quick_gelu_model() -> object:
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def test_a_fused_activation_has_the_gradient_of_the_runtimes_own_kernel() -> None:
+def test_fused_activation_gradient_equals_runtime_kernel() -> None:
     model = quick_gelu_model()
     rng = np.random.default_rng(1)
     x, g = rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
@@ -49,14 +49,14 @@ def test_a_fused_activation_has_the_gradient_of_the_runtimes_own_kernel() -> Non
     np.testing.assert_allclose(found, truth, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_what_is_not_differentiated_stays_as_it_is() -> None:
+def test_nodes_off_gradient_path_are_not_lowered() -> None:
     graph = load_graph(quick_gelu_model())
     rewritten, _ = lowered(graph, ())
     assert rewritten is graph
 
 
 @pytest.mark.parametrize("wrt", ["x", "w"])
-def test_results_keep_their_names(wrt: str) -> None:
+def test_lowering_keeps_result_names(wrt: str) -> None:
     graph, facts = lowered(load_graph(quick_gelu_model()), [wrt])
     assert graph.producers["y"].op == "Mul"
     assert {node.domain for node in graph.nodes} == {""}

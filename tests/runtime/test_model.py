@@ -18,7 +18,7 @@ def masked():
     return net.model({"input": ["batch", 4]}, {"output": ["batch", 4]})
 
 
-def test_truth_values_are_saved_as_such():
+def test_boolean_values_are_saved_as_booleans():
     model = ke.load_model(masked())
     inputs = models.random_inputs(masked(), batch=5)
     x, trace = inputs["input"], model.run(inputs)
@@ -51,7 +51,7 @@ def test_vjp_equals_finite_differences_for_parameters_inputs_and_activations(nam
     assert float((found["input"] * step).sum()) == pytest.approx(slope, rel=2e-3, abs=1e-4)
 
 
-def test_values_are_computed_when_first_read_and_then_with_every_batch():
+def test_value_is_computed_on_first_read_and_then_for_every_batch():
     proto = models.mlp()
     model = ke.load_model(proto)
     inputs = models.random_inputs(proto, batch=3)
@@ -61,7 +61,7 @@ def test_values_are_computed_when_first_read_and_then_with_every_batch():
     assert "act0" in model.fetch({**inputs, **model.parameters})
 
 
-def test_cotangent_comes_back_under_its_own_name_with_what_flows_through():
+def test_gradient_of_differentiated_value_includes_other_paths():
     proto = models.mlp()
     trace = ke.load_model(proto).run(models.random_inputs(proto, batch=3))
     cotangent = np.ones_like(trace["output"])
@@ -70,14 +70,14 @@ def test_cotangent_comes_back_under_its_own_name_with_what_flows_through():
     assert found["fc1"].any()
 
 
-def test_values_the_output_does_not_depend_on_have_zero_gradient():
+def test_gradient_of_value_without_influence_is_zero():
     proto = models.two_outputs()
     trace = ke.load_model(proto).run(models.random_inputs(proto, batch=3))
     found = trace.vjp({"logits": np.ones((3, 3), np.float32)}, ["mean.weight"])
     np.testing.assert_array_equal(found["mean.weight"], np.zeros((2, 4)))
 
 
-def test_parameters_of_one_run_may_be_other_ones():
+def test_run_accepts_other_parameters():
     proto = models.linear()
     model = ke.load_model(proto)
     inputs = models.random_inputs(proto, batch=3)
@@ -87,7 +87,7 @@ def test_parameters_of_one_run_may_be_other_ones():
     assert model.parameters["fc.weight"].any()
 
 
-def test_names_that_go_by_nothing_and_wrong_cotangents_are_refused():
+def test_unknown_names_and_wrong_cotangents_raise_error():
     proto = models.mlp()
     trace = ke.load_model(proto).run(models.random_inputs(proto, batch=3))
     with pytest.raises(ke.UnknownNameError, match="nowhere"):
@@ -98,7 +98,7 @@ def test_names_that_go_by_nothing_and_wrong_cotangents_are_refused():
         trace.vjp({"output": np.ones((3, 4), np.float32)}, ["fc1"])
 
 
-def test_sample_run_made_of_one_example_serves_every_batch_size():
+def test_sample_run_of_one_example_supports_all_batch_sizes():
     proto = models.resnet_block()
     one = models.random_inputs(proto, batch=1)
     model = ke.load_model(proto, sample_inputs=one)
@@ -112,7 +112,7 @@ def test_sample_run_made_of_one_example_serves_every_batch_size():
     np.testing.assert_array_equal(*results)
 
 
-def test_model_that_cannot_be_run_on_made_up_inputs_asks_for_real_ones():
+def test_model_without_generated_inputs_asks_for_sample_inputs():
     net = models.Net()
     x = net.op("Reshape", "input", net.constant("sides", np.array([-1, 5])), to="rows")
     net.op("MatMul", x, net.weight("w", 5, 2), to="output")
@@ -124,9 +124,7 @@ def test_model_that_cannot_be_run_on_made_up_inputs_asks_for_real_ones():
 
 
 @pytest.mark.parametrize(("op", "kernel", "stride"), [("AveragePool", 4, 2), ("MaxPool", 4, 4)])
-def test_window_larger_than_the_image_is_refused_not_differentiated_by_wrong_weights(
-    op, kernel, stride
-):
+def test_window_larger_than_image_raises_error(op, kernel, stride):
     def pooled(side):
         net = models.Net()
         x = net.op("Mul", "input", net.weight("w", 1, 2, 1, 1), to="scaled")
@@ -143,7 +141,7 @@ def test_window_larger_than_the_image_is_refused_not_differentiated_by_wrong_wei
     assert found["w"].any()
 
 
-def test_made_up_axes_of_one_symbol_have_one_size():
+def test_generated_axes_of_one_symbol_have_one_size():
     """Time comes first in one input and the batch in the other, as with lengths of sequences."""
     graph = parser.parse_graph(
         "g (float[S, N, 2] x, float[N, 3] b) => (float[N, 3] y) <int64[1] first = {0}, "
@@ -158,7 +156,7 @@ def test_made_up_axes_of_one_symbol_have_one_size():
 @pytest.mark.parametrize(
     ("side", "words"), [(2**33, "no batch can have"), (0, "has no entries")], ids=["huge", "empty"]
 )
-def test_declared_shapes_that_cannot_be_fed_are_refused(side, words):
+def test_impossible_declared_shape_raises_error(side, words):
     """ONNX Runtime 1.31 ends the process on some operands without entries."""
     model = models.mlp()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = side
@@ -175,7 +173,7 @@ def test_declared_shapes_that_cannot_be_fed_are_refused(side, words):
         (["fc0.*", "fc1.bias"], ["fc1.weight"]),
     ],
 )
-def test_frozen_parameters_are_left_out(freeze, kept):
+def test_frozen_parameters_are_excluded(freeze, kept):
     proto = models.mlp((6, 5, 3))
     inputs = models.random_inputs(proto, batch=2)
     model = ke.load_model(proto, freeze=freeze)
@@ -187,7 +185,7 @@ def test_frozen_parameters_are_left_out(freeze, kept):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
-def test_freezing_goes_before_what_is_to_be_trained():
+def test_freeze_overrides_trainable():
     model = ke.load_model(models.mlp((6, 5, 3)), trainable="fc1.*", freeze="*.bias")
     assert list(model.parameters) == ["fc1.weight"]
 
@@ -202,6 +200,6 @@ def test_freezing_goes_before_what_is_to_be_trained():
         ({"trainable": 3}, ke.InputError, "trainable must be a list"),
     ],
 )
-def test_wrong_patterns_of_parameters_are_told(options, error, message):
+def test_invalid_parameter_pattern_raises_error(options, error, message):
     with pytest.raises(error, match=message):
         ke.load_model(models.mlp((6, 5, 3)), **options)

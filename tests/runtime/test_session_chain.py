@@ -63,7 +63,7 @@ def graph() -> Graph:
 
 
 @pytest.mark.usefixtures("most")
-def test_facts_do_not_depend_on_the_length_of_sessions(graph: Graph) -> None:
+def test_facts_are_independent_of_session_length(graph: Graph) -> None:
     facts = SampleRun(graph).facts(FEEDS)
     found = {name: (facts[name].dtype, facts[name].shape) for name in EXPECTED}
     assert found == {name: (value.dtype, value.shape) for name, value in EXPECTED.items()}
@@ -72,7 +72,7 @@ def test_facts_do_not_depend_on_the_length_of_sessions(graph: Graph) -> None:
 
 
 @pytest.mark.usefixtures("most")
-def test_values_do_not_depend_on_the_length_of_sessions(graph: Graph) -> None:
+def test_values_are_independent_of_session_length(graph: Graph) -> None:
     run = SampleRun(graph)
     for times in 1, 2:  # in two runs of the same sessions
         values = run.values({**FEEDS, "x": times * X}, ["t", "y", "total"])
@@ -88,7 +88,7 @@ def test_shapes_are_inferred_across_sessions(most: int, graph: Graph) -> None:
     assert declared.get("total") == (() if most > 1 else None)  # a scalar is measured with its node
 
 
-def test_sessions_are_short_unless_a_sequence_is_read_later(
+def test_sessions_are_extended_for_sequences(
     most: int, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
@@ -109,6 +109,6 @@ def test_sessions_are_short_unless_a_sequence_is_read_later(
 
 
 @pytest.mark.usefixtures("most")
-def test_sizes_that_do_not_fit_are_an_error(graph: Graph) -> None:
+def test_incompatible_sizes_raise_error(graph: Graph) -> None:
     with pytest.raises(BackendError, match="a sample run of"):
         SampleRun(graph).facts({**FEEDS, "x": np.ones((2, 4), np.float32)})

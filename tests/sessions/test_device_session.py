@@ -67,7 +67,7 @@ def session(
     return DeviceSession(model, threads=1, what="a test", memory_space=memory_space)
 
 
-def test_results_lie_in_the_memory_space_and_counts_on_the_host(gpu: CupyMemorySpace) -> None:
+def test_results_are_on_device_and_counts_on_host(gpu: CupyMemorySpace) -> None:
     feeds = {"x": gpu.as_feed(X), "w": gpu.as_feed(W)}
     found = session(gpu).run(RESULTS, feeds)
     assert type(found["y"]) is type(found["positive"]) is type(feeds["x"])
@@ -79,19 +79,19 @@ def test_results_lie_in_the_memory_space_and_counts_on_the_host(gpu: CupyMemoryS
     np.testing.assert_array_equal(positive, X @ W > 0)
 
 
-def test_feeds_of_the_host_are_taken_too(gpu: CupyMemorySpace) -> None:
+def test_host_feeds_are_accepted(gpu: CupyMemorySpace) -> None:
     found = session(gpu).run(("y",), {"x": X, "w": gpu.as_feed(W)})
     np.testing.assert_allclose(gpu.on_host(found["y"]), X @ W, rtol=0, atol=ROUNDING)
 
 
-def test_results_go_into_arrays_of_the_caller(gpu: CupyMemorySpace) -> None:
+def test_run_into_writes_to_arrays_of_caller(gpu: CupyMemorySpace) -> None:
     own = gpu.empty((3, 5), FLOAT)
     session(gpu).run_into({"y": own}, {"x": gpu.as_feed(X), "w": gpu.as_feed(W)})
     np.testing.assert_allclose(gpu.on_host(own), X @ W, rtol=0, atol=ROUNDING)
     own[...] = 0  # it can be written, unlike what a session makes itself
 
 
-def test_results_live_as_long_as_their_arrays(gpu: CupyMemorySpace) -> None:
+def test_results_keep_their_memory_alive(gpu: CupyMemorySpace) -> None:
     made = session(gpu)
     first = made.run(("y",), {"x": gpu.as_feed(X), "w": gpu.as_feed(W)})["y"]
     for seed in range(4):
@@ -101,12 +101,12 @@ def test_results_live_as_long_as_their_arrays(gpu: CupyMemorySpace) -> None:
     np.testing.assert_allclose(gpu.on_host(first), X @ W, rtol=0, atol=ROUNDING)
 
 
-def test_empty_arrays_have_no_address_and_need_none(gpu: CupyMemorySpace) -> None:
+def test_empty_arrays_are_accepted(gpu: CupyMemorySpace) -> None:
     found = session(gpu).run(("y",), {"x": gpu.as_feed(X[:0]), "w": gpu.as_feed(W)})
     assert found["y"].shape == (0, 5)
 
 
-def test_text_is_copied(gpu: CupyMemorySpace) -> None:
+def test_text_feeds_are_copied(gpu: CupyMemorySpace) -> None:
     """``size(words) · x``."""
     nodes = (
         Node("Size", ("words",), ("count",)),
@@ -123,12 +123,12 @@ def test_text_is_copied(gpu: CupyMemorySpace) -> None:
     np.testing.assert_array_equal(gpu.on_host(found["y"]), 3 * X)
 
 
-def test_an_array_of_another_shape_is_refused(gpu: CupyMemorySpace) -> None:
+def test_result_array_of_wrong_shape_raises_error(gpu: CupyMemorySpace) -> None:
     with pytest.raises(BackendError, match="ONNX Runtime failed in a test"):
         session(gpu).run(("y",), {"x": gpu.as_feed(X[:, :3]), "w": gpu.as_feed(W)})
 
 
-def test_work_of_a_runtime_is_ordered_both_ways(
+def test_runtime_work_is_ordered_before_and_after(
     gpu: CupyMemorySpace, request: pytest.FixtureRequest
 ) -> None:
     if "device" in request.node.name:
@@ -159,7 +159,7 @@ class Short(HostMemory):
         return True
 
 
-def test_where_memory_is_short_unused_memory_is_released_and_the_rest_is_said() -> None:
+def test_memory_shortage_releases_memory_then_raises_error() -> None:
     memory_space = Short()
     # An outer product of 4 TB.
     x, w = np.ones((1 << 20, 1), np.float32), np.ones((1, 1 << 20), np.float32)
@@ -209,7 +209,7 @@ def forget() -> Iterator[None]:
         cache.cache_clear()
 
 
-def test_a_memory_space_is_taken_where_a_trial_is_right(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_space_is_used_after_successful_trial(caplog: pytest.LogCaptureFixture) -> None:
     memory_space = Elsewhere()
     with caplog.at_level("INFO", logger="kfac_engine"):
         assert available_memory_space(memory_space) is memory_space
@@ -219,13 +219,13 @@ def test_a_memory_space_is_taken_where_a_trial_is_right(caplog: pytest.LogCaptur
     ]
 
 
-def test_the_host_needs_no_trial(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_needs_no_trial(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", logger="kfac_engine"):
         assert available_memory_space(HOST) is HOST
     assert not caplog.records
 
 
-def test_without_a_provider_the_cpu_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_provider_selects_cpu_with_log(caplog: pytest.LogCaptureFixture) -> None:
     if has_provider("cuda"):
         pytest.skip("this ONNX Runtime has one")
     with caplog.at_level("INFO", logger="kfac_engine"):
@@ -243,7 +243,7 @@ def broken(*_: object, **__: object) -> DeviceSession:
 @pytest.mark.parametrize(
     ("memory_space", "why"), [(Wrong(), "a trial returned"), (Elsewhere(), "cannot load it")]
 )
-def test_a_provider_that_fails_is_not_taken_with_a_warning(
+def test_failing_provider_selects_cpu_with_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     memory_space: HostMemory,
@@ -258,7 +258,7 @@ def test_a_provider_that_fails_is_not_taken_with_a_warning(
     assert why in record.message
 
 
-def test_the_provider_is_given_device_stream_and_accuracy() -> None:
+def test_provider_options_have_device_stream_and_tf32() -> None:
     options = device_session._provider_options(Cuda())
     assert options["device_id"] == "1"
     assert options["user_compute_stream"] == "12345"
@@ -277,7 +277,7 @@ def test_small_integers_stay_on_the_host(dtype: np.dtype, rank: int, stays: bool
 
 
 @pytest.mark.parametrize(("name", "tf32"), [("cupy", False), ("cupy-tf32", True)])
-def test_products_round_where_the_backend_was_asked_to(
+def test_tf32_option_follows_backend(
     monkeypatch: pytest.MonkeyPatch, name: str, tf32: bool
 ) -> None:
     if compiler() is None:

@@ -25,7 +25,7 @@ def equal(left, right):
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("open_arrays", [map_arrays, read_arrays])
-def test_the_arrays_of_an_archive_are_those_of_numpy(save, open_arrays, tmp_path):
+def test_archive_arrays_equal_numpy(save, open_arrays, tmp_path):
     path = tmp_path / "x.npz"
     save(path, **ARRAYS)
     arrays = open_arrays(path)
@@ -34,7 +34,7 @@ def test_the_arrays_of_an_archive_are_those_of_numpy(save, open_arrays, tmp_path
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_a_lone_array_is_that_of_numpy(name, tmp_path):
+def test_npy_array_equals_numpy(name, tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, ARRAYS[name])
     ((key, array),) = map_arrays(path).items()
@@ -46,7 +46,7 @@ def test_a_lone_array_is_that_of_numpy(name, tmp_path):
 @pytest.mark.parametrize(
     ("save", "mapped"), [(np.savez, True), (np.savez_compressed, False)], ids=["stored", "packed"]
 )
-def test_only_members_without_compression_are_mapped(save, mapped, tmp_path):
+def test_only_uncompressed_members_are_mapped(save, mapped, tmp_path):
     path = tmp_path / "x.npz"
     save(path, x=ARRAYS["c"])
     array = map_arrays(path)["x"]
@@ -63,7 +63,7 @@ def test_only_members_without_compression_are_mapped(save, mapped, tmp_path):
             array[0, 0] = 1
 
 
-def test_an_archive_may_begin_after_other_bytes_and_have_an_extra_field(tmp_path):
+def test_archive_with_prefix_and_extra_field_is_read(tmp_path):
     path = tmp_path / "x.npz"
     path.write_bytes(b"#!/bin/sh\n")
     with zipfile.ZipFile(path, "a") as archive:
@@ -108,20 +108,20 @@ def _objects(data):
 
 @pytest.mark.parametrize("change", [_longer_name, _no_signature, _more_rows, _objects])
 @pytest.mark.parametrize("open_arrays", [map_arrays, array_headers])
-def test_a_damaged_archive_is_refused(change, open_arrays, tmp_path):
+def test_damaged_archive_raises_error(change, open_arrays, tmp_path):
     path = damaged(tmp_path, change)
     with pytest.raises(ke.InputError, match=r"cannot read '.*x\.npz'"):
         open_arrays(path)
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+def test_missing_file_and_folder_raise_error(tmp_path):
     with pytest.raises(ke.InputError, match="there is no such file"):
         map_arrays(tmp_path / "x.npz")
     with pytest.raises(ke.InputError, match="it is a folder"):
         map_arrays(tmp_path)
 
 
-def test_compressed_arrays_larger_than_memory_are_refused(tmp_path, monkeypatch):
+def test_compressed_arrays_above_memory_raise_error(tmp_path, monkeypatch):
     from kfac_engine.system import arrays
 
     np.savez_compressed(tmp_path / "packed.npz", x=np.zeros(1 << 20, np.uint8))

@@ -69,18 +69,18 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize(("files", "wanted"), SYSTEMS.values(), ids=SYSTEMS)
-def test_the_tightest_limit_counts(files, wanted, system):
+def test_available_memory_is_smallest_limit(files, wanted, system):
     system(files)
     assert available_memory() == wanted
 
 
-def test_a_system_without_these_files_is_asked_for_its_memory(system):
+def test_physical_memory_is_used_without_system_files(system):
     assert available_memory() >= GIB // 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep such limits")
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_limits_of_the_process_are_seen(limit):
+def test_process_limits_bound_available_memory(limit):
     code = f"""
 import resource
 from kfac_engine.system.memory_limits import available_memory

@@ -28,7 +28,7 @@ def leftover(folder: Path, age: float) -> Path:
 
 
 @posix
-def test_a_link_stays_and_the_file_it_names_is_written(tmp_path):
+def test_write_follows_symbolic_link(tmp_path):
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "state", tmp_path / "state"
     link.symlink_to("far/state")
@@ -41,7 +41,7 @@ def test_a_link_stays_and_the_file_it_names_is_written(tmp_path):
 
 
 @posix
-def test_a_pipe_gets_the_bytes_and_stays_a_pipe(tmp_path):
+def test_write_to_pipe_keeps_pipe(tmp_path):
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = Thread(target=lambda: got.append(pipe.read_bytes()))
@@ -53,14 +53,14 @@ def test_a_pipe_gets_the_bytes_and_stays_a_pipe(tmp_path):
 
 
 @posix
-def test_the_null_device_is_written_to_and_stays_a_device():
+def test_write_to_null_device_keeps_device():
     write_file(os.devnull, [b"nothing"])
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
-def test_an_existing_file_keeps_its_permissions_and_owner(tmp_path, mode):
+def test_existing_file_keeps_permissions_and_owner(tmp_path, mode):
     path = tmp_path / "state"
     path.write_bytes(b"old")
     path.chmod(mode)
@@ -77,7 +77,7 @@ def test_an_existing_file_keeps_its_permissions_and_owner(tmp_path, mode):
 
 @posix
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_new_file_gets_the_permissions_of_new_files(tmp_path, mask):
+def test_new_file_has_default_permissions(tmp_path, mask):
     old = os.umask(mask)
     try:
         write_file(tmp_path / "ours", [b"new"])
@@ -88,7 +88,7 @@ def test_a_new_file_gets_the_permissions_of_new_files(tmp_path, mask):
     assert len(modes) == 1
 
 
-def test_a_write_protected_file_is_left_alone(tmp_path, monkeypatch):
+def test_write_protected_file_is_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "state"
     path.write_bytes(b"old")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write all
@@ -98,20 +98,20 @@ def test_a_write_protected_file_is_left_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["", ".", "a\0b", None], ids=repr)
-def test_what_is_no_file_is_refused(path, tmp_path, monkeypatch):
+def test_non_file_path_raises_error(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ke.InputError, match="cannot write"):
         write_file(path, [b"new"])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_as_long_as_the_system_allows_can_be_written(tmp_path):
+def test_longest_file_name_is_written(tmp_path):
     path = tmp_path / ("x" * 255)
     write_file(path, [b"new"])
     assert path.read_bytes() == b"new"
 
 
-def test_threads_that_write_one_path_all_succeed(tmp_path):
+def test_concurrent_writes_to_one_path_succeed(tmp_path):
     path, failures, start = tmp_path / "state", [], Barrier(8)
     contents = [bytes([i]) * 100_000 for i in range(8)]
 
@@ -133,7 +133,7 @@ def test_threads_that_write_one_path_all_succeed(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_in_the_middle_leaves_the_old_file_alone(tmp_path):
+def test_failed_write_keeps_old_file(tmp_path):
     path = tmp_path / "state"
     path.write_bytes(b"old")
 
@@ -148,14 +148,14 @@ def test_an_error_in_the_middle_leaves_the_old_file_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("age", "stays"), [(10, True), (7200, False)])
-def test_temporary_files_of_killed_processes_are_removed_once_they_are_old(tmp_path, age, stays):
+def test_stale_temporary_files_are_removed(tmp_path, age, stays):
     old = leftover(tmp_path, age)
     write_file(tmp_path / "state", [b"new"])
     assert old.exists() == stays
 
 
 @posix
-def test_a_temporary_file_that_a_process_still_holds_is_not_removed(tmp_path):
+def test_locked_temporary_file_is_not_removed(tmp_path):
     import fcntl
 
     old = leftover(tmp_path, 7200)
@@ -165,7 +165,7 @@ def test_a_temporary_file_that_a_process_still_holds_is_not_removed(tmp_path):
         assert old.exists()
 
 
-def test_an_ending_process_removes_its_temporary_files_and_makes_no_more(tmp_path, monkeypatch):
+def test_abandon_files_removes_and_prevents_temporary_files(tmp_path, monkeypatch):
     class Lock:
         held = False
 
@@ -202,7 +202,7 @@ SAME = {
 
 @posix
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
-def test_an_output_that_is_an_input_is_refused_by_whatever_name(tmp_path, make):
+def test_output_equal_to_input_raises_error(tmp_path, make):
     (tmp_path / "x").mkdir()
     (tmp_path / "a").write_bytes(b"")
     read, written = make(tmp_path / "a", tmp_path / "b")
@@ -210,20 +210,20 @@ def test_an_output_that_is_an_input_is_refused_by_whatever_name(tmp_path, make):
         check_outputs({"-o": written}, {"--inputs": read})
 
 
-def test_two_outputs_that_do_not_exist_yet_are_told_apart(tmp_path):
+def test_new_outputs_with_different_names_are_distinct(tmp_path):
     check_outputs({"-o": tmp_path / "a", "--state": tmp_path / "b"}, {"--inputs": None})
     with pytest.raises(ke.InputError, match=r"--state .* would overwrite the file of -o"):
         check_outputs({"-o": tmp_path / "a", "--state": tmp_path / "a"})
 
 
 @posix
-def test_one_device_may_take_several_outputs():
+def test_device_may_be_several_outputs():
     null = Path(os.devnull)
     check_outputs({"-o": null, "--state": null}, {"--targets": null})
 
 
 @posix
-def test_a_model_of_two_files_is_not_written_into_a_device(tmp_path):
+def test_two_file_model_to_device_raises_error(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     files = ModelFiles(b"message", "pipe.data", (np.ones(3),))
     with pytest.raises(ke.InputError, match="two files"):
@@ -231,7 +231,7 @@ def test_a_model_of_two_files_is_not_written_into_a_device(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_equal_states_are_equal_bytes_and_their_tensors_lie_aligned(tmp_path):
+def test_equal_states_have_equal_aligned_bytes(tmp_path):
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", threads=1)
     engine.step(models.random_inputs(models.mlp(), 4), np.array([0, 2, 1, 1]))
     for name in "abcd":  # four keys come in one of 24 orders

@@ -21,7 +21,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_jvp_equals_the_slope_of_finite_differences(name):
+def test_jvp_equals_finite_differences(name):
     proto = models.MODELS[name]()
     model = ke.load_model(proto)
     for batch in (2, 3, 1):  # one session for each shape
@@ -48,7 +48,7 @@ def smooth_cnn():
 
 @pytest.mark.parametrize("make", [models.mlp, smooth_cnn, models.layer_norm, models.tied,
                                   models.embedding], ids=lambda make: make.__name__)  # fmt: skip
-def test_second_derivative_equals_differences_of_gradients(make):
+def test_second_derivative_equals_finite_differences_of_gradients(make):
     proto = make()
     model = ke.load_model(proto)
     inputs = models.random_inputs(proto, 3)
@@ -69,7 +69,7 @@ def test_second_derivative_equals_differences_of_gradients(make):
     close(moved["output"], trace.jvp(tangents, ["output"])["output"])
 
 
-def test_jvp_of_inputs_and_of_hidden_values_is_the_adjoint_of_vjp():
+def test_jvp_of_inputs_and_hidden_values_is_adjoint_of_vjp():
     proto = models.cnn()
     trace = ke.load_model(proto).run(models.random_inputs(proto, 4))
     tangents = directions(trace, ["input", "act0", "conv1.weight"])
@@ -81,7 +81,7 @@ def test_jvp_of_inputs_and_of_hidden_values_is_the_adjoint_of_vjp():
     assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_independent_values_hold_each_other_fixed():
+def test_jvp_treats_values_with_tangents_as_independent():
     proto = models.mlp()
     trace = ke.load_model(proto).run(models.random_inputs(proto, 3))
     tangents = directions(trace, ["act0", "fc0.weight"])
@@ -95,7 +95,7 @@ def test_independent_values_hold_each_other_fixed():
     assert gradients["act0"].any()
 
 
-def test_values_that_share_a_gradient_share_its_change():
+def test_values_with_shared_gradient_have_equal_second_derivatives():
     # s = W x + b: the cotangents of product and bias are one value where the batch is one.
     net = models.Net()
     net.op("Add", "input", net.weight("shift", 3), to="moved")
@@ -107,7 +107,7 @@ def test_values_that_share_a_gradient_share_its_change():
     np.testing.assert_allclose(found, tangents["moved"] + 2 * tangents["input"], rtol=1e-6)
 
 
-def test_what_does_not_move_has_a_zero_change():
+def test_jvp_of_value_without_tangent_is_zero():
     proto = models.two_outputs()
     trace = ke.load_model(proto).run(models.random_inputs(proto, 3))
     tangents = directions(trace, ["mean.weight"])
@@ -119,14 +119,14 @@ def test_what_does_not_move_has_a_zero_change():
     np.testing.assert_array_equal(bent["mean.weight"], np.zeros((2, 4)))
 
 
-def test_output_itself_may_move():
+def test_output_may_have_tangent():
     proto = models.mlp()
     trace = ke.load_model(proto).run(models.random_inputs(proto, 3))
     tangents = directions(trace, ["output"])
     np.testing.assert_array_equal(trace.jvp(tangents, ["output"])["output"], tangents["output"])
 
 
-def test_parameters_of_the_run_are_the_point_of_differentiation():
+def test_jvp_uses_parameters_of_its_trace():
     proto = models.tied()
     model = ke.load_model(proto)
     inputs = models.random_inputs(proto, 3)
@@ -136,7 +136,7 @@ def test_parameters_of_the_run_are_the_point_of_differentiation():
     np.testing.assert_array_equal(found["output"], np.zeros((3, 4)))
 
 
-def test_tangents_of_a_wrong_shape_are_refused():
+def test_tangent_of_wrong_shape_raises_error():
     proto = models.mlp()
     trace = ke.load_model(proto).run(models.random_inputs(proto, 3))
     with pytest.raises(ke.ShapeError, match=r"tangent of 'fc0.bias' has shape \(2,\)"):
@@ -145,7 +145,7 @@ def test_tangents_of_a_wrong_shape_are_refused():
         trace.jvp({"nobody": np.zeros(2)}, ["output"])
 
 
-def test_padding_between_transpositions_survives_the_optimizer_of_the_runtime():
+def test_pad_between_transposes_is_correct_after_runtime_optimization():
     # It moves a Transpose over a Pad; the gradient of a Slice is a Pad.
     net = models.Net()
     front = net.op("Transpose", "input", to="front", perm=[0, 2, 1])

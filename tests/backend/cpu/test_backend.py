@@ -15,7 +15,7 @@ from kfac_engine.errors import BackendError
 BACKEND = NumpyBackend()
 
 
-def test_every_primitive_has_the_signature_of_the_protocol():
+def test_primitives_have_signatures_of_protocol():
     names = [name for name in vars(Backend) if not name.startswith("_")]
     assert len(names) > 10
     for name in names:
@@ -37,7 +37,7 @@ class Capsule:
         return self.array.__dlpack_device__()
 
 
-def test_arrays_of_numpy_and_of_the_exchange_protocol_are_shared():
+def test_numpy_and_dlpack_arrays_are_not_copied():
     array = np.arange(6.0).reshape(2, 3)
     assert BACKEND.asarray(array) is array
     assert np.shares_memory(BACKEND.asarray(Capsule(array)), array)
@@ -45,14 +45,14 @@ def test_arrays_of_numpy_and_of_the_exchange_protocol_are_shared():
 
 
 @pytest.mark.parametrize("value", [[[1, 2], [3, 4]], np.float32(3), 2.5])
-def test_plain_numbers_become_arrays_of_the_dtype_asked_for(value):
+def test_numbers_become_arrays_of_requested_dtype(value):
     found = BACKEND.asarray(value, np.float32)
     assert isinstance(found, np.ndarray)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, value)
 
 
-def test_the_array_of_a_device_is_refused_with_advice():
+def test_device_array_error_suggests_copy():
     device_array = type("ndarray", (), {"__module__": "cupy"})()
     with pytest.raises(BackendError, match=r"copy it to the host first \(cupy.asnumpy\)"):
         BACKEND.asarray(device_array)
@@ -72,13 +72,13 @@ VIEWS = {
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize(("bad", "finite"), [(3.0, True), (np.nan, False), (-np.inf, False)])
-def test_one_bad_number_anywhere_in_a_view_is_found(view, bad, finite, dtype):
+def test_are_finite_detects_single_nonfinite_entry_of_view(view, bad, finite, dtype):
     x = np.ones((4, 6, 9), dtype)
     x[2, 4, 6] = bad
     assert np.isfinite(BACKEND.squared_norms([view(x)])).tolist() == [finite]
 
 
-def test_bad_numbers_outside_the_view_do_not_count():
+def test_are_finite_ignores_entries_outside_view():
     x = np.ones((4, 6))
     x[:, 1::2] = np.nan
     assert BACKEND.squared_norms([x[:, ::2]]) == [12.0]
@@ -96,21 +96,21 @@ SQUARES = {
 
 
 @pytest.mark.parametrize(("x", "finite"), SQUARES.values(), ids=SQUARES)
-def test_what_overflows_when_squared_is_not_finite(x, finite):
+def test_squared_norm_of_overflowing_entries_is_infinite(x, finite):
     assert np.isfinite(BACKEND.squared_norms([x])).tolist() == [finite]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("bad", [1.0, np.nan, np.inf, -np.inf])
-def test_the_largest_numbers_are_numbers_and_others_are_found(view, bad, dtype):
+def test_largest_floats_are_finite(view, bad, dtype):
     x = np.full((4, 6, 9), ml_dtypes.finfo(dtype).max, dtype)
     x[1, 3, 5] *= -1
     x[2, 4, 6] = bad
     assert BACKEND.are_finite([view(x)]).tolist() == [bool(np.isfinite(bad))]
 
 
-def test_finite_numbers_are_told_without_a_copy():
+def test_are_finite_allocates_no_copy():
     x = np.full(1_000_000, 3e38, np.float32)
     tracemalloc.start()
     assert BACKEND.are_finite([x, x[::2]]).all()

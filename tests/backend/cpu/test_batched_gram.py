@@ -27,7 +27,7 @@ def images(shape, dtype=np.float64):
 @pytest.mark.parametrize("scratch_bytes", [16 << 20, 1], ids=["roomy", "image_by_image"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", IMAGES.values(), ids=IMAGES)
-def test_moment_is_added_to_the_scaled_old_one(shape, threads, scratch_bytes):
+def test_gram_matrix_is_added_to_scaled_old_matrix(shape, threads, scratch_bytes):
     x = np.moveaxis(images(shape), 1, -1)
     d, old = shape[1], images((shape[1], shape[1]))
     out, means = old.copy(), {"scratch_bytes": scratch_bytes, "workers": Workers(threads)}
@@ -55,5 +55,5 @@ LEFT = {
 
 
 @pytest.mark.parametrize("x", LEFT.values(), ids=LEFT)
-def test_what_lies_otherwise_is_left_to_others(x):
+def test_unsuitable_layouts_have_no_gram_stack(x):
     assert as_gram_stack(x, np.dtype(np.float64)) is None

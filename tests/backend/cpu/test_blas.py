@@ -37,7 +37,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("char", "fd")
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("x", VIEWS.values(), ids=VIEWS)
-def test_syrk_writes_the_lower_triangle_alone(x, beta, char):
+def test_syrk_writes_only_lower_triangle(x, beta, char):
     x, whole = x(char, 1), room((9, 9), char, 2)
     out, before = whole[2:7, 3:8], whole.copy()
     expected = beta * out.astype(float) + 0.3 * x.astype(float) @ x.T.astype(float)
@@ -53,7 +53,7 @@ def test_syrk_writes_the_lower_triangle_alone(x, beta, char):
 @pytest.mark.parametrize("char", "fd")
 @pytest.mark.parametrize("y", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("x", VIEWS.values(), ids=VIEWS)
-def test_gemm_multiplies_all_pairs_of_layouts(x, y, char):
+def test_gemm_equals_numpy_for_all_layouts(x, y, char):
     x, y, whole = x(char, 1)[:4], y(char, 3), room((9, 9), char, 2)
     out, before = whole[2:6, 3:8], whole.copy()
     expected = 0.5 * out.astype(float) - 2.0 * x.astype(float) @ y.T.astype(float)
@@ -77,7 +77,7 @@ def test_zero_beta_overwrites_nan(side, depth, char):
     assert np.isfinite(full).all()
 
 
-def test_a_prepared_product_reads_its_arrays_each_time():
+def test_gemm_call_reads_current_entries():
     x, y, out = np.ones((1, 2)), np.ones((1, 2)), np.zeros((1, 1))
     call = blas.gemm_call(x, y, out, alpha=1.0, beta=1.0)
     call()
@@ -87,7 +87,7 @@ def test_a_prepared_product_reads_its_arrays_each_time():
 
 
 @pytest.mark.parametrize("x", UNREADABLE.values(), ids=UNREADABLE)
-def test_views_that_blas_cannot_read_are_refused(x):
+def test_gemm_rejects_unreadable_views(x):
     assert blas.layout(x) is None
     with pytest.raises(AssertionError, match="need a copy"):
         blas.syrk(x, np.zeros((5, 5), "f"), alpha=1.0, beta=0.0)
@@ -102,21 +102,21 @@ WRONG_RESULTS = {
 
 
 @pytest.mark.parametrize(("out", "message"), WRONG_RESULTS.values(), ids=WRONG_RESULTS)
-def test_results_that_a_pointer_would_corrupt_are_refused(out, message):
+def test_gemm_rejects_unwritable_results(out, message):
     with pytest.raises(AssertionError, match=message):
         blas.syrk(room((5, 7), "f", 1), out, alpha=1.0, beta=0.0)
     with pytest.raises(AssertionError, match=message):
         blas.gemm(room((5, 7), "f", 1), room((5, 7), "f", 2), out, alpha=1.0, beta=0.0)
 
 
-def test_operands_of_different_depth_are_refused():
+def test_gemm_rejects_operands_of_different_depth():
     with pytest.raises(AssertionError, match="common depth"):
         blas.gemm(np.ones((2, 3)), np.ones((2, 4)), np.zeros((2, 2)), alpha=1.0, beta=0.0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
-def test_gemm_sum_adds_the_products_of_all_matrices_of_two_stacks(shape, dtype):
+def test_gemm_sum_adds_products_of_stacks(shape, dtype):
     rng = np.random.default_rng(5)
     # Matrices and rows of the stacks lie apart, as runs of longer lines do.
     x = rng.integers(-9, 9, (*shape, 6, 5)).astype(dtype)[..., 1:5, :4]
@@ -128,7 +128,7 @@ def test_gemm_sum_adds_the_products_of_all_matrices_of_two_stacks(shape, dtype):
     np.testing.assert_array_equal(out, old + np.einsum("nki,nkj->ij", *stacks))
 
 
-def test_a_prepared_product_keeps_its_arrays():
+def test_gemm_call_keeps_references_to_arrays():
     out = np.zeros((2, 2))
     call = blas.gemm_call(np.eye(2), np.full((2, 2), 3.0), out, alpha=1.0, beta=1.0)
     gc.collect()

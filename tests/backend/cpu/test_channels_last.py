@@ -25,7 +25,7 @@ def pixel_by_pixel(x, lines, pixels, shift):
 @pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
 @pytest.mark.parametrize("pixels", [range(7), range(1, 2), range(-GAP, 4), range(5, 7)], ids=str)
 @pytest.mark.parametrize("apart", [1, 2])
-def test_runs_hold_their_pixels_and_zeros_beyond_the_line(sides, pixels, apart):
+def test_runs_contain_pixels_and_zeros_outside_line(sides, pixels, apart):
     shifts = 1 + (7 + GAP - pixels.stop) // apart
     lines = ChannelsLastLines(5, 4, sides, GAP, np.dtype(float))
     x = np.random.default_rng(0).standard_normal((5, 4, *sides))
@@ -37,7 +37,7 @@ def test_runs_hold_their_pixels_and_zeros_beyond_the_line(sides, pixels, apart):
         np.testing.assert_array_equal(runs[..., i, :, :], expected)
 
 
-def test_fewer_images_leave_zeros_where_there_is_room_for_more():
+def test_unused_images_of_buffer_are_zero():
     lines = ChannelsLastLines(3, 2, (4, 5), 1, np.dtype(np.float32))
     x = np.random.default_rng(1).standard_normal((3, 2, 4, 5)).astype(np.float16)
     box, pixels = [range(4)], range(5)
@@ -48,7 +48,7 @@ def test_fewer_images_leave_zeros_where_there_is_room_for_more():
     np.testing.assert_array_equal(found, pixel_by_pixel(wanted, box, pixels, 0))
 
 
-def test_numbers_announced_are_those_allocated():
+def test_buffer_numbers_equals_allocated_size():
     lines = ChannelsLastLines(3, 2, (4, 5), 2, np.dtype(float))
     everything = lines.runs([range(4)], range(-2, 5)).size + 2 * 3 * 2  # zeros behind the last line
     assert buffer_numbers(3, 2, (4, 5), 2) == everything

@@ -40,7 +40,7 @@ def gradient(x, g, case, groups, *, threads=1, scratch=1 << 26):
 
 @pytest.mark.parametrize("scratch", SCRATCH.values(), ids=SCRATCH)
 @pytest.mark.parametrize("case", [*EVERY, *CORNERS], ids=str)
-def test_every_window_has_the_gradient_of_the_definition(case, scratch):
+def test_weight_gradient_equals_definition_for_all_windows(case, scratch):
     x = case.images()
     for groups, outs in ((1, 3), (case.channels, case.channels * 2)):
         g = cotangents(case, outs)
@@ -55,7 +55,7 @@ def test_every_window_has_the_gradient_of_the_definition(case, scratch):
 
 @pytest.mark.parametrize("n", [1, 2, 7], ids="{}_images".format)
 @pytest.mark.parametrize("strides", [(1, 1), (2, 1), (1, 2)], ids=str)
-def test_threads_share_images_and_lines_of_few_images(n, strides):
+def test_weight_gradient_of_threads_equals_definition(n, strides):
     window = Window((3, 3), strides, (1, 1), (1, 1), (1, 1))
     case = Case(window, n, 32, (40, 24))
     x, g = case.images().astype(np.float32), cotangents(case, 32).astype(np.float32)
@@ -65,7 +65,7 @@ def test_threads_share_images_and_lines_of_few_images(n, strides):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SINGLE * abs(expected).max())
 
 
-def test_a_gradient_is_added_to_what_is_there_whatever_its_strides():
+def test_weight_gradient_is_added_to_result_with_any_strides():
     case = Case(THREE_BY_THREE, 3, 4, (6, 5))
     x, g = case.images(), cotangents(case, 2)
     room = np.full((3, 4, 3, 2, 2), np.nan)
@@ -77,7 +77,7 @@ def test_a_gradient_is_added_to_what_is_there_whatever_its_strides():
     assert np.isnan(room[..., 1]).all()
 
 
-def test_operands_may_lie_anywhere():
+def test_operands_may_have_any_strides():
     case = Case(THREE_BY_THREE, 3, 4, (6, 5))
     x, g = case.images(), cotangents(case, 2)
     last = [np.ascontiguousarray(np.moveaxis(value, 1, -1)) for value in (x, g)]
@@ -87,7 +87,7 @@ def test_operands_may_lie_anywhere():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_working_memory_stays_within_its_bound(threads):
+def test_scratch_memory_is_within_bound(threads):
     case = Case(THREE_BY_THREE, 2, 32, (64, 64))
     x, g = case.images().astype(np.float32), cotangents(case, 32).astype(np.float32)
     bound, small = 700_000, 100_000  # objects of Python, and the sum of what threads found
@@ -100,7 +100,7 @@ def test_working_memory_stays_within_its_bound(threads):
     assert x.nbytes > bound
 
 
-def test_tasks_leave_their_memory_to_the_next():
+def test_tasks_reuse_scratch_memory():
     scratch = Scratch(1 << 20)
     with scratch.bytes(1000) as first:
         first.fill(5)

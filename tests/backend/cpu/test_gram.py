@@ -74,7 +74,7 @@ def assert_close(found, expected, tolerance=ROUNDING):
 @pytest.mark.parametrize("scratch_bytes", [64 << 20, 100], ids=["roomy", "one_row_at_a_time"])
 @pytest.mark.parametrize("homogeneous", [False, True])
 @pytest.mark.parametrize(("x", "axis"), ROWS.values(), ids=ROWS)
-def test_moment_is_added_to_the_scaled_old_one(x, axis, homogeneous, scratch_bytes):
+def test_gram_matrix_is_added_to_scaled_old_matrix(x, axis, homogeneous, scratch_bytes):
     new = truths.moment(rows_of(x, axis), homogeneous)
     old = truths.moment(room(9, len(new)), False)
     out = old.copy()
@@ -102,7 +102,7 @@ def test_zero_beta_overwrites_nan(x, axis, homogeneous):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64])
 @pytest.mark.parametrize(("x", "axis"), ROWS.values(), ids=ROWS)
-def test_every_dtype_is_accumulated_in_that_of_the_result(x, axis, dtype):
+def test_rows_are_accumulated_in_dtype_of_result(x, axis, dtype):
     x = (4 * x).astype(dtype)
     expected = truths.moment(rows_of(x, axis), True)
     out = np.zeros(expected.shape, np.float32)
@@ -110,7 +110,7 @@ def test_every_dtype_is_accumulated_in_that_of_the_result(x, axis, dtype):
     assert_close(out, expected, SINGLE_ROUNDING)
 
 
-def test_single_precision_rows_fit_a_double_result_exactly():
+def test_float32_rows_give_exact_float64_result():
     x = room(50, 7).astype(np.float32)
     out = np.zeros((7, 7))
     second_moment(x, out)
@@ -129,7 +129,7 @@ def test_single_precision_rows_fit_a_double_result_exactly():
     ],
     ids=["bands_of_features", "parts_of_rows", "parts_of_many_rows", "images", "one_line"],
 )
-def test_threads_share_large_moments(shape, axis, threads):
+def test_large_gram_matrix_of_threads_equals_definition(shape, axis, threads):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     rows = np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
     rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
@@ -143,7 +143,7 @@ def test_threads_share_large_moments(shape, axis, threads):
     assert_close(out, expected, SINGLE_ROUNDING)
 
 
-def test_sums_of_many_positive_rows_keep_single_precision():
+def test_sum_of_many_positive_rows_has_float32_accuracy():
     x = np.random.default_rng(0).random((200_000, 2)).astype(np.float32)
     out = np.zeros((3, 3), np.float32)
     second_moment(x, out, homogeneous=True, alpha=1 / len(x))
@@ -154,7 +154,7 @@ def test_sums_of_many_positive_rows_keep_single_precision():
 @pytest.mark.parametrize("homogeneous", [False, True])
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (0, 3, 5)])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_no_rows_leave_the_scaled_old_moment(shape, beta, homogeneous):
+def test_empty_rows_only_scale_old_matrix(shape, beta, homogeneous):
     old = np.full((5 + homogeneous,) * 2, 2.0)
     out = np.full_like(old, np.nan) if beta == 0 else old.copy()
     second_moment(np.zeros(shape), out, homogeneous=homogeneous, beta=beta)
@@ -165,14 +165,14 @@ UNCOPIED = ["rows", "columns", "transposed", "sequences", "channels_first_large"
 
 
 @pytest.mark.parametrize("name", UNCOPIED)
-def test_common_layouts_are_read_where_they_lie(name):
+def test_common_layouts_are_not_copied(name):
     x, axis = ROWS[name]
     pieces = list(matrices(np.moveaxis(x, axis, -1), x.dtype, 1 << 20))
     assert all(np.shares_memory(piece, x) for piece in pieces)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_scratch_bytes_bound_the_copies(dtype):
+def test_copies_are_within_scratch_bytes(dtype):
     x = np.ones((40, 20, 20, 50), dtype)[:, ::2, :, ::2]
     out = np.zeros((26, 26))
     tracemalloc.start()
@@ -184,7 +184,7 @@ def test_scratch_bytes_bound_the_copies(dtype):
     np.testing.assert_array_equal(out, 40 * 10 * 20)
 
 
-def test_scratch_bytes_bound_the_copies_of_tasks_side_by_side():
+def test_copies_of_parallel_tasks_are_within_scratch_bytes():
     backend = NumpyBackend(scratch_bytes=400_000, threads=2)
     x = np.ones((40, 20, 20, 50), np.float16)[:, ::2, :, ::2]
     outs = [np.zeros((26, 26)) for _ in range(8)]
@@ -199,7 +199,7 @@ def test_scratch_bytes_bound_the_copies_of_tasks_side_by_side():
 
 
 @pytest.mark.parametrize("side", [1, 2, 255, 256, 257, 600])
-def test_mirror_copies_the_lower_triangle(side):
+def test_mirror_copies_lower_triangle_to_upper(side):
     matrix = room(side, side)
     expected = np.tril(matrix) + np.tril(matrix, -1).T
     matrix[np.triu_indices(side, 1)] = np.nan
@@ -217,6 +217,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("out", "message"), WRONG.values(), ids=WRONG)
-def test_results_that_do_not_fit_are_refused(out, message):
+def test_result_of_wrong_shape_raises_error(out, message):
     with pytest.raises(ShapeError, match=message):
         NumpyBackend().second_moment(np.ones((3, 5)), out)

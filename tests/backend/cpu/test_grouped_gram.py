@@ -40,7 +40,7 @@ def assert_close(found, expected, tolerance=ROUNDING):
 
 @ROOM
 @pytest.mark.parametrize(("i", "case"), list(enumerate(ALL)), ids=[str(case) for case in ALL])
-def test_moments_are_added_to_the_scaled_old_ones(i, case, scratch_bytes):
+def test_group_gram_matrices_are_added_to_scaled_old_matrices(i, case, scratch_bytes):
     x, new = grouped(case, size=1 + i % 3)
     old = np.random.default_rng(i).standard_normal(new.shape)
     old += old.swapaxes(1, 2)
@@ -58,7 +58,7 @@ def test_moments_are_added_to_the_scaled_old_ones(i, case, scratch_bytes):
 
 @ROOM
 @pytest.mark.parametrize("case", [*CORNERS, *EVERY[::10]], ids=str)
-def test_patches_may_end_with_a_one_and_zero_beta_overwrites_nan(case, scratch_bytes):
+def test_homogeneous_coordinate_and_zero_beta_overwrite_nan(case, scratch_bytes):
     x = case.images()
     expected = bordered(x, case.window, case.channels)
     out = np.full_like(expected, np.nan)
@@ -69,7 +69,7 @@ def test_patches_may_end_with_a_one_and_zero_beta_overwrites_nan(case, scratch_b
 @pytest.mark.parametrize("groups", [1, 3, 6, 48], ids="{} groups".format)
 @pytest.mark.parametrize("window", [SAME, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
-def test_threads_share_the_groups(groups, window, dtype):
+def test_group_gram_matrices_of_threads_equal_definition(groups, window, dtype):
     # More images than are summed at a time, and enough work for several threads.
     x = Case(window, 70, 48, (12, 13)).images().astype(dtype)
     kept = np.float64 if dtype == np.float64 else np.float32
@@ -80,7 +80,7 @@ def test_threads_share_the_groups(groups, window, dtype):
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_no_images_leave_the_scaled_old_moments(groups):
+def test_no_images_only_scale_old_matrices(groups):
     old = np.random.default_rng(0).standard_normal(
         (groups, 4 // groups * 9 + 1, 4 // groups * 9 + 1)
     )
@@ -90,7 +90,7 @@ def test_no_images_leave_the_scaled_old_moments(groups):
     np.testing.assert_array_equal(out, 0.5 * old)
 
 
-def test_a_row_for_each_example_needs_no_axes_of_pixels():
+def test_single_row_per_example_equals_dense_definition():
     x = np.random.default_rng(0).standard_normal((9, 6))
     out = np.empty((3, 2, 2))
     add_moments(x, pointwise(0), out)
@@ -98,7 +98,7 @@ def test_a_row_for_each_example_needs_no_axes_of_pixels():
 
 
 @pytest.mark.parametrize("scratch_bytes", [400_000, 4_000_000])
-def test_scratch_bytes_bound_the_working_memory(scratch_bytes):
+def test_scratch_memory_is_within_scratch_bytes(scratch_bytes):
     x = np.random.default_rng(0).standard_normal((40, 30, 30, 32)).swapaxes(1, 3)
     out, expected = np.empty((32, 9, 9)), np.empty((32, 9, 9))
     add_moments(x, SAME, expected)
@@ -114,7 +114,7 @@ def test_scratch_bytes_bound_the_working_memory(scratch_bytes):
 @pytest.mark.parametrize("homogeneous", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize("scratch_bytes", [64 << 20, 30_000], ids=["roomy", "one_thread"])
-def test_threads_share_the_squared_gradients_of_examples(scratch_bytes, beta, homogeneous):
+def test_squared_gradients_of_threads_equal_definition(scratch_bytes, beta, homogeneous):
     rng = np.random.default_rng(0)
     x, ds = rng.standard_normal((2, 70, 32, 12, 12))
     z = patches(x, SAME)

@@ -41,7 +41,7 @@ def relative_error(found, expected):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
-def test_inverse_of_a_known_spectrum(side, dtype):
+def test_inverse_equals_known_spectrum(side, dtype):
     eigenvalues = np.linspace(1, 3, side)
     matrix, Q = with_spectrum(eigenvalues)
     found = damped_inverse(matrix.astype(dtype), 0.5)
@@ -53,7 +53,7 @@ def test_inverse_of_a_known_spectrum(side, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
-def test_inverse_undoes_the_damped_matrix(side, dtype):
+def test_inverse_times_damped_matrix_is_identity(side, dtype):
     matrix = with_spectrum(np.geomspace(1e-2, 1, side))[0].astype(dtype)
     v = np.random.default_rng(1).standard_normal(side)
     found = damped_inverse(matrix, 0.01).astype(np.float64)
@@ -63,7 +63,7 @@ def test_inverse_undoes_the_damped_matrix(side, dtype):
 
 
 @pytest.mark.parametrize("decades", [2, 4, 6])
-def test_inverse_of_a_single_precision_matrix_is_as_good_as_a_double_one(decades):
+def test_float32_inverse_has_float64_accuracy(decades):
     matrix = with_spectrum(np.geomspace(1.0, 10.0**-decades, 60))[0].astype(np.float32)
     damping = 10.0**-decades
     expected = np.linalg.inv(matrix.astype(np.float64) + damping * np.eye(60))
@@ -74,7 +74,7 @@ def test_inverse_of_a_single_precision_matrix_is_as_good_as_a_double_one(decades
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-8])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rank", [1, 10, 30])
-def test_rank_deficient_moments_have_a_finite_positive_inverse(rank, dtype, damping):
+def test_rank_deficient_matrix_has_positive_definite_inverse(rank, dtype, damping):
     rows = np.random.default_rng(rank).standard_normal((rank, 40)).astype(dtype)
     found = damped_inverse(rows.T @ rows, damping)
     assert np.isfinite(found).all()
@@ -92,7 +92,7 @@ INDEFINITE = {
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("matrix", INDEFINITE.values(), ids=INDEFINITE)
-def test_negative_eigenvalues_count_as_zero(matrix, dtype, caplog):
+def test_negative_eigenvalues_are_replaced_with_zero(matrix, dtype, caplog):
     damping = 1e-4
     eigenvalues, Q = np.linalg.eigh(matrix)
     damped = np.maximum(eigenvalues, 0) + damping
@@ -109,7 +109,7 @@ def test_negative_eigenvalues_count_as_zero(matrix, dtype, caplog):
     assert_lower(lower)
 
 
-def test_a_matrix_that_rounding_made_indefinite_gets_more_damping(caplog):
+def test_matrix_indefinite_by_rounding_receives_more_damping(caplog):
     matrix, Q = with_spectrum(np.array([-5e-4, 1.0, 2.0]))
     with caplog.at_level(logging.WARNING):
         found = damped_inverse(matrix, 1e-4)
@@ -118,7 +118,7 @@ def test_a_matrix_that_rounding_made_indefinite_gets_more_damping(caplog):
     assert relative_error(found, expected) < 1e-10
 
 
-def test_a_healthy_matrix_is_inverted_without_a_word(caplog):
+def test_positive_definite_matrix_logs_no_warning(caplog):
     with caplog.at_level(logging.DEBUG):
         damped_inverse(np.eye(3, dtype=np.float32), 0.0)
         damped_cholesky(np.eye(3, dtype=np.float32), 0.0)
@@ -127,14 +127,14 @@ def test_a_healthy_matrix_is_inverted_without_a_word(caplog):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", [1, 5, 300])
-def test_no_damping_leaves_a_well_conditioned_matrix_alone(side, dtype):
+def test_zero_damping_is_allowed_for_well_conditioned_matrix(side, dtype):
     found = damped_inverse(2 * np.eye(side, dtype=dtype), 0.0)
     # The floor is the rounding error of the norm: at most √300 units of precision.
     np.testing.assert_allclose(found, np.eye(side) / 2, atol=20 * np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("exponent", [-500, 500])
-def test_scale_passes_through_the_inverse_exactly(exponent):
+def test_inverse_scales_inversely_with_matrix(exponent):
     matrix, scale = with_spectrum(np.linspace(1, 2, 9))[0], 2.0**exponent
     np.testing.assert_array_equal(
         damped_inverse(matrix * scale, 0.1 * scale),
@@ -142,14 +142,14 @@ def test_scale_passes_through_the_inverse_exactly(exponent):
     )
 
 
-def test_vanishing_matrices_with_vanishing_damping_do_not_overflow():
+def test_tiny_matrix_with_tiny_damping_has_finite_inverse():
     found = damped_inverse(np.zeros((3, 3), np.float32), 1e-42)
     assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
-def test_cholesky_factor_multiplies_to_the_damped_matrix(side, dtype):
+def test_cholesky_factor_times_transpose_is_damped_matrix(side, dtype):
     matrix = with_spectrum(np.linspace(0, 2, side))[0].astype(dtype)
     lower = damped_cholesky(matrix, 0.1)
     assert lower.dtype == dtype
@@ -161,7 +161,7 @@ def test_cholesky_factor_multiplies_to_the_damped_matrix(side, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
-def test_triangular_inverse_undoes_the_factor(side, dtype):
+def test_triangular_inverse_times_factor_is_identity(side, dtype):
     lower = np.tril(np.random.default_rng(0).standard_normal((side, side))) / side
     np.fill_diagonal(lower, np.linspace(1, 2, side))
     found = triangular_inverse(lower.astype(dtype))
@@ -170,20 +170,20 @@ def test_triangular_inverse_undoes_the_factor(side, dtype):
     np.testing.assert_allclose(found @ lower, np.eye(side), atol=10 * ROUNDING[dtype])
 
 
-def test_triangular_inverse_reads_nothing_above_the_diagonal():
+def test_triangular_inverse_ignores_upper_triangle():
     lower = np.array([[2.0, 7.0], [1.0, 4.0]])
     found = triangular_inverse(lower)
     np.testing.assert_allclose(found, [[0.5, 0.0], [-0.125, 0.25]], rtol=1e-15)
 
 
-def test_a_singular_triangle_is_refused():
+def test_singular_triangle_raises_error():
     with pytest.raises(InputError, match=r"zero at \[1, 1\]"):
         triangular_inverse(np.array([[1.0, 0.0], [1.0, 0.0]]))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
-def test_eigenvalues_ascend_and_eigenvectors_diagonalise(side, dtype):
+def test_eigh_returns_ascending_eigenvalues_and_eigenvectors(side, dtype):
     expected = np.linspace(-1, 5, side) if side > 1 else np.array([2.0])
     matrix = with_spectrum(expected)[0].astype(dtype)
     values, vectors = eigh(matrix)
@@ -203,7 +203,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_non_finite_matrices_are_refused_before_lapack_sees_them(operation, bad):
+def test_nonfinite_matrix_raises_error_before_lapack(operation, bad):
     matrix = np.eye(4, dtype=np.float32)
     matrix[2, 1] = bad
     with pytest.raises(NonFiniteError, match=r"at \[2, 1\]"):
@@ -211,21 +211,21 @@ def test_non_finite_matrices_are_refused_before_lapack_sees_them(operation, bad)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (3, 3), (0, 3, 3), (2, 0, 0)])
-def test_what_is_no_stack_of_square_matrices_is_refused(shape):
+def test_eigh_stack_rejects_other_shapes(shape):
     with pytest.raises(ShapeError, match="stack of factors must have shape"):
         eigh_stack(np.ones(shape))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("shape", [(3, 4), (3,), (0, 0), (2, 3, 3)])
-def test_what_is_not_a_square_matrix_is_refused(operation, shape):
+def test_nonsquare_matrix_raises_error(operation, shape):
     with pytest.raises(ShapeError, match="factor must be a square matrix"):
         operation(np.ones(shape))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_matrix_itself_stays_as_it_is(operation, dtype):
+def test_inverse_does_not_change_matrix(operation, dtype):
     matrix = with_spectrum(np.linspace(1, 2, 5))[0].astype(dtype)
     before = matrix.copy()
     operation(matrix)
@@ -234,13 +234,13 @@ def test_the_matrix_itself_stays_as_it_is(operation, dtype):
 
 @pytest.mark.parametrize("operation", [damped_inverse, damped_cholesky])
 @pytest.mark.parametrize("damping", [-1e-3, np.nan, np.inf])
-def test_impossible_dampings_are_refused(operation, damping):
+def test_invalid_damping_raises_error(operation, damping):
     with pytest.raises(InputError, match="zero or positive and finite"):
         operation(np.eye(3), damping)
 
 
 @pytest.mark.parametrize("operation", [damped_inverse, damped_cholesky])
-def test_a_zero_matrix_without_damping_is_refused(operation):
+def test_zero_matrix_without_damping_raises_error(operation):
     with pytest.raises(InputError, match="needs a positive damping"):
         operation(np.zeros((3, 3)), 0.0)
 
@@ -251,7 +251,7 @@ def assert_lower(matrix):
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-100, 1e200])
-def test_the_least_damping_grows_with_the_matrix(scale):
+def test_damping_floor_is_proportional_to_matrix(scale):
     """Also where squares of entries vanish or overflow: ``ε·‖M‖`` is linear in ``M``."""
     matrix = np.array([[3.0, 1.0], [1.0, 2.0]])
     expected = np.finfo(np.float64).eps * np.sqrt(15.0) * scale
@@ -270,7 +270,7 @@ HARD = {
 
 @pytest.mark.parametrize("primitive", [damped_inverse, damped_cholesky])
 @pytest.mark.parametrize("matrix", HARD.values(), ids=HARD)
-def test_what_stands_above_the_diagonal_does_not_count(matrix, primitive):
+def test_inverse_ignores_upper_triangle(matrix, primitive):
     lower = np.where(np.tri(3, dtype=bool), matrix, np.nan)
     damping = 1e-3 * abs(matrix).max()
     found = primitive(lower, damping)

@@ -34,7 +34,7 @@ DEFINITIONS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize(("routine", "make", "define"), DEFINITIONS.values(), ids=DEFINITIONS)
-def test_routines_change_the_lower_triangle_alone(routine, make, define, view):
+def test_routines_change_only_lower_triangle(routine, make, define, view):
     out, given = view(), make()
     whole = out if out.base is None else out.base
     whole[...] = 7.0
@@ -49,17 +49,17 @@ def test_routines_change_the_lower_triangle_alone(routine, make, define, view):
     np.testing.assert_array_equal(whole, before)
 
 
-def test_a_matrix_that_is_not_positive_definite_has_a_first_wrong_minor():
+def test_potrf_returns_order_of_first_nonpositive_minor():
     assert lapack.potrf(np.diag([1.0, 2.0, -1.0, 3.0])) == 3
 
 
-def test_a_zero_on_the_diagonal_of_a_triangle_is_placed():
+def test_trtri_returns_index_of_zero_on_diagonal():
     assert lapack.trtri(np.diag([1.0, 0.0, 2.0])) == 2
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
-def test_triangular_products_read_nothing_above_the_diagonal(right, transposed):
+def test_trmm_ignores_upper_triangle(right, transposed):
     draw = np.random.default_rng(1).standard_normal
     lower, whole = draw((9, 12))[1:7, 2:8], draw((15, 17))
     out, before = (whole[2:13, 3:9] if right else whole[2:8, 3:14]), whole.copy()

@@ -28,7 +28,7 @@ def backend(request):
 
 
 @pytest.mark.parametrize("char", "fd")
-def test_inverses_are_those_of_the_damped_matrices(backend, char):
+def test_inverses_equal_inverses_of_single_matrices(backend, char):
     matrices = made(SIDES, char)
     found = backend.linalg.begin_damped_inverses(matrices, DAMPINGS)()
     for inverse, matrix, damping in zip(found, matrices, DAMPINGS, strict=True):
@@ -52,7 +52,7 @@ def test_cholesky_factors_and_their_inverses_are_lower_triangular(backend, char)
         np.testing.assert_allclose(K @ wide, eye, atol=5 * TOLERANCE[char])
 
 
-def test_each_matrix_of_a_call_keeps_its_own_type(backend):
+def test_results_have_types_of_their_matrices(backend):
     """Also where one call has matrices of one side and two types."""
     single, double = made([16, 16], "f"), made([16, 16], "d")
     mixed = [single[0], double[0], double[1], single[1]]
@@ -68,7 +68,7 @@ def test_each_matrix_of_a_call_keeps_its_own_type(backend):
 
 
 @pytest.mark.parametrize("condition", [1e4, 1e6])
-def test_many_small_matrices_are_inverted_in_float64(backend, condition):
+def test_small_float32_matrices_are_inverted_in_float64(backend, condition):
     """Of float32 arithmetic an error of the condition times 6e-8 would be left."""
     Q = np.linalg.qr(np.random.default_rng(3).standard_normal((5, 12, 12)))[0]
     values = np.geomspace(1, 1 / condition, 12)
@@ -83,7 +83,7 @@ def test_many_small_matrices_are_inverted_in_float64(backend, condition):
         np.testing.assert_allclose(inverse, expected, rtol=0, atol=2e-7 * abs(expected).max())
 
 
-def test_eigenvectors_diagonalise_matrices_and_stacks(backend):
+def test_eighs_diagonalises_matrices_and_stacks(backend):
     matrices = [*made([5, 90], "d"), np.stack(made([4] * 7, "d"))]
     for matrix, (values, Q) in zip(matrices, backend.linalg.eighs(matrices), strict=True):
         np.testing.assert_array_equal(values, np.sort(values, axis=-1))
@@ -92,7 +92,7 @@ def test_eigenvectors_diagonalise_matrices_and_stacks(backend):
         )
 
 
-def test_one_indefinite_matrix_leaves_the_inverses_of_the_others_alone(backend, caplog):
+def test_indefinite_matrix_does_not_affect_other_inverses(backend, caplog):
     matrices = [*made([4, 4], "d"), np.diag([1.0, -1.0, 1.0, 1.0])]
     with caplog.at_level(logging.WARNING):
         found = backend.linalg.begin_damped_inverses(matrices, [1e-4, 1e-4, 1e-4])()
@@ -105,7 +105,7 @@ def test_one_indefinite_matrix_leaves_the_inverses_of_the_others_alone(backend, 
 
 
 @pytest.mark.parametrize("side", [4, 200])
-def test_dampings_below_the_floor_are_raised_to_it(backend, side):
+def test_dampings_below_floor_are_raised(backend, side):
     rows = np.random.default_rng(1).standard_normal((2, side))
     singular = (rows.T @ rows).astype("f")
     v = np.random.default_rng(2).standard_normal(side)
@@ -114,7 +114,7 @@ def test_dampings_below_the_floor_are_raised_to_it(backend, side):
 
 
 @pytest.mark.parametrize("side", [3, 60])
-def test_what_cannot_be_inverted_is_refused_among_others(backend, side):
+def test_batch_with_invalid_matrix_raises_error(backend, side):
     good = np.eye(side)
     for bad, damping, error in [
         (np.full((side, side), np.nan), 0.1, NonFiniteError),
@@ -127,7 +127,7 @@ def test_what_cannot_be_inverted_is_refused_among_others(backend, side):
 
 
 @pytest.mark.parametrize("side", [3, 60])
-def test_a_singular_triangle_is_refused_among_others(backend, side):
+def test_batch_with_singular_triangle_raises_error(backend, side):
     singular = np.eye(side)
     singular[1, 1] = 0.0
     with pytest.raises(InputError, match=r"zero at \[1, 1\]"):
@@ -135,7 +135,7 @@ def test_a_singular_triangle_is_refused_among_others(backend, side):
 
 
 @pytest.mark.parametrize("call", ["damped_inverses", "damped_choleskys"])
-def test_upper_triangles_are_not_read(backend, call):
+def test_batched_operations_ignore_upper_triangles(backend, call):
     matrices = made([5, 5, 70], "f")
     halved = [np.where(np.tri(len(m), dtype=bool), m, np.float32(1e9)) for m in matrices]
     for found, expected in zip(

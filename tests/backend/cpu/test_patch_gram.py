@@ -70,7 +70,7 @@ def assert_close(found, expected, tolerance=ROUNDING):
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_patches_are_those_read_pixel_by_pixel(case):
+def test_patches_equal_pixelwise_definition(case):
     x = case.images()
     for order in ORDERS:
         found = NumpyBackend().patches(order(x), case.window)
@@ -79,7 +79,7 @@ def test_patches_are_those_read_pixel_by_pixel(case):
 
 @pytest.mark.parametrize("scratch_bytes", [64 << 20, 500], ids=["roomy", "one_patch_at_a_time"])
 @pytest.mark.parametrize(("i", "case"), list(enumerate(ALL)), ids=[str(case) for case in ALL])
-def test_moment_is_added_to_the_scaled_old_one(i, case, scratch_bytes):
+def test_gram_matrix_is_added_to_scaled_old_matrix(i, case, scratch_bytes):
     x, homogeneous = case.images(), bool(i % 2)
     new = moment(x, case.window, homogeneous)
     old = symmetric(len(new))
@@ -99,7 +99,7 @@ def test_moment_is_added_to_the_scaled_old_one(i, case, scratch_bytes):
 
 @pytest.mark.parametrize("case", UNIT_STRIDES, ids=str)
 @pytest.mark.parametrize(("few", "threads"), [(0, 1), (96, 2)], ids=["line_by_line", "in_batches"])
-def test_lines_give_the_same_moment_in_every_geometry(few, threads, case, monkeypatch):
+def test_shifted_gram_equals_definition_for_all_geometries(few, threads, case, monkeypatch):
     monkeypatch.setattr(shifted_gram, "FEW_CHANNELS", few)
     x = case.images()
     new = moment(x, case.window)
@@ -115,7 +115,7 @@ def test_lines_give_the_same_moment_in_every_geometry(few, threads, case, monkey
 
 
 @pytest.mark.parametrize("case", UNIT_STRIDES[::5], ids=str)
-def test_lines_overwrite_nan_with_zero_beta(case):
+def test_shifted_gram_with_zero_beta_overwrites_nan(case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
     add_shifted_gram(case.images(), case.window, out, 1.0, 0.0, RESOURCES)
@@ -179,7 +179,7 @@ LARGER = {
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("order", ["channels_first", "channels_last"])
 @pytest.mark.parametrize(("form", "case"), LARGER.values(), ids=LARGER)
-def test_moment_of_larger_images_in_both_precisions(form, case, order, dtype):
+def test_gram_matrix_of_larger_images_equals_definition(form, case, order, dtype):
     assert select_algorithm(case.window, seen(case), 1 << 22, 2) == form
     x = case.images().astype(dtype)
     new = moment(x, case.window, homogeneous=True)
@@ -193,7 +193,7 @@ def test_moment_of_larger_images_in_both_precisions(form, case, order, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("form", "case"), LARGER.values(), ids=LARGER)
-def test_half_precision_images_are_accumulated_in_single(form, case, dtype):
+def test_half_precision_images_are_accumulated_in_float32(form, case, dtype):
     del form
     x = case.images().astype(dtype)
     expected = moment(x, case.window, homogeneous=True)
@@ -203,7 +203,7 @@ def test_half_precision_images_are_accumulated_in_single(form, case, dtype):
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
-def test_no_images_leave_the_scaled_old_moment(homogeneous):
+def test_no_images_only_scale_old_matrix(homogeneous):
     old = symmetric(27 + homogeneous)
     out = old.copy()
     second_moment(
@@ -217,7 +217,7 @@ def test_no_images_leave_the_scaled_old_moment(homogeneous):
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_scratch_bytes_bound_the_working_memory(name):
+def test_scratch_memory_is_within_scratch_bytes(name):
     case, scratch_bytes = LARGER[name][1], 300_000
     x, side = case.images(), case.window.taps * case.channels + 1
     out = np.zeros((side, side))
@@ -239,7 +239,7 @@ FITTING = {name: item for name, item in LARGER.items() if item[0] == "shifted"}
 
 
 @pytest.mark.parametrize(("form", "case"), FITTING.values(), ids=FITTING)
-def test_a_form_is_taken_only_where_its_memory_fits(form, case):
+def test_algorithm_is_selected_only_if_scratch_fits(form, case):
     numbers = scratch_numbers(case.window, *seen(case), 2)
     assert select_algorithm(case.window, seen(case), numbers, 2) == form
     assert select_algorithm(case.window, seen(case), numbers - 1, 2) != form
@@ -247,7 +247,7 @@ def test_a_form_is_taken_only_where_its_memory_fits(form, case):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("form", "case"), FITTING.values(), ids=FITTING)
-def test_a_form_needs_the_memory_announced(form, case, threads):
+def test_shifted_gram_allocates_scratch_numbers(form, case, threads):
     x, side, chunk_bytes = case.images(), case.window.taps * case.channels, 50_000
     out = np.zeros((side, side))
     numbers = scratch_numbers(case.window, *seen(case), threads)
@@ -266,7 +266,7 @@ ROOMS = {"images": 2.0, "distances": 1.9, "nothing": 1.0}
 
 @pytest.mark.parametrize("shared", ROOMS)
 @pytest.mark.parametrize("channels", [48, 100])
-def test_threads_share_what_there_is_memory_for(shared, channels):
+def test_threads_are_limited_by_scratch_memory(shared, channels):
     case = Case(SAME, 200 if channels == 48 else 80, channels, (6, 6))
     x, numbers = case.images(), scratch_numbers(SAME, *seen(case), 1)
     out = np.zeros((9 * channels, 9 * channels))
@@ -291,7 +291,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("shape", "out", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_refused(shape, out, message):
+def test_wrong_shapes_raise_error(shape, out, message):
     window = Window((3, 3), (1, 1), (1, 1), (0, 1), (0, 1))
     with pytest.raises(ShapeError, match=message):
         NumpyBackend().patch_second_moment(np.zeros(shape), window, out, homogeneous=True)

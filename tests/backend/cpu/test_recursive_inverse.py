@@ -42,7 +42,7 @@ def relative_error(found, expected):
 
 @pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 @pytest.mark.parametrize("side", [1, 2, 160, 161, 255, 400, 1001])
-def test_any_side_is_inverted_by_any_number_of_threads(side, workers):
+def test_inverse_is_correct_for_all_sizes_and_threads(side, workers):
     matrix, expected = with_spectrum(np.linspace(1, 5, side))
     # A few sums of as many products as there are rows.
     assert relative_error(inverted(matrix, workers), expected) < 100 * EPS
@@ -71,7 +71,7 @@ BADLY_CONDITIONED = {
 
 @pytest.mark.skipif(np.finfo(np.longdouble).eps == EPS, reason="no extended precision here")
 @pytest.mark.parametrize("matrix", BADLY_CONDITIONED.values(), ids=BADLY_CONDITIONED)
-def test_float32_factors_at_the_least_damping_are_inverted_to_float32(matrix):
+def test_float32_factor_at_damping_floor_has_float32_accuracy(matrix):
     damped = matrix + np.finfo(np.float32).eps * np.linalg.norm(matrix) * np.eye(300)
     assert np.linalg.cond(damped) < 1e8
     # Rounding times condition is 1e-8.
@@ -80,7 +80,7 @@ def test_float32_factors_at_the_least_damping_are_inverted_to_float32(matrix):
 
 @pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 @pytest.mark.parametrize("place", [0, 300, 899])
-def test_an_indefinite_matrix_is_found_in_whatever_half(place, workers):
+def test_indefinite_matrix_raises_error_in_every_block(place, workers):
     eigenvalues = np.ones(900)
     eigenvalues[place] = -1.0
     with pytest.raises(np.linalg.LinAlgError, match="not positive"):

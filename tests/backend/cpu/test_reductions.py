@@ -31,7 +31,7 @@ def numbers(dtype=np.float32):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int8, np.int64, bool])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_squares_are_summed_in_any_layout(layout, dtype):
+def test_squared_norm_is_correct_for_any_strides(layout, dtype):
     x = np.asarray(layout(numbers(dtype)))
     expected = (x.astype(np.float64) ** 2).sum()
     np.testing.assert_allclose(squared_norm(x), expected, rtol=ROUNDING)
@@ -40,7 +40,7 @@ def test_squares_are_summed_in_any_layout(layout, dtype):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("layout", ["rows", "columns", "with_gaps"])
-def test_one_entry_that_is_no_number_is_found(layout, bad, dtype):
+def test_all_finite_detects_single_nonfinite_entry(layout, bad, dtype):
     x = numbers(dtype)
     x[3, 4, 6] = bad
     x = LAYOUTS[layout](x)
@@ -50,7 +50,7 @@ def test_one_entry_that_is_no_number_is_found(layout, bad, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_largest_numbers_are_finite_though_their_squares_are_not(dtype):
+def test_all_finite_accepts_largest_floats(dtype):
     x = np.array([np.finfo(dtype).max, -np.finfo(dtype).max])
     assert squared_norm(x) == np.inf
     assert all_finite(x)
@@ -59,7 +59,7 @@ def test_the_largest_numbers_are_finite_though_their_squares_are_not(dtype):
 @pytest.mark.parametrize("summed", [(), (1,), (2, 3), (1, 3), (1, 2, 3)])
 @pytest.mark.parametrize("x_shape", [(4, 5, 6, 7), (4, 1, 6, 7), (1, 5, 1, 7)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_sums_of_examples_are_those_of_each_alone(turned, x_shape, summed):
+def test_example_sums_equal_sums_of_single_examples(turned, x_shape, summed):
     rng = np.random.default_rng(5)
     x, ds = rng.standard_normal(x_shape), rng.standard_normal((4, 5, 6, 7))
     if turned:

@@ -28,14 +28,14 @@ def room(shape, seed):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def test_cases_are_both_shared_and_not():
+def test_cases_include_threaded_and_single_products():
     work = [np.prod(x) * y[-1] for x, y in SHAPES.values()]
     assert min(work) < WORTH_WAKING < max(work)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("left", "right"), SHAPES.values(), ids=SHAPES)
-def test_the_product_is_that_of_einsum(left, right, count):
+def test_matmul_equals_einsum(left, right, count):
     x, y = room(left, 0), room(right, 1)
     a = "k" if x.ndim == 1 else "...ik"
     b = "k" if y.ndim == 1 else "...kj"
@@ -46,7 +46,7 @@ def test_the_product_is_that_of_einsum(left, right, count):
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("left", "right"), [((900, 500), (500, 400)), ((400, 500), (500, 900))])
-def test_the_product_goes_into_a_part_of_an_array_in_any_order(left, right, turned):
+def test_matmul_writes_to_views_of_any_order(left, right, turned):
     x, y = room(left, 0), room(right, 1)
     shape = left[0], right[1]
     whole = (
@@ -60,7 +60,7 @@ def test_the_product_goes_into_a_part_of_an_array_in_any_order(left, right, turn
     assert (whole[:, -1] == 7.0).all()
 
 
-def test_operands_of_two_types_give_the_wider_one():
+def test_matmul_of_two_types_has_wider_type():
     x, y = room((900, 500), 0).astype(np.float32), room((500, 400), 1)
     assert matmul(x, y, None, Workers(2)).dtype == np.float64
 
@@ -77,7 +77,7 @@ VECTORS = {
 @pytest.mark.parametrize("y", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("small", [0, 1 << 17], ids=["by_blas", "by_numpy"])
-def test_an_outer_product_is_added_in_place(monkeypatch, small, x, y, dtype):
+def test_add_outer_adds_in_place(monkeypatch, small, x, y, dtype):
     monkeypatch.setattr(threaded_matmul, "_SMALL", small)
     x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
     whole = np.full((7, 9), 7.0, dtype)

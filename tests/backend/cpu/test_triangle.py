@@ -18,7 +18,7 @@ def symmetric(side, dtype):
 @pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", SIDES)
-def test_a_triangle_makes_the_whole_matrix_again(side, dtype, workers):
+def test_symmetric_from_tril_restores_matrix(side, dtype, workers):
     matrix, work = symmetric(side, dtype), triangle.empty_float64(side)
     triangle.tril_to_float64(np.where(np.tri(side, dtype=bool), matrix, np.nan), work, workers)
     work[np.triu_indices(side, 1)] = np.nan
@@ -29,7 +29,7 @@ def test_a_triangle_makes_the_whole_matrix_again(side, dtype, workers):
 
 @pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 @pytest.mark.parametrize("side", SIDES)
-def test_loading_gives_the_norm_of_the_whole_matrix(side, workers):
+def test_tril_to_float64_returns_squared_norm(side, workers):
     matrix = symmetric(side, np.float32)
     squares = triangle.tril_to_float64(matrix, triangle.empty_float64(side), workers)
     # Sums of up to half a million squares, in whatever order.
@@ -38,7 +38,7 @@ def test_loading_gives_the_norm_of_the_whole_matrix(side, workers):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [(0, 0), (599, 0), (599, 599), (300, 299)])
-def test_an_entry_that_is_not_finite_shows_in_the_norm(place, bad):
+def test_tril_to_float64_returns_nonfinite_norm_for_nonfinite_entry(place, bad):
     matrix = symmetric(600, np.float32)
     matrix[place] = bad
     squares = triangle.tril_to_float64(matrix, triangle.empty_float64(600), Workers(2))

@@ -70,9 +70,7 @@ def spd(side: int, dtype: type, seed: int = 0) -> np.ndarray:
         (LinearAlgebra, CupyLinearAlgebra),
     ],
 )
-def test_every_operation_has_the_signature_of_the_protocol(
-    protocol: type, implementation: type
-) -> None:
+def test_operations_have_signatures_of_protocol(protocol: type, implementation: type) -> None:
     for name in (name for name in vars(protocol) if not name.startswith("_")):
         expected, method = inspect.getattr_static(protocol, name), getattr(implementation, name)
         if inspect.isfunction(expected):
@@ -85,7 +83,7 @@ def test_every_operation_has_the_signature_of_the_protocol(
     ("shape", "axis"), [((40, 7), -1), ((5, 6, 7), -1), ((5, 6, 7), 1), ((3, 6, 2, 2, 2, 2), 1)]
 )
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_a_second_moment(
+def test_second_moment_equals_numpy_backend(
     backend: CupyBackend,
     shape: tuple[int, ...],
     axis: int,
@@ -104,7 +102,7 @@ def test_a_second_moment(
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("case", [*STRIDED[::25], *CORNERS[:4]], ids=str)
-def test_patches_and_their_moment(backend: CupyBackend, case: Case, dtype: type) -> None:
+def test_patch_moments_equal_numpy_backend(backend: CupyBackend, case: Case, dtype: type) -> None:
     x = case.images().astype(dtype)
     equal(
         backend, backend.patches(backend.asarray(x), case.window), NUMPY.patches(x, case.window), 0
@@ -120,7 +118,9 @@ def test_patches_and_their_moment(backend: CupyBackend, case: Case, dtype: type)
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", [1, 5, 40])
-def test_inverses_and_roots(backend: CupyBackend, side: int, dtype: type) -> None:
+def test_inverses_and_roots_equal_numpy_backend(
+    backend: CupyBackend, side: int, dtype: type
+) -> None:
     matrix = spd(side, dtype)
     on_device = backend.asarray(matrix)
     tolerance = {np.float32: 1e-6, np.float64: 1e-12}[dtype]  # computed in float64, then rounded
@@ -133,7 +133,7 @@ def test_inverses_and_roots(backend: CupyBackend, side: int, dtype: type) -> Non
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_a_matrix_that_rounding_made_indefinite_is_damped_more(
+def test_matrix_indefinite_by_rounding_receives_more_damping(
     backend: CupyBackend, name: str
 ) -> None:
     matrix = np.diag([1.0, -1e-5]).astype(np.float32)
@@ -142,7 +142,7 @@ def test_a_matrix_that_rounding_made_indefinite_is_damped_more(
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_an_indefinite_matrix_loses_its_negative_eigenvalues(
+def test_negative_eigenvalues_of_indefinite_matrix_become_zero(
     backend: CupyBackend, name: str
 ) -> None:
     matrix = np.diag([1.0, -3.0, 2.0]).astype(np.float32)
@@ -150,7 +150,7 @@ def test_an_indefinite_matrix_loses_its_negative_eigenvalues(
     equal(backend, found, OPERATIONS[name](NUMPY, matrix, 1e-3), 1e-6)
 
 
-def test_eigenvectors_diagonalise(backend: CupyBackend) -> None:
+def test_eighs_returns_eigenvectors(backend: CupyBackend) -> None:
     matrix = spd(20, np.float32)
     values, vectors = (
         backend.to_numpy(a) for a in backend.linalg.eighs([backend.asarray(matrix)])[0]
@@ -161,7 +161,7 @@ def test_eigenvectors_diagonalise(backend: CupyBackend) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_found_and_refused(backend: CupyBackend, bad: float) -> None:
+def test_nonfinite_operands_raise_error(backend: CupyBackend, bad: float) -> None:
     matrix = spd(4, np.float32)
     norm = float((matrix.astype(np.float64) ** 2).sum())
     assert backend.squared_norms([backend.asarray(matrix)]) == [pytest.approx(norm, 1e-6)]
@@ -172,7 +172,7 @@ def test_what_is_not_finite_is_found_and_refused(backend: CupyBackend, bad: floa
         damped_inverse(backend, on_device, 0.1)
 
 
-def test_bad_operands_are_refused_as_by_numpy(backend: CupyBackend) -> None:
+def test_invalid_operands_raise_errors_of_numpy_backend(backend: CupyBackend) -> None:
     with pytest.raises(ShapeError, match="square"):
         damped_inverse(backend, backend.asarray(np.ones((2, 3), np.float32)), 0.1)
     with pytest.raises(InputError, match="damping"):
@@ -186,7 +186,7 @@ def test_bad_operands_are_refused_as_by_numpy(backend: CupyBackend) -> None:
         backend.second_moment(backend.asarray(np.ones((5, 4), np.float32)), out)
 
 
-def test_a_moment_copies_nothing_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_moment_copies_nothing_to_host(monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
     device._cupy.cache_clear()

@@ -76,7 +76,7 @@ def close(backend: CupyBackend, found: object, wanted: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_many_are_as_each_alone(either: CupyBackend, name: str) -> None:
+def test_batched_results_equal_single_results(either: CupyBackend, name: str) -> None:
     hosts, dampings = mixed(), list(np.geomspace(1e-3, 1, 8))
     found = OPERATIONS[f"{name}s"](either, [either.asarray(m) for m in hosts], dampings)
     for result, host, damping in zip(found, hosts, dampings, strict=True):
@@ -84,14 +84,14 @@ def test_many_are_as_each_alone(either: CupyBackend, name: str) -> None:
         assert result.flags.c_contiguous
 
 
-def test_many_triangles_are_inverted_as_each_alone(either: CupyBackend) -> None:
+def test_batched_triangular_inverses_equal_single_inverses(either: CupyBackend) -> None:
     hosts = [np.tril(matrix) for matrix in mixed()]
     found = either.linalg.triangular_inverses([either.asarray(host) for host in hosts])
     for result, host in zip(found, hosts, strict=True):
         close(either, result, triangular_inverse(NUMPY, host))
 
 
-def test_eigenvectors_of_matrices_and_stacks_diagonalise(either: CupyBackend) -> None:
+def test_eighs_diagonalises_matrices_and_stacks(either: CupyBackend) -> None:
     stack = np.stack([spd(5, seed) for seed in range(4)])
     hosts = [spd(9, 7), stack, spd(5, 8)]
     for (values, vectors), host in zip(
@@ -106,7 +106,7 @@ def test_eigenvectors_of_matrices_and_stacks_diagonalise(either: CupyBackend) ->
 
 @pytest.mark.parametrize("count", [1, 20])
 @pytest.mark.parametrize("name", ["damped_inverses", "damped_choleskys"])
-def test_healthy_matrices_need_one_reading_of_the_device(
+def test_positive_definite_matrices_need_one_device_read(
     backend: CupyBackend, name: str, count: int
 ) -> None:
     matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
@@ -116,7 +116,7 @@ def test_healthy_matrices_need_one_reading_of_the_device(
     assert cupy_standin.COUNTS["reads"] == 0
 
 
-def test_only_what_failed_is_tried_again(backend: CupyBackend, caplog) -> None:
+def test_only_failed_matrices_are_retried(backend: CupyBackend, caplog) -> None:
     hosts = [spd(4, 0), np.diag([1.0, -1e-5, 1, 1]).astype(np.float32), spd(4, 1)]
     hosts += [np.diag([1.0, -3.0, 2.0, 1.0]).astype(np.float32)]
     matrices = [backend.asarray(host) for host in hosts]
@@ -134,7 +134,7 @@ def test_only_what_failed_is_tried_again(backend: CupyBackend, caplog) -> None:
         np.testing.assert_allclose(backend.to_numpy(result), close_to, rtol=0, atol=1e-5 * scale)
 
 
-def test_large_matrices_are_shared_out_among_streams(backend: CupyBackend) -> None:
+def test_large_matrices_use_several_streams(backend: CupyBackend) -> None:
     hosts = [spd(LARGE, seed) for seed in range(6)]
     standin_solvers.CALLS.clear()
     found = backend.linalg.begin_damped_inverses(
@@ -145,7 +145,7 @@ def test_large_matrices_are_shared_out_among_streams(backend: CupyBackend) -> No
     assert standin_solvers.CALLS["dpotri"] == 6
 
 
-def test_the_stand_in_notices_a_stream_that_was_not_waited_for(backend: CupyBackend) -> None:
+def test_standin_detects_missing_stream_synchronization(backend: CupyBackend) -> None:
     stream = standin_streams.Stream(non_blocking=True)
     with stream:
         x = backend.xp.ones(3)
@@ -156,7 +156,7 @@ def test_the_stand_in_notices_a_stream_that_was_not_waited_for(backend: CupyBack
 
 
 @pytest.mark.parametrize("library", [lambda: None, lambda: standin_solvers.Library(broken=True)])
-def test_without_a_working_potri_triangles_are_solved(
+def test_triangular_solves_replace_broken_potri(
     monkeypatch: pytest.MonkeyPatch, library: object
 ) -> None:
     device._cupy.cache_clear()
@@ -176,7 +176,7 @@ def test_without_a_working_potri_triangles_are_solved(
     device._cupy.cache_clear()
 
 
-def test_the_name_of_the_bad_one_among_many_is_told(backend: CupyBackend) -> None:
+def test_nonfinite_matrix_error_names_matrix(backend: CupyBackend) -> None:
     good, bad = spd(4, 0), spd(4, 1)
     bad[2, 1] = np.nan
     matrices = [backend.asarray(m) for m in (good, bad, good)]
@@ -189,7 +189,7 @@ def test_the_name_of_the_bad_one_among_many_is_told(backend: CupyBackend) -> Non
         backend.linalg.begin_damped_inverses(matrices[:1], [np.nan])()
 
 
-def test_wrong_eigenvectors_are_refused(
+def test_inaccurate_eigenvectors_raise_error(
     backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_algebra, "_EIGEN_ROUNDING", 0.0)
@@ -200,7 +200,7 @@ def test_wrong_eigenvectors_are_refused(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_does_not_fit_is_done_in_pieces(backend: CupyBackend) -> None:
+def test_batch_above_memory_is_split(backend: CupyBackend) -> None:
     hosts = [spd(40, seed) for seed in range(64)]
     matrices = [backend.asarray(host) for host in hosts]
     # A third of the stack: 64 matrices in float64 take 800 kB.
@@ -211,7 +211,7 @@ def test_a_batch_that_does_not_fit_is_done_in_pieces(backend: CupyBackend) -> No
         close(backend, result, damped_inverse(NUMPY, host, 0.1))
 
 
-def test_without_memory_for_one_matrix_the_figures_are_told(backend: CupyBackend) -> None:
+def test_memory_error_for_one_matrix_lists_sizes(backend: CupyBackend) -> None:
     matrix = backend.asarray(spd(64, 0))
     cupy_standin.memory.limit = 1000
     with pytest.raises(MemoryLimitError, match=r"GPU has 1\.07 of 8\.59 GB free"):
@@ -232,7 +232,7 @@ def root(matrix: np.ndarray, damping: float, degree: int) -> np.ndarray:
     return ((Q * (values + damping) ** (-1 / degree)) @ Q.T).astype(np.float32)
 
 
-def test_roots_are_those_of_eigenvectors(either: CupyBackend, small_roots: None) -> None:
+def test_inverse_roots_equal_eigenvector_roots(either: CupyBackend, small_roots: None) -> None:
     hosts = [spd(side, side) for side in (5, 9, 5, 30)]
     dampings, degrees = [1e-1, 1e-3, 1.0, 1e-2], [2, 4, 4, 2]
     found = either.linalg.inverse_roots([either.asarray(host) for host in hosts], dampings, degrees)
@@ -241,7 +241,7 @@ def test_roots_are_those_of_eigenvectors(either: CupyBackend, small_roots: None)
             close(either, result, root(host, damping, degree))
 
 
-def test_roots_read_the_device_as_often_for_many_as_for_one(
+def test_inverse_roots_read_device_once_for_any_number(
     backend: CupyBackend, small_roots: None
 ) -> None:
     for count in (1, 12):
@@ -254,9 +254,7 @@ def test_roots_read_the_device_as_often_for_many_as_for_one(
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
-def test_what_has_no_root_by_products_is_left_to_eigenvectors(
-    backend: CupyBackend, small_roots: None
-) -> None:
+def test_inverse_root_is_none_without_convergence(backend: CupyBackend, small_roots: None) -> None:
     indefinite = np.diag([1.0, -0.5, 1.0]).astype(np.float32)
     singular = np.diag([1.0, 0.0, 1.0]).astype(np.float32)
     cases = [(indefinite, 0.1), (singular, 1e-30), (singular, 0.0), (spd(3, 0, np.float64), 0.1)]
@@ -265,7 +263,7 @@ def test_what_has_no_root_by_products_is_left_to_eigenvectors(
     assert found == [None] * 4
 
 
-def test_small_matrices_and_slow_devices_take_eigenvectors(backend: CupyBackend) -> None:
+def test_small_matrices_and_slow_devices_use_eigenvectors(backend: CupyBackend) -> None:
     matrix = backend.asarray(spd(LARGE, 0))
     assert backend.linalg.inverse_roots([backend.asarray(spd(8, 0))], [0.1], [2]) == [None]
     assert backend.linalg.inverse_roots([matrix], [0.1], [2])[0] is not None
@@ -277,7 +275,7 @@ def test_small_matrices_and_slow_devices_take_eigenvectors(backend: CupyBackend)
 
 
 @pytest.mark.skipif(not hasattr(os, "RTLD_NOLOAD"), reason="needs a loader that can be asked")
-def test_only_a_library_that_is_loaded_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_loaded_library_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solvers, "_LIBRARIES", ("libnone.so.1",))
     assert solvers.loaded_library() is None
     monkeypatch.setattr(solvers, "_LIBRARIES", ("libnone.so.1", "libc.so.6"))
@@ -285,7 +283,7 @@ def test_only_a_library_that_is_loaded_already_is_taken(monkeypatch: pytest.Monk
         assert solvers.loaded_library() is not None
 
 
-def test_a_refusal_of_the_library_is_told(
+def test_library_failure_raises_error(
     backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standin_solvers.Library, "cusolverDnDpotri", lambda *_: 7)

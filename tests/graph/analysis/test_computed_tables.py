@@ -35,11 +35,11 @@ WEIGHT_LIKE = {
 
 
 @pytest.mark.parametrize("name", CIRCLES)
-def test_sines_and_cosines_side_by_side_are_a_table(name):
+def test_concatenated_sines_and_cosines_are_table(name):
     assert Tables({"c": CIRCLES[name]}).reason("c") == "a table of sines and cosines"
 
 
-def test_sines_and_cosines_apart_are_tables_together_but_not_alone():
+def test_separate_sines_and_cosines_are_tables_only_as_pair():
     assert Tables({"c": COSINES, "w": WEIGHTS, "s": SINES}).reason("c") == (
         "a table of sines and cosines, with 's'"
     )
@@ -47,13 +47,13 @@ def test_sines_and_cosines_apart_are_tables_together_but_not_alone():
 
 
 @pytest.mark.parametrize("name", SERIES)
-def test_geometric_series_are_frequencies(name):
+def test_geometric_series_is_table(name):
     found = Tables({"c": SERIES[name]}).reason("c")
     assert found == "a geometric series, as of frequencies or slopes"
 
 
 @pytest.mark.parametrize("name", WEIGHT_LIKE)
-def test_what_training_may_leave_is_no_table(name):
+def test_possible_weights_are_not_tables(name):
     zeros = np.zeros_like(WEIGHT_LIKE[name])
     assert Tables({"c": WEIGHT_LIKE[name], "zeros": zeros}).reason("c") is None
 
@@ -69,11 +69,11 @@ def test_what_training_may_leave_is_no_table(name):
     ],
     ids=["triangle", "ones", "zeros", "vector", "twos"],
 )
-def test_masks_hold_zeros_and_ones(array, expected):
+def test_mask_contains_zeros_and_ones(array, expected):
     assert is_mask(array) is expected
 
 
-def test_the_partner_of_a_table_is_found_among_many_constants():
+def test_partner_of_table_is_found_among_many_constants():
     rng = np.random.default_rng(1)
     others = {f"w{i}": rng.uniform(-1, 1, SINES.shape) for i in range(200)}
     constants = {"c": COSINES, **others, "s": SINES.astype(np.float16)}
@@ -81,7 +81,7 @@ def test_the_partner_of_a_table_is_found_among_many_constants():
     assert not any(Tables(constants).reason(name) for name in others)
 
 
-def test_what_squares_to_one_in_some_entries_only_is_no_partner():
+def test_partial_match_is_not_partner():
     other = SINES.copy()
     other[3, 1] += 0.1
     assert Tables({"c": COSINES, "s": other}).reason("c") is None

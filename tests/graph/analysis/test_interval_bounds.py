@@ -63,7 +63,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("operators", "expected"), CASES.values(), ids=CASES)
-def test_bounds_are_the_tightest_that_operators_tell_and_hold(operators, expected):
+def test_bounds_are_tight_and_valid(operators, expected):
     net = models.Net()
     for value in (-2, 0, 3):
         net.constant(f"{value}", np.float32(value))

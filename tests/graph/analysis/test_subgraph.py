@@ -40,7 +40,7 @@ def by_hand(*nodes: Node):
     ],
     ids=lambda names: "+".join(sorted(names)),
 )
-def test_members_are_the_ends_and_their_ancestors(ends, members):
+def test_subgraph_members_are_ends_and_ancestors(ends, members):
     found = SubGraph(graph(), ends)
     names = ["x", "w", "b", "v", "h", "r", "y", "z", "unused", "no such value"]
     assert set(found.filter_list(names)) == members
@@ -57,15 +57,15 @@ def test_members_are_the_ends_and_their_ancestors(ends, members):
     ],
     ids=["one reader", "all behind it", "a stop", "two sources"],
 )
-def test_dependents_are_the_sources_and_all_computed_from_them(sources, stops, members):
+def test_dependents_include_sources_and_descendants(sources, stops, members):
     assert dependents(graph(), sources, stops) == members
 
 
-def test_of_data_is_what_inputs_reach():
+def test_of_data_returns_descendants_of_inputs():
     assert of_data(graph()) == {"x", "h", "r", "y", "z", "unused"}
 
 
-def test_filtering_keeps_the_order():
+def test_filter_list_keeps_order():
     assert SubGraph(graph(), ["y"]).filter_list(["y", "z", "b", "x"]) == ("y", "b", "x")
 
 
@@ -74,12 +74,12 @@ def test_filtering_keeps_the_order():
     [(["y"], {"w": 1, "b": 1, "v": 0}), (["y", "z"], {"w": 2, "b": 1, "v": 0})],
     ids=["one loss", "two losses"],
 )
-def test_uses_are_counted_within_the_subgraph_only(ends, uses):
+def test_variable_uses_counts_readers_in_subgraph(ends, uses):
     found = SubGraph(graph(), ends)
     assert {name: found.variable_uses(name) for name in uses} == uses
 
 
-def test_a_node_that_hands_a_value_on_counts_as_its_readers():
+def test_variable_uses_counts_readers_of_views():
     found = SubGraph(
         by_hand(
             Node("Identity", ("w",), ("w1",)),
@@ -93,12 +93,12 @@ def test_a_node_that_hands_a_value_on_counts_as_its_readers():
     assert found.variable_uses("w") == 3
 
 
-def test_a_node_that_reads_a_value_twice_is_one_use():
+def test_variable_uses_counts_node_once():
     found = SubGraph(by_hand(Node("Mul", ("w", "w"), ("y",))), ["y"])
     assert found.variable_uses("w") == 1
 
 
-def test_what_the_body_of_a_branch_reads_is_an_ancestor_and_a_use():
+def test_values_captured_by_body_are_ancestors_and_uses():
     body = Subgraph(b"", ("w",))
     found = SubGraph(by_hand(Node("If", ("condition",), ("y",), {"then_branch": body})), ["y"])
     assert found.is_member("w")

@@ -31,7 +31,7 @@ def found_in(**arrays):
     ids=["equal", "transposed", "last entry", "inner entry", "one number", "vectors", "three",
          "three axes"],
 )  # fmt: skip
-def test_equal_weights_are_found(arrays, expected):
+def test_find_ties_returns_equal_weights(arrays, expected):
     assert found_in(**arrays) == expected
 
 
@@ -54,7 +54,7 @@ def step(model, **options):
     return engine, engine.step(feeds, np.zeros((BATCH, WIDTH), np.float32))
 
 
-def test_tied_weights_have_the_gradients_of_one_weight_each_in_its_own_layout():
+def test_tied_weights_have_shared_gradient_in_own_layouts():
     _, expected = step(network(copies=False))
     engine, found = step(network(copies=True), tie_weights=True)
     assert engine.ties == (Tie("w", "copy", True),)
@@ -65,14 +65,14 @@ def test_tied_weights_have_the_gradients_of_one_weight_each_in_its_own_layout():
         np.testing.assert_array_equal(arrays["copy"], arrays["w"].T)
 
 
-def test_equal_weights_stay_apart_unless_asked_for():
+def test_equal_weights_are_tied_only_on_request():
     engine, found = step(network(copies=True))
     assert engine.ties == (Tie("w", "copy", True),)
     assert not np.allclose(found.gradients["copy"], found.gradients["w"].T)
     assert [layer.parameters for layer in engine.layers] == [("w",), ("copy",)]
 
 
-def test_new_values_reach_all_copies_and_the_file(tmp_path):
+def test_new_value_of_tied_weight_updates_copies_and_file(tmp_path):
     engine, _ = step(network(copies=True), tie_weights=True)
     values = np.arange(9, dtype=np.float32).reshape(WIDTH, WIDTH)
     engine.set_parameters({"copy": values})
@@ -85,7 +85,7 @@ def test_new_values_reach_all_copies_and_the_file(tmp_path):
     np.testing.assert_array_equal(written["copy"], values)
 
 
-def test_different_values_for_tied_weights_are_refused():
+def test_different_values_for_tied_weights_raise_error():
     engine, result = step(network(copies=True), tie_weights=True)
     ones = np.ones((WIDTH, WIDTH), np.float32)
     with pytest.raises(ke.InputError, match="'copy' is tied to 'w'"):
@@ -96,7 +96,7 @@ def test_different_values_for_tied_weights_are_refused():
     np.testing.assert_array_equal(alone["w"], result.natural_gradients["w"])
 
 
-def test_a_resumed_engine_of_tied_weights_goes_on_as_before(tmp_path):
+def test_resumed_engine_with_tied_weights_continues_identically(tmp_path):
     engine, result = step(network(copies=True), tie_weights=True)
     engine.save(tmp_path / "state.safetensors")
     other = ke.Engine.from_onnx(

@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_every_weight_and_nothing_else_is_a_parameter(name: str) -> None:
+def test_parameters_are_exactly_weights(name: str) -> None:
     model = models.MODELS[name]()
     stored = [entry.name for entry in model.graph.initializer]
     expected = [entry for entry in stored if entry not in SETTINGS.get(name, set())]
@@ -81,13 +81,13 @@ EXCLUDED = {
                               {"c": [0.0, LOWEST, 0.0], "p": [0]}, "mask"),
     "number_made_wide": ("m = Expand (c, p)  y = Clip (x, m)", {"c": 0.0, "p": [1]}, "bound"),
     "two_settings": ("h = Clip (x, c)  y = Pow (h, c)", {"c": 2.0}, "bound"),
-    "scale": (f"{WHOLE} w = Mul (k, c)  y = MatMul (x, w)", {"c": [0.1, 0.2]}, "quantized integers"),
+    "scale": (f"{WHOLE} w = Mul (k, c)  y = MatMul (x, w)", {"c": [0.1, 0.2]}, "quantized"),
     "scale_of_shifted": (f"{WHOLE} s = Sub (k, z)  w = Mul (s, c)  y = MatMul (x, w)",
-                         {"c": [0.1, 0.2], "z": [3.0, 1.0]}, "quantized integers"),
+                         {"c": [0.1, 0.2], "z": [3.0, 1.0]}, "quantized"),
     "zero_point": (f"{WHOLE} s = Sub (k, c)  w = Mul (s, z)  y = MatMul (x, w)",
-                   {"c": [3.0, 1.0], "z": [0.1, 0.2]}, "quantized integers"),
+                   {"c": [3.0, 1.0], "z": [0.1, 0.2]}, "quantized"),
     "scale_of_rows": (f"{WHOLE} i = Cast <to=7> (x)  r = Gather (k, i)  g = Gather (c, i)"
-                      "  y = Mul (r, g)", {"c": [[0.1], [0.2], [0.3]]}, "quantized integers"),
+                      "  y = Mul (r, g)", {"c": [[0.1], [0.2], [0.3]]}, "quantized"),
     "integer": ("y = Gather (x, c)", {"c": [0, 0]}, "int64"),
     "unread": ("y = Neg (x)", {"c": [1.0, 2.0]}, "read by nothing"),
     "empty": ("y = Resize (x, c, s)", {"c": np.zeros(0), "s": [1.0, 2.0]}, "empty"),
@@ -125,12 +125,12 @@ KEPT = {
 
 
 @pytest.mark.parametrize(("body", "constants", "words"), EXCLUDED.values(), ids=EXCLUDED)
-def test_setting_is_excluded_with_its_reason(body: str, constants, words: str) -> None:
+def test_setting_has_excluded_reason(body: str, constants, words: str) -> None:
     assert words in excluded_reason(graph_of(body, **constants), "c")
 
 
 @pytest.mark.parametrize(("body", "constants"), KEPT.values(), ids=KEPT)
-def test_weight_is_kept(body: str, constants) -> None:
+def test_weight_is_parameter(body: str, constants) -> None:
     assert excluded_reason(graph_of(body, **constants), "c") is None
 
 
@@ -139,7 +139,7 @@ SCATTERED = """h = ConstantOfShape <value = float[1] {{{0}}}> (n)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_is_filled_with_zeros_or_ones_is_no_parameter(number: int) -> None:
+def test_constant_filled_with_zeros_or_ones_is_not_parameter(number: int) -> None:
     """A sparse matrix whose entries the file stores, as of a bank of filters."""
     constants = {"n": [9], "at": [0, 4, 8], "w": [0.5, 0.25, 0.125], "side": [3, 3]}
     graph = graph_of(SCATTERED.format(number), **constants)
@@ -148,12 +148,12 @@ def test_what_is_filled_with_zeros_or_ones_is_no_parameter(number: int) -> None:
     assert trainable_parameters(graph, ["h"]) == ("h",)
 
 
-def test_a_weight_that_a_stripped_file_fills_is_kept() -> None:
+def test_filled_weight_of_stripped_file_is_parameter() -> None:
     body = "c = ConstantOfShape <value = float[1] {0.02}> (n)  y = MatMul (x, c)"
     assert trainable_parameters(graph_of(body, n=[3, 2])) == ("c",)
 
 
-def test_weight_read_inside_a_branch_is_kept_so_that_differentiation_can_refuse_it() -> None:
+def test_weight_read_in_branch_is_parameter() -> None:
     graph = graph_of(
         "y = If (b) <then_branch = t () => (float[] a) { a = Mul (x, c) },"
         "            else_branch = e () => (float[] a) { a = Identity (x) }>",
@@ -163,7 +163,7 @@ def test_weight_read_inside_a_branch_is_kept_so_that_differentiation_can_refuse_
     assert excluded_reason(graph, "c") is None
 
 
-def test_same_operator_of_another_domain_is_not_judged_by_the_table() -> None:
+def test_settings_table_ignores_other_domains() -> None:
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18, "own": 1]>'
         "m (float[3] x) => (float[] y) <float[3] c = {1, 2, 3}> { y = own.Clip (x, c) }"
@@ -171,7 +171,7 @@ def test_same_operator_of_another_domain_is_not_judged_by_the_table() -> None:
     assert excluded_reason(load_graph(model), "c") is None
 
 
-def test_reason_for_an_unknown_name_is_refused() -> None:
+def test_excluded_reason_of_unknown_name_raises_error() -> None:
     with pytest.raises(UnknownNameError, match="'ghost'"):
         excluded_reason(load_graph(models.mlp()), "ghost")
 
@@ -187,33 +187,33 @@ def test_reason_for_an_unknown_name_is_refused() -> None:
         (["fc[01].bias"], ("fc0.bias", "fc1.bias")),
     ],
 )
-def test_patterns_choose_in_the_order_of_the_graph(patterns, expected) -> None:
+def test_patterns_select_in_graph_order(patterns, expected) -> None:
     assert trainable_parameters(load_graph(models.mlp()), patterns) == expected
 
 
-def test_patterns_decide_alone() -> None:
+def test_patterns_override_excluded_reasons() -> None:
     graph = load_graph(models.resnet_block())
     assert trainable_parameters(graph, ["bn0.running_mean"]) == ("bn0.running_mean",)
 
 
-def test_name_with_brackets_names_itself() -> None:
+def test_name_with_brackets_matches_itself() -> None:
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 2)))
     renamed = Graph(graph.nodes, graph.inputs, graph.outputs, {"w[0]": graph.constants["c"]}, 18)
     assert trainable_parameters(renamed, ["w[0]"]) == ("w[0]",)
 
 
 @pytest.mark.parametrize("pattern", ["ghost", "*.gamma", "axes"], ids=["name", "glob", "integers"])
-def test_pattern_that_fits_nothing_lists_what_there_is(pattern: str) -> None:
+def test_unmatched_pattern_error_lists_names(pattern: str) -> None:
     with pytest.raises(UnknownNameError, match=r"'.*'.*3: table, output\.weight, output\.bias"):
         trainable_parameters(load_graph(models.embedding()), [pattern])
 
 
-def test_model_without_parameters_is_refused() -> None:
+def test_model_without_parameters_raises_error() -> None:
     with pytest.raises(ModelError, match="no trainable parameter"):
         trainable_parameters(graph_of("y = Clip (x, c)", c=0.0))
 
 
-def test_no_patterns_at_all_are_refused() -> None:
+def test_empty_patterns_raise_error() -> None:
     with pytest.raises(ModelError, match="no trainable parameter"):
         trainable_parameters(load_graph(models.mlp()), [])
 
@@ -233,7 +233,7 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize(("body", "values"), NOT_FINITE.values(), ids=NOT_FINITE)
-def test_constants_that_are_not_finite_are_no_parameters(body: str, values) -> None:
+def test_nonfinite_constants_are_not_parameters(body: str, values) -> None:
     graph = graph_of(body, c=values, w=[1.0, 2.0, 3.5])
     assert "c" not in trainable_parameters(graph)
     with pytest.raises(NonFiniteError, match=r"'c' contains NaN or infinity .*freeze"):
@@ -248,11 +248,11 @@ def test_constants_that_are_not_finite_are_no_parameters(body: str, values) -> N
         ([], ("fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")),
     ],
 )
-def test_frozen_names_are_left_out(freeze, expected) -> None:
+def test_frozen_names_are_excluded(freeze, expected) -> None:
     assert trainable_parameters(load_graph(models.mlp()), freeze=freeze) == expected
 
 
-def test_frozen_names_are_left_out_of_those_that_were_asked_for() -> None:
+def test_frozen_names_are_excluded_from_patterns() -> None:
     found = trainable_parameters(load_graph(models.mlp()), ["fc1.*", "fc2.*"], "*.bias")
     assert found == ("fc1.weight", "fc2.weight")
 
@@ -264,14 +264,14 @@ def test_frozen_names_are_left_out_of_those_that_were_asked_for() -> None:
         ("*", ModelError, "no parameter .* is left to train"),
     ],
 )
-def test_a_pattern_that_freezes_nothing_or_everything_is_refused(freeze, error, words) -> None:
+def test_freeze_of_nothing_or_everything_raises_error(freeze, error, words) -> None:
     with pytest.raises(error, match=words):
         trainable_parameters(load_graph(models.mlp()), freeze=freeze)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
-def test_weight_that_is_not_finite_is_refused_by_name(value: float, dtype: str) -> None:
+def test_nonfinite_weight_error_names_weight(value: float, dtype: str) -> None:
     code = onnx.TensorProto.DataType.Value(dtype)
     weight = np.asarray([[1.0], [value], [2.0]]).astype(onnx.helper.tensor_dtype_to_np_dtype(code))
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
@@ -280,7 +280,7 @@ def test_weight_that_is_not_finite_is_refused_by_name(value: float, dtype: str) 
         trainable_parameters(broken)
 
 
-def test_filled_weight_is_checked_without_being_filled() -> None:
+def test_check_of_filled_weight_allocates_no_copy() -> None:
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
     huge = np.broadcast_to(np.float32(0.1), (1 << 40, 1 << 10))
     filled = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": huge}, graph.opset)

@@ -21,7 +21,7 @@ def test_functions_are_inlined() -> None:
     np.testing.assert_array_equal(run_graph(graph, {"x": x})["y"], 4 * x)
 
 
-def test_functions_keep_the_defaults_of_their_attributes() -> None:
+def test_inlined_functions_have_default_attributes() -> None:
     """Called from the graph, from another function and from a branch, with and without."""
     model = parser.parse_model(
         """<ir_version: 9, opset_import: ["": 17, "own": 1]>
@@ -74,7 +74,7 @@ def test_branch_on_a_constant_is_folded(condition: int, opset: int) -> None:
     assert_same(run_graph(graph, feeds), run_model(model.SerializeToString(), feeds), CLOSE)
 
 
-def test_branch_on_data_stays_a_node_that_tells_what_it_reads() -> None:
+def test_branch_on_data_remains_node_with_captures() -> None:
     model = parser.parse_model(BRANCHES.format(opset=18, inputs=", bool c", constants=""))
     graph = load_graph(model)
     assert [node.op for node in graph.nodes] == ["If", "If"]

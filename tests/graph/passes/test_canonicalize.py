@@ -26,7 +26,7 @@ STORED_CLOSE = 1e-4
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 16, 18, 21, 24, 26])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block"])
-def test_every_operator_set_computes_the_same(name: str, opset: int) -> None:
+def test_all_operator_sets_compute_equal_results(name: str, opset: int) -> None:
     model = relabelled(models.MODELS[name](), opset)
     feeds = models.random_inputs(model)
     graph = load_graph(model)
@@ -70,7 +70,7 @@ OLD_FORMS = {
 
 
 @pytest.mark.parametrize("form", OLD_FORMS.values(), ids=OLD_FORMS)
-def test_old_form_of_an_operator_computes_the_same(form: tuple[int, str, *tuple[str, ...]]) -> None:
+def test_upgraded_operator_computes_equal_results(form: tuple[int, str, *tuple[str, ...]]) -> None:
     opset, body, *constants = form
     model = parser.parse_model(
         f'<ir_version: 7, opset_import: ["": {opset}]> '
@@ -107,7 +107,7 @@ BROADCAST_FORMS = {
 
 
 @pytest.mark.parametrize(("body", "expected"), BROADCAST_FORMS.values(), ids=BROADCAST_FORMS)
-def test_broadcasting_by_attribute_leaves_the_batch_open(body: str, expected) -> None:
+def test_upgraded_broadcast_keeps_dynamic_batch(body: str, expected) -> None:
     model = parser.parse_model(
         f'<ir_version: 7, opset_import: ["": 6]> m (float[N,2,2] x) => (float[] y) {{ {body} }}'
     )
@@ -132,7 +132,7 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize("folder", CONVERTED, ids=lambda folder: folder.name)
-def test_carried_model_gives_the_stored_outputs(folder: Path) -> None:
+def test_stored_model_has_stored_outputs(folder: Path) -> None:
     graph = load_graph(folder / "model.onnx")
     data = folder / "test_data_set_0"
     arrays = [numpy_helper.to_array(onnx.load_tensor(p)) for p in sorted(data.glob("input_*.pb"))]
@@ -143,7 +143,7 @@ def test_carried_model_gives_the_stored_outputs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHANNEL_SLOPES))
-def test_slopes_that_newer_operators_would_misread_are_refused(name: str) -> None:
+def test_prelu_slopes_with_changed_meaning_raise_error(name: str) -> None:
     with pytest.raises(UnsupportedError, match=r"PRelu .* no exact counterpart"):
         load_graph(CARRIED / "pytorch-converted" / name / "model.onnx")
 
@@ -153,7 +153,7 @@ def test_slopes_that_newer_operators_would_misread_are_refused(name: str) -> Non
     [(11, "Hardmax", ["x"]), (10, "Resize", ["x", "halves"]), (10, "Resize", ["x", "x"])],
     ids=["hardmax", "shrinking", "scales-from-data"],
 )
-def test_form_that_newer_operators_would_misread_is_refused(opset, op, operands) -> None:
+def test_operator_form_with_changed_meaning_raises_error(opset, op, operands) -> None:
     halves = numpy_helper.from_array(np.full(2, 0.5, np.float32), "halves")
     model = simple_model([helper.make_node(op, operands, ["y"])], [halves])
     with pytest.raises(UnsupportedError, match=rf"{op} .* no exact counterpart"):
@@ -168,7 +168,7 @@ HEAVY = ["bvlc_alexnet", "densenet121", "inception_v2", "resnet50"]
 @pytest.mark.parametrize(
     "name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.slow) for name in HEAVY)]
 )
-def test_network_whose_weights_are_nodes_computes_the_same(name: str) -> None:
+def test_network_with_constant_node_weights_computes_equal_results(name: str) -> None:
     path = CARRIED / "light" / f"light_{name}.onnx"
     graph = load_graph(path)
     shape = [side or 1 for side in graph.inputs[0].shape]

@@ -65,7 +65,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_are_those_of_the_definition(name):
+def test_contrib_operator_equals_definition(name):
     sides, attributes, definition = CASES[name]
     feeds = {f"x{i}": RNG.normal(size=side).astype(np.float32) for i, side in enumerate(sides)}
     node = Node(name.split("-")[0], tuple(feeds), ("y",), attributes, "n", "com.microsoft")
@@ -89,6 +89,6 @@ def damaged(**changes):
     [{"inputs": ("x",)}, {"inputs": ("x", "", "shift")}, {"attributes": {"groups": "two"}}],
     ids=["too-few-operands", "unnamed-operand", "wrong-attribute"],
 )
-def test_a_damaged_node_is_refused_by_name(changes):
+def test_damaged_node_error_names_node(changes):
     with pytest.raises(ModelError, match=r"com\.microsoft::GroupNorm node 'n'"):
         load_graph(damaged(**changes))

@@ -71,28 +71,28 @@ def nested(outer, inner):
     return model([loop("limit", inner=[body])], true=True, ten=np.float32(10), **numbers)
 
 
-def test_functions_that_double_are_refused_by_name_before_they_are_inlined():
+def test_exponential_functions_error_names_function():
     with pytest.raises(ModelError, match=r"function 'F20' of the model has 1.05e\+06 nodes"):
         load_graph(doubling(30))
 
 
-def test_functions_that_call_others_are_inlined_as_often_as_they_are_called():
+def test_nested_functions_are_inlined_at_each_call():
     assert len(load_graph(doubling(8)).nodes) == 2**7
 
 
 @pytest.mark.parametrize("limit", [1_000_001, 253403070467, FOREVER])
-def test_loops_of_too_many_constant_trips_are_refused_by_name(limit):
+def test_loop_with_too_many_trips_error_names_node(limit):
     constants = {"limit": np.int64(limit), "true": True, "ten": np.float32(10)}
     with pytest.raises(ModelError, match="Loop node 'outer' runs"):
         load_graph(model([loop("limit")], **constants))
 
 
-def test_loops_without_limit_whose_condition_never_changes_are_refused():
+def test_infinite_loop_raises_error():
     with pytest.raises(ModelError, match="Loop node 'outer' runs inf times"):
         load_graph(model([loop("")], true=True, ten=np.float32(10)))
 
 
-def test_trips_of_nested_loops_multiply():
+def test_trip_counts_of_nested_loops_are_multiplied():
     with pytest.raises(ModelError, match="Loop node 'inside' runs"):
         load_graph(nested(1000, 1001))
     assert load_graph(nested(1000, 1000)).nodes
@@ -101,7 +101,7 @@ def test_trips_of_nested_loops_multiply():
 @pytest.mark.parametrize(
     ("limit", "condition"), [(1000, "kept"), (1_000_000, "kept"), (FOREVER, "computed")]
 )
-def test_loops_that_end_are_read(limit, condition):
+def test_finite_loops_are_loaded(limit, condition):
     constants = {"limit": np.int64(limit), "true": True, "ten": np.float32(10)}
     assert load_graph(model([loop("limit", condition)], **constants)).nodes
 
@@ -119,7 +119,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("op", MAKERS)
-def test_values_of_too_many_constant_entries_are_refused_with_their_bytes(op):
+def test_too_large_value_error_states_bytes(op):
     operands, constants = MAKERS[op]
     node = helper.make_node(op, operands, ["y"], name="huge")
     with pytest.raises(ModelError, match=f"{op} node 'huge' .*GB"):
@@ -127,7 +127,7 @@ def test_values_of_too_many_constant_entries_are_refused_with_their_bytes(op):
 
 
 @pytest.mark.parametrize("op", MAKERS)
-def test_values_of_few_constant_entries_are_read(op):
+def test_small_values_are_loaded(op):
     operands, constants = MAKERS[op]
     kept = ("low", "step", "pair")
     few = {n: a if n in kept else np.asarray(a) // 2**18 for n, a in constants.items()}

@@ -58,7 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_the_runtimes_own_kernel(name):
+def test_linear_model_equals_runtime_kernel(name):
     model = CASES[name]
     graph = load_graph(model)
     (entry,) = graph.inputs
@@ -68,17 +68,17 @@ def test_results_are_those_of_the_runtimes_own_kernel(name):
     assert all(node.domain == "" or node.outputs[0] == "label" for node in graph.nodes)
 
 
-def test_weights_of_a_classifier_can_be_trained():
+def test_classifier_weights_are_trainable():
     engine = ke.Engine.from_onnx(CASES["classifier"], loss="categorical", output="y")
     assert {layer.kind for layer in engine.layers} == {"fully_connected"}
     assert engine.parameters["model.coefficients"].shape == (2, 3)
 
 
-def test_another_output_function_is_refused_by_name():
+def test_unsupported_output_function_error_names_node():
     with pytest.raises(ke.UnsupportedError, match=r"'model'.*PROBIT"):
         load_graph(classifier(post_transform="PROBIT"))
 
 
-def test_coefficients_that_make_no_matrix_are_refused_by_name():
-    with pytest.raises(ke.ModelError, match=r"'model'.* 6 coefficients, which cannot be divided into 4 rows"):
+def test_wrong_number_of_coefficients_error_names_node():
+    with pytest.raises(ke.ModelError, match=r"'model'.* cannot be divided into 4 rows"):
         load_graph(classical("LinearRegressor", coefficients=WEIGHTS, targets=4))

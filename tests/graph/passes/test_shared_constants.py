@@ -38,7 +38,7 @@ def model(shared: bool) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def test_gradients_are_those_of_a_file_that_keeps_them_apart() -> None:
+def test_shared_statistics_have_gradients_of_separate_constants() -> None:
     rng = np.random.default_rng(1)
     x, targets = {"x": rng.normal(size=(5, 3)).astype(np.float32)}, rng.integers(0, 2, 5)
     found, wanted = (
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_a_file_that_keeps_them_apart() -> None:
         np.testing.assert_allclose(found.natural_gradients[name], natural, atol=1e-5)
 
 
-def test_a_new_scale_leaves_the_statistics_of_the_exported_file_alone(tmp_path) -> None:
+def test_new_scale_does_not_change_exported_statistics(tmp_path) -> None:
     engine = ke.Engine.from_onnx(model(True), loss="categorical")
     engine.set_parameters({"scale": np.full(4, 2, np.float32), "shift": np.ones(4, np.float32)})
     engine.export(tmp_path / "new.onnx")
@@ -61,6 +61,6 @@ def test_a_new_scale_leaves_the_statistics_of_the_exported_file_alone(tmp_path) 
     np.testing.assert_allclose(found, (2 * (x @ w) / np.sqrt(1 + 1e-5) + 1) @ v, rtol=1e-5)
 
 
-def test_what_is_no_weight_keeps_its_name() -> None:
+def test_constants_without_weight_use_are_not_renamed() -> None:
     engine = ke.Engine.from_onnx(model(False), loss="categorical")
     assert set(engine.parameters) == {"w", "v", "scale", "shift"}

@@ -88,7 +88,7 @@ def check(nodes, outputs, feeds, kernels=("w",)):
 @has_blocks
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("x", "w", "attributes"), WINDOWS.values(), ids=WINDOWS)
-def test_results_in_blocks_are_those_of_float64(x, w, attributes, bias):
+def test_blocked_convolutions_equal_float64_reference(x, w, attributes, bias):
     feeds = dict(zip(("x", "w", "b"), drawn(x, w, w[0]), strict=True))
     names = ("x", "w", "b") if bias else ("x", "w")
     feeds = {name: feeds[name] for name in names}
@@ -99,13 +99,13 @@ def test_results_in_blocks_are_those_of_float64(x, w, attributes, bias):
 
 
 @pytest.mark.parametrize(("x", "w", "attributes"), PLAIN.values(), ids=PLAIN)
-def test_what_blocks_do_not_quicken_stays_as_it_is(x, w, attributes):
+def test_unsuitable_convolutions_are_not_blocked(x, w, attributes):
     node = Node("Conv", ("x", "w"), ("y",), attributes, "conv")
     known = LayoutContext(["y"], {"w": w}, {"x": x}, {})
     assert convert_to_blocked([node], known, SIZE).nodes == (node,)
 
 
-def test_kernels_that_are_constants_or_unknown_are_left_to_onnx_runtime():
+def test_constant_or_unknown_kernels_are_not_blocked():
     node = Node("Conv", ("x", "w"), ("y",), {}, "conv")
     known = LayoutContext(["y"], {}, {"w": (32, 32, 3, 3)}, {})
     assert convert_to_blocked([node], known, SIZE).nodes == (node,)
@@ -125,7 +125,7 @@ def residual():
 
 
 @has_blocks
-def test_sums_and_relu_are_taken_in_and_blocks_are_handed_on():
+def test_add_and_relu_are_fused_in_blocked_layout():
     feeds = dict(zip("xwb", drawn((2, 32, 5, 4), (32, 32, 3, 3), 32), strict=True))
     feeds["w1"] = drawn((32, 32, 3, 3))[0][::-1] / 8
     ops = check(residual(), ["s2"], feeds, ("w", "w1"))
@@ -136,7 +136,7 @@ def test_sums_and_relu_are_taken_in_and_blocks_are_handed_on():
 
 
 @has_blocks
-def test_what_is_handed_over_keeps_its_name_and_layout():
+def test_graph_results_keep_name_and_plain_layout():
     feeds = dict(zip("xwb", drawn((2, 32, 5, 4), (32, 32, 3, 3), 32), strict=True))
     feeds["w1"] = drawn((32, 32, 3, 3))[0][::-1] / 8
     handed = ["s0", "a0", "s1", "s", "a1", "s2"]
@@ -145,7 +145,7 @@ def test_what_is_handed_over_keeps_its_name_and_layout():
 
 
 @has_blocks
-def test_a_convolution_takes_in_another_one():
+def test_convolution_is_added_to_other_convolution():
     feeds = dict(zip(("x", "w"), drawn((2, 32, 5, 4), (32, 32, 3, 3)), strict=True))
     nodes = [
         Node("Conv", ("x", "w"), ("p",), {}, "0"),
@@ -158,7 +158,7 @@ def test_a_convolution_takes_in_another_one():
 
 
 @has_blocks
-def test_a_sum_of_three_convolutions_has_three_terms():
+def test_sum_of_three_convolutions_is_correct():
     names = ("x", "w", "w1", "w2")
     feeds = dict(zip(names, drawn((2, 32, 5, 4), *[(32, 32, 3, 3)] * 3), strict=True))
     feeds["w1"], feeds["w2"] = feeds["w1"][::-1].copy(), feeds["w2"] / 2
@@ -173,7 +173,7 @@ def test_a_sum_of_three_convolutions_has_three_terms():
 
 
 @has_blocks
-def test_a_convolution_does_not_take_in_one_of_another_shape():
+def test_convolutions_of_different_shapes_are_not_fused():
     x, z, w = drawn((2, 32, 5, 4), (2, 32, 3, 3), (32, 32, 3, 3))
     nodes = [
         Node("Conv", ("x", "w"), ("p",), {}, "0"),
@@ -187,14 +187,14 @@ def test_a_convolution_does_not_take_in_one_of_another_shape():
 @pytest.mark.parametrize(
     "shape", [(1, 32, 1, 1), (2, 32, 3, 2)], ids=["stretched", "not in blocks"]
 )
-def test_other_sums_stay(shape):
+def test_other_adds_are_not_fused(shape):
     x, w, z = drawn((2, 32, 5, 4), (32, 32, 3, 3), shape)
     nodes = [Node("Conv", ("x", "w"), ("s",), {}, "0"), Node("Add", ("z", "s"), ("y",), {}, "1")]
     assert check(nodes, ["y"], {"x": x, "w": w, "z": z})["Add"] == 1
 
 
 @has_blocks
-def test_a_value_that_is_read_twice_is_not_taken_in():
+def test_value_with_two_readers_is_not_fused():
     feeds = dict(zip(("x", "w"), drawn((2, 32, 5, 4), (32, 32, 3, 3)), strict=True))
     nodes = [
         Node("Conv", ("x", "w"), ("s",), {}, "0"),
@@ -217,7 +217,7 @@ SLICES = {
 
 @has_blocks
 @pytest.mark.parametrize("way", SLICES)
-def test_a_kernel_is_turned_around_as_the_slice_says(way):
+def test_flipped_kernel_equals_slice(way):
     x, w = drawn((2, 32, 5, 4), (32, 32, 3, 2))
     constants = {name: np.array(values) for name, values in zip("seap", SLICES[way], strict=True)}
     nodes = [
@@ -271,7 +271,7 @@ def blocked_convolutions(model):
 
 
 @has_blocks
-def test_a_network_in_blocks_has_the_gradients_of_a_plain_one(monkeypatch):
+def test_blocked_network_has_gradients_of_plain_network(monkeypatch):
     model, found = gradients()
     assert blocked_convolutions(model) == [4, 2]
     monkeypatch.setattr(graph_passes, "channel_block", lambda: 0)
@@ -304,6 +304,6 @@ def empty(nodes, x, constants=None):
 
 @pytest.mark.usefixtures("_fresh_trial")
 @pytest.mark.parametrize("trial", [refused, wrong, empty])
-def test_there_are_no_blocks_where_the_trial_fails(trial, monkeypatch):
+def test_failed_trial_disables_blocked_layout(trial, monkeypatch):
     monkeypatch.setattr(graph_passes, "_tried", trial)
     assert channel_block() == 0

@@ -89,7 +89,7 @@ def assert_close(found, expected, tolerance):
 
 @of_any_size
 @pytest.mark.parametrize("passes", CHOICES.values(), ids=CHOICES)
-def test_any_choice_of_passes_gives_the_results_of_none(passes):
+def test_all_subsets_of_passes_give_equal_results(passes):
     plain, result = step([]), step(passes)
     np.testing.assert_allclose(result.loss, plain.loss, rtol=GRADIENTS)
     assert len(plain.gradients) == 9
@@ -141,7 +141,7 @@ def opened(monkeypatch):
 
 @of_any_size
 @pytest.mark.parametrize("name", PASSES)
-def test_a_pass_changes_sessions_and_can_be_turned_off(name, opened):
+def test_each_pass_changes_sessions_and_can_be_disabled(name, opened):
     if name == BLOCKED_LAYOUT and not channel_block():
         pytest.skip("no layout in blocks on this machine")
     step([name])
@@ -153,7 +153,7 @@ def test_a_pass_changes_sessions_and_can_be_turned_off(name, opened):
 
 
 @of_any_size
-def test_the_memory_of_sessions_is_announced_for_the_chosen_passes():
+def test_memory_report_depends_on_chosen_passes():
     """The gradients of outputs of convolutions are kept for the products outside the session."""
     names = [*PASSES]
     announced = {passes: engine(passes).memory(64).activations for passes in [(), *zip(names)]}
@@ -167,16 +167,16 @@ def test_the_memory_of_sessions_is_announced_for_the_chosen_passes():
     [(None, set(PASSES)), ([], set()), ((FUSED_TRANSPOSES,) * 2, {FUSED_TRANSPOSES})],
     ids=["None", "none", "twice"],
 )
-def test_passes_are_chosen_by_name(names, chosen):
+def test_passes_are_selected_by_name(names, chosen):
     assert chosen_passes(names) == chosen
 
 
-def test_an_unknown_pass_is_refused_with_the_known_ones():
+def test_unknown_pass_error_lists_known_names():
     with pytest.raises(ke.UnknownNameError, match=f"'masks'.*{', '.join(sorted(PASSES))}"):
         chosen_passes([BLOCKED_LAYOUT, "masks"])
 
 
-def test_the_page_lists_every_pass_and_no_other():
+def test_page_lists_exactly_all_passes():
     page = Path(__file__).parents[3] / "docs" / "performance.md"
     text = page.read_text(encoding="utf-8").split("### Graph passes")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [*PASSES]
@@ -191,7 +191,7 @@ def test_the_page_lists_every_pass_and_no_other():
         ("blocked_layout,weight_gradients", ("blocked_layout", "weight_gradients")),
     ],
 )
-def test_the_command_line_names_passes(value, expected):
+def test_command_line_accepts_passes(value, expected):
     @click.command(cls=EngineCommand)
     @keywords()
     def given(options):
@@ -201,7 +201,7 @@ def test_the_command_line_names_passes(value, expected):
     assert found == expected
 
 
-def test_the_command_line_refuses_an_unknown_pass(tmp_path, capsys):
+def test_command_line_rejects_unknown_pass(tmp_path, capsys):
     path = tmp_path / "model.onnx"
     path.write_bytes(network().SerializeToString())
     assert main(["inspect", str(path), "--graph-passes", "masks"]) == 2

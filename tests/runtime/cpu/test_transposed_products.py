@@ -31,7 +31,7 @@ def gradients(dtype):
     return model.backwards()[0], [found[name] for name in names]
 
 
-def test_fused_products_give_the_gradients_of_plain_ones():
+def test_fused_products_have_gradients_of_plain_products():
     (backward, single), (plain, double) = gradients("float32"), gradients("float64")
     ops = [node.op for node in fused_products(backward)]
     assert ops.count("FusedMatMul") > 2
@@ -43,7 +43,7 @@ def test_fused_products_give_the_gradients_of_plain_ones():
 
 
 @pytest.mark.parametrize("name", ["mlp", "token_mlp", "layer_norm", "cnn"])
-def test_nodes_keep_their_order_and_their_results(name):
+def test_fusion_keeps_order_and_results(name):
     model = ke.load_model(models.MODELS[name]())
     backward = model.backward(["output"], list(model.parameters))
     kept = [node.outputs for node in fused_products(backward)]
@@ -62,7 +62,7 @@ def test_nodes_keep_their_order_and_their_results(name):
         (None, (0, 1, 2), False),
     ],
 )
-def test_only_a_transpose_that_undoes_the_one_before_is_left_out(first, second, back):
+def test_only_inverse_transposes_are_removed(first, second, back):
     turns = [{} if perm is None else {"perm": perm} for perm in (first, second)]
     nodes = (
         Node("Transpose", ("x",), ("turned",), turns[0], "first"),

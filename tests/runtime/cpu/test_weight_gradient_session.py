@@ -88,7 +88,7 @@ def differences(layer, x, c):
 @of_any_size
 @pytest.mark.parametrize("batch", [1, 3], ids="batch_{}".format)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_kernels_have_the_gradient_that_differences_show(layer, batch):
+def test_kernel_gradients_equal_finite_differences(layer, batch):
     model = ke.load_model(layer.model())
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, *layer.shape)).astype(np.float32)
@@ -102,7 +102,7 @@ def test_kernels_have_the_gradient_that_differences_show(layer, batch):
     assert len(parts.finished) == 1
 
 
-def test_groups_of_a_transposed_convolution_have_the_gradient_of_the_runtime(monkeypatch):
+def test_grouped_transposed_convolution_gradient_equals_runtime(monkeypatch):
     # onnx's reference evaluator takes no groups here.
     layer = Layer((8, 3, 4), (8, 4, 3, 3), {"group": 2, "strides": [2, 1]}, "ConvTranspose")
     rng, found = np.random.default_rng(0), []
@@ -193,7 +193,7 @@ def by_the_graph(proto, x, c, names):
 
 @of_any_size
 @pytest.mark.parametrize(("build", "left"), NETS.values(), ids=NETS)
-def test_gradients_of_kernels_in_any_place_are_those_of_the_exported_graph(build, left):
+def test_kernel_gradients_equal_exported_graph(build, left):
     net = models.Net()
     build(net)
     proto = net.model({"input": ["batch", 4, 6, 7]}, {"output": ["batch", "c", "a", "b"]})
@@ -216,7 +216,7 @@ def test_gradients_of_kernels_in_any_place_are_those_of_the_exported_graph(build
     [((5, 36), 1), ((-1, 36), 0), ((5, -1), 0), ((0, 36), 0)],
     ids=["known", "rows by the number of entries", "columns by it", "rows of the operand"],
 )
-def test_a_reshape_to_an_unknown_shape_stays_in_the_session(shape, left):
+def test_reshape_to_dynamic_shape_is_not_offloaded(shape, left):
     net = models.Net()
     _matrix(net)
     proto = net.model({"input": ["batch", 4, 6, 7]}, {"output": ["batch", "c", "a", "b"]})
@@ -228,7 +228,7 @@ def test_a_reshape_to_an_unknown_shape_stays_in_the_session(shape, left):
 
 
 @of_any_size
-def test_a_gradient_is_the_same_whatever_else_is_asked_for():
+def test_gradient_is_independent_of_other_requests():
     net = models.Net()
     _shared(net)
     proto = net.model({"input": ["batch", 4, 6, 7]}, {"output": ["batch", "c", "a", "b"]})
@@ -256,12 +256,12 @@ THIN = {
 
 
 @pytest.mark.parametrize("layer", THIN.values(), ids=THIN)
-def test_products_that_the_runtime_does_well_stay_there(layer):
+def test_products_fast_in_runtime_are_not_offloaded(layer):
     model = ke.load_model(layer.model())
     assert not split_backward(model.backward(["output"], ["w"])).finished
 
 
-def test_a_net_of_many_layers_has_the_gradients_of_its_exported_graph():
+def test_deep_network_gradients_equal_exported_graph():
     proto = _deep()
     model = ke.load_model(proto, threads=2)
     names = list(model.parameters)
@@ -293,7 +293,7 @@ class _Given(NamedTuple):
     operands: tuple[str, ...] = ()
 
 
-def test_products_are_added_where_the_gradient_is_no_view_of_them(monkeypatch):
+def test_products_are_summed_into_noncontiguous_gradients(monkeypatch):
     """Entries that lie side by side in a product are apart in the gradient."""
     given = weight_gradient_session
     monkeypatch.setattr(given, "_add", lambda _, operands, out, *rest: np.add(out, *operands, out))
