@@ -108,7 +108,7 @@ class Specimen:
     @cached_property
     def resolution(self) -> float:
         """The largest rounding error of an entry of ``gradients``, relative to the entry."""
-        types = {np.dtype(dtype).name for dtype in self.model.handed_out_types.values()}
+        types = {np.dtype(dtype).name for dtype in self.model.result_types.values()}
         return max((_RESOLUTIONS.get(name, 0.0) for name in types), default=0.0)
 
     @cached_property

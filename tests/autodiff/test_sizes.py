@@ -240,8 +240,8 @@ def test_unknown_batch_axis_error_names_option():
     ("axes", "error", "said"),
     [
         ({"inptu": 1}, ke.UnknownNameError, "'inptu', which is not an input .* input"),
-        ({"a": 2}, ke.ShapeError, "axis 2 for input 'a', which has 2 axes"),
-        ({"a": -3}, ke.ShapeError, "axis -3 for input 'a'"),
+        ({"a": 2}, ke.ShapeError, "axis 2 of input 'a', which has 2 axes"),
+        ({"a": -3}, ke.ShapeError, "axis -3 of input 'a'"),
         ({"a": 0, "b": 1}, ke.ShapeError, "different sizes: 2 in 'a', 5 in 'b'"),
     ],
 )

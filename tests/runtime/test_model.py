@@ -194,7 +194,7 @@ def test_freeze_overrides_trainable():
     ("options", "error", "message"),
     [
         ({"freeze": "nothing*"}, ke.UnknownNameError, "nothing"),
-        ({"freeze": "*"}, ke.ModelError, "freeze='\\*' fits all 4"),
+        ({"freeze": "*"}, ke.ModelError, "freeze='\\*' matches all 4"),
         ({"freeze": 3}, ke.InputError, "freeze must be a list"),
         ({"freeze": [3]}, ke.InputError, "freeze must be a list of names"),
         ({"trainable": 3}, ke.InputError, "trainable must be a list"),
