@@ -25,6 +25,9 @@ COPIES = {
         "kfac_engine/cli/",
         "kfac_engine/graph/",
         "kfac_engine/layers/",
+        # Records of a run, and checks in float64, are arrays of the host.
+        "kfac_engine/run_report/",
+        "kfac_engine/verification/",
         # Numbers that were downloaded together.
         "kfac_engine/curvature/blocks/grouped.py",
         "kfac_engine/curvature/factors/refresh.py",
