@@ -125,13 +125,15 @@ def test_never_is_larger_than_any_number_in_a_median():
 def test_a_verdict_names_the_best_method_and_the_number_of_kfac():
     winners = {
         "K-FAC": [run([0.2] * 4, {2: 0.3, 4: 0.05})],
-        "Adam": [run([0.1] * 4, {2: 0.15, 4: 0.15})],
+        "Adam": [run([0.1] * 4, {1: 0.4, 2: 0.15, 4: 0.15})],
     }
     assert verdicts(winners) == [
         "training loss: Adam is ahead, 0.1000; K-FAC: 0.2000",
         "held-out loss: K-FAC is ahead, 0.0500",
+        "steps to 0.5: Adam is ahead, 1; K-FAC: 2",
         "steps to 0.2: Adam is ahead, 2; K-FAC: 4",
         "steps to 0.1: K-FAC is ahead, 4",
+        "seconds to 0.5: Adam is ahead, 0.50; K-FAC: 1.00",
         "seconds to 0.2: Adam is ahead, 1.00; K-FAC: 2.00",
         "seconds to 0.1: K-FAC is ahead, 2.00",
     ]
