@@ -1,4 +1,4 @@
-"""The goals of the package on a CPU, next to the measurements.
+"""Compares the measurements on a CPU with the goals of the package.
 
 ``bench_tables`` writes all goals into ``bench/results/goals.md`` and the missed goals into
 ``docs/performance.md``.
@@ -12,12 +12,12 @@ from kfac_engine.bench.contenders import ALWAYS, DEFINITION, OURS, OURS_PLAIN
 from kfac_engine.bench.jobs import SELDOM
 from kfac_engine.bench.scaling_fit import MARGIN
 
-# Not the name of a contender: the fastest peer that is a library.
+# The name of the fastest peer that is a library, instead of a contender.
 BEST = "the best library"
 _NO_LIBRARY = "torch-by-example"
 _MEGABYTE = 1e6
 
-# Rows of a suite as JSON has them, and all suites by name.
+# The rows of a suite in a JSON report, and all suites by name.
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Suites: TypeAlias = Mapping[str, Rows]
 
@@ -57,7 +57,7 @@ GOALS = (
     Goal("step", "mlp, batch 512, factors 1,", BEST, 0.80),
     Goal("step", "resnet20, batch 128, factors 1,", BEST, 0.35),
     Goal("step", "transformer, batch 32, factors 1,", BEST, 0.70),
-    # The same engine without curvature, timed in the same rounds.
+    # The engine without curvature, timed in the same rounds.
     Goal("step", SELDOM, OURS_PLAIN, 1.30),
 )
 # Scratch memory of the patches in ``_SHORTEST``.
@@ -65,7 +65,7 @@ SCRATCH_BOUND = 32 * _MEGABYTE
 
 
 class Finding(NamedTuple):
-    """A goal and the measured value."""
+    """A goal with the measured value."""
 
     case: str
     beside: str
@@ -83,11 +83,11 @@ def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) 
 
     Args:
         suites: Suites of a report of ``bench --json``.
-        older: Suites of a report with an older kernel of BLAS, for a column of its own.
+        older: Suites of a report with an older kernel of BLAS, for an additional column.
         missed: Whether the table has only the goals that the newest report misses.
 
     Yields:
-        A sentence, head, rule and rows; the value of a missed goal is bold.
+        Lines of the table after a sentence; the value of a missed goal is bold.
     """
     findings = list(measured(suites))
     others = {finding[:2]: finding for finding in measured(older or {})}
@@ -153,7 +153,7 @@ def _growth(row: Mapping[str, Any]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# Suite to the goals of its rows that are not ratios of times.
+# Map from a suite to the goals of its rows that are not ratios of times.
 _OTHERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
     "conv": _scratch,
     "memory": _peak,

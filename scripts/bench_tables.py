@@ -1,4 +1,4 @@
-"""Writes the tables of measurements: next to each JSON file, into the README and into the docs.
+"""Writes the tables of measurements next to each JSON file, to the README and to the docs.
 
     python -m scripts.bench_tables
 
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
 TRAINING_BEGIN, TRAINING_END = "<!-- training: begin -->", "<!-- training: end -->"
 NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.json"
 
-# Rows of the README: label, suite, and a part of the name of the case.
+# Rows of the README, as label, suite, and a part of the name of the case.
 SHOWN = (
     ("step: MLP 784-1024-512-256-10, batch 512", "step", "mlp, batch 512, factors 1,"),
     ("step: ResNet-20, batch 128", "step", "resnet20, batch 128, factors 1,"),
@@ -43,7 +43,7 @@ SHOWN = (
     ("damped inverse, 1024 × 1024", "inverse", "1024 × 1024"),
     ("preconditioning of 54 layers of a ResNet-50", "precondition", "ResNet-50"),
 )
-# Columns of the README: the fastest of several contenders.
+# Columns of the README, each with the contenders whose fastest time it shows.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "NumPy": (DEFINITION,),
     "PyTorch": ("torch", "torch-by-example", "curvlinops"),
@@ -79,11 +79,11 @@ def readme(text: str) -> str:
         for case, times in suites.get(suite, ())
         if part in case
     ]
-    told = [f"| {words} | {' | '.join(_beside_columns(times))} |" for words, times in chosen]
+    texts = [f"| {words} | {' | '.join(_beside_columns(times))} |" for words, times in chosen]
     lines = [
         f"| job | ours, ms | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * (1 + len(COLUMNS))}",
-        *told,
+        *texts,
         "",
         "Columns of libraries: time of the fastest implementation in the library divided by ours; "
         "below 1 × the library is faster. " + _extremes(suites),
@@ -101,7 +101,7 @@ def performance(text: str) -> str:
         text: The page.
 
     Returns:
-        The page: the times of steps, the goals that are missed, and their source.
+        The page with the times of steps, the missed goals, and their source.
     """
     newest = _newest(NEWEST)
     assert newest is not None, "no measurements"
@@ -177,7 +177,7 @@ def _between_marks(text: str, lines: Sequence[str], marks: tuple[str, str] = (BE
 def page(report: Mapping[str, Any]) -> str:
     """Return every row of a report as Markdown."""
     machine = report["machine"]
-    facts = [f"- {name}: {_told(value)}" for name, value in machine.items() if value]
+    facts = [f"- {name}: {_as_text(value)}" for name, value in machine.items() if value]
     courses = report.get("course", {})
     tables = [
         line
@@ -215,7 +215,7 @@ def _beside_columns(times: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]]]) -> str:
-    """Return a sentence about all cases, the best and the worst."""
+    """Return a sentence about the best and the worst ratio over all cases."""
     found = []
     for suite, cases in suites.items():
         for case, times in cases:
@@ -246,7 +246,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _mark(row: Mapping[str, Any]) -> str:
-    """The key of ``FORMS`` for a row; empty where it has none."""
+    """Return the key of ``FORMS`` for a row; empty for a row without a key."""
     return next((mark for mark in FORMS if mark in row), "")
 
 
@@ -313,12 +313,12 @@ def _build(row: Mapping[str, Any]) -> list[str]:
 
 
 def _times(seconds: Mapping[str, float]) -> tuple[str, str]:
-    """Median and quartiles in milliseconds."""
+    """Return the median and the quartiles in milliseconds."""
     median, low, high = (milliseconds(seconds[which]) for which in ("median", "low", "high"))
     return median, f"{low} – {high}"
 
 
-# A field that only rows of one kind have, to the heads and cells of its table.
+# Map from a field that only rows of one kind have to the heads and cells of its table.
 FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] = {
     "cpu_seconds": (COMPARISON, _comparison),
     "floor": (GPU, _gpu),
@@ -331,17 +331,17 @@ FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] 
 
 
 def _any(row: Mapping[str, Any]) -> list[str]:
-    return [_told(value) for value in row.values()]
+    return [_as_text(value) for value in row.values()]
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value of JSON as text."""
-    told: dict[type, Callable[[], str]] = {
-        dict: lambda: ", ".join(f"{key} {_told(item)}" for key, item in value.items()),
-        list: lambda: "; ".join(map(_told, value)),
+    texts: dict[type, Callable[[], str]] = {
+        dict: lambda: ", ".join(f"{key} {_as_text(item)}" for key, item in value.items()),
+        list: lambda: "; ".join(map(_as_text, value)),
         float: lambda: f"{value:.3g}",
     }
-    return told.get(type(value), lambda: str(value))()
+    return texts.get(type(value), lambda: str(value))()
 
 
 def _cases(

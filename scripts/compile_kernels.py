@@ -1,4 +1,4 @@
-"""Write kernels/compiled.json: registers and memory of each kernel variant on each architecture.
+"""Writes kernels/compiled.json, with the resources of each kernel variant on each architecture.
 
 Run it in the environment of ``make setup`` after a change of a kernel:
 ``python -m scripts.compile_kernels``, then ``python -m scripts.kernel_report``. Compilers come with
@@ -18,7 +18,7 @@ from tests.cuda_on_cpu import nvrtc
 
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
 
-# Options of a variant and architecture, to kernel, to its resources.
+# Map from a variant and an architecture to kernels and their resources.
 Compiled = Mapping[str, Mapping[str, nvrtc.Resources]]
 
 
@@ -30,11 +30,11 @@ def main() -> None:
         digest = fingerprint(name)
         same = name in old and old[name]["source"] == digest
         known = old[name]["compiled"] if same else {}
-        missing = [variant for variant in _asked(name) if entry(*variant) not in known]
+        missing = [variant for variant in _all_variants(name) if entry(*variant) not in known]
         with ThreadPoolExecutor() as pool:
             found = pool.map(lambda variant, name=name: nvrtc.resources(name, *variant), missing)
             known |= zip((entry(*variant) for variant in missing), found, strict=True)
-        compiled = {entry(*variant): known[entry(*variant)] for variant in _asked(name)}
+        compiled = {entry(*variant): known[entry(*variant)] for variant in _all_variants(name)}
         table[name] = {"source": digest, "compiled": compiled}
         print(f"{name}: {len(missing)} of {len(compiled)} compiled")
     TABLE.write_text("\n".join(_lines(table)) + "\n", encoding="utf-8")
@@ -52,9 +52,12 @@ def fingerprints() -> dict[str, str]:
 
 
 def compiled(name: str) -> Compiled:
-    """Return the table of a source: entry to kernel to resources."""
+    """Return the resources of each variant and kernel of a source."""
     return {
-        key: {kernel: nvrtc.Resources(*taken) for kernel, taken in kernels.items()}
+        key: {
+            kernel: nvrtc.Resources(*kernel_resources)
+            for kernel, kernel_resources in kernels.items()
+        }
         for key, kernels in _stored()[name]["compiled"].items()
     }
 
@@ -64,7 +67,7 @@ def entry(options: tuple[str, ...], architecture: str) -> str:
     return " ".join([architecture, *options])
 
 
-def _asked(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
+def _all_variants(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield every variant of a source for every architecture."""
     for architecture in nvrtc.ARCHITECTURES:
         for options in variants(name):
@@ -76,7 +79,7 @@ def _stored() -> dict[str, Any]:
 
 
 def _lines(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield JSON with a line for each entry, so that a change is visible in a diff."""
+    """Yield lines of JSON, with one line for each entry, so that diffs show changes."""
     yield "{"
     for name, found in table.items():
         comma = "," if name != list(table)[-1] else ""

@@ -1,10 +1,10 @@
-"""Run all suites on this machine and write their tables.
+"""Runs all suites on this machine and writes their tables.
 
     python -m scripts.full_bench                      bench/results/<date>-cpu.json and .md
     python -m scripts.full_bench --kernel Haswell     bench/results/<date>-cpu-haswell.json and .md
 
 All installed peers take part. An older kernel of BLAS is measured in suites with contenders only.
-Each suite is written when it is done: after an interruption, the same command with ``--resume``
+Each suite is written when it ends. After an interruption, the same command with ``--resume``
 continues with the next suite. A run takes 16 minutes on an otherwise idle machine.
 """
 
@@ -47,12 +47,12 @@ def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
     """Return the command line of ``bench``.
 
     Args:
-        kernel: Kernel of OpenBLAS; empty for that of the processor.
+        kernel: Kernel of OpenBLAS; empty for the default of the processor.
         suites: Names of suites; empty for all, or for suites with contenders if a kernel is named.
         resume: Whether suites in the file are skipped.
 
     Returns:
-        Program and arguments.
+        The program and its arguments.
     """
     name = "-".join([f"{date.today()}-cpu", *([kernel.lower()] if kernel else [])])
     peers = [name for name in PEERS if not CONTENDERS[name].missing]

@@ -1,4 +1,4 @@
-"""What kernels are expected to take on an H200: floors from sizes, fractions of them from reasons."""
+"""Predicts the times of kernels on an H200, from their sizes and an expected rate."""
 # ruff: noqa: E501 (rows of the page)
 
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,18 @@ from kfac_engine.kernels.variants import variants
 from scripts.compile_kernels import compiled, entry
 
 _BATCH = 32
-# Of an H200: float32 units 60 TFLOP/s, TF32 by mma.sync 400, float64 60, memory 4.3 TB/s.
+# Rates of an H200 in TFLOP/s: 60 in float32, 400 in TF32 by mma.sync, 60 in float64. Memory has 4.3
+# TB/s.
 H200 = GpuRates(4.3e12, {FLOAT32: 30e12, TF32: 200e12, SPLIT: 200e12 / 3, FLOAT64: 30e12})
 
 
 class Expected(NamedTuple):
-    """Expected rate of a kernel, in percent of the rate of its floor.
+    """The expected rate of a kernel, in percent of the highest possible rate.
 
     Attributes:
-        least: Percent.
-        most: Percent.
-        reason: Cause of the difference from the floor.
+        least: Lower bound in percent.
+        most: Upper bound in percent.
+        reason: Cause of the difference from the highest rate.
     """
 
     least: int
@@ -53,12 +54,12 @@ _KERNELS: Mapping[str, Expected] = {
 
 def _tensor() -> Expected:
     """Return the expected rate of products on tensor cores, whose blocks have 128 threads."""
-    taken = [
+    counts = [
         compiled("patch_products")[entry(variant, "sm_90")]["patch_products"].registers
         for variant in variants("patch_products")
         if {"-DSPLIT=3", "-DINPUT=0"} <= {*variant}
     ]
-    registers = f"{min(taken)} to {max(taken)} registers"
+    registers = f"{min(counts)} to {max(counts)} registers"
     return Expected(40, 60, f"four warps of {registers} a block do not hide all loads")
 
 
@@ -75,9 +76,9 @@ def predictions() -> Iterator[str]:
         floor = 1e3 * H200.floor(counted, kind)
         slow, fast = (100 * floor / part for part in (expected.least, expected.most))
         yield (
-            f"| {counted.case} | {_figures(2e-9 * counted.products)} | {_figures(1e-9 * counted.moved)} "
-            f"| {kind if counted.products else '–'} | {_figures(floor)} "
-            f"| {_figures(fast)} – {_figures(slow)} | {expected.reason} |"
+            f"| {counted.case} | {_figures(2e-9 * counted.products)} | "
+            f"{_figures(1e-9 * counted.moved)} | {kind if counted.products else '–'} | "
+            f"{_figures(floor)} | {_figures(fast)} – {_figures(slow)} | {expected.reason} |"
         )
 
 
@@ -101,5 +102,5 @@ def _rows() -> Iterator[tuple[Counted, str, Expected]]:
 
 
 def _figures(number: float) -> str:
-    """Two significant figures."""
+    """Return a number with two significant figures."""
     return f"{number:#.2g}".rstrip(".") if number < 100 else f"{number:.0f}"

@@ -1,4 +1,4 @@
-"""Write docs/kernels.md: what each kernel takes of each GPU, and how exact it is, without a GPU.
+"""Writes docs/kernels.md, with the resources and the errors of each kernel, without a GPU.
 
 Run it in the environment of ``make setup`` after ``python -m scripts.compile_kernels``:
 ``python -m scripts.kernel_report``. g++ runs the kernels thread by thread.
@@ -25,7 +25,7 @@ from tests.cuda_on_cpu.module import ORDERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 _SCRATCH = 4 << 20
-# Images (n, channels, side), kernel, stride, pad.
+# Shape of the images (n, channels, size), kernel, stride and padding.
 _GEOMETRIES = {
     "2×64×6², 3×3": ((2, 64, 6), 3, 1, 1),
     "3×20×5², 2×2": ((3, 20, 5), 2, 1, 1),
@@ -35,10 +35,10 @@ _GEOMETRIES = {
 }
 _HEAD = """# Kernels
 
-To read a kernel, find its result in this table and open its source in `kernels/`. The first comment of the source
-describes the work of a block and of a thread. To change a kernel, edit the source, then run
-`python -m scripts.compile_kernels` and `python -m scripts.kernel_report`, which writes this page. Neither program needs a
-GPU.
+To read a kernel, find its result in this table and open its source in `kernels/`. The first comment
+of the source describes the work of a block and of a thread. To change a kernel, edit the source,
+then run `python -m scripts.compile_kernels` and `python -m scripts.kernel_report`, which writes
+this page. Neither program needs a GPU.
 
 | source | result | replaces |
 |---|---|---|
@@ -53,26 +53,24 @@ GPU.
 | `averages.cu` | moving averages and sums of pieces in one pass; counts of token ids | three passes; one-hot rows |
 | `patches.cu` | copies of patches, for other operations | |
 
-No kernel adds floating-point numbers atomically, so results are equal in every run. Offsets have 64 bits.
+No kernel adds floating-point numbers atomically, so results are equal in every run. Offsets have 64
+bits.
 """
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Compute the errors and write the page."""
     lines = [_HEAD, *resources(), "", *_exactness(), "", *predictions()]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def resources() -> Iterator[str]:
-    """The section about registers and shared memory, line by line."""
+    """Yield the lines of the section about registers and shared memory."""
     tables = {name: compiled(name) for name in MACROS}
     each = [
-        taken
-        for table in tables.values()
-        for kernels in table.values()
-        for taken in kernels.values()
+        used for table in tables.values() for kernels in table.values() for used in kernels.values()
     ]
-    spilling = sum(taken.spilled_bytes > 0 for taken in each)
+    spilling = sum(used.spilled_bytes > 0 for used in each)
     yield "## Resources of a block\n"
     yield "Each cell is the largest number of registers of a thread over all variants of a source (types of images, lengths of"
     yield "rows, tensor cores). Brackets contain the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
@@ -86,7 +84,7 @@ def resources() -> Iterator[str]:
 
 
 def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources:
-    """The largest resources that a variant of a kernel uses."""
+    """Return the largest resources of all variants of a kernel."""
     return max(
         kernels[kernel]
         for key, kernels in table.items()
@@ -94,10 +92,10 @@ def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources:
     )
 
 
-def cell(taken: nvrtc.Resources) -> str:
-    """Registers, kilobytes of shared memory, and spills if there are any."""
-    spilled = f", {taken.spilled_bytes} B spilled" if taken.spilled_bytes else ""
-    return f"{taken.registers} ({taken.shared_bytes / 1024:.1f}){spilled}"
+def cell(used: nvrtc.Resources) -> str:
+    """Return registers, kilobytes of shared memory, and spilled bytes as text."""
+    spilled = f", {used.spilled_bytes} B spilled" if used.spilled_bytes else ""
+    return f"{used.registers} ({used.shared_bytes / 1024:.1f}){spilled}"
 
 
 def _exactness() -> Iterator[str]:
@@ -112,7 +110,7 @@ def _exactness() -> Iterator[str]:
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
-    """Kernel, case, and the error by the order of threads."""
+    """Yield each kernel and case, with a function from the order of threads to the error."""
     for case in _GEOMETRIES:
         for split, words in ((0, "FP32"), (3, "3 × TF32"), (1, "TF32")):
             yield (
@@ -161,7 +159,7 @@ def _moment_error(case: str, split: int, order: str) -> float:
 
 
 def _by_group(z: np.ndarray, taps: int) -> np.ndarray:
-    """Rows of two groups, ``(2, n, t, features)``."""
+    """Return the rows of two groups, ``(2, n, t, features)``."""
     n, t, _ = z.shape
     return np.moveaxis(z.reshape(n, t, taps, 2, -1), 3, 0).reshape(2, n, t, -1)
 
@@ -196,7 +194,7 @@ def _diagonal_error(case: str, order: str) -> float:
 
 
 def _few(kernel: tuple[int, int]) -> tuple[np.ndarray, Window, np.ndarray]:
-    """Images of six channels, and the patches of each, ``(6, n, t, taps)``."""
+    """Return images of six channels, their window, and the patches, ``(6, n, t, taps)``."""
     x = np.random.default_rng(0).standard_normal((2, 6, 9, 9), np.float32)
     w = Window(kernel, (1, 1), (1, 1), (1, 1), (1, 1))
     z = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)

@@ -1,8 +1,8 @@
-"""Write docs/models.md: which models of the ``onnx`` package run here, and what the others lack.
+"""Writes docs/models.md, with the result of one step for each model of the ``onnx`` package.
 
-Run from the repository root: ``python -m scripts.list_models``. Each model gets a full step:
-gradients, statistics, inverses, natural gradients, against targets of zero. The networks take
-minutes and gigabytes: ``--small`` leaves their rows as the page has them.
+Run from the repository root: ``python -m scripts.list_models``. A step computes gradients,
+statistics, inverses and natural gradients, for targets of zero. The networks take minutes and
+gigabytes; ``--small`` keeps their rows of the page.
 """
 
 import argparse
@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "models.md"
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 SMALL = ("pytorch-converted", "pytorch-operator", "simple")
 NOTHING_TO_TRAIN = "has no trainable parameter"
-# Their first dense layers read 25,088 and 18,432 features: full input factors and their inverses
-# would take gigabytes and minutes. Diagonal input factors make the networks run on any machine.
+# The first dense layers of these networks read 25,088 and 18,432 features. Full input factors and
+# their inverses would take gigabytes and minutes, so the factors are diagonal.
 CHOICES = {
     "light_vgg19": {"fully_connected": "kron_in_diag"},
     "light_zfnet512": {"fully_connected": "kron_in_diag"},
@@ -35,10 +35,10 @@ class Row:
     """A model and the result of one step.
 
     Attributes:
-        name: Of the model.
-        layers: How many of each kind.
-        reasons: Why parameters are generic.
-        result: ``"runs"``, or what went wrong.
+        name: Name of the model.
+        layers: Number of layers of each kind.
+        reasons: Reasons why parameters are generic.
+        result: ``"runs"``, or the error.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def try_model(name: str, path: Path) -> Row:
-    """Run one step of a model."""
+    """Return the row of a model, after one step."""
     layers = reasons = ""
     try:
         engine = ke.Engine.from_onnx(path, loss="normal", approximations=CHOICES.get(name))

@@ -1,8 +1,7 @@
-"""Write docs/operators.md: how each operator is differentiated, and what onnx's node tests show.
+"""Writes docs/operators.md, with the derivative of each operator and the results of node tests.
 
-Run from the repository root: ``python -m scripts.list_operators``. With ``--failures`` the page
-stays as it is, and the node tests that are wrong or refused are printed; names or parts of names
-choose among them.
+Run from the repository root: ``python -m scripts.list_operators``. ``--failures`` prints the node
+tests that are wrong or refused, and does not write the page; names or parts of names select tests.
 """
 
 import argparse
@@ -28,24 +27,24 @@ WIDTH = 100
 EXAMPLE = "## Add your own"
 
 UNROLLED = frozenset({"GRU", "If", "LSTM", "Loop", "RNN", "Scan", "SequenceMap"})
-# Sequences are no arrays: who reads one is led back to the arrays it was made of.
+# Operators on sequences, whose readers are traced to the arrays in the sequence.
 SEQUENCES = frozenset(
     ["Optional", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert"]
 )
-# Forms of old operator sets, which loading brings to newer ones.
+# Operators of old operator sets, which loading replaces.
 REPLACED = {"Scatter": "ScatterElements", "Upsample": "Resize"}
 FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An operator and the method of its differentiation.
+    """An operator with the method of its differentiation.
 
     Attributes:
-        name: With its domain.
-        versions: Operator sets that changed it.
-        how: One of a few phrases.
-        tests: Node tests passed, of those that apply.
+        name: Name with the domain.
+        versions: Operator sets that changed the operator.
+        how: Phrase for the method.
+        tests: Number of passed node tests, and of applicable node tests.
     """
 
     name: str
@@ -146,7 +145,7 @@ def _by_count(entry: tuple[str, int]) -> tuple[int, str]:
 
 
 def written_by_hand() -> str:
-    """Return the end of the page, which is written by hand."""
+    """Return the last section of the page, which is written by hand."""
     _, mark, rest = PAGE.read_text(encoding="utf-8").partition(EXAMPLE)
     return mark + rest
 
@@ -206,7 +205,7 @@ The other models do not apply:
 
 
 def print_failures(parts: Sequence[str]) -> None:
-    """The cases that are wrong or refused, of those whose names have one of ``parts``."""
+    """Print the wrong and the refused cases whose names contain one of ``parts``."""
     chosen = [
         case for case in node_tests.cases() if not parts or any(p in case.name for p in parts)
     ]

@@ -1,4 +1,4 @@
-"""Write the demo's ONNX models: two small untrained classifiers of 8×8 images.
+"""Writes the ONNX models of the demo: two small untrained classifiers of 8×8 images.
 
 Run from the repository root: ``python -m scripts.make_demo_models``. The same seed gives the same
 bytes.
@@ -19,7 +19,7 @@ class Network:
     """A builder of a chain of layers.
 
     Args:
-        seed: Of the weights.
+        seed: Seed of the weights.
     """
 
     def __init__(self, seed: int) -> None:
@@ -50,7 +50,7 @@ class Network:
         return self._append(op, name, [])
 
     def model(self) -> onnx.ModelProto:
-        """Return the chain as a checked model whose last value is called ``logits``."""
+        """Return the chain as a checked model whose output is ``logits``."""
         self._nodes[-1].output[0] = "logits"
         graph = helper.make_graph(
             self._nodes,
@@ -65,7 +65,7 @@ class Network:
         return model
 
     def _parameters(self, name: str, shape: tuple[int, ...]) -> None:
-        # He initialization: variance 2 / fan-in keeps the scale of activations through ReLUs.
+        # He initialization: the variance 2 / fan-in preserves the scale of activations.
         scale = np.sqrt(2 / np.prod(shape[1:]))
         weight = (self._rng.standard_normal(shape) * scale).astype(np.float32)
         bias = np.zeros(shape[0], np.float32)

@@ -1,4 +1,4 @@
-"""Write the digits that the demo trains on; the data come from scikit-learn.
+"""Writes the digits of scikit-learn, on which the demo trains.
 
 Run from the repository root: ``python -m scripts.make_digits``.
 """
@@ -12,7 +12,7 @@ TARGET = Path(__file__).resolve().parent.parent / "kfac_engine" / "data" / "digi
 
 
 def write(path: Path = TARGET) -> None:
-    """Write images and labels as bytes into one compressed file."""
+    """Write images and labels as bytes to one compressed file."""
     digits = load_digits()
     np.savez_compressed(
         path, images=digits.images.astype(np.uint8), labels=digits.target.astype(np.uint8)

@@ -1,8 +1,8 @@
-"""The node tests of the ``onnx`` package, each run forward and differentiated here.
+"""Runs and differentiates the node tests of the ``onnx`` package.
 
-A case is a model of one operator (or of the operator's function body), operands and results. Its
-results must come out of the rewritten graph, and its gradient must agree with central differences
-of ONNX Runtime's own kernels along random directions.
+A case is a model of one operator, or of the definition of an operator, with operands and results.
+The rewritten graph must have the same results. Its gradient must agree with central differences of
+the kernels of ONNX Runtime along random directions.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from kfac_engine.sessions.session import Session
 Arrays: TypeAlias = Mapping[str, NDArray]
 Verdict: TypeAlias = Literal["passed", "wrong", "refused", "not applicable"]
 
-# Float operands that place or count things: results jump with them or are not defined between.
+# Floating-point operands that are positions or counts, for which the results are not continuous.
 PLACES: Mapping[str, tuple[int, ...]] = {
     "Resize": (1, 2),
     "Upsample": (1,),
@@ -41,7 +41,7 @@ PLACES: Mapping[str, tuple[int, ...]] = {
     "Loop": (0,),
 }
 FLOATS = {"float16", "bfloat16", "float32", "float64"}
-# Results depend on a seed that every runtime uses in its own way.
+# Operators whose results depend on a seed that runtimes use differently.
 RANDOM = {
     "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
@@ -49,31 +49,33 @@ RANDOM = {
 NO_OPERAND = "no operand to differentiate with respect to"
 NO_RESULT = "no floating-point result"
 NO_ARRAYS = "sequences or optional values at the border"
-# Kinks are few and thin: a little noise moves operands off them and off ties.
+# Noise that moves operands away from kinks and ties.
 NOISE = 0.02
-# Steps of the central differences, tried until one fits: errors of truncation and kinks nearby want
-# small ones, rounding wants large ones.
+# Steps of the central differences, tried until one succeeds. Truncation errors and kinks need small
+# steps, and rounding errors need large steps.
 STEPS = (2.0**-8, 2.0**-6, 2.0**-10, 2.0**-12, 2.0**-14)
 DIRECTIONS = 2
-# ONNX Runtime computes in float32: with the best of the steps, differences are right to three
-# digits of the sum of all terms.
+# ONNX Runtime computes in float32, so that with the best step differences have three correct digits
+# of the sum of all terms.
 TOLERANCE = 5e-3
 EPSILON = 2.0**-23
-# Results are those of other kernels: the cases come with 1e-3 themselves.
+# The expected results are those of other kernels. The tolerance of the package is 1e-3.
 FORWARD_TOLERANCE = 2e-3
-# Those in half precision were rounded after every step; here they are computed in float32.
+# The expected results in half precision were rounded after every step, and the graph computes in
+# float32.
 HALF_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     Attributes:
-        name: Of the case.
-        ops: The operators in its model.
-        verdict: ``"not applicable"`` where there is nothing to differentiate or nothing runs it.
-        why: The reason, or how far off.
+        name: Name of the case.
+        ops: Operators of the model.
+        verdict: ``"not applicable"`` if there is nothing to differentiate, or no runtime runs the
+            case.
+        why: The reason, or the error.
     """
 
     name: str
@@ -83,23 +85,23 @@ class Outcome:
 
 
 class NotApplicableError(Exception):
-    """Nothing can be checked; the message says why."""
+    """Raised if a case cannot be checked, with the reason."""
 
 
 class WrongError(Exception):
-    """A value or a gradient differs; the message says by how much."""
+    """Raised if a value or a gradient differs, with the difference."""
 
 
 def cases() -> list[onnx.backend.test.case.test_case.TestCase]:
-    """All node tests of the installed package, by name."""
+    """Return all node tests of the installed package, sorted by name."""
     with warnings.catch_warnings():
-        # The package makes some of its expected results by dividing by zero.
+        # The package divides by zero for some expected results.
         warnings.simplefilter("ignore")
         return sorted(load_model_tests(kind="node"), key=lambda case: case.name)
 
 
 def outcomes(chosen: Sequence[object]) -> Iterator[Outcome]:
-    """What becomes of each case."""
+    """Yield the outcome of each case."""
     for case in chosen:
         ops = tuple(dict.fromkeys(node.op_type for node in case.model.graph.node))
         first = Outcome(case.name, ops, "passed")
@@ -128,16 +130,16 @@ def _check(case: object) -> None:
 def check(
     graph: Graph, feeds: Arrays, expected: Arrays | None = None, sample: Arrays | None = None
 ) -> None:
-    """Compare a graph's results and gradients with those of ONNX Runtime.
+    """Compare the results and gradients of a graph with those of ONNX Runtime.
 
     Args:
-        graph: Its floating-point inputs are differentiated with respect to.
-        feeds: All its inputs.
-        expected: Its results; those of ONNX Runtime's own kernels when left out.
-        sample: The batch of the sample run; ``feeds`` when left out.
+        graph: Graph, which is differentiated with respect to its floating-point inputs.
+        feeds: All inputs of the graph.
+        expected: Results of the graph; by default those of the kernels of ONNX Runtime.
+        sample: The batch of the sample run; by default ``feeds``.
 
     Raises:
-        NotApplicableError: There is nothing to differentiate, or nothing runs it.
+        NotApplicableError: There is nothing to differentiate, or no runtime runs the graph.
         WrongError: The rewritten graph has other results, or the gradient is wrong.
         UnsupportedError: An operator is refused.
     """
@@ -159,7 +161,7 @@ def check(
 
 
 def _prepared(case: object) -> tuple[onnx.ModelProto, Arrays, Arrays]:
-    """A case's model with all operands as constants that are not differentiated."""
+    """Return the model of a case with constant operands, its variables and expected results."""
     model = onnx.ModelProto()
     model.CopyFrom(case.model)
     operands, results = (_arrays(values) for values in case.data_sets[0])
@@ -217,7 +219,7 @@ def _loaded(model: onnx.ModelProto) -> Graph:
 
 
 class _Evaluator:
-    """Some values of a graph, by ONNX Runtime."""
+    """Evaluates values of a graph with ONNX Runtime."""
 
     def __init__(self, graph: Graph, names: Sequence[str]) -> None:
         self._graph, self._names = graph, tuple(name for name in names if name)
@@ -268,7 +270,7 @@ def _same(found: Arrays, expected: Arrays, what: str, error: type[Exception]) ->
 
 
 def _moved(feeds: Arrays, truth: _Evaluator, outputs: Sequence[str]) -> Arrays:
-    """Operands a little off those of the case, so that none is at a kink, but still legal."""
+    """Return valid operands near those of the case, away from kinks."""
     for low, high in ((-1, 1), (-1, 0), (0, 1), (0, 0)):
         rng = np.random.default_rng(0)
         moved = {
@@ -295,7 +297,7 @@ def _compare(
     for name, array in feeds.items():
         if array.dtype.kind != "f":
             continue
-        # What has no gradient does not depend on the operand, but in jumps.
+        # A value without a gradient depends on the operand by jumps only.
         gradient = found.get(backward.gradients.get(name, ""), np.zeros_like(array))
         if gradient.shape != array.shape:
             raise WrongError(f"the gradient of '{name}' has shape {gradient.shape}")
@@ -314,7 +316,7 @@ def _along(
     direction: NDArray,
     gradient: NDArray,
 ) -> None:
-    """Check a gradient along one direction: right for the step that suits the case best."""
+    """Check a gradient along a direction, with the step that has the smallest error."""
     parts = (gradient.astype(np.float64) * direction).ravel()
     errors = []
     for step in STEPS:
@@ -337,7 +339,7 @@ def _along(
 
 
 def _weighted(truth: _Evaluator, feeds: Arrays, cotangents: Arrays) -> NDArray:
-    """All results times their cotangents, in a row."""
+    """Return all results times their cotangents, as one vector."""
     values = truth(feeds)
     return np.concatenate(
         [(values[n].astype(np.float64) * g).ravel() for n, g in cotangents.items()]

@@ -167,8 +167,8 @@ def test_model_may_be_keyword_argument():
 def test_all_options_are_covered():
     with pytest.raises(ke.UnknownNameError) as refused:
         engine_of(qqq=1)
-    told = str(refused.value).partition("its options: ")[2].rstrip(".").split(", ")
-    assert told == [field.name for field in dataclasses.fields(ke.EngineOptions)]
+    listed = str(refused.value).partition("its options: ")[2].rstrip(".").split(", ")
+    assert listed == [field.name for field in dataclasses.fields(ke.EngineOptions)]
 
 
 @pytest.mark.parametrize(
@@ -378,8 +378,13 @@ def estimator(**options):
     lc = collection()
     lc.register_categorical_predictive_distribution("s", targets="t", name="loss")
     lc.register_fully_connected(("w", "b"), "x", "s")
-    given = {"variables": ("w", "b"), "cov_ema_decay": 0.9, "damping": 0.1, "layer_collection": lc}
-    return ke.FisherEstimator(**given | options)
+    arguments = {
+        "variables": ("w", "b"),
+        "cov_ema_decay": 0.9,
+        "damping": 0.1,
+        "layer_collection": lc,
+    }
+    return ke.FisherEstimator(**arguments | options)
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def test_batch_may_be_on_gpu(gpu: str) -> None:
     engine, inputs, targets = begun(models.mlp())
     wanted = engine.gradients(inputs, targets)
     asarray = engine.collection.backend.asarray
-    given = {name: asarray(array) for name, array in inputs.items()}
-    found = engine.gradients(given, asarray(targets))
+    device_inputs = {name: asarray(array) for name, array in inputs.items()}
+    found = engine.gradients(device_inputs, asarray(targets))
     assert found.loss == pytest.approx(wanted.loss)
     for name, gradient in wanted.gradients.items():
         assert type(found.gradients[name]) is library(engine)
@@ -147,10 +147,10 @@ def test_precondition_accepts_batch_on_gpu(gpu: str) -> None:
     model = models.mlp()
     inputs, targets = models.random_inputs(model, batch=6), np.arange(6) % 3
     asarray = select.select("cupy").asarray
-    given = {name: asarray(array) for name, array in inputs.items()}
+    device_inputs = {name: asarray(array) for name, array in inputs.items()}
     found, wanted = (
         ke.precondition(model, batch, targets, "categorical", backend="cupy")
-        for batch in (given, inputs)
+        for batch in (device_inputs, inputs)
     )
     assert found.loss == wanted.loss
 
@@ -294,6 +294,8 @@ def test_gpu_without_provider_computes_curvature_only(
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
     assert engine._model.memory_space is HOST
     inputs = models.random_inputs(models.mlp(), batch=4)
-    given = {name: engine.collection.backend.asarray(array) for name, array in inputs.items()}
-    found, wanted = (engine.gradients(batch, np.arange(4) % 3) for batch in (given, inputs))
+    device_inputs = {
+        name: engine.collection.backend.asarray(array) for name, array in inputs.items()
+    }
+    found, wanted = (engine.gradients(batch, np.arange(4) % 3) for batch in (device_inputs, inputs))
     assert found.loss == wanted.loss

@@ -72,8 +72,8 @@ def network(operators, output_rank=2):
     z = net.op("MatMul", "input", net.weight("w", FEATURES, ANSWERS), to="z")
     for index, (op, operands, attributes) in enumerate(operators):
         last = index == len(operators) - 1
-        given = [z if name == "_" else name for name in operands]
-        z = net.op(op, *given, to="output" if last else f"end{index}", **attributes)
+        inputs = [z if name == "_" else name for name in operands]
+        z = net.op(op, *inputs, to="output" if last else f"end{index}", **attributes)
     sides = ["batch", *(f"side{i}" for i in range(1, output_rank))]
     return net.model({"input": ["batch", PIECES, FEATURES]}, {"output": sides})
 

@@ -152,10 +152,10 @@ def test_requested_zero_gradient_has_note(op: str) -> None:
     result = engine.gradients(models.random_inputs(model), np.zeros(3, int))
     assert not result.gradients["b"].any()
     file = ke.differentiate(model, loss="categorical", wrt=["b", "c"])
-    for told in ("; ".join(result.notes), file.doc_string):
+    for notes_text in ("; ".join(result.notes), file.doc_string):
         assert (
             f"'b' is without a nonzero gradient, behind an operator with derivative zero ({op} node"
-            in told
+            in notes_text
         )
 
 

@@ -52,7 +52,7 @@ def test_float64_operator_without_a_kernel_is_named_with_its_node() -> None:
 def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto:
     """A layer with int8 weights, maybe between float layers, maybe with rounded activations."""
     rng = np.random.default_rng(0)
-    held = {
+    arrays = {
         "q.weight": rng.integers(-100, 100, (6, 3), dtype=np.int8),
         "q.scale": np.float32(0.01),
         "q.zero": np.int8(0),
@@ -82,7 +82,7 @@ def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto
         "quantized",
         [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 6])],
         [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 3])],
-        [numpy_helper.from_array(np.asarray(a), n) for n, a in held.items() if n in read],
+        [numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items() if n in read],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.checker.check_model(model, full_check=True)

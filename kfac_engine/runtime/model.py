@@ -383,9 +383,9 @@ class OnnxModel:
         return name not in inputs and name not in self._stored
 
     def _checked(self, values: Mapping[str, Array], copy: bool = True) -> dict[str, Array]:
-        given = self.from_file_layout(values)
+        new_values = self.from_file_layout(values)
         space = self.memory_space
-        return check_parameters(self.graph.name, self.parameters, given, space, copy=copy)
+        return check_parameters(self.graph.name, self.parameters, new_values, space, copy=copy)
 
     def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:

@@ -153,8 +153,8 @@ def compiled(
         return lambda feeds: {}
     inputs = [Input(name, array.dtype, None) for name, array in fed.items()]
     read = {name for node in nodes for name in (*node.inputs, *node.captures)}
-    held = {n: array for n, array in constants.items() if n in read and n not in fed}
-    model = build_model(nodes, inputs, names, held, graph.opset)
+    graph_constants = {n: array for n, array in constants.items() if n in read and n not in fed}
+    model = build_model(nodes, inputs, names, graph_constants, graph.opset)
     if runtime == "reference":
         run = ReferenceEvaluator(model, new_ops=[Erf, Gelu, *DEFINITIONS]).run
     else:

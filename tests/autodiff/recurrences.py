@@ -39,7 +39,10 @@ def functions(op: str, attributes: Mapping[str, object], directions: int) -> lis
     made = []
     for name in attributes.get("activations", DEFAULTS[op] * directions):
         function, defaults = ACTIVATIONS[name.lower()]
-        numbers = [next(given, default) for given, default in zip(listed, defaults, strict=False)]
+        numbers = [
+            next(numbers_left, default)
+            for numbers_left, default in zip(listed, defaults, strict=False)
+        ]
         made.append(lambda z, function=function, numbers=numbers: function(z, *numbers))
     return made
 
@@ -107,8 +110,8 @@ def recurrence(op: str, feeds: Arrays, attributes: Mapping[str, object]) -> list
             for t in range(lengths[example])[::sign]:
                 now = {**part, "x": X[t, example]}
                 new = step(op, attributes, mine, now, [s[example] for s in state])
-                for held, value in zip(state, new, strict=True):
-                    held[example] = value
+                for history, value in zip(state, new, strict=True):
+                    history[example] = value
                 outputs[t, d, example] = new[0]
         finals.append(state)
     results = [outputs, *(np.stack(parts) for parts in zip(*finals, strict=True))]

@@ -27,9 +27,9 @@ def node(op, inputs, outputs, **attributes):
 def build(nodes, fed, outputs, wrt, runtime="reference", **constants):
     """A bench over some nodes; what is fed and not a constant is a data input."""
     feeds = {name: np.asarray(value) for name, value in fed.items()}
-    held = {name: np.asarray(value) for name, value in constants.items()}
+    arrays = {name: np.asarray(value) for name, value in constants.items()}
     inputs = tuple(Input(name, array.dtype, None) for name, array in feeds.items())
-    graph = Graph(tuple(nodes), inputs, tuple(outputs), held, 18, name="tiny")
+    graph = Graph(tuple(nodes), inputs, tuple(outputs), arrays, 18, name="tiny")
     return Bench(graph, feeds, tuple(outputs), tuple(wrt), runtime)
 
 

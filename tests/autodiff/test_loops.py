@@ -230,11 +230,11 @@ def test_values_and_gradients_equal_closed_formula(name: str) -> None:
     sample = {"x": np.ones([2 if side == "n" else side for side in sides], np.float32)}
     model = ke.load_model(source, sample_inputs=sample)
     assert set(model.parameters) == set(weights.values())
-    held = {"w": W.astype("f").astype(float), "b": B.astype("f").astype(float)}
+    loop_weights = {"w": W.astype("f").astype(float), "b": B.astype("f").astype(float)}
     for n in (2, 5):
         rng = np.random.default_rng(n)
         x = rng.normal(size=[n if side == "n" else side for side in sides]).astype(np.float32)
-        values = {"x": x.astype(float), **held}
+        values = {"x": x.astype(float), **loop_weights}
         trace = model.run({"x": x})
         truth = formula(**values)
         np.testing.assert_allclose(trace["y"], truth, rtol=CLOSE, atol=CLOSE)

@@ -92,9 +92,9 @@ FORMS: Mapping[str, tuple[str, tuple[str, ...], Options]] = {
 }
 
 
-def operands(op: str, given: tuple[str, ...], options: Options, n: int) -> dict[str, NDArray]:
+def operands(op: str, optional: tuple[str, ...], options: Options, n: int) -> dict[str, NDArray]:
     """Arrays for X, W, R and what else is given; numbers that float32 holds exactly."""
-    rng = np.random.default_rng([n, len(given), *op.encode()])
+    rng = np.random.default_rng([n, len(optional), *op.encode()])
     d, gates = len(DIRECTIONS[str(options.get("direction", "forward"))]), GATES[op]
     sides = {
         "X": (STEPS, n, D_IN),
@@ -108,13 +108,13 @@ def operands(op: str, given: tuple[str, ...], options: Options, n: int) -> dict[
     only_lstm = () if op == "LSTM" else ("initial_c", "P")
     made = {
         role: rng.normal(size=sides[role]).astype(np.float32)
-        for role in ("X", "W", "R", *given)
+        for role in ("X", "W", "R", *optional)
         if role in sides and role not in only_lstm
     }
     if options.get("layout"):
         for role in {"X", "initial_h", "initial_c"}.intersection(made):
             made[role] = made[role].swapaxes(0, 1)
-    if "sequence_lens" in given:
+    if "sequence_lens" in optional:
         made["sequence_lens"] = rng.permutation([1, STEPS, *rng.integers(1, STEPS, n - 2)]).astype(
             np.int32
         )
@@ -160,9 +160,9 @@ def slopes(op: str, feeds: Mapping[str, NDArray], options: Options, cotangents, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_recurrence_formulas_equal_runtime(form: str) -> None:
-    op, given, options = FORMS[form]
+    op, optional, options = FORMS[form]
     options = {**options, "layout": 0}  # all that the runtime executes
-    feeds = operands(op, given, options, 3)
+    feeds = operands(op, optional, options, 3)
     model = model_of(op, feeds, options, frozen=())
     found = ort.InferenceSession(model.SerializeToString()).run(None, feeds)
     for value, truth in zip(found, recurrence(op, feeds, options), strict=True):
@@ -171,15 +171,15 @@ def test_recurrence_formulas_equal_runtime(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_recurrence_gradients_equal_formulas(form: str) -> None:
-    op, given, options = FORMS[form]
-    first = operands(op, given, options, 2)
+    op, optional, options = FORMS[form]
+    first = operands(op, optional, options, 2)
     weights = {name: first[name] for name in WEIGHTS if name in first}
     sample = {name: first[name] for name in first if name not in weights}
     model = ke.load_model(
         model_of(op, first, options), trainable=list(weights), sample_inputs=sample
     )
     for n in (2, 3):  # the batch is open: one model for both
-        feeds = {**operands(op, given, options, n), **weights}
+        feeds = {**operands(op, optional, options, n), **weights}
         trace = model.run({name: feeds[name] for name in feeds if name not in weights})
         rng = np.random.default_rng(n)
         truths = dict(zip(RESULTS, recurrence(op, feeds, options), strict=False))

@@ -47,10 +47,12 @@ class Twice:
         made, first = self.made, self.made.backward
         named = {first.cotangents[name]: g for name, g in self.cotangents.items()}
         joint = joint_graph(made.graph, first)
-        given = {**self.feeds, **named}
-        values = {**joint.constants, **given}
+        feeds_and_cotangents = {**self.feeds, **named}
+        values = {**joint.constants, **feeds_and_cotangents}
         results = [name for node in joint.nodes for name in node.outputs if name]
-        values |= compiled(self.runtime, joint, joint.nodes, joint.constants, given, results)(given)
+        values |= compiled(
+            self.runtime, joint, joint.nodes, joint.constants, feeds_and_cotangents, results
+        )(feeds_and_cotangents)
         facts = {name: Fact(array.dtype, array.shape) for name, array in values.items()}
         second = differentiate_twice(made.graph, first, facts, made.wrt)
         fed = dict(named)

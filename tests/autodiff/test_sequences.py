@@ -143,12 +143,12 @@ CASES: Mapping[str, tuple[str, Function]] = {
 def test_values_and_gradients_equal_closed_formula(name: str) -> None:
     text, formula = CASES[name]
     model = ke.load_model(parser.parse_model(text), trainable=["w", "b"])
-    held = {"w": W.astype("f").astype(float), "b": B.astype("f").astype(float)}
+    weights = {"w": W.astype("f").astype(float), "b": B.astype("f").astype(float)}
     assert not {node.op for node in model.graph.nodes if "equence" in node.op}
     for n in (2, 5):
         rng = np.random.default_rng(n)
         x = rng.normal(size=(n, 3)).astype(np.float32)
-        values = {"x": x.astype(float), **held}
+        values = {"x": x.astype(float), **weights}
         trace = model.run({"x": x})
         truth = formula(**values)
         np.testing.assert_allclose(trace["y"], truth, rtol=CLOSE, atol=CLOSE)

@@ -27,10 +27,10 @@ DECIDES = {
 
 def branches(spelling: str, decides: str) -> onnx.ModelProto:
     """``x W``, where the rate decides which W of two branches, or which of another ``If``."""
-    held, made = WEIGHT[spelling]
+    stored, read = WEIGHT[spelling]
     inputs, constants = DECIDES[decides]
     weights = {
-        name: (held.format(name, numbers), made.format(name, numbers))
+        name: (stored.format(name, numbers), read.format(name, numbers))
         for name, numbers in NUMBERS.items()
     }
     fast = f"c = Identity ({'fast_one' if decides == 'truth' else 'same'})"

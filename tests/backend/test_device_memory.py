@@ -57,8 +57,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
 
 def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: None) -> np.ndarray:
     """The moment; of one that is symmetric, a triangle."""
-    shape, moment, given = MOMENTS[name]
-    x, ds, out = (backend.asarray(array) for array in (*given, np.ones(shape, np.float32)))
+    shape, moment, operands = MOMENTS[name]
+    x, ds, out = (backend.asarray(array) for array in (*operands, np.ones(shape, np.float32)))
     before()
     moment(backend, x, ds, out)
     found = backend.to_numpy(out)
@@ -81,8 +81,8 @@ def test_memory_error_leaves_result_unchanged(gpu: CupyBackend, name: str) -> No
     def shorten() -> None:
         cupy_standin.memory.limit = 1000
 
-    shape, moment, given = MOMENTS[name]
-    x, ds, out = (gpu.asarray(array) for array in (*given, np.ones(shape, np.float32)))
+    shape, moment, operands = MOMENTS[name]
+    x, ds, out = (gpu.asarray(array) for array in (*operands, np.ones(shape, np.float32)))
     shorten()
     with pytest.raises(
         MemoryLimitError,

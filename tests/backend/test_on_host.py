@@ -35,5 +35,5 @@ def test_on_host_shares_arrays_of_other_libraries() -> None:
 
 
 def test_on_host_rejects_arrays_without_names() -> None:
-    with pytest.raises(InputError, match=r"\{name: array\}, not as list"):
+    with pytest.raises(InputError, match=r"\{name: array\}, got list"):
         on_host([np.ones(3)], NumpyBackend())

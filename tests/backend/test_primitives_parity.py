@@ -89,8 +89,8 @@ def test_squared_gradients_equal_definition(
     wanted = 0.3 * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1) + beta
     out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
     out = out.astype(dtype)
-    given = backend.asarray(x), window, backend.asarray(ds)
-    backend.squared_gradients(*given, out, homogeneous=True, alpha=0.3, beta=beta)
+    operands = backend.asarray(x), window, backend.asarray(ds)
+    backend.squared_gradients(*operands, out, homogeneous=True, alpha=0.3, beta=beta)
     close(backend, out, wanted, dtype)
 
 
@@ -151,8 +151,8 @@ def test_squared_gradients_of_small_groups_equal_definition(
     wanted = 0.3 * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1) + 0.5
     kept = np.float64 if dtype == np.float64 else np.float32
     out = backend.asarray(np.ones(wanted.shape, kept))
-    given = backend.asarray(x), WINDOW, backend.asarray(ds)
-    backend.squared_gradients(*given, out, homogeneous=True, alpha=0.3, beta=0.5)
+    operands = backend.asarray(x), WINDOW, backend.asarray(ds)
+    backend.squared_gradients(*operands, out, homogeneous=True, alpha=0.3, beta=0.5)
     close(backend, out, wanted, kept)
 
 
@@ -160,8 +160,8 @@ def test_squared_gradients_of_single_rows_equal_definition(backend: Backend) -> 
     rng = np.random.default_rng(0)
     x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))
     out = backend.asarray(np.zeros((1, 5, 3), np.float32))
-    given = backend.asarray(x), pointwise(0), backend.asarray(ds)
-    backend.squared_gradients(*given, out, homogeneous=True)
+    operands = backend.asarray(x), pointwise(0), backend.asarray(ds)
+    backend.squared_gradients(*operands, out, homogeneous=True)
     ones = np.concatenate([x, np.ones((7, 1))], axis=1)
     close(backend, out, (np.einsum("ni,no->nio", ones, ds) ** 2).sum(axis=0)[None], np.float32)
 

@@ -333,7 +333,7 @@ def test_files_that_are_no_reports_are_not_resumed(small_run, tmp_path, text):
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(small_run, tmp_path):
     for path in (tmp_path / "nowhere" / "times.json", tmp_path):
-        with pytest.raises(InputError, match="name a file in a folder that exists"):
+        with pytest.raises(InputError, match="name a file in an existing folder"):
             run.run_suites(["small"], path, options=run.Options(threads=1))
     assert not small_run
 

@@ -57,7 +57,7 @@ def marked(*places):
 DAMAGED = {
     "encrypted": marked((6, 8, 1)),
     "unknown compression": marked((8, 10, 99)),
-    "unknown version": marked((4, 6, 99)),
+    "unknown format version": marked((4, 6, 99)),
     "header without its end": npy().replace(b"}", b" "),
     "header that is no dictionary": npy().replace(b"{'descr': '<f4'", b"['descr', '<f4'"),
     "header of deep brackets": npy().replace(b"{'descr': '<f4', 'fortran_order'", b"(" * 32),

@@ -97,7 +97,7 @@ REFUSED = {
     "no batch": (["--plot", "s.png"], "needs a batch"),
     "unknown format": (["--inputs", "batch.npz", "--plot", "s.jpg"], "no known format"),
     "no format": (["--inputs", "batch.npz", "--plot", "png"], "no known format"),
-    "no folder": (["--inputs", "batch.npz", "--plot", "none/s.png"], "folder that exists"),
+    "no folder": (["--inputs", "batch.npz", "--plot", "none/s.png"], "an existing folder"),
 }
 
 

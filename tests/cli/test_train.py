@@ -201,7 +201,7 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["-o", "d.npz"], "would overwrite the file of --data"),
         (["-o", "mlp.onnx"], "would overwrite the file of the model"),
         (["--log=v.npz", "--validation=v.npz"], "would overwrite the file of --validation"),
-        (["-o", "missing/out.onnx"], "name a file in a folder that exists"),
+        (["-o", "missing/out.onnx"], "name a file in an existing folder"),
         (["--loss=normal"], "targets"),
     ],
 )

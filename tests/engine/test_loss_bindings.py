@@ -256,7 +256,7 @@ def test_other_sizes_of_a_fixed_batch_are_refused_by_name(inside):
     engine = ke.Engine.from_onnx(fixed(4, inside), loss="normal", sample_inputs={"input": x})
     assert engine.losses[0].fixed_batch
     assert engine.step({"input": x}, y).loss > 0
-    with pytest.raises(ke.ShapeError, match=r"'input' has 3 examples, but .* open batch axis"):
+    with pytest.raises(ke.ShapeError, match=r"'input' has 3 examples, but .* dynamic batch axis"):
         engine.step({"input": x[:3]}, y[:3])
 
 

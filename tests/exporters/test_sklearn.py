@@ -109,8 +109,8 @@ def test_gradients_of_networks_equal_closed_form(
         damping=0.1,
         trainable=["coefficient*", "intercept*"],  # not what the scaler measured
     )
-    given = targets if loss == "categorical" else targets[:, None].astype(np.float32)
-    result = engine.step({"X": inputs}, given)
+    expected_targets = targets if loss == "categorical" else targets[:, None].astype(np.float32)
+    result = engine.step({"X": inputs}, expected_targets)
     rows = model[:-1].transform(inputs) if hasattr(model, "steps") else inputs
     expected = _truth(_last(model), rows.astype(np.float64), targets, loss)
     names = [n for n in engine.parameters if "coefficient" in n]
@@ -139,8 +139,8 @@ def test_gradients_of_linear_models_equal_closed_form(
     targets = (fitted_to + 1) % classes if classes else fitted_to + 1
     output = exported.graph.output[-1].name
     engine = ke.Engine.from_onnx(exported, loss=loss, output=output, damping=0.1)
-    given = targets if classes else targets[:, None].astype(np.float32)
-    result = engine.step({"X": inputs}, given)
+    expected_targets = targets if classes else targets[:, None].astype(np.float32)
+    result = engine.step({"X": inputs}, expected_targets)
     weight, bias = np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)
     back = _output_gradient(inputs @ weight.T + bias, targets, loss) / len(inputs)
     worst = 0.0

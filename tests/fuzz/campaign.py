@@ -124,16 +124,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=Path)
     parser.add_argument("--work", type=int)
-    given = parser.parse_args()
-    if given.work is not None:
-        work(given.work)
-    if given.repeat is not None:
-        kind = given.repeat.name.rpartition("_")[0].replace("-", " ")
+    options = parser.parse_args()
+    if options.work is not None:
+        work(options.work)
+    if options.repeat is not None:
+        kind = options.repeat.name.rpartition("_")[0].replace("-", " ")
         with tempfile.TemporaryDirectory() as folder:
-            print(outcome(kind, given.repeat.read_bytes(), Path(folder)))
+            print(outcome(kind, options.repeat.read_bytes(), Path(folder)))
         return 0
     counts: Counter[tuple[str, str]] = Counter()
-    for kind, seed, found in campaign(given.seed, given.seconds):
+    for kind, seed, found in campaign(options.seed, options.seconds):
         counts[kind, found if found in FINE else "WRONG"] += 1
         if found not in FINE:
             keep(kind, seed, found)

@@ -93,8 +93,8 @@ def _error(
         (y,) = _session(moved).run(None, {"x": x + step * directions["x"]})
         values.append(float((y * cotangent).sum()))
     slope = (values[0] - values[1]) / (2 * STEP)
-    given = sum(float((directions[name] * g).sum()) for name, g in gradients.items())
-    return abs(slope - given) / max(abs(slope), abs(given), abs(values[0]), 1.0)
+    exact = sum(float((directions[name] * g).sum()) for name, g in gradients.items())
+    return abs(slope - exact) / max(abs(slope), abs(exact), abs(values[0]), 1.0)
 
 
 def _session(model: onnx.ModelProto) -> ort.InferenceSession:
@@ -116,9 +116,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     counts: Counter[tuple[str, str]] = Counter()
-    for seed in range(given.first, given.first + given.cases):
+    for seed in range(arguments.first, arguments.first + arguments.cases):
         for kind, make in MAKERS.items():
             try:
                 outcome = check(make(seed))

@@ -40,9 +40,12 @@ def test_no_kernel_variant_spills_registers(name: str) -> None:
     table = compile_kernels.compiled(name)
     for architecture in nvrtc.ARCHITECTURES:
         for options in variants(name):
-            taken = table[compile_kernels.entry(options, architecture)]
-            assert bool(taken) == has_kernels(options, architecture), (options, architecture)
-            for kernel, use in taken.items():
+            listed_resources = table[compile_kernels.entry(options, architecture)]
+            assert bool(listed_resources) == has_kernels(options, architecture), (
+                options,
+                architecture,
+            )
+            for kernel, use in listed_resources.items():
                 where = kernel, options, architecture
                 assert use.spilled_bytes == 0, where
                 assert use.registers <= MOST_REGISTERS, where
@@ -56,8 +59,10 @@ def test_compiler_reproduces_table_entry(name: str) -> None:
     options, architecture = asked[int(compile_kernels.fingerprint(name), 16) % len(asked)]
     if not nvrtc.installed(architecture):
         pytest.skip("no NVRTC for this architecture; install the extra 'nvrtc'")
-    told = compile_kernels.compiled(name)[compile_kernels.entry(options, architecture)]
-    assert nvrtc.resources(name, options, architecture) == told
+    expected_resources = compile_kernels.compiled(name)[
+        compile_kernels.entry(options, architecture)
+    ]
+    assert nvrtc.resources(name, options, architecture) == expected_resources
 
 
 def test_broken_source_raises_compile_error() -> None:

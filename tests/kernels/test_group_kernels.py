@@ -180,9 +180,9 @@ def test_register_products_are_independent_of_thread_order(
 def test_register_products_support_all_types(
     case: Case, groups: int, beta: float, ones: bool, dtype: type
 ) -> None:
-    given = {"beta": beta, "ones": ones, "dtype": dtype, "processors": 5}
-    check_moment(case, groups, **given)
-    check_squares(case, groups, 1, **given)
+    options = {"beta": beta, "ones": ones, "dtype": dtype, "processors": 5}
+    check_moment(case, groups, **options)
+    check_squares(case, groups, 1, **options)
 
 
 def test_columns_above_tile_size_are_computed() -> None:

@@ -53,10 +53,10 @@ def test_page_lists_errors_of_all_cases() -> None:
 
 @pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
 def test_page_errors_equal_computed_errors() -> None:
-    told = {tuple(row[:2]): row[2:] for row in rows(EXACT)}
+    listed = {tuple(row[:2]): row[2:] for row in rows(EXACT)}
     for kernel, case, error in kernel_report.cases():
         if kernel.startswith("`example_sums`"):
-            assert told[kernel, case] == [f"{error(order):.1e}" for order in ORDERS]
+            assert listed[kernel, case] == [f"{error(order):.1e}" for order in ORDERS]
 
 
 def test_page_predictions_follow_from_sizes() -> None:

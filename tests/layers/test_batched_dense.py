@@ -37,8 +37,8 @@ def test_unpacking_is_the_inverse_of_packing(vector):
     back = packing.unpack(packing.pack(vector, "w", np), vector)
     assert isinstance(back, tuple) == isinstance(vector, tuple)
     pairs = zip(back, vector, strict=True) if isinstance(vector, tuple) else [(back, vector)]
-    for found, given in pairs:
-        np.testing.assert_array_equal(found, given)
+    for found, original in pairs:
+        np.testing.assert_array_equal(found, original)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def test_unpack_is_inverse_of_pack(weight_format, form):
         return
     assert isinstance(back, tuple)
     assert len(back) == len(vector)
-    for found, given in zip(back, vector, strict=True):
-        np.testing.assert_array_equal(found, given)
+    for found, original in zip(back, vector, strict=True):
+        np.testing.assert_array_equal(found, original)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1, 1), (1, 4)])

@@ -320,10 +320,15 @@ def test_recurrence_weights_have_one_use_per_step(name, approximation):
 def unrolled(op):
     """The same recurrence step by step, of plain dense layers with a bias each."""
     source = recurrence(*RECURRENCES[op][:2])
-    held = {entry.name: numpy_helper.to_array(entry) for entry in source.graph.initializer}
+    initializers = {entry.name: numpy_helper.to_array(entry) for entry in source.graph.initializer}
     net = models.Net()
-    names = {"W": held["W"][0], "R": held["R"][0], "w": held["w"], "b": held["b"]}
-    names |= dict(zip(("Wb", "Rb"), np.split(held["B"][0], 2), strict=True))
+    names = {
+        "W": initializers["W"][0],
+        "R": initializers["R"][0],
+        "w": initializers["w"],
+        "b": initializers["b"],
+    }
+    names |= dict(zip(("Wb", "Rb"), np.split(initializers["B"][0], 2), strict=True))
     for name, values in names.items():
         net.constant(name, values)
     net.constant("nothing", np.zeros((WIDTH, 3), np.float32))

@@ -106,14 +106,14 @@ def test_patch_view_follows_padding(case, first):
     window = Window(kernel, strides, dilations, begins, ends)
     assert view.window.resolved(sides) == window
     expected = patches(x, kernel, strides, dilations, begins, ends)
-    given = layout(x, first)
-    np.testing.assert_array_equal(view.rows(given, BACKEND), expected)
-    assert view.count(given.shape) == expected.shape[0] * expected.shape[1]
-    assert view.width(given.shape) == expected.shape[2]
+    images = layout(x, first)
+    np.testing.assert_array_equal(view.rows(images, BACKEND), expected)
+    assert view.count(images.shape) == expected.shape[0] * expected.shape[1]
+    assert view.width(images.shape) == expected.shape[2]
     assert view.rank == len(sides) + 2
     flat = expected.reshape(-1, expected.shape[2])
     flat = np.concatenate([flat, np.ones((len(flat), 1))], axis=1)
-    found = moment(view, given, homogeneous=True)
+    found = moment(view, images, homogeneous=True)
     np.testing.assert_allclose(found, flat.T @ flat, atol=EXACT)
 
 

@@ -34,34 +34,34 @@ def shards(values):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_shard_losses_and_gradients_sum_to_batch(values, reduction):
-    told, residuals = objective(reduction), values["z"] - values["y"]
+    reduced, residuals = objective(reduction), values["z"] - values["y"]
     nats = residuals**2 / (2 * VARIANCE) + np.log(2 * np.pi * VARIANCE) / 2
     loss = COEFFICIENT * nats.sum() / DIVISORS[reduction]
     gradient = COEFFICIENT * residuals / VARIANCE / DIVISORS[reduction]
-    losses = [told.value(shard, examples=N) for shard in shards(values)]
-    gradients = [told.cotangents(shard, examples=N)["z"] for shard in shards(values)]
+    losses = [reduced.value(shard, examples=N) for shard in shards(values)]
+    gradients = [reduced.cotangents(shard, examples=N)["z"] for shard in shards(values)]
     assert sum(losses) == pytest.approx(loss, rel=1e-14)
     np.testing.assert_allclose(np.concatenate(gradients), gradient, rtol=1e-14)
     # The number matters, unless nothing is divided by it.
-    alone = sum(told.value(shard) for shard in shards(values))
+    alone = sum(reduced.value(shard) for shard in shards(values))
     assert (alone == pytest.approx(loss, rel=1e-9)) == (reduction == "sum")
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_fisher_scales_of_shard_equal_batch(values, reduction):
-    told = objective(reduction)
+    reduced = objective(reduction)
     for shard in shards(values):
-        scales = told.fisher_scales(shard, examples=N)
+        scales = reduced.fisher_scales(shard, examples=N)
         assert scales["z"] ** 2 == pytest.approx(FISHER_WEIGHTS[reduction], rel=1e-14)
-        ratio = told.fisher_ratio(shard, examples=N)
+        ratio = reduced.fisher_ratio(shard, examples=N)
         assert ratio == pytest.approx(scales["z"] * DIVISORS[reduction], rel=1e-14)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_default_number_of_examples_is_batch_size(values, reduction):
-    told = objective(reduction)
-    assert told.value(values) == told.value(values, examples=N)
-    assert told.fisher_scales(values) == told.fisher_scales(values, examples=N)
+    reduced = objective(reduction)
+    assert reduced.value(values) == reduced.value(values, examples=N)
+    assert reduced.fisher_scales(values) == reduced.fisher_scales(values, examples=N)
     np.testing.assert_array_equal(
-        told.cotangents(values)["z"], told.cotangents(values, examples=N)["z"]
+        reduced.cotangents(values)["z"], reduced.cotangents(values, examples=N)["z"]
     )

@@ -42,10 +42,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("declared", "given", "expected"), CASES.values(), ids=CASES)
-def test_first_examples_need_declared_batch_axes(declared, given, expected):
+@pytest.mark.parametrize(("declared", "passed_inputs", "expected"), CASES.values(), ids=CASES)
+def test_first_examples_need_declared_batch_axes(declared, passed_inputs, expected):
     inputs = [Input(name, F32, shape) for name, shape in declared.items()]
-    arrays = {name: np.zeros(shape, F32) for name, shape in given.items()}
+    arrays = {name: np.zeros(shape, F32) for name, shape in passed_inputs.items()}
     found = first_examples(inputs, arrays)
     assert {name: array.shape for name, array in found.items()} == expected
     assert all(np.shares_memory(found[name], arrays[name]) for name in found)

@@ -159,21 +159,21 @@ def test_locked_temporary_file_is_not_removed(tmp_path):
     import fcntl
 
     old = leftover(tmp_path, 7200)
-    with old.open("rb+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with old.open("rb+") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
         write_file(tmp_path / "state", [b"new"])
         assert old.exists()
 
 
 def test_abandon_files_removes_and_prevents_temporary_files(tmp_path, monkeypatch):
     class Lock:
-        held = False
+        locked = False
 
         def acquire(self, timeout):
-            self.held = True
+            self.locked = True
 
         def __enter__(self):
-            assert not self.held, "another file was created"
+            assert not self.locked, "another file was created"
 
         def __exit__(self, *_):
             pass

@@ -130,13 +130,15 @@ def check_nodes(model: onnx.ModelProto) -> None:
         node for node in model.graph.node if version <= _RUNTIME_OPERATORS.get(node.op_type, 0)
     ]
     known = [node for node in model.graph.node if node not in others]
-    given = dict.fromkeys(entry.name for entry in (*model.graph.input, *model.graph.initializer))
-    given |= dict.fromkeys(name for node in others for name in node.output if name)
+    probe_inputs = dict.fromkeys(
+        entry.name for entry in (*model.graph.input, *model.graph.initializer)
+    )
+    probe_inputs |= dict.fromkeys(name for node in others for name in node.output if name)
     probe = helper.make_model(
         helper.make_graph(
             known,
             "probe",
-            [helper.make_tensor_value_info(name, 1, []) for name in given],
+            [helper.make_tensor_value_info(name, 1, []) for name in probe_inputs],
             [helper.make_tensor_value_info(entry.name, 1, []) for entry in model.graph.output],
         ),
         opset_imports=model.opset_import,

@@ -71,14 +71,14 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     """
     inputs = [entry.name for entry in graph.input]
     outputs = [entry.name for entry in graph.output]
-    given = {*inputs, *(entry.name for entry in graph.initializer)}
+    sources = {*inputs, *(entry.name for entry in graph.initializer)}
     results = [name for node in graph.node for name in node.output if name]
     refuse_repeated(inputs, "inputs")
     refuse_repeated(outputs, "outputs")
-    refuse_repeated([*given, *results], "values")
+    refuse_repeated([*sources, *results], "values")
     if not outputs:
         raise ModelError("the model has no output.")
-    known = given.union(results)
+    known = sources.union(results)
     for node in graph.node:
         for name in reads(node):
             if name not in known:

@@ -19,9 +19,9 @@ def test_primitives_have_signatures_of_protocol():
     names = [name for name in vars(Backend) if not name.startswith("_")]
     assert len(names) > 10
     for name in names:
-        asked, given = inspect.getattr_static(Backend, name), getattr(NumpyBackend, name)
-        if inspect.isfunction(asked):
-            assert inspect.signature(asked) == inspect.signature(given), name
+        declared, implemented = inspect.getattr_static(Backend, name), getattr(NumpyBackend, name)
+        if inspect.isfunction(declared):
+            assert inspect.signature(declared) == inspect.signature(implemented), name
 
 
 class Capsule:

@@ -27,8 +27,8 @@ def definition(case, x, g, groups):
     window, ins = case.window, case.channels // groups
     seen = patches(x, *(getattr(window, name) for name in window.__slots__))
     seen = seen.reshape(case.n, -1, window.taps, groups, ins)
-    given = np.asarray(g, np.float64).reshape(case.n, groups, -1, seen.shape[1])
-    found = np.einsum("ngoq,nqugc->gocu", given, seen)
+    g_rows = np.asarray(g, np.float64).reshape(case.n, groups, -1, seen.shape[1])
+    found = np.einsum("ngoq,nqugc->gocu", g_rows, seen)
     return found.reshape(g.shape[1], ins, *window.kernel)
 
 

@@ -35,17 +35,17 @@ DEFINITIONS = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize(("routine", "make", "define"), DEFINITIONS.values(), ids=DEFINITIONS)
 def test_routines_change_only_lower_triangle(routine, make, define, view):
-    out, given = view(), make()
+    out, original = view(), make()
     whole = out if out.base is None else out.base
     whole[...] = 7.0
     below = np.tril_indices(SIDE)
-    out[below] = given[below]
+    out[below] = original[below]
     before = whole.copy()
 
     assert routine(out) == 0
 
-    np.testing.assert_allclose(np.tril(out), np.tril(define(given)), atol=TOLERANCE)
-    out[below] = given[below]
+    np.testing.assert_allclose(np.tril(out), np.tril(define(original)), atol=TOLERANCE)
+    out[below] = original[below]
     np.testing.assert_array_equal(whole, before)
 
 

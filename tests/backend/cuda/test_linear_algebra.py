@@ -287,5 +287,5 @@ def test_library_failure_raises_error(
     backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standin_solvers.Library, "cusolverDnDpotri", lambda *_: 7)
-    with pytest.raises(BackendError, match=r"inverse of a 4 × 4 matrix gave 7"):
+    with pytest.raises(BackendError, match=r"failed on a 4 × 4 matrix with status 7"):
         damped_inverse(backend, backend.asarray(spd(4, 0)), 0.1)

@@ -72,8 +72,8 @@ def test_bounds_are_tight_and_valid(operators, expected):
     y = "x"
     for index, (op, operands, attributes) in enumerate(operators):
         last = index == len(operators) - 1
-        given = [y if name == "_" else name for name in operands]
-        y = net.op(op, *given, to="output" if last else f"end{index}", **attributes)
+        inputs = [y if name == "_" else name for name in operands]
+        y = net.op(op, *inputs, to="output" if last else f"end{index}", **attributes)
     model = net.model({"x": ["batch", 3, 4]}, {"output": ["a", "b", "c"]})
     low, high = bounds(load_graph(model), "output")
     assert (low, high) == (expected or (-inf, inf))

@@ -80,8 +80,8 @@ TWICE = f"""{HEAD} <float[2] k = {{1, 1}}> {{
 
 def test_weights_of_equal_names_are_distinct_and_not_exported() -> None:
     loaded = load_model(parser.parse_model(TWICE))
-    held = {name: array.tolist() for name, array in loaded.graph.constants.items()}
-    assert held == {"k": [1, 1], "y.w": [1, 2], "y.w_": [3, 4]}
+    constant_values = {name: array.tolist() for name, array in loaded.graph.constants.items()}
+    assert constant_values == {"k": [1, 1], "y.w": [1, 2], "y.w_": [3, 4]}
     with pytest.raises(UnsupportedError, match=r"'y\.w' is inside"):
         export_files(loaded, {"y.w": np.zeros(2)}, "weights")
 

@@ -126,13 +126,13 @@ def opened(monkeypatch):
     recorded = Opened([], [])
     compact, finishing = backward_session.compact_model, backward_session.WeightGradientSession
 
-    def compact_model(nodes, *given, **options):
+    def compact_model(nodes, *arguments, **options):
         recorded.nodes.extend(nodes)
-        return compact(nodes, *given, **options)
+        return compact(nodes, *arguments, **options)
 
-    def finishing_session(session, parts, *given):
+    def finishing_session(session, parts, *arguments):
         recorded.outside.extend(parts.finished)
-        return finishing(session, parts, *given)
+        return finishing(session, parts, *arguments)
 
     monkeypatch.setattr(backward_session, "compact_model", compact_model)
     monkeypatch.setattr(backward_session, "WeightGradientSession", finishing_session)
@@ -194,10 +194,10 @@ def test_page_lists_exactly_all_passes():
 def test_command_line_accepts_passes(value, expected):
     @click.command(cls=EngineCommand)
     @keywords()
-    def given(options):
+    def arguments(options):
         return options["graph_passes"]
 
-    found = given.main(["--graph-passes", value], standalone_mode=False)
+    found = arguments.main(["--graph-passes", value], standalone_mode=False)
     assert found == expected
 
 

@@ -295,9 +295,9 @@ class _Given(NamedTuple):
 
 def test_products_are_summed_into_noncontiguous_gradients(monkeypatch):
     """Entries that lie side by side in a product are apart in the gradient."""
-    given = weight_gradient_session
-    monkeypatch.setattr(given, "_add", lambda _, operands, out, *rest: np.add(out, *operands, out))
-    monkeypatch.setattr(given, "_work", lambda *_: 1.0)
+    module = weight_gradient_session
+    monkeypatch.setattr(module, "_add", lambda _, operands, out, *rest: np.add(out, *operands, out))
+    monkeypatch.setattr(module, "_work", lambda *_: 1.0)
     p, q = np.random.default_rng(0).standard_normal((2, 5, 4, 3))
     moves = (Move((), (5, 2, 2, 3)), Move((1, 0, 2, 3), (2, 5, 2, 3)))
     gradient = np.full((2, 5, 2, 3), np.nan)
