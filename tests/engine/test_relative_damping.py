@@ -120,6 +120,14 @@ def test_only_a_relative_damping_keeps_the_direction_when_the_output_is_scaled(d
     assert equal == isinstance(damping, ke.RelativeDamping)
 
 
+@pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
+def test_the_damping_of_a_block_is_relative_to_the_trace_of_the_dense_block(approximation):
+    engine, _ = observed(ke.RelativeDamping(EPSILON), approximation)
+    block = engine.collection.fisher_blocks[("first", "bias")]
+    F = block.full_fisher_block()
+    np.testing.assert_allclose(block.damping, EPSILON * mean_eigenvalue(F), rtol=ROUNDING)
+
+
 def test_a_layer_without_gradients_has_finite_inverses():
     _, result = observed(ke.RelativeDamping(EPSILON), dead=True)
     assert not np.any(result.gradients["first"])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kfac_engine.curvature.blocks.base import GradsList, shape_of
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
+from kfac_engine.curvature.config import LEAST_EIGENVALUE
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor, RotatedSquare
@@ -32,6 +33,9 @@ class EigenbasisFB(LayerDiagonalFB):
 
     def factor_dampings(self) -> tuple[Level | None, ...]:
         return None, None, self.damping
+
+    def mean_eigenvalue(self) -> float:
+        return max(self.factor.trace() / self.factor.side, LEAST_EIGENVALUE)
 
     @property
     def work(self) -> float:
