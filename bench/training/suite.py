@@ -1,13 +1,13 @@
 """The suite ``train``: all runs, the tables of their results and their curves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import TypeAlias
+from typing import Protocol
 
 from rich.console import Console
 
@@ -20,7 +20,7 @@ from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Run
 from kfac_engine.bench.training.summary import Comparison, GroupRow, compare, group_row
 from kfac_engine.bench.training.tables import print_comparisons, print_results
-from kfac_engine.bench.training.worker import run_in_process
+from kfac_engine.bench.training.worker import Workers
 from kfac_engine.errors import BackendError, InputError
 
 # The methods that run without another library.
@@ -62,15 +62,21 @@ def with_peers(options: TrainingOptions, contenders: Sequence[str]) -> TrainingO
     return options if options.methods else replace(options, methods=(*METHODS, *peers))
 
 
-# Trains in a new process, on the core of a number.
-Execute: TypeAlias = Callable[[Run, Path | None, int], Outcome]
+class Executor(Protocol):
+    """Executes runs; ``Workers`` is one."""
+
+    def execute(self, run: Run, folder: Path | None, core: int) -> Outcome:
+        """Train on the core of a number; return the result."""
+
+    def end(self) -> None:
+        """End the runs that other threads execute."""
 
 
 def run_training(
     console: Console,
     options: TrainingOptions,
     folder: Path | None = None,
-    execute: Execute = run_in_process,
+    executor: Executor | None = None,
 ) -> list[GroupRow | Comparison]:
     """Make all runs that the file of runs does not have, and print the tables.
 
@@ -78,7 +84,7 @@ def run_training(
         console: Console to print on.
         options: Options of the suite.
         folder: Folder for pictures of the losses; None for no pictures.
-        execute: Executes a run.
+        executor: Executes runs; None for a process of its own for each run.
 
     Returns:
         The rows of the tables.
@@ -94,7 +100,7 @@ def run_training(
     images = load_images(data_folder)
     if any(group.task.startswith("transformer") for group in chosen):
         console.print(f"text: hash {load_text().digest}")
-    suite = _Suite(console, options, data_folder, images.source, execute)
+    suite = _Suite(console, options, data_folder, images.source, executor or Workers())
     suite.run_missing(tuning_runs(chosen, options.seeds[0]))
     suite.run_missing(final_runs(chosen, suite.outcomes, options.seeds))
     results = suite.results(chosen)
@@ -142,10 +148,10 @@ class _Suite:
         options: TrainingOptions,
         folder: Path | None,
         source: str,
-        execute: Execute,
+        executor: Executor,
     ) -> None:
         self._console, self._options, self._folder = console, options, folder
-        self._source, self._execute = source, execute
+        self._source, self._executor = source, executor
         self._records = Records(options.runs)
         self._lock = Lock()
         self._cores: SimpleQueue[int] = SimpleQueue()
@@ -171,13 +177,14 @@ class _Suite:
                     future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                self._executor.end()
                 raise
 
     def _run(self, run: Run) -> None:
         """Execute a run on a free core, and store its record at once."""
         core = self._cores.get()
         try:
-            outcome = self._execute(run, self._folder, core)
+            outcome = self._executor.execute(run, self._folder, core)
         finally:
             self._cores.put(core)
         with self._lock:

@@ -17,30 +17,46 @@ from kfac_engine.bench.training.run import Outcome, Run, train
 from kfac_engine.errors import BackendError
 
 
-def run_in_process(run: Run, folder: Path | None, core: int) -> Outcome:
-    """Train in a new process with one thread.
+class Workers:
+    """Processes of runs, which several threads may start."""
 
-    Args:
-        run: The settings.
-        folder: Folder of Fashion-MNIST; None for the digits.
-        core: Position of the core that the process uses.
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
 
-    Returns:
-        The result.
+    def execute(self, run: Run, folder: Path | None, core: int) -> Outcome:
+        """Train in a new process with one thread.
 
-    Raises:
-        BackendError: The process failed.
-    """
-    command = [sys.executable, "-m", "kfac_engine.bench.training.worker", str(core)]
-    finished = subprocess.run(
-        command if folder is None else [*command, str(folder)],
-        input=json.dumps(asdict(run)), capture_output=True, text=True, env=environment(1),
-        check=False,
-    )  # fmt: skip
-    if finished.returncode:
-        last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BackendError(f"the run '{run}' failed: {last}")
-    return Outcome.parse(json.loads(finished.stdout))
+        Args:
+            run: The settings.
+            folder: Folder of Fashion-MNIST; None for the digits.
+            core: Position of the core that the process uses.
+
+        Returns:
+            The result.
+
+        Raises:
+            BackendError: The process failed.
+        """
+        command = [sys.executable, "-m", "kfac_engine.bench.training.worker", str(core)]
+        process = subprocess.Popen(
+            command if folder is None else [*command, str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(1),
+        )  # fmt: skip
+        self._running.add(process)
+        try:
+            output, errors = process.communicate(json.dumps(asdict(run)))
+        finally:
+            self._running.discard(process)
+        if process.returncode:
+            last = (errors.strip().splitlines() or ["no message"])[-1]
+            raise BackendError(f"the run '{run}' failed: {last}")
+        return Outcome.parse(json.loads(output))
+
+    def end(self) -> None:
+        """End the processes that run."""
+        for process in tuple(self._running):
+            process.kill()
 
 
 def main(core: int, folder: Path | None) -> None:

@@ -1,8 +1,11 @@
 """The suite ``train``: stored runs, tables, pictures and the process of a run."""
 
 import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from subprocess import CompletedProcess
 
 import pytest
 from rich.console import Console
@@ -12,7 +15,7 @@ from kfac_engine.bench.training import worker
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Point, Run
 from kfac_engine.bench.training.suite import TrainingOptions, run_training, with_peers
-from kfac_engine.bench.training.worker import run_in_process
+from kfac_engine.bench.training.worker import Workers
 from kfac_engine.errors import BackendError, InputError
 
 RUN = Run("digits", "adam", 0.002, "tail", 0, 2.0)
@@ -57,10 +60,18 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
 class Recorder:
     """Executes no run: the loss falls to the rate; K-FAC reaches a thousandth."""
 
-    def __init__(self):
+    def __init__(self, execute=None):
         self.runs = []
+        self.ended = 0
+        self._execute = execute or self.fall
 
-    def __call__(self, run, folder, core):
+    def execute(self, run, folder, core):
+        return self._execute(run, folder, core)
+
+    def end(self):
+        self.ended += 1
+
+    def fall(self, run, folder, core):
         self.runs.append(run)
         last = run.rate or 0.001
         curve = (Point(0, 0.0, 0.0, 1.0, 0.1), Point(9, run.seconds, 2.0, last, 0.5))
@@ -117,10 +128,10 @@ def test_a_run_that_fails_keeps_the_records_of_the_others(tmp_path):
     def failing(run, folder, core):
         if run.rate == 0.1:
             raise BackendError("the run failed")
-        return recorder(run, folder, core)
+        return recorder.fall(run, folder, core)
 
     with pytest.raises(BackendError, match="the run failed"):
-        execute(failing, tmp_path)
+        execute(Recorder(failing), tmp_path)
     again = Recorder()
     execute(again, tmp_path)
     assert 0.1 in {run.rate for run in again.runs}
@@ -135,11 +146,11 @@ def test_several_workers_use_different_cores(tmp_path):
         assert core not in busy
         busy.add(core)
         seen.add(core)
-        outcome = recorder(run, folder, core)
+        outcome = recorder.fall(run, folder, core)
         busy.remove(core)
         return outcome
 
-    execute(executing, tmp_path, workers=2)
+    execute(Recorder(executing), tmp_path, workers=2)
     assert seen <= {0, 1}
     assert len(recorder.runs) == 8
 
@@ -148,7 +159,7 @@ def test_runs_that_die_are_counted_in_the_table(tmp_path, capsys):
     def dying(run, folder, core):
         return replace(OUTCOME, died="" if run.rate is None else "the loss is infinite.")
 
-    kfac, muon, _ = execute(dying, tmp_path)
+    kfac, muon, _ = execute(Recorder(dying), tmp_path)
     assert (kfac.died, muon.died) == (0, 3)
     assert "died: the loss is infinite." in capsys.readouterr().out
 
@@ -185,15 +196,50 @@ def test_a_picture_is_drawn_for_each_task(tmp_path):
         assert (tmp_path / f"train-{task}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_interruption_ends_the_processes_and_waits_for_no_other_run(tmp_path):
+    def interrupted(run, folder, core):
+        raise KeyboardInterrupt
+
+    recorder = Recorder(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        execute(recorder, tmp_path)
+    assert recorder.ended == 1
+    assert not recorder.runs
+
+
 def test_a_run_has_a_process_of_its_own():
-    outcome = run_in_process(Run("digits", "sgd", 0.1, "tail", 0, 0.02), None, 0)
+    outcome = Workers().execute(Run("digits", "sgd", 0.1, "tail", 0, 0.02), None, 0)
     assert outcome.steps > 0
     assert outcome.cpu >= 0.02
     assert outcome.curve[-1].accuracy is not None
 
 
+def program(monkeypatch, text):
+    """Every process executes this text in place of a run."""
+    real, started = subprocess.Popen, []
+
+    def start(command, **options):
+        started.append(real([sys.executable, "-c", text], **options))
+        return started[-1]
+
+    monkeypatch.setattr(worker.subprocess, "Popen", start)
+    return started
+
+
 def test_a_process_that_fails_is_named_with_its_last_message(monkeypatch):
-    finished = CompletedProcess([], 1, stdout="", stderr="Traceback\nMemoryError: no memory\n")
-    monkeypatch.setattr(worker.subprocess, "run", lambda *arguments, **options: finished)
-    with pytest.raises(BackendError, match=r"the run 'digits, adam 0.002 .*' failed: MemoryError"):
-        run_in_process(RUN, None, 0)
+    program(monkeypatch, "import sys; sys.exit('first line\\nno memory')")
+    with pytest.raises(BackendError, match=r"the run 'digits, adam 0.002 .*' failed: no memory"):
+        Workers().execute(RUN, None, 0)
+
+
+def test_a_process_can_be_ended(monkeypatch):
+    started = program(monkeypatch, "import time; time.sleep(600)")
+    workers = Workers()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(workers.execute, RUN, None, 0)
+        while not future.done():
+            workers.end()
+            time.sleep(0.01)
+        with pytest.raises(BackendError, match="failed: no message"):
+            future.result()
+    assert started[0].returncode != 0
