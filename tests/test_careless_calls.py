@@ -378,13 +378,8 @@ def estimator(**options):
     lc = collection()
     lc.register_categorical_predictive_distribution("s", targets="t", name="loss")
     lc.register_fully_connected(("w", "b"), "x", "s")
-    arguments = {
-        "variables": ("w", "b"),
-        "cov_ema_decay": 0.9,
-        "damping": 0.1,
-        "layer_collection": lc,
-    }
-    return ke.FisherEstimator(**arguments | options)
+    usual = {"variables": ("w", "b"), "cov_ema_decay": 0.9, "damping": 0.1, "layer_collection": lc}
+    return ke.FisherEstimator(**usual | options)
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,9 @@ class Bfloat16(Tensor):
 
 def test_a_tensor_of_a_type_that_numpy_lacks_is_refused(data, axes):
     x, y = data
-    with pytest.raises(ke.InputError, match="Bfloat16 is not an array of numbers: Unsupported dtype"):
+    with pytest.raises(
+        ke.InputError, match="Bfloat16 is not an array of numbers: Unsupported dtype"
+    ):
         run_data((Bfloat16(x), y), None, axes, SIZE, SEED)
 
 
