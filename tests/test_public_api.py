@@ -101,6 +101,7 @@ PUBLIC = (
     "History",
     "report",
     "Callback",
+    "SavedState",
     "verify",
     "Verification",
     "Check",

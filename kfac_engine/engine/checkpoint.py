@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -23,13 +23,29 @@ from kfac_engine._types import Array
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
 from kfac_engine.errors import InputError
-from kfac_engine.graph.files import ModelFiles
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import checked_path, write_file
 
 FORMAT_VERSION = 1
 # What a safetensors file begins with: the length of its header.
 _LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a caller stores with the state of an engine, such as the state of an optimizer.
+
+    Attributes:
+        values: Values that JSON can represent.
+        arrays: Arrays by name.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+
+
+# Returns the differences between the extras of a file and those that the caller needs, or raises.
+Accept: TypeAlias = Callable[[Extras], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class State:
         damping: That of the engine, or None where it is not known.
         planner: What the schedule learned from earlier calls, or None where it is not known.
         samples: Entries of averages from which drifts are computed, by name.
+        extras: What a caller stores with the state.
     """
 
     counter: int
@@ -53,6 +70,7 @@ class State:
     damping: float | None = None
     planner: Mapping[str, object] | None = None
     samples: Mapping[str, Array] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +80,15 @@ class Expected:
     Attributes:
         generator: Must accept the state's generator.
         shapes: Identity of a factor to the shape of its average.
-        damping: That of the engine; a warning tells where the state has another.
+        damping: That of the engine; a warning tells where the state has another. None for no
+            warning.
+        accept: Compares the extras, before anything changes.
     """
 
     generator: np.random.Generator
     shapes: Mapping[int, tuple[int, ...]]
-    damping: float
+    damping: float | None
+    accept: Accept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +112,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     tensors = {f"parameter/{name}": value for name, value in state.parameters.items()}
     tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
     tensors |= {f"sample/{name}": value for name, value in state.samples.items()}
+    tensors |= {f"extra/{name}": value for name, value in state.extras.arrays.items()}
     for index, factor in enumerate(factors):
         tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
     header = {
@@ -100,6 +122,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         "factors": json.dumps([_description(factor) for factor in factors]),
         "damping": json.dumps(state.damping),
         "planner": json.dumps(state.planner),
+        "extras": json.dumps(state.extras.values),
     }
     # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
@@ -134,21 +157,22 @@ def load_state(
     saved = _entries(path, header)
     arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
     values, statistics = _below("parameter/", tensors), _below("buffer/", tensors)
+    extras, of_caller = _extras(path, header, tensors, expected)
     differences = _factor_differences(factors, saved, arrays)
     differences += _array_differences("parameter", parameters, values)
-    differences += _array_differences("running statistic", buffers or {}, statistics)
+    differences += (*_array_differences("running statistic", buffers or {}, statistics), *of_caller)
     if differences:
-        raise InputError(
-            f"state '{path}' belongs to another model or options: {'; '.join(differences)}."
-        )
+        listed = "; ".join(differences)
+        raise InputError(f"state '{path}' belongs to another model or options: {listed}.")
     state = State(
         counter=_parsed(path, header, "counter", lambda value: type(value) is int and value >= 0),
-        generator=_parsed(path, header, "generator", lambda value: isinstance(value, dict)),
+        generator=_parsed(path, header, "generator", _is_object),
         parameters=values,
         buffers=statistics,
         damping=_parsed(path, {"damping": "null"} | header, "damping", _is_damping),
         planner=_parsed(path, {"planner": "null"} | header, "planner", _is_planner),
         samples=_below("sample/", tensors),
+        extras=extras,
     )
     faults = [f"'{name}' holds NaN or infinity" for name in tensors if not _finite(tensors[name])]
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
@@ -158,10 +182,11 @@ def load_state(
     if faults:
         raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
     # Before anything moves: a caller may have warnings raised as errors.
-    if expected is not None and state.damping not in (None, expected.damping):
+    known = None if expected is None else expected.damping
+    if known is not None and state.damping not in (None, known):
         warnings.warn(
             f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
-            f"{expected.damping:g}: stored inverses have the saved damping until their next "
+            f"{known:g}: stored inverses have the saved damping until their next "
             f"refresh. Set engine.damping to continue with the saved damping.",
             stacklevel=3,
         )
@@ -170,25 +195,17 @@ def load_state(
     return state
 
 
-def write_model(path: str | Path, files: ModelFiles) -> None:
-    """Write a model, and the file beside it if there is one; each is the old one or the new one.
-
-    A crash between the two leaves the old message beside new weights, which it fits if it was
-    written here from the same graph.
-
-    Raises:
-        InputError: The folder does not exist or cannot be written, or two files are needed and
-            ``path`` is a device or a pipe.
-    """
-    target = Path(path)
-    if files.tensors:
-        if target.exists() and not target.is_file():
-            raise InputError(
-                f"cannot write '{path}': a model of more than 2 GB takes two files; name a regular "
-                f"file."
-            )
-        write_file(target.with_name(files.location), files.data())
-    write_file(path, [files.message])
+def _extras(
+    path: str | Path,
+    header: Mapping[str, str],
+    tensors: Mapping[str, Array],
+    expected: Expected | None,
+) -> tuple[Extras, Sequence[str]]:
+    """Return the extras of a file, and their differences to what the caller needs."""
+    values = _parsed(path, {"extras": "{}", **header}, "extras", _is_object)
+    extras = Extras(values, _below("extra/", tensors))
+    accept = None if expected is None else expected.accept
+    return extras, () if accept is None else accept(extras)
 
 
 def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
@@ -270,6 +287,10 @@ def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
         )
 
     return [_Entry(**entry) for entry in _parsed(path, header, "factors", fits)]
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_damping(value: Any) -> bool:

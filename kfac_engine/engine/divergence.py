@@ -19,6 +19,10 @@ class LossHistory:
     """The losses of an engine's latest calls."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all losses: the parameters are those of another run."""
         self._latest: deque[float] = deque(maxlen=LATEST)
         self._first: float | None = None
         self._parameters_moved = False

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import number, whole
@@ -20,7 +19,7 @@ from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
-from kfac_engine.engine.checkpoint import Expected, State, load_state, save_state
+from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.memory import Footprint, MemoryReport
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.profiling import Recorder
@@ -29,7 +28,7 @@ from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import batch_size, check_products, checked_vectors
-from kfac_engine.errors import NotReadyError, UnsupportedError
+from kfac_engine.errors import NotReadyError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Targets
@@ -260,8 +259,7 @@ class Engine(TrainableModel):
             Parameter name to array, new.
 
         Raises:
-            UnknownNameError: A name is not a parameter, or the option is not set.
-            KfacError: As for ``precondition``.
+            KfacError: As for ``precondition``, or the option is not set.
         """
         product, checked = self.estimator.products.cholesky(transpose), self._checked(vectors)
         with single_threaded_blas():
@@ -292,43 +290,41 @@ class Engine(TrainableModel):
 
     # -- parameters and files ---------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, extras: Extras | None = None) -> None:
         """Write the state of the engine to a file, from which ``load`` resumes bit by bit.
 
         The state consists of averages, inverses, counter, random generator, parameters and
-        buffers.
+        buffers; ``extras`` are stored with it.
         """
         self.estimator.wait()
-        generator = self.estimator.rng.bit_generator.state
         schedule = self.estimator.refreshes.saved()
-        state = State(self.counter, generator, *self._arrays.on_host(), self.damping, *schedule)
+        rest = *self._arrays.on_host(), self.damping, *schedule, extras or Extras()
+        state = State(self.counter, self.estimator.rng.bit_generator.state, *rest)
         save_state(path, self.estimator.factors, state)
 
-    def load(self, path: str | Path, *, parameters: bool = True) -> None:
+    def load(
+        self, path: str | Path, *, parameters: bool = True, accept: Accept | None = None
+    ) -> None:
         """Restore a state that ``save`` wrote; an error leaves the engine unchanged.
 
         Args:
             path: The file.
             parameters: Whether to restore parameters and buffers as well.
+            accept: Receives the extras before anything changes, and returns their differences.
 
         Raises:
-            InputError: The file does not fit this engine.
+            InputError: The file does not fit this engine; every difference is listed.
         """
-        expected = Expected(self.estimator.rng, factor_shapes(self.collection), self.damping)
+        damping = None if accept else self.damping  # a caller with extras restores it
+        expected = Expected(self.estimator.rng, factor_shapes(self.collection), damping, accept)
         state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
         self.estimator.refreshes.restore(state.planner, state.samples)
         if parameters:
             self._model.set_parameters(state.parameters)
-            self._arrays.set_buffers(state.buffers)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse ``copy`` and ``pickle``, because sessions of ONNX Runtime support neither."""
-        raise UnsupportedError(
-            "an engine cannot be copied or pickled; save its state with engine.save(path), make "
-            "another engine with the same options, and load it there."
-        )
+            self.set_buffers(state.buffers)
+        self._history.restart()
 
     # -- reports ----------------------------------------------------------------------------------
 

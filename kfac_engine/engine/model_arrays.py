@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.namespace import in_library, on_host, read_only
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.engine.checkpoint import write_model
+from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
 from kfac_engine.graph.export import export_files
+from kfac_engine.graph.files import write_model
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.system.writing import checked_path
 
@@ -52,9 +55,30 @@ class ModelArrays:
         return on_host(model.parameters, self._backend), on_host(model.buffers, self._backend)
 
     def set_buffers(self, values: Mapping[str, Array]) -> None:
-        """Replace buffers by arrays of the host."""
+        """Replace buffers; see ``Engine.set_buffers``.
+
+        Args:
+            values: Name to array of any library.
+
+        Raises:
+            UnknownNameError: A name is not a buffer.
+            ShapeError: A value has another shape than its buffer.
+            NonFiniteError: A value holds NaN or infinity.
+        """
+        buffers, arrays = self._model.buffers, {}
+        for name, value in on_host(values, self._backend).items():
+            if name not in buffers:
+                listed = ", ".join(map(repr, buffers)) or "none"
+                raise UnknownNameError(f"'{name}' is not a running statistic; there are: {listed}.")
+            array = arrays[name] = np.array(value, buffers[name].dtype)
+            if array.shape != buffers[name].shape:
+                raise ShapeError(
+                    f"the new value of '{name}' has shape {array.shape}, not {buffers[name].shape}."
+                )
+            if not np.isfinite(array).all():
+                raise NonFiniteError(f"the new value of '{name}' holds NaN or infinity.")
         as_feed = self._model.memory_space.as_feed
-        self._model.buffers.update({name: as_feed(array) for name, array in values.items()})
+        buffers.update({name: as_feed(array) for name, array in arrays.items()})
 
     def ties(self) -> tuple[Tie, ...]:
         """Return the weights that equal another weight of the file."""

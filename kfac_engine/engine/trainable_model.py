@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import whole
@@ -18,6 +19,7 @@ from kfac_engine.engine.report import LossReport, inference_notes, loss_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite
+from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inputs import disagreements
@@ -81,6 +83,19 @@ class TrainableModel(Sealed):
             self._model.set_parameters(self._arrays.for_model(values), copy=copy)
         self._history.parameters_moved()
 
+    def set_buffers(self, values: Mapping[str, Array]) -> None:
+        """Replace running statistics; absent ones keep their values.
+
+        Args:
+            values: Name to array in the shape of the buffer, from any library.
+
+        Raises:
+            UnknownNameError: A name is not a buffer.
+            ShapeError: A value has another shape than its buffer.
+            NonFiniteError: A value holds NaN or infinity. No buffer has changed.
+        """
+        self._arrays.set_buffers(values)
+
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Weights that equal another weight of the file; ``tie_weights`` trains them as one."""
@@ -99,6 +114,13 @@ class TrainableModel(Sealed):
             InputError: The file cannot be written.
         """
         self._arrays.export(path)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``, because sessions of ONNX Runtime support neither."""
+        raise UnsupportedError(
+            "an engine cannot be copied or pickled; save its state with engine.save(path), make "
+            "another engine with the same options, and load it there."
+        )
 
     # -- evaluation -------------------------------------------------------------------------------
 

@@ -24,12 +24,11 @@ from kfac_engine.autodiff.activity import (
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.second_order import joint_graph
-from kfac_engine.engine.checkpoint import write_model
 from kfac_engine.engine.loss_bindings import LossOptions, bind_losses, check_real, real_outputs
 from kfac_engine.errors import InputError, ModelError, UnknownNameError
 from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
-from kfac_engine.graph.files import declare, model_files, with_constants
+from kfac_engine.graph.files import declare, model_files, with_constants, write_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.passes.cast_boundary import with_borders
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types

@@ -5,15 +5,17 @@ The second file follows the ONNX convention for external data, which every runti
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from kfac_engine._types import Array
-from kfac_engine.errors import ModelError
+from kfac_engine.errors import InputError, ModelError
 from kfac_engine.graph.external import is_packed
 from kfac_engine.graph.write import MAX_BYTES, serialize, tensor
+from kfac_engine.system.writing import write_file
 
 # Largest number of bytes of weights in a message; 64 MiB of the limit are reserved for other
 # contents.
@@ -104,6 +106,27 @@ def model_files(
         tensors.append(array)
         offset += array.nbytes + -array.nbytes % _ALIGNMENT
     return ModelFiles(serialize(model), location, tuple(tensors))
+
+
+def write_model(path: str | Path, files: ModelFiles) -> None:
+    """Write a model, and the file beside it if there is one; each is the old one or the new one.
+
+    A crash between the two leaves the old message beside new weights, which it fits if it was
+    written here from the same graph.
+
+    Raises:
+        InputError: The folder does not exist or cannot be written, or two files are needed and
+            ``path`` is a device or a pipe.
+    """
+    target = Path(path)
+    if files.tensors:
+        if target.exists() and not target.is_file():
+            raise InputError(
+                f"cannot write '{path}': a model of more than 2 GB takes two files; name a regular "
+                f"file."
+            )
+        write_file(target.with_name(files.location), files.data())
+    write_file(path, [files.message])
 
 
 def _reference(name: str, array: Array, location: str, offset: int) -> TensorProto:

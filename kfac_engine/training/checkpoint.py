@@ -1,171 +1,198 @@
-"""The state of a training run in one safetensors file: engine, optimizer, position in the data.
+"""The state of a training run in one file: that of the engine, with the parts of the run.
 
-The state of the engine is stored as the bytes of ``Engine.save``, in a tensor of bytes, so that
-one rename replaces both states at once.
+The file is a state of the engine (see ``engine/checkpoint``) whose extras are the numbers and the
+arrays of each part: the optimizer, and the callbacks of ``fit`` that have a state.
 """
 
-import json
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from kfac_engine._types import Array
+from kfac_engine.engine.checkpoint import Extras
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
-from kfac_engine.system.reading import check_file
-from kfac_engine.system.writing import checked_path, write_file
+from kfac_engine.system.writing import checked_path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+OPTIMIZER = "optimizer"
 
-_ENGINE = "engine"
-_SLOT = "optimizer/"
-_HEADER = "training"
-_OTHER = "'{}' is a state of another model or optimizer: {}."
-_KEYS = {"format", "optimizer", "numbers", "run", "checksum"}
+# Group to name (mostly that of a parameter) to array.
+Arrays: TypeAlias = Mapping[str, Mapping[str, Array]]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """The state of an optimizer.
+class SavedState:
+    """The state of an object of a run, such as an optimizer.
+
+    Attributes:
+        numbers: Name to a number, a text, or a list of them.
+        arrays: Group to name to array. The shapes and types do not change during a run.
+    """
+
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict)
+
+
+Parts: TypeAlias = Mapping[str, SavedState]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The state of a training run besides that of the engine.
 
     Attributes:
         optimizer: Class of the optimizer.
-        numbers: Numbers by name.
-        slots: Slot to parameter name to state array.
-        run: The state of ``fit``; empty in a file of ``Optimizer.save``.
+        parts: Name to part; the optimizer's is ``"optimizer"``.
+        run: The position of ``fit``; empty in a file of ``Optimizer.save``.
     """
 
     optimizer: str
-    numbers: Mapping[str, float]
-    slots: Mapping[str, Mapping[str, Array]]
+    parts: Parts
     run: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_training(
-    path: str | Path, engine: Engine, saved: Saved, run: Mapping[str, object]
-) -> None:
+# Refuses the position of a run, by an InputError.
+Check: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+def write_training(path: str | Path, engine: Engine, saved: TrainingState) -> None:
     """Write the state of a training run; the file is replaced whole or not at all.
 
     Args:
         path: The file.
         engine: The engine.
-        saved: The state of its optimizer.
-        run: The state of ``fit``, of values that JSON can represent.
+        saved: The rest of the state.
     """
-    target = checked_path(path)
     to_numpy = engine.collection.backend.to_numpy
-    tensors = {
-        f"{_SLOT}{slot}/{name}": np.asarray(to_numpy(array), order="C")
-        for slot, arrays in saved.slots.items()
-        for name, array in arrays.items()
+    arrays = {
+        f"{part}/{group}/{name}": to_numpy(array)
+        for part, state in saved.parts.items()
+        for group, members in state.arrays.items()
+        for name, array in members.items()
     }
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "engine.safetensors"
-        engine.save(file)
-        tensors[_ENGINE] = np.frombuffer(file.read_bytes(), np.uint8)
-    header = {
+    values = {
         "format": FORMAT_VERSION,
         "optimizer": saved.optimizer,
-        "numbers": dict(saved.numbers),
-        "run": dict(run),
+        "parts": {part: dict(state.numbers) for part, state in saved.parts.items()},
+        "run": dict(saved.run),
     }
-    header["checksum"] = _checksum(header, tensors)
-    write_file(target, [save(tensors, {_HEADER: json.dumps(header)})])
+    engine.save(checked_path(path), Extras(values, arrays))
 
 
 def read_training(
-    path: str | Path,
-    engine: Engine,
-    expected: Saved,
-    check: Callable[[Mapping[str, Any]], None] | None = None,
-) -> Saved:
-    """Read the state of a training run into an engine; return the state of its optimizer.
+    path: str | Path, engine: Engine, expected: TrainingState, check: Check | None = None
+) -> TrainingState:
+    """Read the state of a training run into an engine; return the rest of the state.
 
     Args:
         path: A file of ``write_training``.
         engine: The engine of the same model; changed only when the whole file fits.
-        expected: The present state of the optimizer, with the same arrays.
-        check: Called with the state of ``fit`` before anything changes; may raise.
+        expected: The present state, with the same parts, numbers and arrays.
+        check: Called with the position of ``fit`` before anything changes; may raise.
 
     Returns:
-        The state of the optimizer.
+        The state besides that of the engine.
 
     Raises:
-        InputError: The file is missing, damaged, or of another model or optimizer.
+        InputError: The file is missing, damaged, or of another model or optimizer; every
+            difference is listed.
     """
-    header, tensors = _read(path)
-    if header["optimizer"] != expected.optimizer:
+    read: list[Extras] = []
+
+    def accept(extras: Extras) -> list[str]:
+        _check_values(path, extras.values, expected)
+        if check is not None:
+            check(extras.values["run"])
+        read.append(extras)
+        return _differences(extras, expected)
+
+    engine.load(path, accept=accept)
+    values, arrays = read[0].values, read[0].arrays
+    asarray = engine.collection.backend.asarray
+    parts = {
+        part: SavedState(
+            values["parts"][part],
+            {
+                group: {name: asarray(arrays[f"{part}/{group}/{name}"]) for name in members}
+                for group, members in state.arrays.items()
+            },
+        )
+        for part, state in expected.parts.items()
+    }
+    return TrainingState(expected.optimizer, parts, values["run"])
+
+
+def _check_values(path: str | Path, values: Mapping[str, Any], expected: TrainingState) -> None:
+    """Refuse a file that is no state of such an optimizer."""
+    if values.get("format") != FORMAT_VERSION:
         raise InputError(
-            f"'{path}' is a state of {header['optimizer']}, and this optimizer is "
+            f"'{path}' is not a training state of format {FORMAT_VERSION}; it is the state of an "
+            f"engine, or another version wrote it."
+        )
+    parts, run = values.get("parts"), values.get("run")
+    if not (isinstance(parts, dict) and isinstance(run, dict)) or not all(
+        isinstance(numbers, dict) for numbers in parts.values()
+    ):
+        raise InputError(f"the training state '{path}' is damaged; use another.")
+    if values.get("optimizer") != expected.optimizer:
+        raise InputError(
+            f"'{path}' is a state of {values.get('optimizer')}, and this optimizer is "
             f"{expected.optimizer}; make an optimizer of the same class."
         )
-    if check is not None:
-        check(header["run"])
-    slots: dict[str, dict[str, Array]] = {}
-    asarray = engine.collection.backend.asarray
-    for slot, arrays in expected.slots.items():
-        for name, array in arrays.items():
-            stored = tensors.pop(f"{_SLOT}{slot}/{name}", None)
-            if stored is None or stored.shape != array.shape or stored.dtype != array.dtype:
-                difference = f"the {slot} of '{name}' is {_form(stored)}, not {_form(array)}"
-                raise InputError(_OTHER.format(path, difference))
-            slots.setdefault(slot, {})[name] = asarray(stored)
-    state = tensors.pop(_ENGINE)
-    if tensors or header["numbers"].keys() != expected.numbers.keys():
-        raise InputError(_OTHER.format(path, "the states have different entries"))
-    _load_engine(engine, state.tobytes(), header["numbers"].get("engine_damping", engine.damping))
-    return Saved(expected.optimizer, header["numbers"], slots, header["run"])
 
 
-def _load_engine(engine: Engine, state: bytes, damping: float) -> None:
-    """Load a state of an engine that was saved with a damping, which becomes the engine's."""
-    present = engine.damping
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "engine.safetensors"
-        file.write_bytes(state)
-        engine.damping = damping
-        try:
-            engine.load(file)
-        except InputError:
-            engine.damping = present
-            raise
+def _differences(extras: Extras, expected: TrainingState) -> list[str]:
+    """Return a sentence for each part, number or array that differs."""
+    there = extras.values["parts"]
+    differences = [
+        f"the state of '{part}' is {'here' if part in expected.parts else 'there'} only"
+        for part in expected.parts.keys() ^ there.keys()
+    ]
+    arrays = dict(extras.arrays)
+    for part in expected.parts.keys() & there.keys():
+        here = expected.parts[part]
+        differences += _number_differences(part, here.numbers, there[part])
+        for group, members in here.arrays.items():
+            for name, array in members.items():
+                one, other = _form(array), _form(arrays.pop(f"{part}/{group}/{name}", None))
+                if one != other:
+                    label = group.replace("_", " ")
+                    differences.append(
+                        f"the {label} of '{name}' ({part}) is {one} here and {other} there"
+                    )
+    differences += [
+        f"the {part} has the array '{rest}' there only"
+        for part, _, rest in (key.partition("/") for key in arrays)
+        if part in expected.parts
+    ]
+    return sorted(differences)
 
 
-def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    check_file(checked_path(path))
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError, ValueError, RecursionError) as failure:
-        raise InputError(f"cannot read the training state '{path}': {failure}") from failure
-    if not isinstance(header, dict) or header.get("format") != FORMAT_VERSION:
-        raise InputError(
-            f"'{path}' is not a training state of format {FORMAT_VERSION}; another program or "
-            f"version wrote it."
-        )
-    checksum = header.pop("checksum", None)
-    if checksum != _checksum(header, tensors) or header.keys() != _KEYS - {"checksum"}:
-        raise InputError(f"the training state '{path}' is damaged: its checksum is wrong.")
-    return header, tensors
+def _number_differences(part: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    differences = [
+        f"the {part} has '{name}' {'here' if name in here else 'there'} only"
+        for name in here.keys() ^ there.keys()
+    ]
+    return differences + [
+        f"'{name}' of the {part} is {there[name]!r:.40} there"
+        for name in here.keys() & there.keys()
+        if not _fits(there[name], here[name])
+    ]
 
 
-def _checksum(header: Mapping[str, object], tensors: Mapping[str, Array]) -> int:
-    """Return the CRC-32 of all entries; the file format detects missing bytes only."""
-    crc = zlib.crc32(json.dumps(header, sort_keys=True).encode())
-    for name in sorted(tensors):
-        array = tensors[name]
-        crc = zlib.crc32(f"{name} {_form(array)}".encode(), crc)
-        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
-    return crc
+def _fits(value: Any, like: Any) -> bool:
+    """Return whether a value of a file can take the place of another value."""
+    if isinstance(like, float):
+        return type(value) in (int, float) and not isnan(value)
+    if isinstance(like, list):
+        return isinstance(value, list) and all(type(v) in (int, float) for v in value)
+    return type(value) is type(like)
 
 
 def _form(array: Array | None) -> str:
-    return "absent" if array is None else f"{array.dtype} {array.shape}"
+    return "absent" if array is None else f"{np.dtype(array.dtype)} {array.shape}"

@@ -1,6 +1,7 @@
 """When an optimizer updates statistics and inverses, and on which part of the batch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
@@ -57,10 +58,13 @@ class LastUpdates:
     Attributes:
         statistics: Step of the latest statistics.
         inverses: Step of the latest refresh.
+        start: Step from which the periods grow, and whose statistics replace the averages; −1 for
+            the beginning of the run.
     """
 
     statistics: int = _NEVER
     inverses: int = _NEVER
+    start: int = _NEVER
 
 
 class PartialTrace:
@@ -136,20 +140,32 @@ class CurvatureUpdates:
         statistics, inverses = last.statistics, last.inverses
         observes, refreshes = self._due(step, last)
         if observes:
-            with clock("statistics"):
+            replaces = statistics == _NEVER and last.start != _NEVER
+            with clock("statistics"), self._decay(0.0 if replaces else None):
                 self.observe(step, *batch)
             statistics = step
         if refreshes:
             with clock("inverses"):
                 self._engine.estimator.update_inverses()
             inverses = step
-        return LastUpdates(statistics, inverses)
+        return LastUpdates(statistics, inverses, last.start)
+
+    @contextmanager
+    def _decay(self, decay: float | None) -> Iterator[None]:
+        """Return a context in which the averages have another decay; None for their own."""
+        estimator = self._engine.estimator
+        present = estimator.cov_ema_decay
+        estimator.cov_ema_decay = present if decay is None else decay
+        try:
+            yield
+        finally:
+            estimator.cov_ema_decay = present
 
     def _due(self, step: int, last: LastUpdates) -> tuple[bool, bool]:
         """Return whether a step updates the statistics, and whether it updates the inverses."""
-        periods = self._periods
-        observes = is_due(step, last.statistics, periods.statistics_every)
-        return observes, is_due(step, last.inverses, periods.refresh_every)
+        periods, age = self._periods, step - max(last.start, 0)
+        observes = is_due(step, last.statistics, periods.statistics_every, age)
+        return observes, is_due(step, last.inverses, periods.refresh_every, age)
 
     def observe(
         self, step: int, inputs: Mapping[str, Array], targets: Targets, *, decays: bool = True
@@ -168,15 +184,17 @@ class CurvatureUpdates:
         self._engine.estimator.update_covariances(trace, scales=scales, should_decay=decays)
 
 
-def is_due(step: int, last: int, period: int) -> bool:
+def is_due(step: int, last: int, period: int, age: int | None = None) -> bool:
     """Return whether an update is due: at first in each step, later once in a period.
 
     Args:
         step: Number of the step, from 0.
         last: Step of the latest update; −1 before the first one.
         period: Largest number of steps between two updates.
+        age: Number of steps from which the period grows; None for all steps.
     """
-    return last == _NEVER or step - last >= min(period, max(1, step // 2))
+    grown = max(1, (step if age is None else age) // 2)
+    return last == _NEVER or step - last >= min(period, grown)
 
 
 def rotating_part(step: int, count: int, part: float) -> slice:

@@ -130,7 +130,11 @@ def fit(  # noqa: PLR0913 (the options of a run)
     description = describe(chosen, settings)
     store = RunCheckpoint(checkpoint, checkpoint_every, options)
     hooks = Hooks(callbacks)
-    position, records = store.restore(chosen) if resume else (Position(), [])
+    position, records = Position(), list[Record]()
+    if resume:
+        position, records, parts = store.restore(chosen, hooks.states(chosen))
+        hooks.restore_all(parts)
+    store.begin()
     run = Run(chosen, sources.train, budget, factor, sources.validation, metrics)
     with hooks, Progress(progress, budget.epochs) as display:
         reporters = _Reporters(hooks, Log(log, description, records), display)
@@ -174,12 +178,12 @@ def _train(
     """Train from a position to the end of the run, or to a signal; append the records."""
     optimizer, hooks = run.optimizer, reporters.hooks
     with DeferredSignals(bool(store)) as signals:
-        hooks.on_run_start(optimizer, tuple(records))
-        for step in run.steps(position):
+        ended = hooks.on_run_start(optimizer, tuple(records))
+        for step in () if ended else run.steps(position):
             records.append(step.record)
             ends = reporters.add(run, step) or signals.received is not None
             if ends or store.is_due(step.position, step.ends_epoch):
-                store.write(optimizer, step.position, records)
+                store.write(optimizer, step.position, records, hooks.states(optimizer))
             if ends:
                 break
     hooks.on_run_end(optimizer, tuple(records))

@@ -1,11 +1,13 @@
 """The hooks of a training run: what ``fit`` calls after steps and epochs, and when a run ends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeAlias
 
 from kfac_engine.errors import InputError
+from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.optimizer import Optimizer
 
@@ -16,12 +18,15 @@ class Callback:
     ``on_step_end`` and ``on_epoch_end`` end the run if they return True.
     """
 
-    def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
+    def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> object:
         """Begin a run.
 
         Args:
             optimizer: The optimizer with its engine, after the checkpoint of a resumed run.
             records: The records of the part of the run before; empty for a new run.
+
+        Returns:
+            True to end the run before its first step.
         """
 
     def on_step_end(self, record: Record, optimizer: Optimizer) -> object:
@@ -53,6 +58,21 @@ class Callback:
             optimizer: The optimizer with its engine.
             records: All records of the run.
         """
+
+    def state(self, optimizer: Optimizer) -> SavedState:
+        """Return the state that checkpoints store.
+
+        A resumed run calls it before ``restore``: the names of its numbers and arrays, and the
+        types and shapes, must be those of the checkpoint.
+
+        Args:
+            optimizer: The optimizer with its engine.
+        """
+        del optimizer
+        return SavedState()
+
+    def restore(self, state: SavedState) -> None:
+        """Restore the state of a checkpoint, before ``on_run_start``."""
 
     def close(self) -> None:
         """Release files and threads; called once, also after an error or a signal."""
@@ -86,10 +106,10 @@ class Hooks(Callback):
     ) -> None:
         self._closing.close()
 
-    def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
-        """Begin a run."""
-        for callback in self._callbacks:
-            callback.on_run_start(optimizer, records)
+    def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> bool:
+        """Return whether a callback ends the run before its first step."""
+        answers = [c.on_run_start(optimizer, records) for c in self._callbacks]
+        return any(answer is True for answer in answers)
 
     def on_step_end(self, record: Record, optimizer: Optimizer) -> bool:
         """Return whether a callback ends the run; every callback receives the record."""
@@ -105,6 +125,24 @@ class Hooks(Callback):
         """Complete a run."""
         for callback in self._callbacks:
             callback.on_run_end(optimizer, records)
+
+    def states(self, optimizer: Optimizer) -> dict[str, SavedState]:
+        """Return the states of the callbacks that have one, by class; a second one has a number."""
+        states = {name: c.state(optimizer) for name, c in self._named()}
+        return {name: state for name, state in states.items() if state.numbers or state.arrays}
+
+    def restore_all(self, states: Mapping[str, SavedState]) -> None:
+        """Restore the states of the callbacks."""
+        for name, callback in self._named():
+            if name in states:
+                callback.restore(states[name])
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        counts = Counter[str]()
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            counts[name] += 1
+            yield name if counts[name] == 1 else f"{name} {counts[name]}", callback
 
 
 # Called after each step with its record and the optimizer; True ends the run.

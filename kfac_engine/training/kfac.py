@@ -45,6 +45,9 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 
 # Learning rates that the optimizer chooses itself.
 AUTO, QUADRATIC = "auto", "quadratic"
+# Factor of the damping for a second attempt, after the loss has exploded.
+_RESTRAINT = 10
+
 MOMENTUM_TYPES = ("adam", "regular")
 
 # Damping at a learning rate, and relative damping of "auto": see docs/training.md.
@@ -266,20 +269,28 @@ class KfacOptimizer(Optimizer):
             )
         return replace(report, reduction_ratio=ratio)
 
+    def restrain(self) -> None:
+        """Raise the damping tenfold, and estimate the curvature anew.
+
+        The averages contain batches of the steps in which the loss exploded.
+        """
+        self.damping *= _RESTRAINT
+        self._last = LastUpdates(start=self.steps)
+
     def _numbers(self) -> dict[str, float]:
         return {
             **super()._numbers(),
             "statistics": self._last.statistics,
             "inverses": self._last.inverses,
+            "start": self._last.start,
             "damping": self._damping,
             "burned_in": self._burned_in,
-            "engine_damping": self.engine.damping,
         }
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         super()._set_numbers(numbers)
-        self._last = LastUpdates(int(numbers["statistics"]), int(numbers["inverses"]))
-        self._damping = numbers["damping"]
+        self._last = LastUpdates(*(int(numbers[n]) for n in ("statistics", "inverses", "start")))
+        self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
 
 

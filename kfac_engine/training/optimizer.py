@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from math import nan
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,15 @@ from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
-from kfac_engine.training.checkpoint import Saved, read_training, write_training
+from kfac_engine.training.checkpoint import (
+    OPTIMIZER,
+    Check,
+    Parts,
+    SavedState,
+    TrainingState,
+    read_training,
+    write_training,
+)
 from kfac_engine.training.report import StageClock, StepReport
 from kfac_engine.training.vectors import zeros
 
@@ -159,7 +167,7 @@ class Optimizer(Sealed, ABC):
 
         The file is replaced whole or not at all. A learning rate that is a function is not stored.
         """
-        write_training(path, self.engine, self._saved(), {})
+        write_training(path, self.engine, self._saved({}, {}))
 
     def load(self, path: str | Path) -> None:
         """Restore the state of the engine and of the optimizer from a file of ``save``.
@@ -170,27 +178,44 @@ class Optimizer(Sealed, ABC):
             path: The file.
 
         Raises:
-            InputError: The file is missing, damaged, or of another model or optimizer.
+            InputError: The file is missing, damaged, or of another model or optimizer; every
+                difference is listed.
         """
-        self._restore(read_training(path, self.engine, self._saved()))
+        saved = read_training(path, self.engine, self._saved({}, {}))
+        self.restore(saved.parts[OPTIMIZER])
 
-    def save_run(self, path: Path, run: Mapping[str, object]) -> None:
-        """Write the file of ``save`` together with the state of a run, for ``fit``."""
-        write_training(path, self.engine, self._saved(), run)
+    def save_run(self, path: Path, parts: Parts, run: Mapping[str, object]) -> None:
+        """Write the file of ``save`` with further parts and the position of a run, for ``fit``."""
+        write_training(path, self.engine, self._saved(parts, run))
 
-    def load_run(self, path: Path, check: Callable[[Mapping[str, Any]], None]) -> Mapping[str, Any]:
-        """Load a file of ``save_run``; return the state of the run.
+    def load_run(self, path: Path, parts: Parts, check: Check) -> TrainingState:
+        """Load a file of ``save_run``.
 
         Args:
             path: The file.
-            check: Called with the state of the run before anything changes; may raise.
+            parts: The present state of the further parts.
+            check: Called with the position before anything changes; may raise.
 
         Returns:
-            The state of the run.
+            The state of the further parts, and the position.
         """
-        saved = read_training(path, self.engine, self._saved(), check)
-        self._restore(saved)
-        return saved.run
+        saved = read_training(path, self.engine, self._saved(parts, {}), check)
+        self.restore(saved.parts[OPTIMIZER])
+        return saved
+
+    def state(self) -> SavedState:
+        """Return the state of the optimizer without the engine; its arrays are no copies."""
+        return SavedState(self._numbers(), self._slots)
+
+    def restore(self, part: SavedState) -> None:
+        """Restore a ``state`` of this optimizer; the arrays are copied."""
+        for slot, arrays in part.arrays.items():
+            for name, array in arrays.items():
+                self._slots[slot][name][...] = array
+        self._set_numbers(part.numbers)
+
+    def restrain(self) -> None:
+        """Prepare for a second attempt from an earlier state, after the loss has exploded."""
 
     def _parameters(self) -> dict[str, Array]:
         """Return the parameters that are trained, by name."""
@@ -241,14 +266,8 @@ class Optimizer(Sealed, ABC):
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])
 
-    def _saved(self) -> Saved:
-        return Saved(type(self).__name__, self._numbers(), self._slots)
-
-    def _restore(self, saved: Saved) -> None:
-        for slot, arrays in saved.slots.items():
-            for name, array in arrays.items():
-                self._slots[slot][name][...] = array
-        self._set_numbers(saved.numbers)
+    def _saved(self, parts: Parts, run: Mapping[str, object]) -> TrainingState:
+        return TrainingState(type(self).__name__, {OPTIMIZER: self.state(), **parts}, run)
 
     def _check_slots(self, slots: SlotArrays) -> None:
         """Refuse an overflow of the slots that parameters do not show."""

@@ -1,6 +1,7 @@
 """The checkpoints of a run: when they are written, and the options that a resumed run must have."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,23 @@ from kfac_engine.arguments import whole
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import checked_path
 from kfac_engine.training.budget import Position
+from kfac_engine.training.checkpoint import Parts
 from kfac_engine.training.history import Record
 from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.record_file import RecordFile, position_of, read_records
 
 CHECKPOINT = "training.safetensors"
 
+_PLACE = ("epoch", "batch", "steps", "seconds")
+
 
 class RunCheckpoint:
-    """The checkpoint of a run: one file in a folder.
+    """The checkpoint of a run: a state in a folder, and the file of its records.
+
+    The size of the state does not grow with the run.
 
     Args:
-        folder: Folder of the file; None for no checkpoints.
+        folder: Folder of the files; None for no checkpoints.
         every: Steps from one checkpoint to the next; None for epochs.
         options: Options that a resumed run must have, by name.
     """
@@ -33,6 +40,7 @@ class RunCheckpoint:
             whole("checkpoint_every", every, least=1)
         self._every, self._options = every, options or {}
         self._file = None if folder is None else checked_path(folder) / CHECKPOINT
+        self._records: RecordFile | None = None
 
     def __bool__(self) -> bool:
         """Return whether the run has checkpoints."""
@@ -46,45 +54,86 @@ class RunCheckpoint:
         """Return whether a checkpoint is written after a step."""
         return epoch_ends if self._every is None else position.steps % self._every == 0
 
-    def write(self, optimizer: Optimizer, position: Position, records: Sequence[Record]) -> None:
-        """Write a checkpoint, if the run has any; the file is replaced whole or not at all."""
-        if self._file is None:
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as failure:
-            raise InputError(
-                f"cannot create the folder '{self._file.parent}': {failure.strerror}."
-            ) from failure
-        run = {
-            "epoch": position.epoch,
-            "batch": position.batch,
-            "steps": position.steps,
-            "seconds": position.seconds,
-            "options": dict(self._options),
-            "records": list(records),
-        }
-        optimizer.save_run(self._file, run)
+    def begin(self) -> None:
+        """Create the folder, and the file of the records of a new run.
 
-    def restore(self, optimizer: Optimizer) -> tuple[Position, list[Record]]:
-        """Load the checkpoint, if there is one; return the position and the records."""
+        Raises:
+            InputError: The folder cannot be written. A run learns this before its first step.
+        """
+        if self._file is None or self._records is not None:
+            return
+        folder = self._file.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise InputError(f"cannot create the folder '{folder}': {failure.strerror}.") from None
+        self._records = RecordFile(folder)
+        self._records.add(())
+
+    def write(
+        self, optimizer: Optimizer, position: Position, records: Sequence[Record], parts: Parts
+    ) -> None:
+        """Write a checkpoint, if the run has any; the state is replaced whole or not at all."""
+        if self._file is None or self._records is None:
+            return
+        run = {
+            **{name: getattr(position, name) for name in _PLACE},
+            "options": dict(self._options),
+            "records": self._records.add(records),
+        }
+        optimizer.save_run(self._file, parts, run)
+        self._records.remove_others()
+
+    def restore(self, optimizer: Optimizer, parts: Parts) -> tuple[Position, list[Record], Parts]:
+        """Load the checkpoint, if there is one.
+
+        Args:
+            optimizer: The optimizer, which receives its state.
+            parts: The present state of the further parts.
+
+        Returns:
+            The position, the records, and the state of the further parts.
+
+        Raises:
+            InputError: There is no folder, or its checkpoint is damaged or that of another run.
+        """
         if self._file is None:
             raise InputError("resume=True needs the folder of the run: give checkpoint=FOLDER.")
         if not self.exists():
-            return Position(), []
-        run = optimizer.load_run(self._file, self._check)
-        place = {name: run[name] for name in ("epoch", "batch", "steps", "seconds")}
-        return Position(**place), list(run["records"])
+            return Position(), [], parts
+        records: list[Record] = []
+
+        def check(run: Mapping[str, Any]) -> None:
+            self._check(run)
+            records.extend(self._read(run))
+
+        saved = optimizer.load_run(self._file, parts, check)
+        return Position(**{name: saved.run[name] for name in _PLACE}), records, saved.parts
+
+    def _read(self, run: Mapping[str, Any]) -> list[Record]:
+        """Return the records of a checkpoint; later ones are appended to them."""
+        assert self._file is not None
+        folder, position = self._file.parent, position_of(run["records"])
+        self._records = RecordFile(folder, position)
+        return read_records(folder, position)
 
     def _check(self, run: Mapping[str, Any]) -> None:
         """Refuse the state of a run with other options."""
-        if "options" not in run:
+        options = run.get("options")
+        if not (isinstance(options, dict) and isinstance(run.get("records"), dict)):
             raise InputError(
                 f"'{self._file}' is the state of an optimizer, not of fit; use optimizer.load."
             )
         for name, value in self._options.items():
-            if run["options"].get(name) != value:
+            if options.get(name) != value:
                 raise InputError(
-                    f"the run in '{self._file}' has {name}={run['options'].get(name)}, and this "
+                    f"the run in '{self._file}' has {name}={options.get(name)}, and this "
                     f"run has {name}={value}; resume with the same value."
                 )
+        *counts, seconds = (run.get(name) for name in _PLACE)
+        if not (
+            all(type(count) is int and count >= 0 for count in counts)
+            and type(seconds) in (int, float)
+            and 0 <= seconds < inf  # type: ignore[operator] # a number
+        ):
+            raise InputError(f"the checkpoint '{self._file}' has no valid position; use another.")

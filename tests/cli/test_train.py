@@ -330,7 +330,8 @@ def test_a_second_signal_ends_a_step_that_does_not_end(start, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert err == "error: terminated; the run has no checkpoint yet.\n"
-    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "data.npz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "data.npz", "state"}
+    assert not list((tmp_path / "state").glob("*.safetensors"))
 
 
 @posix

@@ -171,3 +171,30 @@ def test_gradients_update_the_statistics_on_request_as_step_does(data):
     other.gradients(*data, update_buffers=True)
     for name, value in stepped.buffers.items():
         assert np.array_equal(other.buffers[name], value)
+
+
+def test_running_statistics_can_be_set(data):
+    stepped, other = (ke.Engine.from_onnx(normalised(), loss="categorical") for _ in range(2))
+    stepped.step(*data)
+    other.set_buffers(stepped.buffers)
+    for name, value in stepped.buffers.items():
+        assert np.array_equal(other.buffers[name], value)
+    other.set_parameters(stepped.parameters)
+    assert np.array_equal(other.predict(data[0]), stepped.predict(data[0]))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"norm.scale": np.zeros(5)}, ke.UnknownNameError, "is not a running statistic; there are"),
+        ({"norm.mean": np.zeros(4)}, ke.ShapeError, r"has shape \(4,\), not \(5,\)"),
+        ({"norm.mean": np.full(5, np.nan)}, ke.NonFiniteError, "'norm.mean' holds NaN"),
+    ],
+)
+def test_wrong_running_statistics_are_refused_and_change_nothing(values, error, message):
+    engine = ke.Engine.from_onnx(normalised(), loss="categorical")
+    before = engine.buffers
+    with pytest.raises(error, match=message):
+        engine.set_buffers({"norm.var": np.ones(5)} | values)
+    for name, value in before.items():
+        assert np.array_equal(engine.buffers[name], value)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.engine.checkpoint import write_model
-from kfac_engine.graph.files import ModelFiles
+from kfac_engine.graph.files import ModelFiles, write_model
 from kfac_engine.system import writing
 from kfac_engine.system.writing import abandon_files, check_outputs, write_file
 from tests import models

@@ -61,6 +61,18 @@ def test_a_hook_that_returns_true_ends_the_run(end, calls):
     assert "validation_loss" in history.records[-1]
 
 
+def test_a_callback_may_end_the_run_before_its_first_step():
+    class Ended(Recorder):
+        def on_run_start(self, optimizer, records):
+            super().on_run_start(optimizer, records)
+            return True
+
+    recorder = Ended()
+    history = run(recorder)
+    assert recorder.calls == [("start", 0, 0), ("end", 0, 0), "close"]
+    assert history.records == []
+
+
 def test_a_resumed_run_starts_with_its_records(tmp_path):
     store = {"checkpoint": tmp_path, "checkpoint_every": 1}
     run(Recorder(("step", 3)), **store)
