@@ -143,7 +143,7 @@ def test_tree_models_have_no_parameters() -> None:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 3)]
     graph = helper.make_graph([node], "forest", [x], [y])
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
-    with pytest.raises(ModelError, match=r"TreeEnsembleRegressor node 'trees' keeps .*'nodes_val"):
+    with pytest.raises(ModelError, match=r"TreeEnsembleRegressor node 'trees' stores .*'nodes_val"):
         ke.Engine.from_onnx(model, loss="normal")
 
 

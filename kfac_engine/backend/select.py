@@ -72,7 +72,7 @@ def choice_reason(name: str = "auto") -> str:
     if checked == "numpy":
         return "numpy, as requested"
     gpu = _gpu()
-    origin = "chosen automatically" if checked == "auto" else "as asked for"
+    origin = "chosen automatically" if checked == "auto" else "as requested"
     if not isinstance(gpu, str):
         return f"cupy on {gpu.name}, {origin}"
     reason = gpu.rstrip(".")

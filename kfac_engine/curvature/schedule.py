@@ -57,7 +57,7 @@ class Schedule:
     overlap: bool = False
     drift: float = 0.1
     budget: float = 0.2
-    periods: Mapping[str, int] = field(default_factory=dict)
+    periods: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Check the values.

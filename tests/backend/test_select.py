@@ -103,7 +103,7 @@ def test_selection_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("auto", "numpy, chosen"), ("numpy", "as asked"), ("cupy", "none: ")]
+    ("name", "words"), [("auto", "numpy, chosen"), ("numpy", "as requested"), ("cupy", "none: ")]
 )
 def test_choice_reason_names_backend_of_each_name(no_gpu: None, name: str, words: str) -> None:
     assert words in choice_reason(name)

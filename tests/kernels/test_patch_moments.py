@@ -155,7 +155,7 @@ def test_passes_fit_scratch_memory() -> None:
 def test_matrix_of_wrong_shape_raises_error() -> None:
     case = UNTILED[0]
     moments = PatchMoments(ShimDevice(), SCRATCH, 0)
-    with pytest.raises(ShapeError, match="80 features and a one"):
+    with pytest.raises(ShapeError, match="80 features and a bias does not fit"):
         moments.add(
             case.images().astype(np.float32),
             case.window,

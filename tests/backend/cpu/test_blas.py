@@ -96,7 +96,7 @@ def test_gemm_rejects_unreadable_views(x):
 WRONG_RESULTS = {
     "side": (np.zeros((4, 4), "f"), "cannot hold"),
     "dtype": (np.zeros((5, 5), "d"), "differ"),
-    "columns": (np.zeros((5, 5), "f").T[:, :], "row by row"),
+    "columns": (np.zeros((5, 5), "f").T[:, :], "must be adjacent"),
     "read_only": (np.broadcast_to(np.zeros((5, 5), "f"), (1, 5, 5))[0], "writeable"),
 }
 
