@@ -52,6 +52,8 @@ MOMENTUM_TYPES = ("adam", "regular")
 
 # Damping at a learning rate, and relative damping of "auto": see docs/training.md.
 _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
+# Weight decay of "auto".
+_WEIGHT_DECAY = 0.05
 
 
 class KfacOptimizer(Optimizer):
@@ -83,8 +85,8 @@ class KfacOptimizer(Optimizer):
             ``RelativeDamping``, 0.1 if None.
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
             this learning rate.
-        weight_decay: w, at least 0. With ``"auto"``, parameters shrink by w times
-            ``update_length`` or ``adam_rate``.
+        weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
+            times ``update_length`` or ``adam_rate``; otherwise w is 0 if None.
         l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0. It is part of λ.
         momentum_type: ``"adam"`` (the natural gradient of the averaged gradient) or ``"regular"``;
             for a learning rate that is given.
@@ -116,7 +118,7 @@ class KfacOptimizer(Optimizer):
         learning_rate: Rate | Literal["auto", "quadratic"] = "auto",
         damping: float | None = None,
         momentum: Rate | Literal["quadratic"] = 0.9,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         l2: float = 0.0,
         momentum_type: MomentumType = "adam",
@@ -135,6 +137,8 @@ class KfacOptimizer(Optimizer):
         rule = learning_rate if learning_rate in (AUTO, QUADRATIC) else None
         own_rates: dict[object, float] = {AUTO: update_length, QUADRATIC: 1.0}
         rate = own_rates.get(rule, learning_rate)
+        if weight_decay is None:
+            weight_decay = _WEIGHT_DECAY if rule == AUTO else 0.0
         super().__init__(engine, rate, weight_decay, non_finite)  # type: ignore[arg-type] # no text
         at_least_zero("l2", l2)
         positive("damping_multiple", damping_multiple)

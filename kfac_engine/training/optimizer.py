@@ -126,6 +126,11 @@ class Optimizer(Sealed, ABC):
         check_rate("learning_rate", value)
         self._learning_rate = value
 
+    @property
+    def weight_decay(self) -> float:
+        """The coefficient of the decay of the parameters."""
+        return self._weight_decay
+
     def step(self, inputs: Mapping[str, Array], targets: Targets, scale: float = 1.0) -> StepReport:
         """Change the parameters of the engine by one batch.
 

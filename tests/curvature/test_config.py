@@ -174,7 +174,7 @@ def test_the_page_about_training_has_the_defaults_of_the_optimizer():
     (options,) = re.findall(r"^### The options of KfacOptimizer\n(.*?)^##", page, re.M | re.S)
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", options, re.M))
     optimizer = ke.KfacOptimizer(ke.Engine.from_onnx(demo_model("mlp"), loss="categorical"))
-    defaults = optimizer.options | {"damping": optimizer.damping}
+    defaults = optimizer.options | {n: getattr(optimizer, n) for n in ("damping", "weight_decay")}
     assert len(rows) >= 8
     assert {name: float(value) for name, value in rows.items()} == {
         name: defaults[name] for name in rows

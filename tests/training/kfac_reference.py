@@ -69,7 +69,7 @@ class Reference:
     rate: float | None = None  # None for adaptive lengths
     damping: float | None = None
     momentum: float = 0.9
-    decay: float = 0.0
+    decay: float | None = None
     regular: bool = False
     constraint: float | None = None
     part: float = 0.25
@@ -91,6 +91,8 @@ class Reference:
         self.relative = self.rate is None and self.interval is None and not self.quadratic
         if self.damping is None:
             self.damping = 0.1 if self.relative else 0.01
+        if self.decay is None:
+            self.decay = 0.05 if self.rate is None and not self.quadratic else 0.0
         self.natural = None
         self.multiples = {"w1": 1.0, "w2": 1.0}
         self.sums = {layer: [0.0, 0.0] for layer in LAYERS}

@@ -18,6 +18,7 @@ LM = ke.DampingAdaptation(interval=3)
 # Options of the optimizer, and the same of the reference.
 CASES = {
     "auto": ({}, {}),
+    "auto, no decay": ({"weight_decay": 0}, {"decay": 0}),
     "auto, decay": ({"weight_decay": 0.3}, {"decay": 0.3}),
     "auto, other constants": (
         {"damping": 0.3, "momentum": 0.5, "update_length": 0.1, "adam_rate": 0.05},
@@ -190,7 +191,7 @@ def test_lengths_follow_the_agreement_of_gradients_in_closed_form(sign, scale):
     x = rng.standard_normal((64, 3))
     y = 1e6 * x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
-    optimizer = ke.KfacOptimizer(engine)
+    optimizer = ke.KfacOptimizer(engine, weight_decay=0)
     lengths = []
     for step in range(30):
         before = engine.parameters["w"]
