@@ -1,7 +1,6 @@
 """Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
@@ -184,8 +183,6 @@ class Muon(_FirstOrder):
         non_finite: ``"raise"`` or ``"skip"``: see ``step``.
     """
 
-    _threads = staticmethod(nullcontext)
-
     def __init__(
         self,
         engine: Engine,
@@ -201,7 +198,8 @@ class Muon(_FirstOrder):
         fraction("momentum", momentum)
         flag("nesterov", nesterov)
         check_rate("adam_rate", adam_rate)
-        matrix, vector = Orthogonalized(momentum, nesterov), adaptive_moments()
+        matmul = engine.collection.backend.matmul
+        matrix, vector = Orthogonalized(momentum, nesterov, matmul), adaptive_moments()
         rules = {n: matrix if v.ndim > 1 else vector for n, v in self._parameters().items()}
         self._adam_rate = adam_rate
         self._set_up(_Setting(rules, True, momentum))

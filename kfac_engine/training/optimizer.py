@@ -5,7 +5,6 @@ A step computes new parameters and new state, and replaces the old ones after al
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import signature
 from math import nan
@@ -78,8 +77,6 @@ class Optimizer(Sealed, ABC):
     """
 
     _options: dict[str, object]
-    # Sums of arrays that fit a cache are slower in several threads; products of matrices are not.
-    _threads: Callable[[], AbstractContextManager[None]] = staticmethod(single_threaded_blas)
 
     def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
         """Return a new optimizer that stores the arguments of its constructor."""
@@ -149,7 +146,7 @@ class Optimizer(Sealed, ABC):
         at_least_zero("scale", scale)
         clock = StageClock()
         try:
-            with self._threads(), quiet(), clock("update"):
+            with single_threaded_blas(), quiet(), clock("update"):
                 prepared = self._prepare(inputs, targets, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)

@@ -4,7 +4,7 @@ A rule reads the old state arrays and writes the new ones, so that a step that f
 The array functions are NumPy's, which CuPy arrays support.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, Protocol, TypeAlias
@@ -16,6 +16,7 @@ from kfac_engine.training.vectors import add_multiple, combine
 
 # Slot of a rule (such as "momentum") to the state array of one parameter.
 Slots: TypeAlias = Mapping[str, Array]
+MatMul: TypeAlias = Callable[[Array, Array], Array]
 
 # Coefficients of the Newton–Schulz polynomial a·X + b·X Xᵀ X + c·(X Xᵀ)² X, and its iterations:
 # K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". They move
@@ -120,26 +121,29 @@ class Orthogonalized:
     Attributes:
         momentum: μ in [0, 1).
         nesterov: Whether ``g + μ v`` is orthogonalized in place of ``v``.
+        matmul: The product of two matrices.
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     momentum: float
     nesterov: bool
+    matmul: MatMul = np.matmul
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new velocity; return the direction of descent."""
         direction = HeavyBall(self.momentum, self.nesterov)(gradient, old, new, step)
         matrix = direction.reshape(len(direction), -1)
         rows, columns = matrix.shape
-        scaled: Array = max(1.0, rows / columns) ** 0.5 * orthogonalize(matrix)
+        scaled: Array = max(1.0, rows / columns) ** 0.5 * orthogonalize(matrix, self.matmul)
         return scaled.reshape(gradient.shape)
 
 
-def orthogonalize(matrix: Array) -> Array:
+def orthogonalize(matrix: Array, matmul: MatMul = np.matmul) -> Array:
     """Return a matrix with the singular vectors of another and singular values close to one.
 
     Args:
         matrix: ``(rows, columns)``; a zero matrix stays zero.
+        matmul: The product of two matrices.
 
     Returns:
         Five Newton–Schulz iterations of the matrix divided by its Frobenius norm.
@@ -150,6 +154,6 @@ def orthogonalize(matrix: Array) -> Array:
     if tall:
         X = X.T
     for _ in range(_ITERATIONS):
-        gram = X @ X.T
-        X = a * X + (b * gram + c * gram @ gram) @ X
+        gram = matmul(X, X.T)
+        X = a * X + matmul(b * gram + c * matmul(gram, gram), X)
     return X.T if tall else X
