@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.training import rules
 from tests import models
 from tests.engine.test_buffers import normalised
 from tests.graph.analysis.test_ties import BATCH, WIDTH, network
@@ -163,11 +164,11 @@ def test_muon_follows_its_formula(decay, nesterov):
 def test_directions_of_muon_have_singular_values_near_one():
     rng = np.random.default_rng(0)
     for shape in ((6, 6), (4, 9), (9, 4)):
-        values = np.linalg.svd(ke_orthogonalize(rng.standard_normal(shape)), compute_uv=False)
+        values = np.linalg.svd(rules.orthogonalize(rng.standard_normal(shape)), compute_uv=False)
         assert 0.5 < values.min() <= values.max() < 1.3
 
 
-def ke_orthogonalize(matrix):
+def orthogonalize(matrix):
     from kfac_engine.training.rules import orthogonalize
 
     return orthogonalize(matrix)
