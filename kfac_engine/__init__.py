@@ -120,6 +120,8 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.trace import Trace as Trace
+    from kfac_engine.training.callbacks.best import BestWeights as BestWeights
+    from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop
     from kfac_engine.training.checkpoint import SavedState as SavedState
     from kfac_engine.training.damping_adaptation import DampingAdaptation as DampingAdaptation
     from kfac_engine.training.first_order import SGD as SGD
@@ -227,6 +229,8 @@ _HOMES = {
     "fit": "training.fit",
     "History": "training.history",
     "Callback": "training.hooks",
+    "EarlyStop": "training.callbacks.best",
+    "BestWeights": "training.callbacks.best",
     "SavedState": "training.checkpoint",
     "report": "run_report.report",
     "verify": "verification.verify",

@@ -101,6 +101,8 @@ PUBLIC = (
     "History",
     "report",
     "Callback",
+    "EarlyStop",
+    "BestWeights",
     "SavedState",
     "verify",
     "Verification",

@@ -22,6 +22,7 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
+from kfac_engine.cli.train_callbacks import OPTIONS, Choices
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
 
@@ -160,16 +161,16 @@ _COURSE = (
 @gathered("files", Files, _FILES)
 @gathered("update", Update, _UPDATE)
 @gathered("course", Course, _COURSE)
+@gathered("choices", Choices, OPTIONS)
 @keywords()
 @json_option
 @debug_option
-@click.pass_context
 def train(
-    context: click.Context,
     model: Path,
     files: Files,
     update: Update,
     course: Course,
+    choices: Choices,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -186,9 +187,12 @@ def train(
         optimizer = _optimizer(engine, update)
     for note in engine.inference_notes:
         click.echo(f"note: {printable(spelled(note))}.", err=True)
-    interruption = context.ensure_object(Invocation).interruption
+    interruption = click.get_current_context().ensure_object(Invocation).interruption
+    callbacks = list(choices.callbacks())
+    if files.checkpoint is not None:
+        callbacks.append(_patience(interruption))
     try:
-        history = _fit(optimizer, files, course, options["seed"], interruption)
+        history = _fit(optimizer, files, course, options["seed"], callbacks)
     except SignalReceived:
         interruption.advice = _advice(files)
         raise
@@ -240,7 +244,11 @@ def _optimizer(engine: "ke.Engine", update: Update) -> "Optimizer":
 
 
 def _fit(
-    optimizer: "Optimizer", files: Files, course: Course, seed: int, interruption: Interruption
+    optimizer: "Optimizer",
+    files: Files,
+    course: Course,
+    seed: int,
+    callbacks: "Sequence[Callback]",
 ) -> "ke.History":
     import kfac_engine as ke
 
@@ -257,7 +265,7 @@ def _fit(
             validation=files.validation,
             metrics=course.metrics,
             schedule=course.schedule,
-            callbacks=[] if files.checkpoint is None else [_patience(interruption)],
+            callbacks=callbacks,
             seed=seed,
             checkpoint=files.checkpoint,
             resume=course.resume,
@@ -295,10 +303,13 @@ def _advice(files: Files) -> str:
 def _report(history: "ke.History", path: Path, as_json: bool) -> None:
     last = history.records[-1]
     if as_json:
-        numbers = {name: last[name] for name in ("step", "epoch", "seconds", "loss")}
+        entries = ("step", "epoch", "seconds", "loss", "best_step")
+        numbers = {name: last[name] for name in entries if name in last}
         finite = {n: v if isfinite(v) else None for n, v in {**numbers, **history.metrics}.items()}
         print_json({**finite, "out": str(path)})
         return
     for name, value in history.metrics.items():
         say(f"{name} {value:.6g}")
+    if "best_step" in last:
+        say(f"weights of step {last['best_step']} of {last['step']}")
     say(f"written to {path}")

@@ -37,7 +37,7 @@ class Evaluation:
         self, data: Pair | Iterable[Pair], choices: Sequence[MetricChoice] | None
     ) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
-        metrics = metrics_of(self._default() if choices is None else choices)
+        metrics = metrics_of(self.default_metrics() if choices is None else choices)
         reads_outputs = any(metric.reads_outputs for metric in metrics.values())
         totals, divisors = dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0)
         batches = 0
@@ -51,7 +51,7 @@ class Evaluation:
             raise InputError("the data has no batch; give one (inputs, targets) pair at least.")
         return {n: metric.finish(totals[n] / (divisors[n] or 1)) for n, metric in metrics.items()}
 
-    def _default(self) -> tuple[str, ...]:
+    def default_metrics(self) -> tuple[str, ...]:
         """Return the metrics that the losses have."""
         towers = (tower for loss in self._task.objective.losses for tower in loss.towers)
         return ("loss", "accuracy") if all(tower.discrete for tower in towers) else ("loss",)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class Evaluated:
         return [(tower, tower.check_targets(self.values)) for tower in towers]
 
 
+Direction: TypeAlias = Literal["higher", "lower"]
 # A sum over the examples of a batch, and the number of examples that it is divided by: 0 where the
 # metric of several batches is the sum of theirs.
 Sum: TypeAlias = tuple[float, int]
@@ -69,11 +70,14 @@ class Metric:
         measure: Returns the sum over a batch.
         finish: Converts the mean over all batches to the metric.
         reads_outputs: Whether the metric reads the outputs of the model.
+        better: Which values are better, ``"higher"`` or ``"lower"``; None where only the caller
+            knows.
     """
 
     measure: Callable[[Evaluated], Sum]
     finish: Callable[[float], float] = float
     reads_outputs: bool = False
+    better: Direction | None = "lower"
 
 
 def _loss(batch: Evaluated) -> Sum:
@@ -114,8 +118,8 @@ METRICS: Registry[Metric] = Registry(
     "metric",
     {
         "loss": Metric(_loss),
-        "accuracy": Metric(_accuracy),
-        "top5": Metric(partial(_top, 5)),
+        "accuracy": Metric(_accuracy, better="higher"),
+        "top5": Metric(partial(_top, 5), better="higher"),
         "mean_absolute_error": Metric(_absolute),
         "mean_squared_error": Metric(_squared),
         "root_mean_squared_error": Metric(_squared, sqrt),
@@ -149,8 +153,9 @@ def metrics_of(choices: Sequence[MetricChoice]) -> dict[str, Metric]:
 def _named(choice: object) -> tuple[str, Metric]:
     if isinstance(choice, str):
         family = re.fullmatch(r"top([1-9]\d{0,8})", choice)
-        metric = Metric(partial(_top, int(family[1]))) if family else METRICS[choice]
-        return choice, metric
+        if family:
+            return choice, Metric(partial(_top, int(family[1])), better="higher")
+        return choice, METRICS[choice]
     name = getattr(choice, "__name__", "")
     if not callable(choice) or not name.isidentifier():
         raise InputError(
@@ -159,7 +164,7 @@ def _named(choice: object) -> tuple[str, Metric]:
         )
     if name in METRICS:
         raise InputError(f"the metric '{name}' exists already; give the function another name.")
-    return name, Metric(partial(_apply, choice, name), reads_outputs=True)
+    return name, Metric(partial(_apply, choice, name), reads_outputs=True, better=None)
 
 
 def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:

@@ -192,6 +192,11 @@ class TrainableModel(Sealed):
         """
         return self._evaluation.predict(inputs)
 
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that ``evaluate`` measures where none are given."""
+        return self._evaluation.default_metrics()
+
     def evaluate(
         self, data: Pair | Iterable[Pair], metrics: Sequence[MetricChoice] | None = None
     ) -> dict[str, float]:

@@ -10,6 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.printable import printable
 from kfac_engine.run_report.downsampling import extremes, means, ranges
 from kfac_engine.run_report.run_log import RunLog, finite
+from kfac_engine.training.history import STEP_ENTRIES
 
 Style: TypeAlias = Literal["line", "faint", "marks", "stems"]
 
@@ -21,7 +22,6 @@ STAGE = "seconds/"
 OTHER = "other"
 # The stages that a run without curvature does not have.
 CURVATURE_STAGES = ("statistics", "inverses", "precondition", "damping")
-_POSITIONS = ("step", "epoch", "seconds")
 _MILLISECONDS = 1000.0
 # An axis is logarithmic if its largest value is so many times the smallest.
 _LOGARITHMIC_FROM = 30.0
@@ -204,7 +204,7 @@ def _costs(log: RunLog) -> Chart | None:
 
 def _metrics(log: RunLog) -> Iterator[Chart]:
     """Yield a chart for each other number of the records."""
-    shown = {*_POSITIONS, *_NUMBERS, "loss", VALIDATION, "refreshed", "skipped"}
+    shown = {*STEP_ENTRIES, VALIDATION}
     for name, column in log.columns.items():
         if name not in shown and not name.startswith(STAGE) and np.isfinite(column).any():
             label = printable(name)

@@ -28,7 +28,7 @@ from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, Rate
 from kfac_engine.training.progress import Progress
-from kfac_engine.training.run import Run, Step, check_metrics
+from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 
@@ -118,8 +118,10 @@ def fit(  # noqa: PLR0913 (the options of a run)
     whole("seed", seed, least=0)
     flag("resume", resume)
     flag("progress", progress)
-    check_metrics(metrics)
+    hooks = Hooks(callbacks)
     chosen = _optimizer(model_or_engine, loss, optimizer, seed)
+    measured = recorded_metrics(metrics, chosen.engine)
+    hooks.check_metrics(() if validation is None else measured)
     for note in chosen.engine.inference_notes:
         warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=2)
     axes = ExampleAxes(chosen.engine)
@@ -129,13 +131,12 @@ def fit(  # noqa: PLR0913 (the options of a run)
     settings = {**bounds, **options, "metrics": metrics, "schedule": schedule}
     description = describe(chosen, settings)
     store = RunCheckpoint(checkpoint, checkpoint_every, options)
-    hooks = Hooks(callbacks)
     position, records = Position(), list[Record]()
     if resume:
         position, records, parts = store.restore(chosen, hooks.states(chosen))
         hooks.restore_all(parts)
     store.begin()
-    run = Run(chosen, sources.train, budget, factor, sources.validation, metrics)
+    run = Run(chosen, sources.train, budget, factor, sources.validation, metrics, hooks)
     with hooks, Progress(progress, budget.epochs) as display:
         reporters = _Reporters(hooks, Log(log, description, records), display)
         _train(run, position, records, reporters, store)
@@ -163,7 +164,7 @@ class _Reporters:
         if step.ends_epoch:
             stops |= self.hooks.on_epoch_end(record, optimizer)
         if stops and not step.ends_run and not step.ends_epoch:
-            record.update(run.evaluated())
+            run.evaluate(record)
         ends_run = stops or step.ends_run
         self.log.add(record)
         if ends_run:

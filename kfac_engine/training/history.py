@@ -20,7 +20,7 @@ RUN, SPECTRA = "run", "spectra"
 STEP_ENTRIES = frozenset(
     {
         "step", "epoch", "seconds", "loss", "learning_rate", "momentum", "damping",
-        "reduction_ratio", "refreshed", "skipped",
+        "reduction_ratio", "refreshed", "skipped", "spent", "best_step",
     }
 )  # fmt: skip
 
@@ -39,8 +39,9 @@ class History:
             ``loss`` of the batch before the update, and ``learning_rate``. The other numbers of
             the step are those of ``StepReport`` where they are defined: ``momentum``, ``damping``,
             ``reduction_ratio``, ``refreshed``, ``skipped``, and ``seconds/STAGE`` for each stage.
-            Steps that end an epoch or the run also have ``validation_loss`` and the other metrics
-            by name.
+            ``spent`` is the part of the budget that is spent. Steps that end an epoch or the run
+            also have ``validation_loss`` and the other metrics by name, and with ``BestWeights``
+            the ``best_step`` so far.
         description: ``settings``, ``versions`` and ``layers`` of the run, and the name of the
             ``model``: values that JSON can hold.
     """
@@ -58,8 +59,12 @@ class History:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the validation at the end of the run, by their names in records."""
-        return metrics_in(self.records[-1]) if self.records else {}
+        """The metrics of the weights of the engine at the end of the run, by name in records."""
+        if not self.records:
+            return {}
+        last = self.records[-1]
+        step = last.get("best_step", last["step"])
+        return metrics_in(next(r for r in reversed(self.records) if r["step"] == step))
 
 
 def metrics_in(record: Record) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The hooks of a training run: what ``fit`` calls after steps and epochs, and when a run ends."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeAlias
 
@@ -10,13 +10,19 @@ from kfac_engine.errors import InputError
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.weights import Weights
 
 
 class Callback:
     """Base of the callbacks of ``fit``; a subclass overrides the hooks that it needs.
 
     ``on_step_end`` and ``on_epoch_end`` end the run if they return True.
+
+    Attributes:
+        metric: Name in records of a metric that the validation must have; None for any.
     """
+
+    metric: str | None = None
 
     def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> object:
         """Begin a run.
@@ -50,6 +56,39 @@ class Callback:
         Returns:
             True to end the run.
         """
+
+    def evaluated_weights(self, record: Record, optimizer: Optimizer) -> Weights | None:
+        """Return weights that replace those of the optimizer in validations and after the run.
+
+        Args:
+            record: The record of the latest step.
+            optimizer: The optimizer, after the step.
+
+        Returns:
+            The weights; None for those of the optimizer.
+        """
+        del record, optimizer
+        return None
+
+    def on_validation_end(self, record: Record, optimizer: Optimizer) -> None:
+        """Receive the record of a step with the metrics of its validation, before ``on_step_end``.
+
+        Args:
+            record: The record; it may be changed.
+            optimizer: The optimizer. Its engine has the weights that were evaluated.
+        """
+
+    def final_weights(self, optimizer: Optimizer) -> Weights | None:
+        """Return the weights that the engine receives at the end of the run.
+
+        Args:
+            optimizer: The optimizer, after the last step.
+
+        Returns:
+            The weights; None for the weights that a validation would evaluate.
+        """
+        del optimizer
+        return None
 
     def on_run_end(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
         """Complete a run that reached its end, after its last checkpoint.
@@ -86,12 +125,36 @@ class Hooks(Callback):
             optimizer.
 
     Raises:
-        InputError: An entry is neither.
+        InputError: An entry is neither, or two of them replace the same weights.
     """
 
     def __init__(self, callbacks: Sequence["Callback | StepFunction"]) -> None:
         self._callbacks = [_as_callback(callback) for callback in callbacks]
         self._closing = ExitStack()
+        for hook in ("evaluated_weights", "final_weights"):
+            names = [type(c).__name__ for c in self._callbacks if _overrides(c, hook)]
+            if len(names) > 1:
+                raise InputError(
+                    f"the callbacks {' and '.join(names)} replace the same weights; give one of "
+                    f"them."
+                )
+
+    def check_metrics(self, names: Collection[str]) -> None:
+        """Refuse a callback whose metric no validation measures.
+
+        Args:
+            names: Names in records of the metrics of the validation; empty without a validation.
+
+        Raises:
+            InputError: The metric is missing.
+        """
+        for callback in self._callbacks:
+            if callback.metric is not None and callback.metric not in names:
+                measured = ", ".join(f"'{name}'" for name in names) or "no validation"
+                raise InputError(
+                    f"{type(callback).__name__} reads the metric '{callback.metric}', and the run "
+                    f"has {measured}; give validation=… and metrics=[…] with this metric."
+                )
 
     def __enter__(self) -> "Hooks":
         for callback in self._callbacks:
@@ -121,8 +184,29 @@ class Hooks(Callback):
         answers = [c.on_epoch_end(record, optimizer) for c in self._callbacks]
         return any(answer is True for answer in answers)
 
+    @contextmanager
+    def evaluating(self, record: Record, optimizer: Optimizer) -> Iterator[None]:
+        """Return a context in which the engine has the weights to evaluate."""
+        weights = self._evaluated_weights(record, optimizer)
+        if weights is None:
+            yield
+        else:
+            with weights.applied(optimizer.engine):
+                yield
+
+    def on_validation_end(self, record: Record, optimizer: Optimizer) -> None:
+        """Pass on the record of a validation."""
+        for callback in self._callbacks:
+            callback.on_validation_end(record, optimizer)
+
     def on_run_end(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
-        """Complete a run."""
+        """Replace the weights, and complete a run."""
+        finals = (c.final_weights(optimizer) for c in self._callbacks)
+        weights = next((final for final in finals if final is not None), None)
+        if weights is None and records:
+            weights = self._evaluated_weights(records[-1], optimizer)
+        if weights is not None:
+            weights.apply(optimizer.engine)
         for callback in self._callbacks:
             callback.on_run_end(optimizer, records)
 
@@ -136,6 +220,10 @@ class Hooks(Callback):
         for name, callback in self._named():
             if name in states:
                 callback.restore(states[name])
+
+    def _evaluated_weights(self, record: Record, optimizer: Optimizer) -> Weights | None:
+        answers = (c.evaluated_weights(record, optimizer) for c in self._callbacks)
+        return next((weights for weights in answers if weights is not None), None)
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts = Counter[str]()
@@ -157,6 +245,10 @@ class _EachStep(Callback):
 
     def on_step_end(self, record: Record, optimizer: Optimizer) -> object:
         return self._function(record, optimizer)
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def _as_callback(callback: object) -> Callback:

@@ -4,12 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.metrics import MetricChoice, metrics_of
 from kfac_engine.errors import InputError
 from kfac_engine.training.batches import Batches
 from kfac_engine.training.budget import Budget, Position
 from kfac_engine.training.examples import Batch
 from kfac_engine.training.history import STEP_ENTRIES, Record
+from kfac_engine.training.hooks import Hooks
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.schedules import ScheduleFunction
@@ -48,6 +50,7 @@ class Run:
         schedule: Factor of the learning rate.
         validation: Batches that are evaluated; None for no validation.
         metrics: Metrics of the validation; None for those of the losses.
+        hooks: The callbacks of a validation.
     """
 
     optimizer: Optimizer
@@ -56,6 +59,7 @@ class Run:
     schedule: ScheduleFunction
     validation: Iterable[Batch] | None
     metrics: Sequence[MetricChoice] | None
+    hooks: Hooks
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Train from a position to the end of the budget.
@@ -79,19 +83,22 @@ class Run:
                     seconds=perf_counter() - start,
                 )
                 spent = self.budget.spent(position, per_epoch)
-                record = _record(position, epoch, report)
+                record = _record(position, epoch, report) | {"spent": spent}
                 if is_last or spent >= 1:
-                    record.update(self.evaluated())
+                    self.evaluate(record)
                 yield Step(position, record, spent, is_last, spent >= 1)
                 if spent >= 1:
                     return
 
-    def evaluated(self) -> Record:
-        """Return the metrics on the validation data, by their names in records."""
+    def evaluate(self, record: Record) -> None:
+        """Add the metrics on the validation data to the record of the latest step."""
         if self.validation is None:
-            return {}
-        values = self.optimizer.engine.evaluate(self.validation, metrics=self.metrics)
-        return {"validation_loss" if name == "loss" else name: v for name, v in values.items()}
+            return
+        optimizer = self.optimizer
+        with self.hooks.evaluating(record, optimizer):
+            values = optimizer.engine.evaluate(self.validation, metrics=self.metrics)
+            record.update({_recorded(name): value for name, value in values.items()})
+            self.hooks.on_validation_end(record, optimizer)
 
     def _rest_of_epoch(self, position: Position) -> Iterator[Batch]:
         """Return the batches of the epoch after those that the run has used."""
@@ -105,21 +112,31 @@ class Run:
         yield from remaining
 
 
-def check_metrics(metrics: Sequence[MetricChoice] | None) -> None:
-    """Refuse metrics whose names are unknown, or are those of other entries of a record.
+def recorded_metrics(metrics: Sequence[MetricChoice] | None, engine: Engine) -> list[str]:
+    """Return the names of metrics in records.
 
     Args:
         metrics: Metrics of ``Engine.evaluate``; None for those of the losses.
+        engine: The engine.
+
+    Returns:
+        The names.
 
     Raises:
-        InputError: A function has such a name; or see ``metrics_of``.
+        InputError: A function has the name of another entry of a record; or see ``metrics_of``.
     """
-    for name in metrics_of(metrics or ()):
-        # The metric "loss" is recorded as "validation_loss".
+    names = list(metrics_of(engine.default_metrics if metrics is None else metrics))
+    for name in names:
         if name in (STEP_ENTRIES - {"loss"}) | {"validation_loss"}:
             raise InputError(
                 f"'{name}' is the name of another number in records; rename the metric's function."
             )
+    return [_recorded(name) for name in names]
+
+
+def _recorded(name: str) -> str:
+    """Return the name of a metric in records, where the loss of the batch is ``loss``."""
+    return "validation_loss" if name == "loss" else name
 
 
 def _record(position: Position, epoch: int, report: StepReport) -> Record:

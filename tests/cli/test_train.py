@@ -150,6 +150,25 @@ def test_the_report_is_that_of_the_log(folder):
     assert description["model"] == "mlp.onnx"
 
 
+def test_the_result_has_the_weights_of_the_best_validation(folder, capsys):
+    # A rate at which the loss rises and falls.
+    options = ["--optimizer=sgd", "--learning-rate=0.3", "--schedule=constant", "--batch-size=64"]
+    arguments = [*options, "--validation=v.npz", "--best-metric=accuracy", "--seed=1"]
+    assert run(*arguments, "--epochs=12", "--best", "--early-stop=4", "--log=run.jsonl") == 0
+    out = capsys.readouterr().out
+    records = logged(Path("run.jsonl"))
+    accuracies = [record["accuracy"] for record in records if "accuracy" in record]
+    best = accuracies.index(max(accuracies)) + 1
+    assert len(accuracies) == min(12, best + 4)
+    assert f"weights of step {5 * best} of {len(records)}\n" in out
+    assert f"accuracy {max(accuracies):.6g}\n" in out
+    evaluated = ke.Engine.from_onnx("out.onnx", loss="categorical").evaluate(
+        ({"image": IMAGES[N : N + 90]}, LABELS[N : N + 90])
+    )
+    assert evaluated["accuracy"] == max(accuracies)
+    assert best < len(accuracies)
+
+
 def test_kfac_begins_with_the_damping_that_is_given(folder):
     assert run("--damping=0.5", "--log=run.jsonl", *FAST) == 0
     assert logged(Path("run.jsonl"))[0]["damping"] == 0.5
@@ -203,6 +222,9 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--log=v.npz", "--validation=v.npz"], "would overwrite the file of --validation"),
         (["-o", "missing/out.onnx"], "name a file in an existing folder"),
         (["--loss=normal"], "targets"),
+        (["--early-stop=2"], "EarlyStop reads the metric 'validation_loss', and the run has no va"),
+        (["--best", "--best-metric=f1", "--validation=0.2"], "cannot know which values of 'f1'"),
+        (["--best", "--best-metric=top2", "--validation=0.2"], "the run has 'validation_loss', 'a"),
     ],
 )
 def test_wrong_input_is_one_line_and_nothing_is_written(arguments, message, folder, capsys):

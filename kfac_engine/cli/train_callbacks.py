@@ -1,0 +1,44 @@
+"""The options of ``train`` that choose callbacks of ``fit``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kfac_engine.training.hooks import Callback
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The callbacks of a run; None for none."""
+
+    early_stop: int | None
+    best: bool
+    best_metric: str
+
+    def callbacks(self) -> "Iterator[Callback]":
+        """Yield the callbacks."""
+        import kfac_engine as ke
+
+        if self.early_stop is not None:
+            yield ke.EarlyStop(self.best_metric, self.early_stop)
+        if self.best:
+            yield ke.BestWeights(self.best_metric)
+
+
+OPTIONS = (
+    click.option(
+        "--early-stop", type=click.IntRange(min=1), metavar="N",
+        help="End the run after N validations in a row without an improvement.",
+    ),
+    click.option(
+        "--best", is_flag=True, help="Write the weights of the best validation, not of the last "
+        "step.",
+    ),
+    click.option(
+        "--best-metric", metavar="NAME", default="validation_loss", show_default=True,
+        help="Metric that --early-stop and --best compare.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Callbacks of `fit`: early stop, best weights, averages of weights, and TensorBoard."""
