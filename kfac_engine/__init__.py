@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from kfac_engine.engine.spectra import FactorSpectrum as FactorSpectrum
     from kfac_engine.engine.spectra import factor_spectra as factor_spectra
     from kfac_engine.errors import BackendError as BackendError
+    from kfac_engine.errors import DivergenceError as DivergenceError
     from kfac_engine.errors import DivergenceWarning as DivergenceWarning
     from kfac_engine.errors import InferenceFormWarning as InferenceFormWarning
     from kfac_engine.errors import InputError as InputError
@@ -154,6 +155,7 @@ _HOMES = {
     "BackendError": "errors",
     "MissingKernelError": "errors",
     "MemoryLimitError": "errors",
+    "DivergenceError": "errors",
     "DivergenceWarning": "errors",
     "InferenceFormWarning": "errors",
     "CollectionConfig": "curvature.config",

@@ -86,6 +86,10 @@ class MissingKernelError(BackendError):
     """ONNX Runtime has no kernel for an operator with the element types of its node."""
 
 
+class DivergenceError(KfacError, ArithmeticError):
+    """The loss of a training run explodes after all of its roll-backs."""
+
+
 class DivergenceWarning(UserWarning):
     """The loss of a run has become a large multiple of its first losses."""
 

@@ -25,6 +25,7 @@ PUBLIC = (
     "BackendError",
     "MissingKernelError",
     "MemoryLimitError",
+    "DivergenceError",
     "DivergenceWarning",
     "InferenceFormWarning",
     "CollectionConfig",

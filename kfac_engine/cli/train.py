@@ -73,6 +73,7 @@ class Course:
     schedule: str
     metrics: Sequence[str] | None
     checkpoint_every: int | None
+    rollbacks: int
     resume: bool
 
 
@@ -123,7 +124,8 @@ _UPDATE = (
     click.option("--learning-rate", type=float, help="By default that of the optimizer."),
     click.option(
         "--damping", "optimizer_damping", type=float,
-        help="Damping of the first step, for kfac; 0.01 by default.",
+        help="Damping for kfac; without --learning-rate, relative to the mean eigenvalue of each "
+        "block, and 0.1 by default.",
     ),
     click.option("--weight-decay", type=float, help="By default that of the optimizer."),
 )  # fmt: skip
@@ -151,6 +153,10 @@ _COURSE = (
     click.option(
         "--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS",
         help="Steps from one checkpoint to the next; by default epochs.",
+    ),
+    click.option(
+        "--rollbacks", type=click.IntRange(min=0), metavar="N", default=3, show_default=True,
+        help="Returns to earlier parameters, with smaller steps, where the loss explodes.",
     ),
     click.option("--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."),
 )  # fmt: skip
@@ -271,6 +277,7 @@ def _fit(
             resume=course.resume,
             log=files.log,
             checkpoint_every=course.checkpoint_every,
+            rollbacks=course.rollbacks,
             progress=True,
         )
 

@@ -28,6 +28,7 @@ from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, Rate
 from kfac_engine.training.progress import Progress
+from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
@@ -65,6 +66,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     log: str | Path | None = None,
     *,
     checkpoint_every: int | None = None,
+    rollbacks: int = 3,
     progress: bool = False,
 ) -> History:
     """Train a model on data.
@@ -100,6 +102,8 @@ def fit(  # noqa: PLR0913 (the options of a run)
         log: File of JSON lines: the description of the run, a record for each step, and the spectra
             of the factors after the last step.
         checkpoint_every: Number of steps from one checkpoint to the next, in place of epochs.
+        rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
+            loss explodes; 0 for never.
         progress: Whether to show the progress on stderr: a bar on a terminal, lines elsewhere.
 
     Returns:
@@ -109,8 +113,10 @@ def fit(  # noqa: PLR0913 (the options of a run)
         InputError: An argument is wrong, or does not fit the others.
         UnknownNameError: An optimizer, a schedule or a metric has no such name.
         NonFiniteError: A batch yields NaN or infinity.
+        DivergenceError: The loss explodes after the last roll-back.
 
     Warns:
+        DivergenceWarning: The loss exploded, and the run returned to earlier parameters.
         InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
     """
     budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
@@ -128,15 +134,20 @@ def fit(  # noqa: PLR0913 (the options of a run)
     sources = run_data(data, validation, axes, batch_size, seed)
     options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
     bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
-    settings = {**bounds, **options, "metrics": metrics, "schedule": schedule}
+    settings = {
+        **bounds, **options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks
+    }  # fmt: skip
     description = describe(chosen, settings)
     store = RunCheckpoint(checkpoint, checkpoint_every, options)
+    recovery = Recovery(chosen, rollbacks)
     position, records = Position(), list[Record]()
     if resume:
-        position, records, parts = store.restore(chosen, hooks.states(chosen))
+        expected = {**hooks.states(chosen), **recovery.states()}
+        position, records, parts = store.restore(chosen, expected)
         hooks.restore_all(parts)
+        recovery.restore_all(parts)
     store.begin()
-    run = Run(chosen, sources.train, budget, factor, sources.validation, metrics, hooks)
+    run = Run(chosen, sources.train, budget, factor, sources.validation, metrics, hooks, recovery)
     with hooks, Progress(progress, budget.epochs) as display:
         reporters = _Reporters(hooks, Log(log, description, records), display)
         _train(run, position, records, reporters, store)
@@ -184,7 +195,8 @@ def _train(
             records.append(step.record)
             ends = reporters.add(run, step) or signals.received is not None
             if ends or store.is_due(step.position, step.ends_epoch):
-                store.write(optimizer, step.position, records, hooks.states(optimizer))
+                parts = {**hooks.states(optimizer), **run.recovery.states()}
+                store.write(optimizer, step.position, records, parts)
             if ends:
                 break
     hooks.on_run_end(optimizer, tuple(records))

@@ -20,7 +20,8 @@ RUN, SPECTRA = "run", "spectra"
 STEP_ENTRIES = frozenset(
     {
         "step", "epoch", "seconds", "loss", "learning_rate", "momentum", "damping",
-        "reduction_ratio", "refreshed", "skipped", "spent", "best_step",
+        "reduction_ratio", "refreshed", "skipped", "rolled_back", "spent",
+        "best_step",
     }
 )  # fmt: skip
 
@@ -38,7 +39,8 @@ class History:
         records: A dictionary for each step: ``step`` (from 1), ``epoch`` (from 0), ``seconds``,
             ``loss`` of the batch before the update, and ``learning_rate``. The other numbers of
             the step are those of ``StepReport`` where they are defined: ``momentum``, ``damping``,
-            ``reduction_ratio``, ``refreshed``, ``skipped``, and ``seconds/STAGE`` for each stage.
+            ``reduction_ratio``, ``refreshed``, ``skipped``, ``rolled_back``, and ``seconds/STAGE``
+            for each stage.
             ``spent`` is the part of the budget that is spent. Steps that end an epoch or the run
             also have ``validation_loss`` and the other metrics by name, and with ``BestWeights``
             the ``best_step`` so far.

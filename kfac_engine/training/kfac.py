@@ -45,8 +45,8 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 
 # Learning rates that the optimizer chooses itself.
 AUTO, QUADRATIC = "auto", "quadratic"
-# Factor of the damping for a second attempt, after the loss has exploded.
-_RESTRAINT = 10
+# Factors of the damping and of the learning rate after the loss has exploded.
+_MORE_DAMPING, _SHORTER = 10, 0.3
 
 MOMENTUM_TYPES = ("adam", "regular")
 
@@ -274,11 +274,12 @@ class KfacOptimizer(Optimizer):
         return replace(report, reduction_ratio=ratio)
 
     def restrain(self) -> None:
-        """Raise the damping tenfold, and estimate the curvature anew.
+        """Take shorter steps with ten times the damping, and estimate the curvature anew.
 
         The averages contain batches of the steps in which the loss exploded.
         """
-        self.damping *= _RESTRAINT
+        self.damping *= _MORE_DAMPING
+        self._restraint *= _SHORTER
         self._last = LastUpdates(start=self.steps)
 
     def _numbers(self) -> dict[str, float]:

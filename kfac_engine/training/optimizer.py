@@ -42,6 +42,8 @@ SlotArrays: TypeAlias = dict[str, dict[str, Array]]
 POLICIES = ("raise", "skip")
 # Slots that divide updates. Infinity in another slot makes the new parameters infinite or NaN.
 _DIVISORS = {"second_moment"}
+# Factor of the learning rate after the loss has exploded.
+_RESTRAINT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Optimizer(Sealed, ABC):
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
         self._non_finite = non_finite
+        self._restraint = 1.0  # factor of the learning rate
         self._slots: SlotArrays = {}
         self._spare_slots: SlotArrays = {}
 
@@ -144,6 +147,7 @@ class Optimizer(Sealed, ABC):
             NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
         at_least_zero("scale", scale)
+        scale *= self._restraint
         clock = StageClock()
         try:
             with single_threaded_blas(), quiet(), clock("update"):
@@ -218,6 +222,7 @@ class Optimizer(Sealed, ABC):
 
     def restrain(self) -> None:
         """Prepare for a second attempt from an earlier state, after the loss has exploded."""
+        self._restraint *= _RESTRAINT
 
     def _parameters(self) -> dict[str, Array]:
         """Return the parameters that are trained, by name."""
@@ -263,10 +268,11 @@ class Optimizer(Sealed, ABC):
 
     def _numbers(self) -> dict[str, float]:
         """Return the numbers of the state by name."""
-        return {"steps": self.steps, "skipped": self.skipped}
+        return {"steps": self.steps, "skipped": self.skipped, "restraint": self._restraint}
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])
+        self._restraint = float(numbers["restraint"])
 
     def _saved(self, parts: Parts, run: Mapping[str, object]) -> TrainingState:
         return TrainingState(type(self).__name__, {OPTIMIZER: self.state(), **parts}, run)

@@ -23,6 +23,7 @@ class StepReport:
         refreshed: Whether the step recomputed the inverses of the factors.
         skipped: Whether the batch had no effect, because it yields NaN or infinity.
         burn_in: Whether the batch updated statistics only.
+        rolled_back: Whether ``fit`` restored earlier parameters after the step.
         seconds: Stage of the step to its wall time: ``"gradients"``, ``"statistics"``,
             ``"inverses"``, ``"precondition"``, ``"curvature"`` (products of the quadratic model),
             ``"damping"`` (a second loss), and ``"update"`` for the arithmetic of the optimizer.
@@ -38,6 +39,7 @@ class StepReport:
     refreshed: bool = False
     skipped: bool = False
     burn_in: bool = False
+    rolled_back: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -13,11 +13,14 @@ from kfac_engine.training.examples import Batch
 from kfac_engine.training.history import STEP_ENTRIES, Record
 from kfac_engine.training.hooks import Hooks
 from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.schedules import ScheduleFunction
 
 # Numbers of a step report that records have where they are defined.
 _NUMBERS = ("momentum", "damping", "reduction_ratio")
+# Answers of a step report: yes or no.
+_EVENTS = ("refreshed", "skipped", "rolled_back")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Run:
         validation: Batches that are evaluated; None for no validation.
         metrics: Metrics of the validation; None for those of the losses.
         hooks: The callbacks of a validation.
+        recovery: The steps of the optimizer, with roll-backs.
     """
 
     optimizer: Optimizer
@@ -60,6 +64,7 @@ class Run:
     validation: Iterable[Batch] | None
     metrics: Sequence[MetricChoice] | None
     hooks: Hooks
+    recovery: Recovery
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Train from a position to the end of the budget.
@@ -73,7 +78,7 @@ class Run:
         while spent < 1:
             for batch, is_last in _marked(self._rest_of_epoch(position)):
                 scale = self.schedule(spent)
-                report = self.optimizer.step(*batch, scale)
+                report = self.recovery.step(batch, scale)
                 epoch = position.epoch
                 position = replace(
                     position,
@@ -150,7 +155,7 @@ def _record(position: Position, epoch: int, report: StepReport) -> Record:
     }
     numbers = {name: getattr(report, name) for name in _NUMBERS}
     record |= {name: value for name, value in numbers.items() if value is not None}
-    record |= {"refreshed": report.refreshed, "skipped": report.skipped}
+    record |= {name: getattr(report, name) for name in _EVENTS}
     return record | {f"seconds/{stage}": value for stage, value in report.seconds.items()}
 
 

@@ -367,3 +367,12 @@ def test_a_run_without_a_checkpoint_ends_at_once(start, tmp_path):
     line = "error: terminated; nothing is written, because the run has no --checkpoint.\n"
     assert err == line
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "data.npz"}
+
+
+def test_the_command_returns_to_earlier_parameters(folder, capsys):
+    options = ["--optimizer=sgd", "--learning-rate=30", "--steps=40", "--log=run.jsonl"]
+    assert run(*options) == 0
+    assert "steps are smaller (roll-back 1 of 3)" in capsys.readouterr().err
+    assert any(line["rolled_back"] for line in logged(Path("run.jsonl")))
+    assert run(*options, "--rollbacks=0") == 0
+    assert not any(line["rolled_back"] for line in logged(Path("run.jsonl")))

@@ -14,10 +14,10 @@ def test_products_of_muon_use_one_thread_each(monkeypatch):
     # Threads of two BLAS libraries that wait for each other double the CPU time of a step.
     seen, orthogonalize = [], rules.orthogonalize
 
-    def recorded(matrix):
+    def recorded(matrix, matmul):
         blas = [info for info in threadpool_info() if info["user_api"] == "blas"]
         seen.extend(info["num_threads"] for info in blas)
-        return orthogonalize(matrix)
+        return orthogonalize(matrix, matmul)
 
     monkeypatch.setattr(rules, "orthogonalize", recorded)
     with threadpool_limits(2, user_api="blas"):

@@ -1,0 +1,199 @@
+"""Roll-back of a run whose loss explodes: to stored weights, with smaller steps."""
+
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf, nan
+from statistics import median
+from typing import TypeVar
+
+from kfac_engine.arguments import whole
+from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
+from kfac_engine.training.checkpoint import SavedState
+from kfac_engine.training.examples import Batch
+from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.report import StepReport
+from kfac_engine.training.weights import Weights
+
+_WINDOW = 5  # losses of a median
+_SNAPSHOT_EVERY = 50
+# The name of the state in checkpoints, and the prefix of the state of the optimizer in it.
+_PART, _STATE = "rollback", "optimizer/"
+Value = TypeVar("Value")
+
+
+class Recovery:
+    """Steps of an optimizer, with a roll-back where the loss explodes.
+
+    A snapshot has the weights and the state of the optimizer. It is taken before the first step,
+    and after each 50 further steps.
+
+    The loss has exploded if two conditions hold. The median of the latest five losses is above the
+    second smallest S of the first five losses, and above ``r + 9 |r|``, where r is S or a lower
+    median of five losses at a snapshot. And the loss of the present batch is above ``s + 9 |s|``,
+    where s is its loss at the snapshot. A batch with NaN or infinity needs the second condition
+    only.
+
+    Args:
+        optimizer: The optimizer.
+        most: Number of roll-backs of a run, at least 0; 0 for steps without a snapshot.
+
+    Raises:
+        InputError: ``most`` is not a whole number of at least 0.
+    """
+
+    def __init__(self, optimizer: Optimizer, most: int) -> None:
+        whole("rollbacks", most, least=0)
+        self._optimizer, self._most = optimizer, most
+        self._count = 0
+        self._first: list[float] = []
+        self._latest: deque[float] = deque(maxlen=_WINDOW)
+        self._reference = inf
+        if most:
+            self._take_snapshot()
+
+    def step(self, batch: Batch, scale: float) -> StepReport:
+        """Change the parameters by one batch, or return to the snapshot.
+
+        Args:
+            batch: Inputs and targets.
+            scale: Factor of the learning rate.
+
+        Returns:
+            The report of the step, or of the roll-back.
+
+        Raises:
+            DivergenceError: The loss explodes after the last roll-back. The engine and the
+                optimizer have the state of the snapshot.
+            NonFiniteError: The batch yields NaN or infinity at the snapshot as well.
+        """
+        if not self._most:
+            return self._optimizer.step(*batch, scale)
+        try:
+            report = self._optimizer.step(*batch, scale)
+        except NonFiniteError:
+            if not self._exceeds_snapshot(batch, self._loss(batch)):
+                raise
+            return self._roll_back(StepReport(nan, 0.0), inf)
+        if report.skipped:
+            if self._exceeds_snapshot(batch, self._loss(batch)):
+                return self._roll_back(report, inf)
+            return report
+        self._add(report.loss)
+        if self._is_suspicious and self._exceeds_snapshot(batch, report.loss):
+            return self._roll_back(report, median(self._latest))
+        self._age += 1
+        if self._age >= _SNAPSHOT_EVERY and not self._is_suspicious:
+            self._take_snapshot()
+        return report
+
+    def states(self) -> dict[str, SavedState]:
+        """Return the state that checkpoints store, by name; empty without roll-backs."""
+        if not self._most:
+            return {}
+        numbers = {
+            "count": self._count,
+            "attempts": self._attempts,
+            "age": self._age,
+            "reference": self._reference,
+            "first": list(self._first),
+            "latest": list(self._latest),
+            **{f"{_STATE}{name}": value for name, value in self._saved.numbers.items()},
+        }
+        slots = {f"{_STATE}{slot}": arrays for slot, arrays in self._saved.arrays.items()}
+        return {_PART: SavedState(numbers, {**self._weights.arrays, **slots})}
+
+    def restore_all(self, states: Mapping[str, SavedState]) -> None:
+        """Restore the state of a checkpoint."""
+        if not self._most:
+            return
+        state = states[_PART]
+        numbers = state.numbers
+        self._count, self._attempts = numbers["count"], numbers["attempts"]
+        self._age, self._reference = numbers["age"], float(numbers["reference"])
+        self._first = list(numbers["first"])
+        self._latest = deque(numbers["latest"], maxlen=_WINDOW)
+        self._weights = Weights.stored(state.arrays)
+        self._saved = SavedState(_of_optimizer(numbers), _of_optimizer(state.arrays))
+
+    def _take_snapshot(self) -> None:
+        """Store copies of the weights and of the state of the optimizer."""
+        state = self._optimizer.state()
+        self._weights = Weights.present(self._optimizer.engine).copy()
+        self._saved = SavedState(
+            state.numbers,
+            {
+                slot: {n: a.copy() for n, a in arrays.items()}
+                for slot, arrays in state.arrays.items()
+            },
+        )
+        self._age = self._attempts = 0
+        if self._latest:
+            self._reference = min(self._reference, median(self._latest))
+
+    def _add(self, loss: float) -> None:
+        """Add the loss of a step."""
+        self._latest.append(loss)
+        if len(self._first) < _WINDOW:
+            self._first.append(loss)
+            if len(self._first) == _WINDOW:
+                self._reference = sorted(self._first)[1]
+
+    @property
+    def _is_suspicious(self) -> bool:
+        """Whether the latest losses are far above those at the start and at the snapshot."""
+        if min(len(self._first), len(self._latest)) < _WINDOW:
+            return False
+        bound = max(sorted(self._first)[1], _tenfold(self._reference))
+        return median(self._latest) > bound
+
+    def _exceeds_snapshot(self, batch: Batch, loss: float) -> bool:
+        """Return whether the loss of a batch is far above its loss at the snapshot."""
+        with self._weights.applied(self._optimizer.engine):
+            return loss > _tenfold(self._loss(batch))
+
+    def _loss(self, batch: Batch) -> float:
+        """Return the loss of a batch; infinity where it is not finite."""
+        try:
+            return self._optimizer.engine.loss(*batch)
+        except NonFiniteError:
+            return inf
+
+    def _roll_back(self, report: StepReport, loss: float) -> StepReport:
+        """Return to the snapshot, with an optimizer that takes smaller steps."""
+        optimizer, failed = self._optimizer, self._optimizer.steps
+        skipped = optimizer.skipped
+        self._weights.apply(optimizer.engine)
+        optimizer.restore(self._saved)
+        optimizer.skipped = skipped
+        self._count += 1
+        self._attempts += 1
+        self._age = 0
+        self._latest.clear()
+        message = f"the loss rose from {self._reference:.3g} to {loss:.3g} at step {failed}"
+        place = f"the parameters of step {optimizer.steps} are restored"
+        if self._count > self._most:
+            raise DivergenceError(
+                f"{message}, after {self._most} roll-backs; {place}. Lower the learning rate, "
+                f"raise the damping or allow more roll-backs, and look for outliers in the data."
+            )
+        for _ in range(self._attempts):
+            optimizer.restrain()
+        warnings.warn(
+            f"{message}; {place}, and the next steps are smaller (roll-back {self._count} of "
+            f"{self._most}).",
+            DivergenceWarning,
+            stacklevel=2,
+        )
+        return replace(report, rolled_back=True)
+
+
+def _tenfold(loss: float) -> float:
+    """Return a bound above a loss, which may be negative."""
+    return loss + 9 * abs(loss)
+
+
+def _of_optimizer(entries: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the entries of the state of the optimizer, under their names there."""
+    return {k.removeprefix(_STATE): v for k, v in entries.items() if k.startswith(_STATE)}
