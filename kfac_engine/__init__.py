@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.trace import Trace as Trace
     from kfac_engine.training.callbacks.best import BestWeights as BestWeights
     from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop
+    from kfac_engine.training.callbacks.weight_average import WeightAverage as WeightAverage
     from kfac_engine.training.checkpoint import SavedState as SavedState
     from kfac_engine.training.damping_adaptation import DampingAdaptation as DampingAdaptation
     from kfac_engine.training.first_order import SGD as SGD
@@ -233,6 +234,7 @@ _HOMES = {
     "Callback": "training.hooks",
     "EarlyStop": "training.callbacks.best",
     "BestWeights": "training.callbacks.best",
+    "WeightAverage": "training.callbacks.weight_average",
     "SavedState": "training.checkpoint",
     "report": "run_report.report",
     "verify": "verification.verify",

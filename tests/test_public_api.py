@@ -104,6 +104,7 @@ PUBLIC = (
     "Callback",
     "EarlyStop",
     "BestWeights",
+    "WeightAverage",
     "SavedState",
     "verify",
     "Verification",

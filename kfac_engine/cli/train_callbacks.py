@@ -17,6 +17,7 @@ class Choices:
     early_stop: int | None
     best: bool
     best_metric: str
+    average: float | str | None
 
     def callbacks(self) -> "Iterator[Callback]":
         """Yield the callbacks."""
@@ -24,8 +25,17 @@ class Choices:
 
         if self.early_stop is not None:
             yield ke.EarlyStop(self.best_metric, self.early_stop)
+        if self.average is not None:
+            yield ke.WeightAverage(self.average)
         if self.best:
             yield ke.BestWeights(self.best_metric)
+
+
+def _number_or_text(_: click.Context, __: click.Parameter, value: str | None) -> float | str | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
 
 
 OPTIONS = (
@@ -40,5 +50,10 @@ OPTIONS = (
     click.option(
         "--best-metric", metavar="NAME", default="validation_loss", show_default=True,
         help="Metric that --early-stop and --best compare.",
+    ),
+    click.option(
+        "--average", metavar="DECAY|tail", callback=_number_or_text,
+        help="Evaluate and write an average of the weights: an exponential one with a decay such "
+        "as 0.99, or the mean over the last 40 % of the run.",
     ),
 )  # fmt: skip

@@ -169,6 +169,21 @@ def test_the_result_has_the_weights_of_the_best_validation(folder, capsys):
     assert best < len(accuracies)
 
 
+@pytest.mark.parametrize(("text", "decay"), [("0.9", 0.9), ("tail", "tail")])
+def test_the_result_has_the_average_of_the_weights(text, decay, folder):
+    assert run(f"--average={text}", *FAST) == 0
+    plain, average = [], ke.WeightAverage(decay)
+    ke.fit(
+        "mlp.onnx", (IMAGES[:N], LABELS[:N]), batch_size=64, epochs=2,
+        callbacks=[average, lambda _, o: plain.append(o.engine.parameters)],
+    )  # fmt: skip
+    factors = [0.9 ** (10 - t) if text == "0.9" else t > 6 for t in range(1, 11)]
+    for name, value in parameters().items():
+        expected = sum(f * p[name].astype(float) for f, p in zip(factors, plain, strict=True))
+        # Ten steps in float32.
+        np.testing.assert_allclose(value, expected / sum(factors), rtol=1e-4, atol=1e-6)
+
+
 def test_kfac_begins_with_the_damping_that_is_given(folder):
     assert run("--damping=0.5", "--log=run.jsonl", *FAST) == 0
     assert logged(Path("run.jsonl"))[0]["damping"] == 0.5
@@ -223,6 +238,8 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["-o", "missing/out.onnx"], "name a file in an existing folder"),
         (["--loss=normal"], "targets"),
         (["--early-stop=2"], "EarlyStop reads the metric 'validation_loss', and the run has no va"),
+        (["--average=1.5"], "decay must lie in [0, 1), got 1.5"),
+        (["--average=mean"], "or be 'tail', got 'mean'"),
         (["--best", "--best-metric=f1", "--validation=0.2"], "cannot know which values of 'f1'"),
         (["--best", "--best-metric=top2", "--validation=0.2"], "the run has 'validation_loss', 'a"),
     ],
