@@ -4,7 +4,8 @@ A step computes new parameters and new state, and replaces the old ones after al
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from math import nan
@@ -18,7 +19,7 @@ from kfac_engine.arguments import number, one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import quiet
-from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.errors import InputError, KfacError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.training.checkpoint import (
@@ -150,7 +151,7 @@ class Optimizer(Sealed, ABC):
         scale *= self._restraint
         clock = StageClock()
         try:
-            with single_threaded_blas(), quiet(), clock("update"):
+            with single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"):
                 prepared = self._prepare(inputs, targets, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
@@ -242,6 +243,16 @@ class Optimizer(Sealed, ABC):
         if not self._spare_slots:
             self._spare_slots = {slot: zeros(arrays) for slot, arrays in self._slots.items()}
         return self._spare_slots
+
+    @contextmanager
+    def _restored_buffers(self) -> Iterator[None]:
+        """Return a context that restores the running statistics after an error."""
+        buffers = self.engine.buffers
+        try:
+            yield
+        except KfacError:
+            self.engine.set_buffers(buffers)
+            raise
 
     def _prepare(
         self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock

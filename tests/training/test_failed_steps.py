@@ -1,0 +1,38 @@
+"""A step that fails after its gradients leaves parameters, running statistics and slots."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.training import norm_net
+
+# Gradients are finite; the product with the rate overflows float32.
+OPTIMIZERS = {
+    "sgd": lambda e, **o: ke.SGD(e, 1e39, **o),
+    "adam": lambda e, **o: ke.Adam(e, 1e39, **o),
+    "kfac": lambda e, **o: ke.KfacOptimizer(e, 1e39, **o),
+    "auto": lambda e, **o: ke.KfacOptimizer(e, update_length=1e39, **o),
+}
+
+
+def slots(optimizer):
+    arrays = optimizer.state().arrays
+    return {(slot, n): a.copy() for slot, members in arrays.items() for n, a in members.items()}
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_whose_parameters_overflow_changes_nothing(name, policy):
+    engine = norm_net.engine()
+    optimizer = OPTIMIZERS[name](engine, non_finite=policy)
+    x, y = norm_net.batch()
+    assert engine.buffers
+    weights, before = norm_net.weights(engine), slots(optimizer)
+    if policy == "raise":
+        with pytest.raises(ke.NonFiniteError):
+            optimizer.step({"x": x}, y)
+    else:
+        assert optimizer.step({"x": x}, y).skipped
+    assert all(np.array_equal(v, weights[n]) for n, v in norm_net.weights(engine).items())
+    assert all(np.array_equal(v, before[key]) for key, v in slots(optimizer).items())
+    assert (optimizer.steps, optimizer.skipped) == (0, policy == "skip")
