@@ -238,10 +238,9 @@ def named_in_last_column(page: str) -> list[str]:
 
 
 # Participles that name no thing. A variable or an argument has the noun of the thing instead.
-VAGUE_NAMES = {"found", "made", "some", "own", "kept", "asked", "turned"}
-# Further participles, which the packages in ``TOLERANT`` still use.
-MORE_VAGUE_NAMES = {"given", "held", "taken", "told"}
-TOLERANT = {"cli", "curvature", "engine"}
+VAGUE_NAMES = {
+    "found", "made", "some", "own", "kept", "asked", "turned", "given", "held", "taken", "told"
+}  # fmt: skip
 
 
 def names_of_variables(tree: ast.AST) -> Iterator[str]:
@@ -255,18 +254,7 @@ def names_of_variables(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=identify)
 def test_no_variable_has_a_vague_name(path):
-    tolerant = path.relative_to(PACKAGE).parts[0] in TOLERANT
-    forbidden = VAGUE_NAMES if tolerant else VAGUE_NAMES | MORE_VAGUE_NAMES
-    assert not forbidden.intersection(names_of_variables(parse(path)))
-
-
-def test_tolerant_packages_have_vague_names():
-    names = {
-        path.relative_to(PACKAGE).parts[0]: set(names_of_variables(parse(path)))
-        for path in MODULES
-        if MORE_VAGUE_NAMES.intersection(names_of_variables(parse(path)))
-    }
-    assert set(names) == TOLERANT
+    assert not VAGUE_NAMES.intersection(names_of_variables(parse(path)))
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,10 @@ def read_targets(path: Path) -> Array:
     if TARGETS in arrays:
         return arrays[TARGETS]
     if len(arrays) != 1:
-        held = ", ".join(f"'{name}'" for name in arrays) or "none"
-        raise InputError(f"'{path}' must hold one array or one named '{TARGETS}'; it holds {held}.")
+        listed = ", ".join(f"'{name}'" for name in arrays) or "none"
+        raise InputError(
+            f"'{path}' must hold one array or one named '{TARGETS}'; it holds {listed}."
+        )
     return next(iter(arrays.values()))
 
 

@@ -105,18 +105,18 @@ def precondition(
         )
         if files.state is not None and files.state.exists():
             # The parameters are those of the model's file, not those of the state's time.
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as issued:
                 warnings.simplefilter("always")
                 engine.load(files.state, parameters=False)
-            for warning in told:
+            for warning in issued:
                 click.echo(f"warning: {warning.message}", err=True)
-        given = (
+        gradients = (
             None
             if files.gradients is None
             else reading.read_gradients(files.gradients, engine.parameters)
         )
     with working("preconditioning"):
-        outcome = _precondition(engine, inputs, targets, given, exp)
+        outcome = _precondition(engine, inputs, targets, gradients, exp)
         reading.write_result(files.out, outcome.gradients, outcome.natural_gradients)
     if files.state is not None:
         engine.save(files.state)
@@ -128,12 +128,12 @@ def _precondition(
     engine: "ke.Engine",
     inputs: "dict[str, Array]",
     targets: "Targets",
-    given: "dict[str, Array] | None",
+    gradients: "dict[str, Array] | None",
     exp: float,
 ) -> Outcome:
-    if given is not None:
+    if gradients is not None:
         engine.observe(inputs, targets)
-        return Outcome(None, given, engine.precondition(given, exp=exp))
+        return Outcome(None, gradients, engine.precondition(gradients, exp=exp))
     if targets is None:
         raise InputError("the gradient needs targets: give --targets, or bring --gradients.")
     result = engine.step(inputs, targets)

@@ -238,14 +238,14 @@ def _check(files: Files, model: Path, *, resume: bool) -> None:
 def _optimizer(engine: "ke.Engine", update: Update) -> "Optimizer":
     from kfac_engine.training.fit import OPTIMIZERS
 
-    given = {
+    choices = {
         "learning_rate": update.learning_rate,
         "damping": update.optimizer_damping,
         "weight_decay": update.weight_decay,
     }
     if update.optimizer != "kfac" and update.optimizer_damping is not None:
         raise InputError(f"--damping belongs to kfac; {update.optimizer} has no curvature.")
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in choices.items() if value is not None}
     return OPTIMIZERS[update.optimizer](engine, **options)
 
 

@@ -183,13 +183,13 @@ def _towers_with_draws(
     loss: RegisteredLoss, draws: Draws
 ) -> Iterator[tuple[LossFunction, Array | None]]:
     """Return the towers of a loss, each with its fixed draw or None."""
-    given = draws.get(loss.name)
-    if given is None:
+    draw = draws.get(loss.name)
+    if draw is None:
         per_tower: Sequence[Array | None] = (None,) * len(loss.towers)
-    elif len(loss.towers) == 1 and not isinstance(given, tuple):
-        per_tower = (given,)
+    elif len(loss.towers) == 1 and not isinstance(draw, tuple):
+        per_tower = (draw,)
     else:
-        per_tower = tuple(given)
+        per_tower = tuple(draw)
     if len(per_tower) != len(loss.towers):
         raise InputError(
             f"loss '{loss.name}' has {len(loss.towers)} towers, but draws hold {len(per_tower)}."

@@ -85,9 +85,9 @@ class Assembly:
     def notes(self) -> tuple[str, ...]:
         """Sentences on values that losses read in place of outputs, and on untrained parameters."""
         zero = (layer for layer in self.discovery.layers if layer.reason.startswith(ZERO))
-        told = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
+        untrained = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
         form = self.model.loaded.notes
-        return (*self.task.notes, *form, *notes_of(self.model.left_out), *told)
+        return (*self.task.notes, *form, *notes_of(self.model.left_out), *untrained)
 
     def request_values(self, estimator: FisherEstimator) -> None:
         """Request the values that losses and statistics read from every forward pass."""

@@ -220,14 +220,14 @@ def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -
     whole = {name: facts[name].dtype for name in values if name in facts}
     if not whole or any(_is_real(facts, name) for name in whole):
         return
-    told = []
+    kinds = []
     for name, dtype in whole.items():
         maker = graph.producers.get(name)
         by = f", made by {maker.op} node '{maker.name}' of '{maker.inputs[0]}'" if maker else ""
-        told.append(f"'{name}' holds {'text' if dtype.kind in 'OU' else dtype}{by}")
+        kinds.append(f"'{name}' holds {'text' if dtype.kind in 'OU' else dtype}{by}")
     raise InputError(
-        f"nothing can be differentiated: {'; '.join(told)}. Name a value of real numbers before it "
-        f"with output=…."
+        f"nothing can be differentiated: {'; '.join(kinds)}. Name a value of real numbers before "
+        f"it with output=…."
     )
 
 

@@ -126,9 +126,9 @@ class EngineOptions:
             flag(name, getattr(self, name))
         chosen_passes(self.graph_passes)
         for name, like in _DICTIONARIES.items():
-            given = getattr(self, name)
-            if not isinstance(given, Mapping | None):
-                raise InputError(f"{name} must be a dictionary, such as {like}, got {given!r:.80}.")
+            value = getattr(self, name)
+            if not isinstance(value, Mapping | None):
+                raise InputError(f"{name} must be a dictionary, such as {like}, got {value!r:.80}.")
         for name, axis in (self.batch_axes or {}).items():
             whole(f"batch_axes['{name}']", axis, least=None)
         if not isinstance(self.backend, str):
@@ -192,18 +192,18 @@ def check_schedule(schedule: object) -> None:
         )
 
 
-def check_names(call: str, given: Collection[str], known: Collection[str]) -> None:
+def check_names(call: str, names: Collection[str], known: Collection[str]) -> None:
     """Refuse options that a call does not have.
 
     Args:
         call: Name of the call, for messages.
-        given: Names of options.
+        names: Names of options.
         known: Names of all options.
 
     Raises:
         UnknownNameError: A name is none of ``known``; the message names the nearest one.
     """
-    for name in given:
+    for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"its options: {', '.join(known)}."

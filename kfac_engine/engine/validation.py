@@ -39,8 +39,8 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
 
 def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
     """Return the number of examples in an unchecked batch; None if it cannot be determined."""
-    given = inputs if isinstance(inputs, Mapping) else {}
-    shapes = ((getattr(given.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
+    arrays = inputs if isinstance(inputs, Mapping) else {}
+    shapes = ((getattr(arrays.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
     return next((shape[axis] for shape, axis in shapes if axis < len(shape)), None)
 
 

@@ -259,10 +259,10 @@ class BlockRegistry(ApproximationChoices):
         return known
 
     def _require_free(self, key: Params) -> None:
-        taken = self._uses.keys() & set(names_of(key))
-        if taken:
+        registered = self._uses.keys() & set(names_of(key))
+        if registered:
             raise RegistrationError(
-                f"{', '.join(sorted(taken))} of {key} belong(s) to another registered layer."
+                f"{', '.join(sorted(registered))} of {key} belong(s) to another registered layer."
             )
 
     def _enter(
