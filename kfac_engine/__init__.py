@@ -134,6 +134,8 @@ if TYPE_CHECKING:
     from kfac_engine.training.history import History as History
     from kfac_engine.training.hooks import Callback as Callback
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
+    from kfac_engine.training.rate_finder import RateSearch as RateSearch
+    from kfac_engine.training.rate_finder import find_rate as find_rate
     from kfac_engine.training.report import StepReport as StepReport
     from kfac_engine.verification.checks import Check as Check
     from kfac_engine.verification.checks import Measurement as Measurement
@@ -235,6 +237,8 @@ _HOMES = {
     "EarlyStop": "training.callbacks.best",
     "BestWeights": "training.callbacks.best",
     "WeightAverage": "training.callbacks.weight_average",
+    "find_rate": "training.rate_finder",
+    "RateSearch": "training.rate_finder",
     "SavedState": "training.checkpoint",
     "report": "run_report.report",
     "verify": "verification.verify",

@@ -105,6 +105,8 @@ PUBLIC = (
     "EarlyStop",
     "BestWeights",
     "WeightAverage",
+    "find_rate",
+    "RateSearch",
     "SavedState",
     "verify",
     "Verification",

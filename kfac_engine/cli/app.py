@@ -10,6 +10,7 @@ from kfac_engine.cli.bench import bench
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
+from kfac_engine.cli.find_rate import find_rate
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import Invocation, debug_option, spelled
@@ -33,7 +34,10 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (demo, train, precondition, inspect, differentiate, report, verify, bench, doctor):
+COMMANDS = (
+    demo, train, find_rate, precondition, inspect, differentiate, report, verify, bench, doctor,
+)  # fmt: skip
+for command in COMMANDS:
     app.add_command(command)
 
 

@@ -35,7 +35,7 @@ OPTIMIZERS = ("kfac", "adam", "adamw", "muon", "sgd")
 SCHEDULES = ("tail", "cosine", "constant")
 # Fields of an engine's options that the command sets itself: an optimizer needs parameters in
 # single precision, and K-FAC sets the damping of the engine.
-_SET_HERE = ("damping", "gradient_dtype")
+SET_HERE = ("damping", "gradient_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ _COURSE = (
 )  # fmt: skip
 
 
-@click.command(cls=EngineCommand, without=_SET_HERE)
+@click.command(cls=EngineCommand, without=SET_HERE)
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
 @gathered("update", Update, _UPDATE)

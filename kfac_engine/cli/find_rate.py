@@ -1,0 +1,114 @@
+"""``find-rate``: suggest a learning rate for a model and a data set."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kfac_engine.cli.display import print_json, say, working
+from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.options import (
+    debug_option,
+    file_path,
+    gathered,
+    json_option,
+    keywords,
+    sample_option,
+)
+from kfac_engine.cli.train import OPTIMIZERS, SET_HERE
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that the command reads and writes."""
+
+    data: Path
+    targets: Path | None
+    inputs: Path | None
+    plot: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The arguments of ``find_rate``."""
+
+    optimizer: str
+    batch_size: int
+    lowest: float
+    highest: float
+    steps: int
+
+
+_FILES = (
+    click.option(
+        "--data", type=file_path, required=True,
+        help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
+        "--targets: the inputs, .npz or .npy.",
+    ),
+    click.option("--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."),
+    sample_option,
+    click.option("--plot", type=file_path, help="Picture of the losses (.png, .svg, .pdf)."),
+)  # fmt: skip
+_SEARCH = (
+    click.option(
+        "--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True,
+        help="The optimizer.",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
+        help="Examples in a batch.",
+    ),
+    click.option("--lowest", default=1e-6, show_default=True, help="Rate of the first step."),
+    click.option("--highest", default=10.0, show_default=True, help="Rate of the last step."),
+    click.option("--steps", default=100, show_default=True, help="Number of rates."),
+)  # fmt: skip
+
+
+@click.command("find-rate", cls=EngineCommand, without=SET_HERE)
+@click.argument("model", type=file_path)
+@gathered("files", Files, _FILES)
+@gathered("search", Search, _SEARCH)
+@keywords()
+@json_option
+@debug_option
+def find_rate(
+    model: Path, files: Files, search: Search, options: dict[str, Any], as_json: bool
+) -> None:
+    """Suggest a learning rate, from a short run whose rate grows."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files, read_inputs
+
+    read = {"--data": files.data, "--targets": files.targets, "--inputs": files.inputs}
+    check_files({"--plot": files.plot}, read, model)
+    with working("searching"):
+        sample = None if files.inputs is None else read_inputs(files.inputs, model)
+        engine = ke.Engine.from_onnx(
+            model, sample_inputs=sample, gradient_dtype="float32", **options
+        )
+        data = files.data if files.targets is None else (files.data, files.targets)
+        result = ke.find_rate(engine, data, **asdict(search), seed=options["seed"])
+        if files.plot is not None:
+            result.plot(files.plot)
+    _report(result, search.optimizer, as_json)
+
+
+def _report(result: "ke.RateSearch", optimizer: str, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "suggestion": result.suggestion,
+                "rates": result.rates.tolist(),
+                "losses": result.losses.tolist(),
+            }
+        )
+        return
+    if result.suggestion is None:
+        say("no rate lowers the loss clearly; try other rates (--lowest, --highest) or more steps")
+    else:
+        say(f"suggestion for {optimizer}: --learning-rate {result.suggestion:.3g}")
+    if optimizer == "kfac":
+        say("train with kfac needs no --learning-rate, and adapts the length of its steps")
