@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, positive
-from kfac_engine.backend.tasks import Task
 from kfac_engine.engine.engine import Engine
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.optimizer import (
@@ -65,21 +63,17 @@ class _FirstOrder(Optimizer):
         rate = evaluated_rate(self._learning_rate, self.steps)
         rates = self._rates(rate)
         loss, gradients = self._gradients(inputs, targets, clock)
-        rules, decoupled, decay = self._setting.rules, self._setting.decoupled, self._weight_decay
+        decay, decoupled = self._weight_decay, self._setting.decoupled
         values, slots = self._parameters(), self._new_slots()
-
-        def update(name: str) -> None:
-            gradient, value, step = gradients[name], values[name], scale * rates[name]
+        for name, gradient in gradients.items():
             if decay and not decoupled:
-                add_multiple(gradient, decay, value)
-            rule = rules[name]
+                add_multiple(gradient, decay, values[name])
+            rule, step = self._setting.rules[name], scale * rates[name]
             old, new = ({s: arrays[s][name] for s in rule.slots} for arrays in (self._slots, slots))
             direction = rule(gradient, old, new, self.steps + 1)
             # The gradient is not needed any more: its memory receives the new value.
-            combine(gradient, -step, direction, 1 - step * decay if decoupled else 1.0, value)
-
-        tasks = [Task(rules[n].work(g.shape), partial(update, n)) for n, g in gradients.items()]
-        self.engine.collection.backend.run_parallel(tasks)
+            shrunk = 1 - step * decay if decoupled else 1.0
+            combine(gradient, -step, direction, shrunk, values[name])
         return Proposal(gradients, slots, StepReport(loss, scale * rate, self._setting.momentum))
 
 

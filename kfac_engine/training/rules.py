@@ -6,7 +6,7 @@ The array functions are NumPy's, which CuPy arrays support.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import sqrt
 from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -48,9 +48,6 @@ class Rule(Protocol):
             The direction. It may be ``gradient`` or an array of ``new``.
         """
 
-    def work(self, shape: tuple[int, ...]) -> float:
-        """Return the number of multiplications of matrix products for a parameter of a shape."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeavyBall:
@@ -74,11 +71,6 @@ class HeavyBall:
             return velocity
         add_multiple(gradient, self.momentum, velocity)
         return gradient
-
-    def work(self, shape: tuple[int, ...]) -> float:
-        """Return zero: there are no matrix products."""
-        del shape
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +108,6 @@ class AdaptiveMoments:
         out *= root / (1 - self.beta1**step)
         return out
 
-    def work(self, shape: tuple[int, ...]) -> float:
-        """Return zero: there are no matrix products."""
-        del shape
-        return 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Orthogonalized:
@@ -149,11 +136,6 @@ class Orthogonalized:
         rows, columns = matrix.shape
         scaled: Array = max(1.0, rows / columns) ** 0.5 * orthogonalize(matrix, self.matmul)
         return scaled.reshape(gradient.shape)
-
-    def work(self, shape: tuple[int, ...]) -> float:
-        """Return the multiplications of the iterations, each with three products of matrices."""
-        short, long = sorted((shape[0], prod(shape[1:])))
-        return _ITERATIONS * float(2 * short * short * long + short**3)
 
 
 def orthogonalize(matrix: Array, matmul: MatMul = np.matmul) -> Array:
